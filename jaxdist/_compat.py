@@ -1,0 +1,44 @@
+"""Every JAX name that moved, or that we may have to follow when it moves, between 0.10 and 0.12.
+
+No other file of the library looks at a version.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._typing import Array
+
+
+def mesh_axes_being_mapped() -> frozenset[str]:
+    """The mesh axes that an enclosing `shard_map` handles by hand (none under `vmap` or plain `jit`)."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_axes_left_over() -> tuple[str, ...]:
+    """The axes of the mesh around us with more than one device that the compiler still shards by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which the type of `x` says that its value differs."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def make_mesh(shape: Sequence[int], names: Sequence[str], *, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """A mesh with Auto axes; `jax.make_mesh` makes Explicit ones unless told, and renamed its first argument."""
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(shape), tuple(names), axis_types=auto, devices=devices)
+
+
+def shard_map(
+    f: Callable, *, mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str], check_vma: bool
+) -> Callable:
+    """`jax.shard_map`; `mesh=None` takes the mesh around us, as a nested call must."""
+    keywords = {} if mesh is None else {"mesh": mesh}
+    return functools.partial(
+        jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma, **keywords)
+    )

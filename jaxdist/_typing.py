@@ -1,0 +1,41 @@
+"""The type aliases of the public signatures, once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt
+
+# What gives a shape and a dtype: a concrete array, a tracer or a `jax.ShapeDtypeStruct`.
+Like = Any
+# A pytree of arrays with static shapes: what one compressor puts on the wire for one array.
+Payload = PyTree[Shaped[Array, "..."]]
+# Gradients, drifts, updates: a pytree of floating arrays.
+Updates = PyTree
+# The state of a reducer or of a transformation: a pytree of arrays and placement marks.
+State = PyTree
+# A mesh axis, several of them (slow links first), or none (`None`: no other worker).
+AxisNames = str | tuple[str, ...] | None
+PRNGKeyArray = Key[Array, ""]
+Shape = tuple[int, ...]
+Metrics = Mapping[str, Any]
+Sharding = jax.sharding.Sharding
+
+__all__ = [
+    "Array",
+    "AxisNames",
+    "Float",
+    "Int",
+    "Key",
+    "Like",
+    "Metrics",
+    "PRNGKeyArray",
+    "Payload",
+    "PyTree",
+    "Shape",
+    "Shaped",
+    "Sharding",
+    "State",
+    "UInt",
+    "Updates",
+]

@@ -1,0 +1,12 @@
+"""What a step will do, known before it runs: collectives and their bytes, memory, operations."""
+
+from .base import Collective as Collective
+from .base import Collectives as Collectives
+from .collectives import collectives as collectives
+from .hlo import opcodes as opcodes
+from .logical import logical_collectives as logical_collectives
+from .memory import Memory as Memory
+from .memory import memory as memory
+from .report import Widened as Widened
+from .report import table as table
+from .report import widened as widened

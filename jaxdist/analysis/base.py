@@ -1,0 +1,157 @@
+"""What a collective costs: the records that both counters return and the ring formulas that they share."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+BRANCHES = ("max", "min", "all")
+
+
+class Collective(NamedTuple):
+    """One collective operation of a program.
+
+    Attributes:
+      kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"ragged-all-to-all"`,
+        `"collective-permute"` or `"collective-broadcast"`.
+      dtype: what travels, by its NumPy name; one name per operand when the operands differ.
+      bytes: the size of one worker's operands, for one execution.
+      group_size: how many workers take part together (of a permutation: the longest chain or cycle).
+      replica_groups: who they are, as positions in the flattened mesh; `None` when the text does not say.
+      pairs: `(source, target)` positions of a permutation.
+      count: how often it runs in one call of the program.
+      messages: how many separate transfers that makes: `count` times the operands. XLA merges small reductions into
+        one operation with many operands, but on CPU each operand still is a blocking ring of its own.
+      wire_bytes: what one worker sends, over all `count` executions; the mean where workers differ.
+      where: the computation (of a compiled program) or the path of primitives (of a traced one) that contains it.
+    """
+
+    kind: str
+    dtype: str | tuple[str, ...]
+    bytes: int
+    group_size: int
+    replica_groups: tuple[tuple[int, ...], ...] | None
+    pairs: tuple[tuple[int, int], ...]
+    count: int
+    messages: int
+    wire_bytes: float
+    where: str
+
+
+class Collectives(NamedTuple):
+    """All collectives of a program.
+
+    Attributes:
+      ops: in program order.
+      wire_bytes: what one worker sends in one call, summed over `ops`.
+      warnings: what could not be known from the program, such as the trip count of a `while`.
+    """
+
+    ops: tuple[Collective, ...]
+    wire_bytes: float
+    warnings: tuple[str, ...]
+
+
+def sent_per_byte(kind: str, workers: int) -> float:
+    """Return how many bytes one of `workers` sends for each byte of its operand, with ring algorithms.
+
+    All-reduce `2(n-1)/n`, all-gather `n-1`, all others `(n-1)/n`: every worker keeps one n-th to itself.
+    """
+    if kind == "all-gather":
+        return workers - 1.0
+    return (2.0 if kind == "all-reduce" else 1.0) * (workers - 1) / workers
+
+
+def make_collective(
+    kind: str,
+    operands: Sequence[tuple[str, int]],
+    *,
+    groups: tuple[tuple[int, ...], ...] | None = None,
+    pairs: tuple[tuple[int, int], ...] = (),
+    devices: int,
+    where: str,
+) -> Collective:
+    """Return the record of one execution of one collective, from its operands' dtypes and bytes."""
+    dtypes = tuple(dtype for dtype, _ in operands)
+    size = sum(nbytes for _, nbytes in operands)
+    # A tuple all-to-all is one exchange whose operands are the pieces for the different workers.
+    messages = 1 if kind == "all-to-all" else len(operands)
+    if kind == "collective-permute":
+        groups = connected(pairs)
+        sent = sum(source != target for source, target in pairs) / max(devices, 1)
+    elif groups:
+        sent = sum(len(group) * sent_per_byte(kind, len(group)) for group in groups) / sum(map(len, groups))
+    else:
+        sent = sent_per_byte(kind, max(devices, 1))
+    return Collective(
+        kind=kind,
+        dtype=dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+        bytes=size,
+        group_size=max(map(len, groups)) if groups else devices,
+        replica_groups=groups,
+        pairs=pairs,
+        count=1,
+        messages=messages,
+        wire_bytes=sent * size,
+        where=where,
+    )
+
+
+def connected(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the workers that a permutation connects with each other, as sorted groups."""
+    group_of: dict[int, set[int]] = {}
+    for source, target in pairs:
+        merged = group_of.get(source, {source}) | group_of.get(target, {target})
+        group_of.update(dict.fromkeys(merged, merged))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+def mesh_groups(
+    shape: Sequence[int], over: Sequence[int], order: np.ndarray | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of a mesh of `shape` that communicate over the dimensions `over`.
+
+    Args:
+      shape: sizes of the mesh axes, outermost first.
+      over: positions in `shape` of the axes that take part; their order is the order within a group.
+      order: device positions in mesh order, when the mesh is not in the order of its devices.
+    """
+    ids = np.arange(int(np.prod(shape))) if order is None else order
+    rest = [dimension for dimension in range(len(shape)) if dimension not in over]
+    members = int(np.prod([shape[dimension] for dimension in over]))
+    grouped = ids.reshape(shape).transpose([*rest, *over]).reshape(-1, members)
+    return tuple(tuple(group) for group in grouped.tolist())
+
+
+def repeat(ops: Sequence[Collective], times: int) -> list[Collective]:
+    """Return `ops` as they count inside a loop of `times` iterations."""
+    return [
+        op._replace(count=op.count * times, messages=op.messages * times, wire_bytes=op.wire_bytes * times)
+        for op in ops
+    ]
+
+
+def choose(branches: Sequence[list[Collective]], branch: str, where: str, warnings: list[str]) -> list[Collective]:
+    """Return the collectives of the branch that `branch` asks for, with a warning if the branches differ."""
+    if branch == "all":
+        return [op for ops in branches for op in ops]
+
+    def cost(ops: list[Collective]) -> tuple[float, int]:
+        return sum((op.wire_bytes for op in ops), 0.0), sum(op.messages for op in ops)
+
+    ranked = sorted(branches, key=cost)
+    if cost(ranked[0]) != cost(ranked[-1]):
+        sizes = ", ".join(f"{cost(ops)[0]:.0f}" for ops in branches)
+        warnings.append(f"the branches of {where} send {sizes} bytes each time; counted the {branch}imum")
+    return ranked[-1] if branch == "max" else ranked[0]
+
+
+def check_branch(branch: str) -> None:
+    """Raise unless `branch` is one of the known choices."""
+    if branch not in BRANCHES:
+        raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
+
+
+def summarise(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
+    """Return the sum over `ops`; equal warnings are kept once."""
+    return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))

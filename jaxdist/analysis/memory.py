@@ -1,0 +1,82 @@
+"""The memory that a compiled program plans for."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class Memory(NamedTuple):
+    """The bytes on one device that a compiled program plans for.
+
+    Attributes:
+      arguments: what is passed in.
+      outputs: what is returned, including what reuses a donated argument.
+      temporary: what lives only while the program runs.
+      aliased: the part of `outputs` that reuses donated arguments.
+      generated_code: the program itself.
+      host_arguments: as above, in the host's memory.
+      host_outputs: as above, in the host's memory.
+      host_temporary: as above, in the host's memory.
+      host_aliased: as above, in the host's memory.
+      peak: `arguments + outputs + temporary - aliased`, the most device memory that is needed at one time.
+    """
+
+    arguments: int
+    outputs: int
+    temporary: int
+    aliased: int
+    generated_code: int
+    host_arguments: int
+    host_outputs: int
+    host_temporary: int
+    host_aliased: int
+    peak: int
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """Return how much memory one device needs for a compiled program, by the compiler's own plan.
+
+    `peak` is the sum of what the program is given, returns and uses in between, without what donation shares. It is
+    computed here because the field that XLA calls peak leaves the temporary buffers out on CPU.
+
+    What to believe:
+
+    - `arguments`, `outputs`, `aliased` are exact on every backend, as is `temporary` on GPU and TPU. On CPU
+      `temporary` came within about 5 % of the growth of the process in our measurements. It does not contain what
+      the runtime takes besides: gloo's buffers, the thread pool, the allocator's slack.
+    - On CPU "host" and "device" are the same memory, so XLA counts arguments in `pinned_host` as device arguments and
+      all `host_` fields stay 0. To see what offloading would save there, sum the bytes of the arrays whose
+      `sharding.memory_kind` is `pinned_host`, or compile ahead of time for a TPU or GPU.
+    - Rematerialisation written as `jax.checkpoint` in unrolled code shows no saving on CPU under JAX 0.10, where XLA
+      drops the barriers that keep it apart; inside `lax.scan`, and on newer versions, it does.
+
+    Args:
+      compiled: `step.lower(state, batch).compile()`.
+
+    Returns:
+      The bytes, per device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> plan = memory(jax.jit(lambda x: x + 1).lower(jnp.ones(256)).compile())
+      >>> plan.arguments, plan.outputs, plan.peak
+      (1024, 1024, 2048)
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError("this backend does not report the memory of its compiled programs")
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        generated_code=stats.generated_code_size_in_bytes,
+        host_arguments=stats.host_argument_size_in_bytes,
+        host_outputs=stats.host_output_size_in_bytes,
+        host_temporary=stats.host_temp_size_in_bytes,
+        host_aliased=stats.host_alias_size_in_bytes,
+        peak=stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes,
+    )

@@ -1,0 +1,179 @@
+"""The one file that talks to other workers.
+
+A `Comm` is one group of workers as one of them sees it. Its functions map over pytrees, type-check under `shard_map`'s
+replication checking, and give the same numbers under `vmap` (simulation). Three traps are dealt with here, once:
+
+- What all workers end up with (a mean, a gather) is typed *invariant*, so it may leave `shard_map` as agreed state.
+- XLA:CPU widens bf16 and fp8 in every collective: they travel as u16 and u8 words.
+- XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
+  local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
+  form.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._comm_base import Comm as Comm
+from ._comm_base import Sent as Sent
+from ._comm_base import check_permutation
+from ._comm_counted import cond as cond
+from ._comm_counted import counted as counted
+from ._comm_counted import total_bytes as total_bytes
+from ._comm_groups import alone as alone
+from ._comm_groups import grouped as grouped
+from ._comm_groups import nested as nested
+from ._compat import mesh_axes_being_mapped, varying_axes
+from ._marks import axis_tuple
+from ._typing import Array, AxisNames
+
+
+def over(axis: AxisNames) -> Comm:
+    """The workers along one mesh axis, or along several (`("pod", "data")`: slow links first).
+
+    Call it where the axis is bound: inside `distribute`, `simulate`, `shard_map` or `vmap(axis_name=...)`.
+
+    Args:
+      axis: the name or names; `None` is `alone()`.
+
+    Returns:
+      The group; with several axes its `.inner` is the last one and its `.outer` the others.
+
+    Raises:
+      ValueError: the axis is not bound here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxdist import comm
+      >>> jax.vmap(lambda x: comm.over("data").mean(x), axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      [2.0, 2.0]
+    """
+    axes = axis_tuple(axis)
+    if not axes:
+        return alone()
+    try:
+        size = math.prod(lax.axis_size(name) for name in axes)
+    except NameError:
+        raise ValueError(
+            f"axis {axis!r} is not bound here: run the step with distribute(step, mesh) or simulate(step, workers) "
+            f"over that axis, or pass axis=None for a single worker"
+        ) from None
+    by_hand = mesh_axes_being_mapped().issuperset(axes)
+    varying = partial(_varying, axes) if by_hand else lambda x: x
+    gather = _mesh_gather(axes, varying) if by_hand else _simulated_gather(axes)
+    exchange = partial(_exchange, axes, varying)
+    scatter = partial(_reduce_scatter_mean, axes, size, by_hand, exchange, varying)
+
+    def permute(x, pairs):
+        check_permutation(pairs, size)
+        if not by_hand and len(axes) > 1:  # vmap permutes one axis only
+            source = dict((destination, source) for source, destination in pairs)
+            return gather(x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
+        return _unword(lax.ppermute(_word(varying(x)), axes if len(axes) > 1 else axes[0], pairs), x)
+
+    return Comm(
+        size=size,
+        index=lax.axis_index(axes),
+        mean=partial(jax.tree.map, partial(_mean, axes, size, by_hand, gather, scatter)),
+        sum=partial(jax.tree.map, lambda x: lax.psum(x, axes)),
+        max=partial(jax.tree.map, lambda x: lax.pmax(x, axes)),
+        all_gather=lambda tree, *, agreed=True: jax.tree.map(
+            gather if agreed else _differentiable_gather(axes, gather, scatter, varying, by_hand), tree
+        ),
+        all_to_all=partial(jax.tree.map, exchange),
+        reduce_scatter_mean=partial(jax.tree.map, scatter),
+        ppermute=lambda tree, pairs: jax.tree.map(lambda x: permute(x, pairs), tree),
+        varying=partial(jax.tree.map, varying),
+        inner=over(axes[-1]) if len(axes) > 1 else None,
+        outer=over(axes[:-1]) if len(axes) > 1 else None,
+    )
+
+
+def _is_floating(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _word(x: Array) -> Array:
+    """What XLA:CPU would widen travels as words of its own size."""
+    if _is_floating(x) and x.dtype.itemsize < 4 and x.dtype != jnp.float16:
+        return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
+    return x
+
+
+def _unword(words: Array, like: Array) -> Array:
+    return words if words.dtype == like.dtype else lax.bitcast_convert_type(words, like.dtype)
+
+
+def _varying(axes: tuple[str, ...], x: Array) -> Array:
+    missing = tuple(name for name in axes if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _mesh_gather(axes: tuple[str, ...], varying: Callable) -> Callable[[Array], Array]:
+    return lambda x: _unword(lax.all_gather(_word(varying(x)), axes, to="invarying"), x)
+
+
+def _simulated_gather(axes: tuple[str, ...]) -> Callable[[Array], Array]:
+    def gather(x):
+        shape = x.shape
+        for name in reversed(axes):  # vmap gathers one axis at a time
+            x = lax.all_gather(x, name)
+        return x.reshape(-1, *shape)
+
+    return gather
+
+
+def _differentiable_gather(axes, gather, scatter, varying, by_hand):
+    """A gather typed varying, whose gradient is the mean of everybody's gradient for this worker's part."""
+
+    @jax.custom_vjp
+    def forward(x):
+        return _unword(lax.all_gather(_word(varying(x)), axes), x) if by_hand else gather(x)
+
+    forward.defvjp(lambda x: (forward(x), None), lambda _, g: (scatter(g),))
+    return forward
+
+
+def _exchange(axes: tuple[str, ...], varying: Callable, x: Array) -> Array:
+    return _unword(lax.all_to_all(_word(varying(x)), axes, split_axis=0, concat_axis=0, tiled=True), x)
+
+
+def _local_mean(x: Array) -> Array:
+    """The mean over the first dimension, in float32 or better."""
+    return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+
+
+def _mean(axes, size, by_hand, gather, scatter, x: Array) -> Array:
+    if not _is_floating(x) or x.dtype.itemsize >= 4:
+        return lax.pmean(x, axes)
+    if not by_hand:
+        return lax.pmean(x.astype(jnp.float32), axes).astype(x.dtype)
+
+    def on_the_wire(x):  # divide first: the sum of W half-precision numbers overflows
+        return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
+
+    def as_words(x):
+        if size <= 2:  # XLA:CPU's all-to-all is half duplex: two workers exchange faster by a gather
+            return _local_mean(gather(x))
+        rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
+        return gather(scatter(rows)).ravel()[: x.size].reshape(x.shape)
+
+    if x.dtype == jnp.float16:
+        return on_the_wire(x)
+    return lax.platform_dependent(x, cpu=as_words, default=on_the_wire)
+
+
+def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Array:
+    if x.shape[0] != size:
+        raise ValueError(f"reduce_scatter_mean needs one row for each of the {size} workers, got shape {x.shape}")
+    if not by_hand:
+        return _local_mean(exchange(x))
+
+    def scatter(x):
+        return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
+
+    return lax.platform_dependent(varying(x), cpu=lambda x: _local_mean(exchange(x)), default=scatter)

@@ -1,0 +1,18 @@
+"""One array to a payload and back: what crosses the network, with no state and no collective."""
+
+from .base import Compressor as Compressor
+from .cast import cast as cast
+from .cast import identity as identity
+from .packing import from_words as from_words
+from .packing import pack as pack
+from .packing import packed_size as packed_size
+from .packing import to_words as to_words
+from .packing import unpack as unpack
+from .quantize import qsgd as qsgd
+from .random import Noise as Noise
+from .random import uniform_hash as uniform_hash
+from .random import uniform_threefry as uniform_threefry
+from .scaled import scaled as scaled
+from .sign import scaled_sign as scaled_sign
+from .sparse import random_k as random_k
+from .sparse import top_k as top_k

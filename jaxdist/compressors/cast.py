@@ -1,0 +1,114 @@
+"""The plain codes: nothing at all, and a narrower float."""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
+from .base import Compressor
+from .packing import from_words, to_words
+
+FLOATS = ("bfloat16", "float16")
+FLOATS8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def identity() -> Compressor:
+    """Sends the array as it is: `C(x) = x`.
+
+    On the wire: the array, in its own dtype.
+
+    Returns:
+      A summable compressor with ω = 0 and δ = 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code = identity()
+      >>> code.decompress(code.compress(jnp.arange(3.0), jax.random.key(0)), jnp.zeros(3))
+      Array([0., 1., 2.], dtype=float32)
+    """
+
+    def compress(x: Array, key: PRNGKeyArray) -> Array:
+        del key
+        return x
+
+    def decompress(payload: Array, like: Like) -> Array:
+        return payload.reshape(like.shape).astype(like.dtype)
+
+    return Compressor(compress, decompress, summable=True, variance=lambda shape: 0.0, contraction=lambda shape: 1.0)
+
+
+def cast(dtype: DTypeLike) -> Compressor:
+    """Rounds to a narrower float: to nearest, saturating, never NaN or infinite for finite input.
+
+    `C(x) = round(clip(x, -max, max))`; for the 8-bit floats `C(x) = s round(x / s)` with one scale `s = max|x| / max`
+    per array, so that a gradient of any magnitude uses the top of their few exponents. Infinite entries stay
+    infinite (8-bit: the array becomes NaN), so that a check for them behind the mean still sees them.
+
+    With p significant bits (bfloat16 8, float16 11, e4m3 4, e5m2 3) an entry changes by at most `2^-p |x_i|`, hence
+    δ = 1 - 4^-p. For float16 and bfloat16 this holds for arrays whose nonzero entries lie between the dtype's smallest
+    normal number (6e-5 for float16) and its largest (65504): smaller ones lose digits, down to all of them. The
+    8-bit floats are scaled, so only entries far below the largest one underflow, and δ accounts for them:
+    `δ = 1 - 4^-p - d (t / max)²` for d entries and t half of the smallest subnormal, for arrays of any magnitude.
+
+    On the wire: 2 bytes an entry, as an array of `dtype` (summable); 8-bit: 1 byte an entry and 4 for the scale.
+
+    Args:
+      dtype: bfloat16 (any magnitude, 2 to 3 digits: start here), float16 (3 to 4 digits, but 6e-5 to 65504 only),
+        float8_e4m3fn (1 to 2 digits) or float8_e5m2 (1 digit, wider range); the last two inside error feedback.
+
+    Returns:
+      A compressor; the 16-bit ones are summable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = cast(jnp.bfloat16), jnp.array([1.0, 1.001, -3.0])
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      Array([ 1.,  1., -3.], dtype=float32)
+
+    References:
+      P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype.name in FLOATS:
+        return _cast16(dtype)
+    if dtype.name in FLOATS8:
+        return _cast8(dtype)
+    raise ValueError(f"dtype must be one of {', '.join(FLOATS + FLOATS8)}, got {dtype.name}; identity() sends others")
+
+
+def _cast16(dtype: jnp.dtype) -> Compressor:
+    info = jnp.finfo(dtype)
+    largest = float(info.max)
+
+    def compress(x: Array, key: PRNGKeyArray) -> Array:
+        del key
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest)).astype(dtype)
+
+    def decompress(payload: Array, like: Like) -> Array:
+        return payload.reshape(like.shape).astype(like.dtype)
+
+    contraction = 1.0 - float(info.eps / 2) ** 2
+    return Compressor(compress, decompress, summable=True, contraction=lambda shape: contraction)
+
+
+def _cast8(dtype: jnp.dtype) -> Compressor:
+    info = jnp.finfo(dtype)
+    largest, precision, underflow = float(info.max), float(info.eps) / 2, float(info.smallest_subnormal) / 2
+
+    def compress(x: Array, key: PRNGKeyArray) -> tuple[UInt[Array, "..."], Float[Array, ""]]:
+        del key
+        wide = x.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(wide), initial=0.0) / largest
+        scaled = jnp.where(scale == 0, wide, wide / scale)
+        return to_words(jnp.clip(scaled, -largest, largest).astype(dtype)), scale
+
+    def decompress(payload: tuple[Array, Array], like: Like) -> Array:
+        words, scale = payload
+        return (from_words(words, dtype).astype(jnp.float32) * scale).reshape(like.shape).astype(like.dtype)
+
+    def contraction(shape: Shape) -> float:
+        return max(0.0, 1.0 - precision**2 - math.prod(shape) * (underflow / largest) ** 2)
+
+    return Compressor(compress, decompress, contraction=contraction)

@@ -1,0 +1,51 @@
+"""Makes an unbiased code a contraction."""
+
+import math
+
+import jax.numpy as jnp
+
+from .._typing import Array, Like, Payload, Shape
+from .base import Compressor
+
+
+def scaled(compressor: Compressor) -> Compressor:
+    """Multiplies what an unbiased code decodes to by `1 / (1 + ω)`: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
+
+    Error feedback needs a contraction, and an unbiased code with ω > 1 enlarges what it is fed. Shrinking it costs the
+    unbiasedness, which the feedback makes up for.
+
+    On the wire: what `compressor` sends.
+
+    Args:
+      compressor: an unbiased code, which states its `variance` ω.
+
+    Returns:
+      A biased compressor with the payload of `compressor`.
+
+    Example:
+      >>> from jaxdist.compressors import qsgd
+      >>> code = scaled(qsgd(2, bucket=64))
+      >>> round(code.contraction((1000,)), 3)
+      0.222
+
+    References:
+      P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
+      error feedback", arXiv:2106.05203, 2021.
+    """
+    variance = compressor.variance
+    if variance is None:
+        raise ValueError(
+            f"scaled() needs an unbiased compressor that states its variance, got variance=None in {compressor}; "
+            "a compressor with a contraction goes into error feedback as it is"
+        )
+
+    def decompress(payload: Payload, like: Like) -> Array:
+        decoded = compressor.decompress(payload, like)
+        wide = decoded.astype(jnp.promote_types(decoded.dtype, jnp.float32))
+        return (wide * contraction(like.shape)).astype(like.dtype)
+
+    def contraction(shape: Shape) -> float:
+        omega = variance(shape)
+        return 1.0 / (1.0 + omega) if math.isfinite(omega) else 0.0
+
+    return compressor._replace(decompress=decompress, variance=None, contraction=contraction)

@@ -1,0 +1,9 @@
+"""Running a step written as one worker sees it: on a mesh, or simulated."""
+
+from .agreement import disagreement as disagreement
+from .distribute import distribute as distribute
+from .distribute import evaluate as evaluate
+from .grads import local_value_and_grad as local_value_and_grad
+from .mesh import global_batch as global_batch
+from .mesh import make_mesh as make_mesh
+from .simulate import simulate as simulate

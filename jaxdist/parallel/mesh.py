@@ -1,0 +1,72 @@
+"""Meshes, and batches of several processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from .._marks import axis_tuple
+from .._typing import AxisNames, PyTree
+
+
+def make_mesh(axes: Mapping[str, int] | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with Auto axes.
+
+    Args:
+      axes: the number of devices along each axis, slow links first; by default all devices along `"data"`.
+      devices: the devices to use; all by default.
+
+    Returns:
+      The mesh.
+
+    Raises:
+      ValueError: the axes need another number of devices than there are.
+
+    Example:
+      >>> import jaxdist as jd
+      >>> jd.make_mesh({"data": 1}).axis_names
+      ('data',)
+    """
+    count = len(jax.devices() if devices is None else devices)
+    axes = {"data": count} if axes is None else axes
+    needed = int(np.prod(list(axes.values())))
+    if needed > count:
+        raise ValueError(f"a mesh of {dict(axes)} needs {needed} devices, but there are {count}")
+    chosen = (jax.devices() if devices is None else list(devices))[:needed]
+    return _compat.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen)
+
+
+def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
+    """Puts this process's part of a batch together with those of the others.
+
+    Args:
+      local: numpy arrays `[b, ...]`; every process passes as many examples for each of its devices.
+      mesh: the mesh.
+      axis: the axis or axes that workers lie along.
+
+    Returns:
+      Global arrays `[B, ...]`, cut over the axis. With one process, the batch itself on its devices.
+
+    Raises:
+      ValueError: an array has no first dimension, or one that does not divide among this process's devices.
+
+    Example:
+      >>> import numpy as np, jaxdist as jd
+      >>> jd.global_batch(np.ones((8, 2)), jd.make_mesh({"data": 1})).shape
+      (8, 2)
+    """
+    axes = axis_tuple(axis)
+    sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    here //= int(np.prod([size for name, size in mesh.shape.items() if name not in axes]))
+
+    def one(x):
+        x = np.asarray(x)
+        if x.ndim == 0 or x.shape[0] % max(here, 1):
+            raise ValueError(f"a batch of shape {x.shape} does not divide among this process's {here} workers")
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return jax.tree.map(one, local)

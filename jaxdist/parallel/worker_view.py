@@ -1,0 +1,109 @@
+"""From global arrays to what one worker sees, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._compat import varying_axes
+from .._marks import OnHost, PerWorker, axis_tuple, is_mark, map_marked, with_value
+from .._typing import PyTree, State
+
+
+def manual_specs(state: State, axes: Sequence[str]) -> PyTree:
+    """The PartitionSpecs over these axes alone: what lies along others is left to the compiler."""
+    return map_marked(lambda marks, _: PartitionSpec(*(_along(mark, axes) for mark in _cutting(marks))), state)
+
+
+def open_state(state: State, axes: Sequence[str]) -> State:
+    """Inside the mapped function: takes off the worker dimensions of length 1 and the marks around whole fields."""
+
+    def one(marks, leaf):
+        gone = [i for i, mark in enumerate(_cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
+        return jnp.squeeze(leaf, gone)
+
+    return _map_fields(lambda field: field.value if is_mark(field) else field, map_marked(one, state))
+
+
+def close_state(new: State, like: State, axes: Sequence[str]) -> State:
+    """The inverse of `open_state`; `like` is the state as it came in, marks on."""
+    marked = _map_fields(
+        lambda field, old: with_value(old, field) if is_mark(old) and not is_mark(field) else field, new, like
+    )
+
+    def one(marks, leaf):
+        back = [i for i, mark in enumerate(_cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
+        return jnp.expand_dims(leaf, back)
+
+    return map_marked(one, marked)
+
+
+def _cutting(marks: Sequence[Any]) -> list[Any]:
+    """The marks that stand for a leading dimension."""
+    return [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
+
+
+def _along(mark: Any, axes: Sequence[str]) -> Any:
+    """The mesh axes of a mark as an entry of a PartitionSpec over `axes`: all of them or none."""
+    names = axis_tuple(mark.axis)
+    if not set(names) <= set(axes):
+        return None
+    return names[0] if len(names) == 1 else names
+
+
+def _map_fields(f: Any, state: State, *rest: State) -> State:
+    """Maps over the direct children of a state (the fields of a NamedTuple, the entries of a dict), whole."""
+
+    def fields(tree):
+        return jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+
+    if is_mark(state) or (rest and is_mark(rest[0])) or jax.tree_util.all_leaves([state]):
+        return f(state, *rest)
+    children, structure = fields(state)
+    others = [fields(tree)[0] for tree in rest]
+    if any(len(other) != len(children) for other in others):
+        return state  # the caller compares the trees and says what differs
+    return structure.unflatten([f(*group) for group in zip(children, *others, strict=True)])
+
+
+def check_same(new: State, old: State) -> None:
+    """Raises unless a step returns the state it was given: same tree, shapes and dtypes."""
+    found, expected = jax.tree.structure(new), jax.tree.structure(old)
+    if found != expected:
+        raise ValueError(
+            f"the step returned a state with another tree than it was given:\n  given    {expected}\n  returned {found}"
+        )
+    for (path, leaf), before in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
+        if leaf.shape != before.shape or leaf.dtype != before.dtype:
+            raise ValueError(
+                f"leaf `{leaf_name(path)}` of the state came in as {before.dtype}{list(before.shape)} and went out as "
+                f"{leaf.dtype}{list(leaf.shape)}: a step must keep shapes and dtypes"
+            )
+
+
+def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -> None:
+    """Raises where a leaf outside marks is typed as differing between workers."""
+
+    def one(marks, named):
+        path, leaf = named
+        over = {name for mark in _cutting(marks) for name in axis_tuple(mark.axis)}
+        differs = varying_axes(leaf) & set(axes) - over
+        if differs:
+            raise ValueError(
+                f"{what} `{leaf_name(path)}` differs between workers (axis {', '.join(sorted(differs))}): {advice}"
+            )
+
+    named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
+    map_marked(one, named)
+
+
+class _Named(tuple):
+    """A (path, leaf) pair that is a leaf of pytrees itself."""
+
+
+def leaf_name(path: Any) -> str:
+    """`opt_state/0/residual/w`, without the marks' own `value`."""
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return ".".join(part for part in parts if part != "value") or "state"

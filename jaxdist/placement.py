@@ -1,0 +1,235 @@
+"""Whose state is it, and where does it lie? Three marks on leaves of a train state, and what follows from them.
+
+A leaf without a mark is *agreed*: every worker holds the same value. `PerWorker` marks what differs, `Sharded` what is
+cut over the workers, `OnHost` what lies in host memory. A state is written as one worker means it (a residual has the
+shape of its parameter); `init_state` and `place` turn it into the global arrays of a mesh:
+
+| mark | as written | global array | a worker sees |
+|---|---|---|---|
+| none | `[*s]` | `[*s]` | `[*s]` |
+| `PerWorker` | `[*s]` | `[W, *s]` | `[*s]` |
+| `Sharded` | `[*s]` | `[W·n]`, padded | `[n]` |
+| `OnHost` | as inside | as inside, memory kind `pinned_host` | a host array |
+
+Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n]`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._marks import OnHost as OnHost
+from ._marks import PerWorker as PerWorker
+from ._marks import Sharded as Sharded
+from ._marks import axis_tuple, bind, is_mark, map_marked
+from ._typing import Array, AxisNames, PyTree, State
+
+
+def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
+    """The PartitionSpec of a leaf inside these marks: one leading dimension for each mark that has an axis."""
+    names = [axis_tuple(mark.axis) for mark in marks if not isinstance(mark, OnHost)]
+    return PartitionSpec(*(name[0] if len(name) == 1 else name for name in names if name))
+
+
+def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
+    """The tree of PartitionSpecs of a state: `P()` for agreed leaves, `P(axis)` for marked ones.
+
+    Args:
+      state: a state with its marks, as written or as placed.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The same tree with a `PartitionSpec` for every leaf; the marks stay on.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import PerWorker, placement
+      >>> placement.specs({"w": jnp.zeros(3), "e": PerWorker(jnp.zeros(3))})["e"].value
+      PartitionSpec('data',)
+    """
+    return map_marked(lambda marks, _: spec_of(marks), bind(state, axis))
+
+
+def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
+    """As `specs`, with a `NamedSharding` for every leaf; leaves inside `OnHost` get memory kind `pinned_host`."""
+
+    def one(marks, _):
+        host = any(isinstance(mark, OnHost) for mark in marks)
+        return NamedSharding(mesh, spec_of(marks), memory_kind="pinned_host" if host else None)
+
+    return map_marked(one, bind(state, axis))
+
+
+def workers(mesh: Mesh, axis: AxisNames) -> int:
+    """How many workers the axis has; a `ValueError` names an axis that the mesh lacks."""
+    for name in axis_tuple(axis):
+        if name not in mesh.shape:
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}")
+    return math.prod(mesh.shape[name] for name in axis_tuple(axis))
+
+
+def padded(mark: Sharded, count: int) -> int:
+    """The length of the global flat array of a `Sharded` mark over `count` workers."""
+    unit = count * mark.multiple
+    return -(-math.prod(mark.shape) // unit) * unit
+
+
+def _globalise(mesh: Mesh) -> Callable[[tuple[Any, ...], Array], Array]:
+    """As written -> as placed: innermost mark first, each adds or cuts its leading dimension."""
+
+    def one(marks, leaf):
+        for mark in reversed(marks):
+            if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
+                leaf = jnp.broadcast_to(leaf, (workers(mesh, mark.axis), *jnp.shape(leaf)))
+            elif isinstance(mark, Sharded) and axis_tuple(mark.axis):
+                length = padded(mark, workers(mesh, mark.axis))
+                leaf = jnp.pad(jnp.ravel(leaf), (0, length - math.prod(mark.shape)))
+        return leaf
+
+    return one
+
+
+def init_state(make_state: Callable[[], State], mesh: Mesh, *, axis: AxisNames = "data") -> State:
+    """Makes a train state directly in its place: no leaf ever lies whole on one device.
+
+    Args:
+      make_state: a function of nothing that builds the state (parameters, optimizer state) as one worker means it.
+      mesh: the mesh to lie on.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state as global arrays, marks on. All processes must call it together, with the same function.
+
+    Raises:
+      ValueError: a mark names an axis that the mesh lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> state = jd.init_state(lambda: {"w": jnp.zeros(3), "e": jd.PerWorker(jnp.zeros(3))}, mesh)
+      >>> state["e"].value.shape
+      (1, 3)
+    """
+
+    def build():
+        return map_marked(_globalise(mesh), bind(make_state(), axis))
+
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(build)
+        return jax.jit(build, out_shardings=shardings(shapes, mesh, axis=axis))()
+
+
+def place(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
+    """Puts a state that exists onto a mesh. Copies, so that donating the result never eats the caller's arrays.
+
+    Args:
+      state: as one worker means it: `PerWorker` leaves without the worker dimension (each worker gets a copy).
+      mesh: the mesh to lie on.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state as global arrays, marks on.
+
+    Raises:
+      ValueError: a mark names an axis that the mesh lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> jd.place({"e": jd.PerWorker(jnp.zeros(3))}, jd.make_mesh({"data": 1}))["e"].value.shape
+      (1, 3)
+    """
+    state = map_marked(_globalise(mesh), bind(state, axis))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), state, shardings(state, mesh, axis=axis)
+    )
+
+
+def resize(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
+    """Moves a placed state to a mesh with another number of workers.
+
+    Agreed leaves stay, `Sharded` ones are cut anew, `PerWorker` ones follow their `resize` rule: residuals keep their
+    mean over workers, which is the update not yet delivered (their sum would move the model).
+
+    Args:
+      state: global arrays with marks, as `init_state`, `place` or a step returned them.
+      mesh: the new mesh.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state on the new mesh.
+
+    Raises:
+      ValueError: marks nest over several axes of which more than one changed its size.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> state = {"e": jd.PerWorker(jnp.array([[1.0], [3.0]]))}  # two workers' residuals
+      >>> jd.resize(state, mesh)["e"].value.tolist()
+      [[2.0]]
+    """
+
+    def one(marks, leaf):
+        marks = [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
+        for dimension, mark in enumerate(marks):
+            count = workers(mesh, mark.axis)
+            leaf = jnp.moveaxis(leaf, dimension, 0)
+            leaf = _recut(leaf, mark, count) if isinstance(mark, Sharded) else _rework(leaf, mark, count)
+            leaf = jnp.moveaxis(leaf, 0, dimension)
+        return leaf
+
+    state = map_marked(one, bind(state, axis))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), state, shardings(state, mesh, axis=axis)
+    )
+
+
+def _recut(leaf: Array, mark: Sharded, count: int) -> Array:
+    """`[W·n, ...]` -> `[W'·n', ...]`: the padding goes, new padding comes."""
+    size = math.prod(mark.shape)
+    return jnp.pad(leaf[:size], [(0, padded(mark, count) - size)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def _rework(leaf: Array, mark: PerWorker, count: int) -> Array:
+    """`[W, ...]` -> `[W', ...]` by the mark's rule; integers and keys have no mean and are copied."""
+    if leaf.shape[0] == count:
+        return leaf
+    if mark.resize == "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.broadcast_to(
+            leaf.mean(0, dtype=jnp.promote_types(leaf.dtype, jnp.float32)).astype(leaf.dtype), (count, *leaf.shape[1:])
+        )
+    if mark.resize == "zero":
+        return jnp.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    return leaf[jnp.arange(count) % leaf.shape[0]]
+
+
+def consensus(state: State) -> State:
+    """The one model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones made whole, no marks.
+
+    Args:
+      state: global arrays with marks (the whole state or a part of it, such as `state.params`).
+
+    Returns:
+      The tree without marks. Integer leaves take worker 0's value.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> jd.consensus({"w": jd.PerWorker(jnp.array([[1.0], [3.0]]), axis="data")})["w"].tolist()
+      [2.0]
+    """
+
+    def one(node):
+        if not is_mark(node):
+            return node
+        inside = node.value
+        if isinstance(node, PerWorker) and node.axis != ():
+            inside = jax.tree.map(lambda leaf: _rework(leaf, node, 1)[0], inside)
+        if isinstance(node, Sharded):
+            inside = inside[: math.prod(node.shape)].reshape(node.shape)
+        return jax.tree.map(one, inside, is_leaf=is_mark)
+
+    return jax.tree.map(one, state, is_leaf=is_mark)

@@ -1,0 +1,15 @@
+"""Every worker's tree in, one agreed mean out."""
+
+from .base import Reduced as Reduced
+from .base import Reducer as Reducer
+from .base import Wire as Wire
+from .base import from_rounds as from_rounds
+from .bucketed import bucketed as bucketed
+from .by_leaf import by_leaf as by_leaf
+from .compressed import compressed as compressed
+from .exact import exact as exact
+from .feedback import ef21 as ef21
+from .feedback import error_feedback as error_feedback
+from .hierarchical import hierarchical as hierarchical
+from .power_sgd import power_sgd as power_sgd
+from .tracked import tracked as tracked

@@ -1,0 +1,97 @@
+"""Another reducer for each kind of leaf, with the collectives of all of them merged."""
+
+from collections.abc import Callable, Hashable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import Like
+from .base import Reduced, Reducer, feedback_form, from_rounds, rounds_of, together
+
+
+def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
+    """Chooses a reducer for each leaf: rank 4 for matrices, exact for vectors, nothing for frozen leaves.
+
+    *On the wire*: what the parts send, their collectives merged round by round (one for each direction and dtype). A
+    label whose reducer is `None` costs no bytes, and its mean is zero.
+
+    *State*: a dict from label to the state of its reducer.
+
+    Args:
+      label_fn: `label_fn(path, leaf)` with the path as `"layers/0/kernel"`, and shape and dtype of the leaf.
+      reducers: the reducer of each label; `None` for leaves that are not trained.
+
+    Returns:
+      The reducer.
+
+    Raises:
+      ValueError: a leaf has a label that `reducers` lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> policy = jd.by_leaf(
+      ...     lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector",
+      ...     {"matrix": jd.power_sgd(rank=1, min_compression_rate=0), "vector": jd.exact()},
+      ... )
+      >>> sorted(policy.init({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}))
+      ['matrix', 'vector']
+    """
+    parts = {label: reducer for label, reducer in reducers.items() if reducer is not None}
+
+    def labels_of(tree):
+        def label(path, leaf):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found = label_fn(name, leaf)
+            if found not in reducers:
+                raise ValueError(f"leaf {name!r} has label {found!r}, but reducers has only {list(reducers)}")
+            return found
+
+        return [label(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+    def part(tree, labels, label):
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten([leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)])
+
+    def init(like):
+        labels = labels_of(like)
+        return {label: reducer.init(part(like, labels, label)) for label, reducer in parts.items()}
+
+    def rounds(updates, state, comm, **agreed):
+        labels = labels_of(updates)
+        results = yield from together(
+            [
+                rounds_of(reducer, part(updates, labels, label), state[label], comm, **agreed)
+                for label, reducer in parts.items()
+            ]
+        )
+        structure = jax.tree.structure(updates)
+        reduced = {
+            label: [structure.flatten_up_to(tree) for tree in result] for label, (result, _) in zip(parts, results)
+        }
+
+        def join(which, leaves):
+            chosen = [reduced[label][which][i] if label in parts else None for i, label in enumerate(labels)]
+            return structure.unflatten([new if new is not None else zero(leaf) for new, leaf in zip(chosen, leaves)])
+
+        leaves = jax.tree.leaves(updates)
+        new_state = {label: result[1] for label, result in zip(parts, results)}
+        return Reduced(join(0, leaves), join(1, leaves)), new_state
+
+    def zero(leaf):  # not zeros_like, which would be typed varying: nothing was sent, and all agree on it
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    law = "exact" if all(reducer.law == "exact" for reducer in parts.values()) else _weakest(parts.values())
+    return from_rounds(
+        "by_leaf",
+        init,
+        rounds,
+        law=law,
+        for_feedback=lambda: by_leaf(
+            label_fn,
+            {label: None if reducer is None else feedback_form(reducer) for label, reducer in reducers.items()},
+        ),
+    )
+
+
+def _weakest(reducers):
+    return "none" if any(reducer.law == "none" for reducer in reducers) else "telescoping"

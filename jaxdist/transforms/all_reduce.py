@@ -1,0 +1,172 @@
+"""The line of an optax chain that talks to the other workers."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
+from .._marks import Sharded, axis_tuple, bind, is_mark
+from .._typing import Array, AxisNames, Int, PyTree, State, Updates
+from ..comm import over
+from ..reducers.base import Reducer, accumulator
+from .model_axes import init_on_shards, reduce_on_shards
+
+
+class AllReduceState(NamedTuple):
+    """`reducer` as the reducer defines it; `empty` counts steps on which no worker had any example (agreed)."""
+
+    reducer: State
+    empty: Int[Array, ""]
+
+
+def all_reduce(
+    reducer: Reducer, *, axis: AxisNames = "data", specs: PyTree | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces each worker's gradient by the mean that the reducer makes of all of them.
+
+    Put it where the gradient is still local, usually first in the chain; clipping, momentum and weight decay after it
+    see what all workers agree on. The gradients must come from `local_value_and_grad`: under `shard_map`, `jax.grad` of
+    replicated parameters has already summed them, and reducing again would be `W` times too large.
+
+    *On the wire*: what the reducer sends; with `examples`, four bytes more.
+
+    *State*: that of the reducer, bound to the axis; a count.
+
+    Args:
+      reducer: `exact()`, `error_feedback(power_sgd(rank=4))`, ...
+      axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
+      specs: a tree of `PartitionSpec` like the parameters, for meshes with further axes that the compiler shards
+        (tensor parallelism): the reducer then runs on each shard by itself. The state must be made by `init_state` (or
+        under `jax.set_mesh`), which knows how large the shards are.
+
+    Returns:
+      A gradient transformation. Its `update` takes `examples=`, the number of real examples behind this worker's
+      gradient: gradients are weighted by `examples / mean(examples)`, a finished worker passes 0, and when all do, the
+      update is zero and the state stays as it is.
+
+    Raises:
+      ValueError: at trace time, if a leaf is not floating, not varying over the axis, or `Sharded`; if the axis is not
+        bound; if the mesh has further axes and the reducer would gather them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+      >>> params = jnp.zeros(())
+      >>> def step(gradient):
+      ...     return tx.update(gradient, tx.init(params), params)[0]
+      >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).round(3).tolist()
+      [-0.2, -0.2]
+
+    References:
+      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
+    """
+
+    def init(params):
+        _check_leaves(params)
+        state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
+        return AllReduceState(bind(state, axis), jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, *, examples=None, **extra_args):
+        del params
+        _check_leaves(updates)
+        comm = over(axis)
+        _check_local(updates, axis)
+        agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
+
+        def reduce(updates, reducer_state):
+            if specs is None:
+                _check_axes(reducer)
+                reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
+                return reduced.mean, new_state
+            return reduce_on_shards(reducer, updates, reducer_state, specs, axis, agreed)
+
+        if examples is None:
+            mean, reducer_state = reduce(updates, state.reducer)
+            return mean, AllReduceState(reducer_state, state.empty)
+
+        examples = jnp.asarray(examples, jnp.float32)
+        if reducer.plain and specs is None:  # the count rides along with the gradients
+            (mean, count), reducer_state = reduce((_scale(updates, examples), comm.varying(examples)), state.reducer)
+            some = count > 0
+            mean = _scale(mean, 1 / jnp.where(some, count, 1))
+        else:
+            count = comm.mean(comm.varying(examples))
+            some = count > 0
+            mean, reducer_state = reduce(_scale(updates, examples / jnp.where(some, count, 1)), state.reducer)
+        kept = jax.tree.map(lambda new, old: jnp.where(some, new, old), reducer_state, state.reducer)
+        mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
+        return mean, AllReduceState(kept, state.empty + jnp.where(some, 0, 1))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _scale(tree: Updates, factor: Array) -> Updates:
+    return jax.tree.map(lambda x: (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype), tree)
+
+
+def _check_leaves(tree: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
+        name = jax.tree_util.keystr(path) or "the gradient"
+        if isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is Sharded: workers hold different parts of it, so it has no mean over workers; "
+                "use zero_redundancy for sharded parameters"
+            )
+        if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; leave it out with "
+                "optax.masked or optax.partition"
+            )
+
+
+def _check_local(updates: Updates, axis: AxisNames) -> None:
+    """Under `shard_map` with checked types, a gradient that does not vary over the axis was summed already."""
+    axes = axis_tuple(axis)
+    if not axes or not mesh_axes_being_mapped().issuperset(axes) or not _types_are_checked(axes):
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if not varying_axes(leaf).issuperset(axes):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is the same on all workers of axis {axis!r}: "
+                f"jax.grad of replicated "
+                "parameters has summed it already, so compressing now saves nothing and averaging is wrong. "
+                "Take it with "
+                f"local_value_and_grad(loss, axis={axis!r})"
+            )
+
+
+def _types_are_checked(axes: tuple[str, ...]) -> bool:
+    return bool(varying_axes(jax.lax.axis_index(axes[0])))
+
+
+def _check_axes(reducer: Reducer) -> None:
+    left = mesh_axes_left_over()
+    if left and not reducer.plain:
+        raise ValueError(
+            f"the mesh has further axes {left} that the compiler shards, and this reducer flattens leaves, "
+            f"which would gather "
+            "them: pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
+        )
+
+
+def wrapped_all_reduce(state: PyTree) -> str | None:
+    """Why a state cannot work, if a wrapper that calls its inner transformation conditionally holds an `all_reduce`."""
+    advice = {
+        optax.MultiStepsState: "optax.MultiSteps around all_reduce accumulates gradients that differ between "
+        "workers: use "
+        "local_value_and_grad(loss, micro_batches=k), or put MultiSteps after all_reduce in the chain",
+        optax.ApplyIfFiniteState: "optax.apply_if_finite around all_reduce lets each worker decide for itself, "
+        "and those that "
+        "communicate wait for ever: use skip_nonfinite(tx), or put apply_if_finite after all_reduce in the chain",
+    }
+    for node in _nodes(state, tuple(advice)):
+        if any(True for _ in _nodes(tuple(node), AllReduceState)):
+            return advice[type(node)]
+    return None
+
+
+def _nodes(tree: PyTree, kind: Any) -> list[Any]:
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in found if isinstance(node, kind)]

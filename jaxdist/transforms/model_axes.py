@@ -1,0 +1,114 @@
+"""Reducing leaves that a further mesh axis (tensor parallelism) shards: each shard in a nested `shard_map`."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from .._compat import shard_map
+from .._marks import PerWorker, map_marked, with_value
+from .._typing import AxisNames, PyTree, State, Updates
+from ..comm import over
+from ..reducers.base import Reducer
+
+
+def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+    """The reducer's state for one shard of each leaf; what differs between shards is `PerWorker` over their axes."""
+    specs = _expand(specs, params)
+    sizes = _mesh_sizes(specs)
+    if not jax.tree.leaves(params):  # a stand-in for the parameters, as optax.tree.map_params passes it
+        return reducer.init(params)
+    local = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
+    )
+
+    def mark(leaf, spec):
+        return leaf if not _names(spec) else PerWorker(leaf, axis=_names(spec), resize="copy")
+
+    def one(node, spec):
+        if isinstance(node, PerWorker):
+            return with_value(node, mark(node.value, spec))
+        return mark(node, spec)
+
+    try:
+        return optax.tree.map_params(reducer.init, one, reducer.init(local), specs, is_leaf=None)
+    except ValueError as error:
+        raise ValueError(
+            "all_reduce(specs=) needs a reducer that keeps leaves apart (bucketed and hierarchical ones flatten them)"
+        ) from error
+
+
+def reduce_on_shards(
+    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, agreed: dict[str, Any]
+) -> tuple[Updates, State]:
+    """`reducer.reduce` on each shard; returns the mean and the new state."""
+    specs = _expand(specs, updates)
+    names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
+
+    def marks_of(marks):
+        return [mark for mark in marks if isinstance(mark, PerWorker) and set(mark.axis) & names]
+
+    state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in marks_of(marks))), state)
+
+    def local(updates, state):
+        plain = _without(map_marked(lambda marks, leaf: leaf[0] if marks_of(marks) else leaf, state), names)
+        reduced, plain = reducer.reduce(updates, plain, over(axis), **agreed)
+        new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
+        return reduced.mean, map_marked(lambda marks, leaf: leaf[None] if marks_of(marks) else leaf, new)
+
+    mapped = shard_map(
+        local,
+        mesh=None,
+        in_specs=(specs, state_specs),
+        out_specs=(specs, state_specs),
+        axis_names=names,
+        check_vma=True,
+    )
+    return mapped(updates, state)
+
+
+def _without(state: State, names: set[str]) -> State:
+    """Takes off the marks over the shards' axes, so that the reducer finds its state as it made it."""
+
+    def one(node):
+        if not isinstance(node, PerWorker):
+            return node
+        if set(node.axis) & names:
+            return node.value
+        return with_value(node, _without(node.value, names))
+
+    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, PerWorker))
+
+
+def _expand(specs: PyTree, tree: PyTree) -> PyTree:
+    """One PartitionSpec for each leaf, from a prefix of the tree."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+
+
+def _names(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part))
+
+
+def _mesh_sizes(specs: PyTree) -> dict[str, int]:
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    missing = sorted({name for spec in jax.tree.leaves(specs) for name in _names(spec)} - set(sizes))
+    if missing:
+        raise ValueError(
+            f"specs name the mesh axes {missing}, which are unknown here: make the state with "
+            f"init_state(make_state, mesh), "
+            "or call init under jax.set_mesh(mesh)"
+        )
+    return sizes
+
+
+def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    out = list(shape)
+    for dimension, part in enumerate(spec):
+        parts = math.prod(sizes[name] for name in _names(PartitionSpec(part)))
+        if out[dimension] % parts:
+            raise ValueError(f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec})")
+        out[dimension] //= parts
+    return tuple(out)

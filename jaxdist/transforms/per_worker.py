@@ -1,0 +1,39 @@
+"""Transformations whose state differs between workers."""
+
+import optax
+
+from .._marks import PerWorker, with_value
+
+
+def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Marks the state of a transformation that runs on local gradients, before `all_reduce`: momentum, clipping, noise.
+
+    *On the wire*: nothing.
+
+    *State*: `PerWorker` of the state of `tx`.
+
+    Args:
+      tx: any transformation without communication.
+
+    Returns:
+      The same transformation with its state marked.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.compressed(jd.top_k(0.01))),
+      optax.sgd(0.1)) >>> type(tx.init(jnp.zeros(3))[0]).__name__ 'PerWorker'
+
+    References:
+      Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", arXiv
+      1712.01887, 2018 (momentum before compression).
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        return PerWorker(tx.init(params), resize="mean")
+
+    def update(updates, state, params=None, **extra_args):
+        updates, value = tx.update(updates, state.value, params, **extra_args)
+        return updates, with_value(state, value)
+
+    return optax.GradientTransformationExtraArgs(init, update)

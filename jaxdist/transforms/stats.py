@@ -1,0 +1,62 @@
+"""What an optimizer state knows about its communication."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._marks import PerWorker
+from .._typing import Array, PyTree, State
+from ..reducers.feedback import ErrorFeedbackState
+from ..reducers.tracked import TrackedState
+from .all_reduce import AllReduceState
+from .skip_nonfinite import SkipNonfiniteState
+
+
+def stats(opt_state: State) -> dict[str, Array]:
+    """Reads the figures that transformations keep, without logging anything.
+
+    Args:
+      opt_state: a placed optimizer state, as a distributed or simulated step returned it, with whatever chain,
+        partition or wrapper around. Works inside `jit` too.
+
+    Returns:
+      Those of the following that the state has, as scalar arrays:
+      `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
+      since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
+      `tracked`; `skips` from `skip_nonfinite`; `empty` (steps without any example) from `all_reduce`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> tx = jd.skip_nonfinite(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.5))), axis=None), axis=None)
+      >>> sorted(jd.stats(tx.init(jnp.zeros(2))))
+      ['empty', 'residual_norm', 'skips']
+    """
+    found: dict[str, Any] = {}
+    squares = [_mean_square(node.residual) for node in _nodes(opt_state, ErrorFeedbackState)]
+    if squares:
+        found["residual_norm"] = jnp.sqrt(sum(squares))
+    tracked = _nodes(opt_state, TrackedState)
+    if tracked:
+        high_low = [node.bytes.reshape(-1, 2)[0].astype(jnp.float32) for node in tracked]
+        found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
+        found["bytes"] = sum(words[0] * 2.0**32 + words[1] for words in high_low)
+        found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
+    for name, kind, field in (("skips", SkipNonfiniteState, "skipped"), ("empty", AllReduceState, "empty")):
+        nodes = _nodes(opt_state, kind)
+        if nodes:
+            found[name] = sum(getattr(node, field) for node in nodes)
+    return found
+
+
+def _nodes(tree: PyTree, kind: type) -> list[Any]:
+    """All nodes of a kind, those inside others of the kind too."""
+    found = [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
+    return found + [inner for node in found for inner in _nodes(tuple(node), kind)]
+
+
+def _mean_square(residual: PerWorker) -> Array:
+    """The squared norm of a residual, averaged over the workers that its leading dimension counts."""
+    leaves = jax.tree.leaves(residual)
+    count = leaves[0].shape[0] if leaves and residual.axis else 1
+    return sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.zeros(())) / count

@@ -1,0 +1,519 @@
+"""Bytes, groups and counts of programs whose communication is known by hand."""
+
+import re
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+
+from jaxdist import analysis
+from jaxdist.analysis import hlo
+from jaxdist.analysis.base import connected, mesh_groups
+
+BOTH = ("pod", "data")
+ROWS = P(BOTH)
+RING = [(i, (i + 1) % 4) for i in range(4)]
+EXCHANGE = [(0, 1), (1, 0)]
+DATA_GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
+POD_GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
+ALL = (tuple(range(8)),)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), BOTH, axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:8])
+
+
+def sharded(mesh, fn, out=ROWS):
+    """The jitted program and its argument: each worker sees a float32 row of 64."""
+    step = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(BOTH), out_specs=out))
+    return step, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+
+
+def both_counts(mesh, fn, out=ROWS, **options):
+    step, x = sharded(mesh, fn, out)
+    logical = analysis.logical_collectives(step, x, **options)
+    return analysis.collectives(step.lower(x).compile(), **options), logical
+
+
+def scan_of_six(x):
+    return lax.scan(lambda c, _: (c * 0.5 + lax.ppermute(c, "pod", EXCHANGE), None), x, None, length=6)[0]
+
+
+def nested_loops(x):
+    def inner(i, c):
+        return c + lax.ppermute(c, "data", RING) * i
+
+    def outer(c, _):
+        return lax.fori_loop(2, 5, inner, c) + lax.psum_scatter(jnp.tile(c[0], 2), "pod", tiled=True), None
+
+    return lax.scan(outer, x, None, length=4)[0]
+
+
+# name: function, out_specs, (kind, dtype, bytes, groups, count, messages) of each operation, wire bytes of one worker
+PROGRAMS = {
+    "psum_data": (
+        lambda x: lax.psum(x, "data"),
+        P("pod"),
+        [("all-reduce", "float32", 256, DATA_GROUPS, 1, 1)],
+        1.5 * 256,
+    ),
+    "psum_pod": (
+        lambda x: lax.psum(x, "pod"),
+        P(None, "data"),
+        [("all-reduce", "float32", 256, POD_GROUPS, 1, 1)],
+        1.0 * 256,
+    ),
+    "psum_both": (lambda x: lax.psum(x, BOTH), P(), [("all-reduce", "float32", 256, ALL, 1, 1)], 1.75 * 256),
+    "psum_three_dtypes": (
+        lambda x: lax.psum((x, x.astype(jnp.float16), x[:, :3].astype(jnp.int8)), "data"),
+        P("pod"),
+        [
+            ("all-reduce", "float32", 256, DATA_GROUPS, 1, 1),
+            ("all-reduce", "float16", 128, DATA_GROUPS, 1, 1),
+            ("all-reduce", "int8", 3, DATA_GROUPS, 1, 1),
+        ],
+        1.5 * (256 + 128 + 3),
+    ),
+    "gather_int8": (
+        lambda x: lax.all_gather(x.astype(jnp.int8), "data", tiled=True),
+        P(BOTH),
+        [("all-gather", "int8", 64, DATA_GROUPS, 1, 1)],
+        3.0 * 64,
+    ),
+    "all_to_all_u16": (
+        lambda x: lax.all_to_all(x.astype(jnp.uint16).reshape(4, 16), "data", 0, 0),
+        P(BOTH),
+        [("all-to-all", "uint16", 128, DATA_GROUPS, 1, 1)],
+        0.75 * 128,
+    ),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x[0], "data", tiled=True),
+        P(BOTH),
+        [("reduce-scatter", "float32", 256, DATA_GROUPS, 1, 1)],
+        0.75 * 256,
+    ),
+    "ppermute": (
+        lambda x: lax.ppermute(x, "data", RING),
+        P(BOTH),
+        [("collective-permute", "float32", 256, DATA_GROUPS, 1, 1)],
+        256.0,
+    ),
+    "ppermute_half": (  # two of four workers send
+        lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0), (2, 2), (3, 3)]),
+        P(BOTH),
+        [("collective-permute", "float32", 256, ((0, 1), (2,), (3,), (4, 5), (6,), (7,)), 1, 1)],
+        128.0,
+    ),
+    "scan": (scan_of_six, P(BOTH), [("collective-permute", "float32", 256, POD_GROUPS, 6, 6)], 6 * 256.0),
+    "nested": (
+        nested_loops,
+        P(BOTH),
+        [
+            ("collective-permute", "float32", 256, DATA_GROUPS, 12, 12),
+            ("reduce-scatter", "float32", 512, POD_GROUPS, 4, 4),
+        ],
+        12 * 256.0 + 4 * 0.5 * 512,
+    ),
+}
+
+
+def row(op):
+    return op.kind, op.dtype, op.bytes, op.replica_groups, op.count, op.messages
+
+
+def sorted_rows(found):
+    return sorted(map(row, found.ops), key=repr)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_counters_find_the_known_bytes(mesh, name):
+    fn, out, expected, wire_bytes = PROGRAMS[name]
+    for found in both_counts(mesh, fn, out):
+        assert sorted_rows(found) == sorted(expected, key=repr)
+        assert found.wire_bytes == wire_bytes
+        assert found.warnings == ()
+        assert all(op.group_size == max(map(len, op.replica_groups)) for op in found.ops)
+
+
+@pytest.mark.parametrize("name", ["scan", "nested"])
+def test_trip_counts_come_from_the_loop_when_the_compiler_does_not_note_them(mesh, name):
+    fn, out, expected, _ = PROGRAMS[name]
+    step, x = sharded(mesh, fn, out)
+    text = step.lower(x).compile().as_text()
+    stripped = re.sub(r"\"known_trip_count\":\{[^}]*\}", "", text)
+    assert stripped != text
+    assert sorted_rows(analysis.collectives(stripped)) == sorted(expected, key=repr)
+
+
+def test_bfloat16_is_widened_on_cpu_and_reported(mesh):
+    real, logical = both_counts(mesh, lambda x: lax.psum(x.astype(jnp.bfloat16), "data"), P("pod"))
+    assert logical.ops[0].dtype == "bfloat16"
+    assert real.wire_bytes == 2 * logical.wire_bytes == 1.5 * 256
+    assert analysis.widened(logical, real) == (
+        analysis.Widened("all-reduce", 1.5 * 128, 1.5 * 256, ("bfloat16",), ("float32",)),
+    )
+    assert analysis.widened(real, logical) == ()
+
+
+def test_conditional_counts_the_branch_that_is_asked_for(mesh):
+    def step(x):
+        agreed = lax.psum(jnp.sum(x), BOTH) > 3
+        return lax.cond(agreed, lambda x: lax.pcast(lax.pmean(x, BOTH), BOTH, to="varying"), lambda x: x, x)
+
+    test = 1.75 * 4
+    for branch, inside in (("max", 1.75 * 256), ("min", 0), ("all", 1.75 * 256)):
+        for found in both_counts(mesh, step, branch=branch):
+            assert found.wire_bytes == test + inside
+            assert len(found.ops) == 1 + bool(inside)
+            assert len(found.warnings) == (branch != "all")
+
+
+def test_while_with_unknown_end_counts_once_and_says_so(mesh):
+    def step(x):
+        return lax.while_loop(lambda c: lax.pmax(jnp.max(c), BOTH) < 100, lambda c: c + lax.psum(c, "data"), x)
+
+    for found in both_counts(mesh, step):
+        assert found.wire_bytes == 1.75 * 4 + 1.5 * 256
+        assert "unknown number of times" in found.warnings[0]
+
+
+def test_platform_dependent_takes_the_largest_branch_or_the_named_platform(mesh):
+    def step(x):
+        def cheap(x):
+            return lax.ppermute(x, "pod", EXCHANGE)
+
+        def dear(x):
+            return lax.ppermute(jnp.tile(x, (1, 3)), "pod", EXCHANGE)[:, :64]
+
+        return lax.platform_dependent(x, cpu=cheap, default=dear)
+
+    fn, x = sharded(mesh, step)
+    assert analysis.logical_collectives(fn, x).wire_bytes == 3 * 256
+    assert analysis.logical_collectives(fn, x, branch="min").wire_bytes == 256
+    assert analysis.logical_collectives(fn, x, platform="cpu").wire_bytes == 256
+    assert analysis.logical_collectives(fn, x, platform="tpu").wire_bytes == 3 * 256
+    assert analysis.collectives(fn.lower(x)).wire_bytes == 256
+
+
+def test_logical_count_needs_no_devices_and_follows_custom_derivatives():
+    @jax.custom_vjp
+    def mean(x):
+        return lax.pmean(x, "data")
+
+    mean.defvjp(lambda x: (mean(x), None), lambda _, g: (lax.psum(g, "data"),))
+
+    @jax.custom_jvp
+    def scaled(x):
+        return 2 * lax.all_gather(x, "pod")
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), scaled(*tangents)))
+
+    def loss(x):
+        return jnp.sum(scaled(mean(jax.checkpoint(jnp.sin)(x))))
+
+    x = jax.ShapeDtypeStruct((10,), jnp.float32)
+    sizes = {"pod": 16, "data": 1024}
+    forward = analysis.logical_collectives(loss, x, axis_sizes=sizes)
+    assert [(op.kind, op.group_size) for op in forward.ops] == [("all-reduce", 1024), ("all-gather", 16)]
+    assert forward.wire_bytes == 40 * (2 * 1023 / 1024 + 15)
+    backward = analysis.logical_collectives(jax.grad(loss), x, axis_sizes=sizes)
+    assert sum(op.kind == "all-reduce" for op in backward.ops) == 2
+
+
+def test_logical_count_of_a_closed_jaxpr_of_index_groups_and_of_narrow_types():
+    def step(x):
+        return lax.all_gather(x.astype(jnp.int4), "data", axis_index_groups=[[0, 2], [1, 3]])
+
+    closed = jax.make_jaxpr(step, axis_env=[("data", 4)])(jnp.ones(9))
+    (op,) = analysis.logical_collectives(closed, axis_sizes={"data": 4}).ops
+    assert (op.dtype, op.bytes, op.replica_groups, op.wire_bytes) == ("int4", 5, ((0, 2), (1, 3)), 5.0)
+    with pytest.raises(ValueError, match="size of axis 'data' is not known; pass axis_sizes"):
+        analysis.logical_collectives(closed)
+
+
+def test_collectives_that_vmap_turned_into_arithmetic_are_not_counted():
+    step = jax.vmap(lambda x: lax.pmean(x, "data"), axis_name="data")
+    assert analysis.logical_collectives(step, jnp.ones((4, 3))).ops == ()
+
+
+def test_automatic_sharding_shows_only_in_the_compiled_program(mesh):
+    rows, whole = jax.NamedSharding(mesh, P(BOTH)), jax.NamedSharding(mesh, P())
+    step = jax.jit(lambda x: x.sum(axis=0), in_shardings=rows, out_shardings=whole)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    real, logical = analysis.collectives(step.lower(x)), analysis.logical_collectives(step, x)
+    assert sorted_rows(real) == [("all-reduce", "float32", 256, ALL, 1, 1)]
+    assert [(grown.kind, grown.logical_bytes) for grown in analysis.widened(logical, real)] == [("all-reduce", 0)]
+
+
+SNIPPET = """
+HloModule step, is_scheduled=true, num_partitions=8
+
+FileNames
+1 "step.py"
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %add = f32[]{:T(128)} add(%a, %b)
+}
+
+%wrapped (p: bf16[8,16]) -> bf16[2,16] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  ROOT %scattered = bf16[2,16]{1,0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%sum
+}, execution_thread="parallel"
+
+ENTRY %main (x: f32[4,64], y: bf16[8,16], z: s4[32]) -> f32[4,64] {
+  %x = f32[4,64]{1,0:T(8,128)S(1)} parameter(0), metadata={op_name="a (strange) name, all-reduce(%x)"}
+  %y = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(1)
+  %z = s4[32]{0:T(128)E(4)} parameter(2)
+  %r = (f32[4,64]{1,0}, /*index=1*/bf16[8,16]{1,0}) all-reduce-start(%x, %y), channel_id=1, GROUPS, to_apply=%sum
+  %rd = (f32[4,64]{1,0}, bf16[8,16]{1,0}) all-reduce-done(%r)
+  %g = (s4[32]{0}, s4[256]{0}) all-gather-start(%z), channel_id=2, replica_groups={}, dimensions={0}
+  %gd = s4[256]{0} all-gather-done(%g)
+  %c = (f32[4,64]{1,0}, f32[4,64]{1,0}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %cd = f32[4,64]{1,0} collective-permute-done(%c)
+  %s = ((bf16[8,16]{1,0}), bf16[2,16]{1,0}, s32[]) async-start(%y), calls=%wrapped
+  %sd = bf16[2,16]{1,0} async-done(%s), calls=%wrapped
+  %b = f32[4,64]{1,0} collective-broadcast(%x), replica_groups={{0,1},{2,3}}
+  ROOT %out = f32[4,64]{1,0} add(%cd, %b)
+}
+"""
+
+SPELLINGS = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": DATA_GROUPS,
+    "replica_groups=[2,4]<=[8]": DATA_GROUPS,
+    "replica_groups=[4,2]<=[2,4]T(1,0)": POD_GROUPS,
+    "replica_groups=[2,4]<=[2,2,2]T(1,0,2)": ((0, 1, 4, 5), (2, 3, 6, 7)),
+    "replica_groups={}": ALL,
+    "replica_groups=mesh['pod'=2,'data'=4] {'data'}": DATA_GROUPS,
+    "replica_groups=mesh['pod'=2,'data'=4] {'pod'}": POD_GROUPS,
+    "replica_groups=mesh['pod'=2,'data'=4] {'pod','data'}": ALL,
+    "replica_groups=@mesh<pod=2,data=4> {data}": DATA_GROUPS,
+    "replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}": ALL,
+    "replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_1'}": tuple((i,) for i in range(8)),
+    "replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}": DATA_GROUPS,
+    "replica_groups=mesh['axis_0'=8] {'axis_0':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
+    "replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}": POD_GROUPS,
+    "replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}": ((0, 2, 4, 6), (1, 3, 5, 7)),
+    "replica_groups=mesh['x'=2,'y'=4], device_ids=(7,6,5,4,3,2,1,0) {'y'}": ((7, 6, 5, 4), (3, 2, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_replica_groups_in_every_spelling(spelling):
+    assert hlo.replica_groups(f" channel_id=1, {spelling}, to_apply=%sum", 8) == SPELLINGS[spelling]
+
+
+def test_asynchronous_operations_count_once_with_the_bytes_of_their_operands():
+    text = SNIPPET.replace("GROUPS", "replica_groups=mesh['pod'=2,'data'=4] {'data'}")
+    found = analysis.collectives(text)
+    assert [(op.kind, op.dtype, op.bytes, op.messages, op.wire_bytes, op.where) for op in found.ops] == [
+        ("all-reduce", ("float32", "bfloat16"), 1280, 2, 1.5 * 1280, "main"),
+        ("all-gather", "int4", 16, 1, 7.0 * 16, "main"),
+        ("collective-permute", "float32", 1024, 1, 1024 / 4, "main"),
+        ("reduce-scatter", "bfloat16", 256, 1, 0.75 * 256, "wrapped"),
+        ("collective-broadcast", "float32", 1024, 1, 0.5 * 1024, "main"),
+    ]
+    assert found.ops[2].pairs == ((0, 1), (1, 0))
+    assert found.warnings == ()
+
+
+def test_groups_in_an_unknown_spelling_warn():
+    found = analysis.collectives(SNIPPET.replace("GROUPS", "replica_groups=new<spelling>"))
+    assert found.ops[0].replica_groups is None
+    assert found.ops[0].group_size == 8
+    assert "cannot be read" in found.warnings[0]
+
+
+CHAIN = """
+HloModule chain, num_partitions=4
+begin {
+  p = bf16[8] parameter(0)
+  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}, frontend_attributes={chain_id="7"}
+  ROOT s = (bf16[8], bf16[32], u32[]) custom-call(g), custom_call_target="AsyncCollectiveStart"
+}
+under {
+  p = bf16[8] parameter(0)
+  x = f32[8] parameter(1)
+  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}, frontend_attributes={chain_id="7"}
+  ROOT y = f32[8] multiply(x, x)
+}
+ENTRY main {
+  p = bf16[8] parameter(0)
+  x = f32[8] parameter(1)
+  s = (bf16[8], bf16[32], u32[]) fusion(p), kind=kCustom, calls=begin
+  y = f32[8] fusion(p, x), kind=kOutput, calls=under
+  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}OWN
+  ROOT z = f32[8] fusion(p, y), kind=kOutput, calls=under
+}
+"""
+
+
+def test_a_collective_spread_over_several_fusions_counts_once():
+    # The TPU compiler repeats an operation in every fusion that it runs underneath, and names the chain.
+    assert [op.where for op in analysis.collectives(CHAIN.replace("OWN", "")).ops] == ["begin", "main"]
+    other = CHAIN.replace("OWN", ', frontend_attributes={chain_id="8"}').replace("AsyncCollectiveStart", "Something")
+    assert [op.where for op in analysis.collectives(other).ops] == ["begin", "under", "main", "under"]
+
+
+LOOP = """
+HloModule loop, num_partitions=2
+
+test_call {
+  l = s32[] parameter(0)
+  r = s32[] parameter(1)
+  ROOT c = pred[] compare(l, r), direction=DIRECTION
+}
+
+test {
+  carry = (s32[], f32[8], s32[]) parameter(0)
+  i = s32[] get-tuple-element(carry), index=0
+  end = s32[] get-tuple-element(carry), index=2
+  ROOT t = pred[] fusion(OPERANDS), kind=kLoop, calls=test_call
+}
+
+body {
+  carry = (s32[], f32[8], s32[]) parameter(0)
+  i = s32[] get-tuple-element(carry), index=0
+  x = f32[8] get-tuple-element(carry), index=1
+  end = s32[] get-tuple-element(carry), index=2
+  y = f32[8] collective-permute(x), source_target_pairs={{0,1},{1,0}}
+  by = s32[] constant(STEP)
+  next = s32[] add(by, i)
+  ROOT out = (s32[], f32[8], s32[]) tuple(next, y, end)
+}
+
+ENTRY main {
+  x = f32[8] parameter(0)
+  from = s32[] constant(FROM)
+  to = s32[] constant(TO)
+  start = (s32[], f32[8], s32[]) tuple(from, x, to)
+  w = (s32[], f32[8], s32[]) while(start), condition=test, body=body
+  ROOT y = f32[8] get-tuple-element(w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("direction", "operands", "start", "step", "end", "times"),
+    [
+        ("LT", "i, end", 0, 1, 6, 6),
+        ("LT", "i, end", 1, 4, 10, 3),
+        ("LE", "i, end", 0, 2, 6, 4),
+        ("GT", "end, i", 0, 1, 6, 6),
+        ("GE", "i, end", 6, -2, 1, 3),
+        ("NE", "i, end", 9, -3, 0, 3),
+        ("LT", "i, end", 9, 1, 3, 0),
+        ("LT", "i, end", 0, -1, 3, None),
+        ("EQ", "i, end", 0, 1, 3, None),
+    ],
+)
+def test_trip_count_from_a_counter_a_step_and_a_limit(direction, operands, start, step, end, times):
+    text = LOOP.replace("DIRECTION", direction).replace("OPERANDS", operands)
+    text = text.replace("STEP", str(step)).replace("FROM", str(start)).replace("TO", str(end))
+    found = analysis.collectives(text)
+    assert [op.count for op in found.ops] == [1 if times is None else times]
+    assert len(found.warnings) == (times is None)
+
+
+def test_the_condition_of_a_loop_runs_once_more_than_its_body():
+    text = LOOP.replace("DIRECTION", "LT").replace("OPERANDS", "i, end")
+    text = text.replace("STEP", "1").replace("FROM", "0").replace("TO", "6")
+    tested = "  v = f32[8] get-tuple-element(carry), index=1\n  m = f32[8] all-reduce(v), replica_groups={{0,1}}\n"
+    found = analysis.collectives(text.replace("  ROOT t", tested + "  ROOT t"))
+    assert [(op.kind, op.count) for op in found.ops] == [("collective-permute", 6), ("all-reduce", 7)]
+
+
+def test_old_conditionals_sends_and_ragged_exchanges():
+    text = textwrap.dedent("""
+        HloModule old, replica_count=4
+        yes {
+          p = f32[4] parameter(0)
+          ROOT y = f32[4] all-reduce(p), replica_groups={{0,1,2,3}}
+        }
+        no {
+          ROOT p = f32[4] parameter(0)
+        }
+        ENTRY main {
+          q = pred[] parameter(0)
+          p = f32[4] parameter(1)
+          k = s32[4] parameter(2)
+          c = f32[4] conditional(q, p, p), true_computation=yes, false_computation=no
+          t = token[] after-all()
+          s = (f32[4], token[]) send(p, t), frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{2,3}}}
+          h = (f32[4], token[]) send(p, t), is_host_transfer=true
+          ROOT a = f32[4] ragged-all-to-all(p, c, k, k, k, k), replica_groups={{0,1,2,3}}
+        }
+    """)
+    found = analysis.collectives(text)
+    assert [(op.kind, op.bytes, op.wire_bytes) for op in found.ops] == [
+        ("all-reduce", 16, 24.0),
+        ("collective-permute", 16, 8.0),
+        ("ragged-all-to-all", 16, 12.0),
+    ]
+    assert len(found.warnings) == 2
+
+
+def test_narrow_and_unusual_types_have_their_numpy_names_and_bits():
+    types = "(pred[3], s4[5], u8[2], f8e4m3fn[7], f8e5m2[1], f4e2m1fn[3], c64[2], bf16[<=4,2], token[])"
+    assert hlo.arrays(types) == [
+        ("bool", 3),
+        ("int4", 3),
+        ("uint8", 2),
+        ("float8_e4m3fn", 7),
+        ("float8_e5m2", 1),
+        ("float4_e2m1fn", 2),
+        ("complex64", 16),
+        ("bfloat16", 16),
+    ]
+
+
+def test_opcodes_counts_every_instruction_and_tells_programs_apart(mesh):
+    pmean, x = sharded(mesh, lambda x: lax.pmean(x, BOTH), P())
+    by_hand, _ = sharded(mesh, lambda x: lax.psum(x, BOTH) / 8, P())
+    other, _ = sharded(mesh, lambda x: lax.psum(x, BOTH), P())
+    counted = analysis.opcodes(pmean.lower(x))
+    text = pmean.lower(x).compile().as_text()
+    assert counted == analysis.opcodes(by_hand.lower(x)) != analysis.opcodes(other.lower(x))
+    assert counted["all-reduce"] == 1
+    assert sum(counted.values()) == len(re.findall(r"^ +(ROOT )?%\S+ = ", text, re.MULTILINE))
+
+
+def test_memory_counts_arguments_outputs_and_donation():
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    size = 1024 * 256 * 4
+    fresh = analysis.memory(jax.jit(lambda x: x * 2).lower(x).compile())
+    assert (fresh.arguments, fresh.outputs, fresh.aliased, fresh.peak) == (size, size, 0, 2 * size)
+    donated = analysis.memory(jax.jit(lambda x: x * 2, donate_argnums=0).lower(x).compile())
+    assert (donated.aliased, donated.peak) == (size, size)
+    sorting = analysis.memory(jax.jit(lambda x: jnp.sort(x, axis=0)[0]).lower(x).compile())
+    assert sorting.temporary >= size
+    assert sorting.peak == sorting.arguments + sorting.outputs + sorting.temporary
+
+
+def test_table_merges_equal_operations_and_ends_with_the_total(mesh):
+    step, x = sharded(mesh, lambda x: lax.ppermute(scan_of_six(x), "pod", EXCHANGE) + lax.pmean(x, BOTH))
+    lines = analysis.table(analysis.logical_collectives(step, x)).splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["collective-permute", "float32", "2", "7", "7", "256", "1,792"],
+        ["all-reduce", "float32", "8", "1", "1", "256", "448"],
+    ]
+    assert lines[-1].split() == ["one", "worker", "sends", "2,240"]
+    assert analysis.table(analysis.Collectives((), 0.0, ("careful",))).endswith("note: careful")
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="branch must be one of max, min, all, got 'mean'"):
+        analysis.collectives(SNIPPET, branch="mean")
+    with pytest.raises(ValueError, match="holds no HLO computation"):
+        analysis.collectives("module @jit_step {")
+
+
+def test_groups_helpers():
+    assert connected([(0, 1), (1, 2), (4, 4), (3, 0)]) == ((0, 1, 2, 3), (4,))
+    assert mesh_groups((2, 2), (1, 0)) == ((0, 2, 1, 3),)
+    assert mesh_groups((2, 2), (1,), np.array([3, 2, 1, 0])) == ((3, 2), (1, 0))
