@@ -26,6 +26,7 @@ class Comm(NamedTuple):
       outer: the group of the other (slow) axes.
       ledger: where `counted` writes what is sent.
       uncounted: the same group without its ledger.
+      remake: for a group composed of others, `remake(wrap)` composes it again of `wrap(other)`.
     """
 
     size: int
@@ -42,6 +43,7 @@ class Comm(NamedTuple):
     outer: "Comm | None" = None
     ledger: "list[Sent] | None" = None
     uncounted: "Comm | None" = None
+    remake: "Callable[[Callable[[Comm], Comm]], Comm] | None" = None
 
 
 class Sent(NamedTuple):

@@ -30,6 +30,8 @@ def counted(comm: Comm, ledger: list[Sent]) -> Comm:
       >>> ledger
       [Sent(collective='mean', bytes=600.0)]
     """
+    if comm.remake is not None:  # what a composed group sends is what its parts send
+        return comm.remake(lambda part: counted(part, ledger))._replace(ledger=ledger, uncounted=comm)
     w = comm.size
     factors = {
         "mean": 2 * (w - 1) / w,

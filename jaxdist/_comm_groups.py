@@ -81,6 +81,7 @@ def nested(inner: Comm, outer: Comm) -> Comm:
         varying=lambda tree: outer.varying(inner.varying(tree)),
         inner=inner,
         outer=outer,
+        remake=lambda wrap: nested(wrap(inner), wrap(outer)),
     )
 
 
@@ -162,4 +163,5 @@ def grouped(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
         reduce_scatter_mean=partial(jax.tree.map, lambda x: scatter_sum(x) / size),
         ppermute=permute,
         varying=comm.varying,
+        remake=lambda wrap: grouped(wrap(comm), groups),
     )

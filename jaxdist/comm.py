@@ -144,7 +144,8 @@ def _exchange(axes: tuple[str, ...], varying: Callable, x: Array) -> Array:
 
 def _local_mean(x: Array) -> Array:
     """The mean over the first dimension, in float32 or better."""
-    return x.mean(0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32  # by hand: 8-bit floats have no promotion
+    return x.astype(wide).mean(0).astype(x.dtype)
 
 
 def _mean(axes, size, by_hand, gather, scatter, x: Array) -> Array:

@@ -15,7 +15,7 @@ Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxdist import PerWorker, placement
-      >>> placement.specs({"w": jnp.zeros(3), "e": PerWorker(jnp.zeros(3))})["e"].value
-      PartitionSpec('data',)
+      >>> tuple(placement.specs({"w": jnp.zeros(3), "e": PerWorker(jnp.zeros(3))})["e"].value)
+      ('data',)
     """
     return map_marked(lambda marks, _: spec_of(marks), bind(state, axis))
 
@@ -64,12 +64,19 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
     return map_marked(one, bind(state, axis))
 
 
-def workers(mesh: Mesh, axis: AxisNames) -> int:
+# Where a state lies: a mesh, or for simulation the number of workers (along each axis).
+Place = Mesh | int | Mapping[str, int]
+
+
+def workers(mesh: Place, axis: AxisNames) -> int:
     """How many workers the axis has; a `ValueError` names an axis that the mesh lacks."""
+    if isinstance(mesh, int):
+        return mesh
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
     for name in axis_tuple(axis):
-        if name not in mesh.shape:
-            raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(mesh.axis_names)}")
-    return math.prod(mesh.shape[name] for name in axis_tuple(axis))
+        if name not in sizes:
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(sizes)}")
+    return math.prod(sizes[name] for name in axis_tuple(axis))
 
 
 def padded(mark: Sharded, count: int) -> int:
@@ -78,7 +85,7 @@ def padded(mark: Sharded, count: int) -> int:
     return -(-math.prod(mark.shape) // unit) * unit
 
 
-def _globalise(mesh: Mesh) -> Callable[[tuple[Any, ...], Array], Array]:
+def _globalise(mesh: Place) -> Callable[[tuple[Any, ...], Array], Array]:
     """As written -> as placed: innermost mark first, each adds or cuts its leading dimension."""
 
     def one(marks, leaf):
@@ -93,12 +100,12 @@ def _globalise(mesh: Mesh) -> Callable[[tuple[Any, ...], Array], Array]:
     return one
 
 
-def init_state(make_state: Callable[[], State], mesh: Mesh, *, axis: AxisNames = "data") -> State:
+def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames = "data") -> State:
     """Makes a train state directly in its place: no leaf ever lies whole on one device.
 
     Args:
       make_state: a function of nothing that builds the state (parameters, optimizer state) as one worker means it.
-      mesh: the mesh to lie on.
+      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
       axis: the axis of marks that name none.
 
     Returns:
@@ -118,17 +125,19 @@ def init_state(make_state: Callable[[], State], mesh: Mesh, *, axis: AxisNames =
     def build():
         return map_marked(_globalise(mesh), bind(make_state(), axis))
 
+    if not isinstance(mesh, Mesh):
+        return jax.jit(build)()
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(build)
         return jax.jit(build, out_shardings=shardings(shapes, mesh, axis=axis))()
 
 
-def place(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
+def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """Puts a state that exists onto a mesh. Copies, so that donating the result never eats the caller's arrays.
 
     Args:
       state: as one worker means it: `PerWorker` leaves without the worker dimension (each worker gets a copy).
-      mesh: the mesh to lie on.
+      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
       axis: the axis of marks that name none.
 
     Returns:
@@ -143,12 +152,10 @@ def place(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
       (1, 3)
     """
     state = map_marked(_globalise(mesh), bind(state, axis))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), state, shardings(state, mesh, axis=axis)
-    )
+    return _put(state, mesh, axis)
 
 
-def resize(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
+def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """Moves a placed state to a mesh with another number of workers.
 
     Agreed leaves stay, `Sharded` ones are cut anew, `PerWorker` ones follow their `resize` rule: residuals keep their
@@ -156,7 +163,7 @@ def resize(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
 
     Args:
       state: global arrays with marks, as `init_state`, `place` or a step returned them.
-      mesh: the new mesh.
+      mesh: the new mesh, or the new number of workers in simulation.
       axis: the axis of marks that name none.
 
     Returns:
@@ -183,6 +190,12 @@ def resize(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> State:
         return leaf
 
     state = map_marked(one, bind(state, axis))
+    return _put(state, mesh, axis)
+
+
+def _put(state: State, mesh: Place, axis: AxisNames) -> State:
+    if not isinstance(mesh, Mesh):
+        return jax.tree.map(jnp.copy, state)
     return jax.tree.map(
         lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), state, shardings(state, mesh, axis=axis)
     )

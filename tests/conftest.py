@@ -5,6 +5,9 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+# With a thread for each device, those that wait in a collective can starve those that they wait for.
+os.environ.setdefault("NPROC", "32")
+
 from jaxtyping import install_import_hook
 
 with install_import_hook("jaxdist", "beartype.beartype"):

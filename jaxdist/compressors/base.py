@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
 from .._typing import Array, Like, Payload, PRNGKeyArray, Shape
 
 
@@ -26,3 +29,9 @@ class Compressor(NamedTuple):
     shared_key: bool = False
     variance: Callable[[Shape], float] | None = None
     contraction: Callable[[Shape], float] | None = None
+
+
+def working_dtype(dtype: DTypeLike) -> DTypeLike:
+    """What a code of arrays of `dtype` computes in: float32, or `dtype` itself where that is wider."""
+    # Not jnp.promote_types, which refuses half precision under strict dtype promotion.
+    return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32

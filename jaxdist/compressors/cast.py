@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor
+from .base import Compressor, working_dtype
 from .packing import from_words, to_words
 
 FLOATS = ("bfloat16", "float16")
@@ -83,7 +83,7 @@ def _cast16(dtype: jnp.dtype) -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> Array:
         del key
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(working_dtype(x.dtype))
         return jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest)).astype(dtype)
 
     def decompress(payload: Array, like: Like) -> Array:

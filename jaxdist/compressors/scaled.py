@@ -2,10 +2,10 @@
 
 import math
 
-import jax.numpy as jnp
+import jax
 
 from .._typing import Array, Like, Payload, Shape
-from .base import Compressor
+from .base import Compressor, working_dtype
 
 
 def scaled(compressor: Compressor) -> Compressor:
@@ -40,9 +40,9 @@ def scaled(compressor: Compressor) -> Compressor:
         )
 
     def decompress(payload: Payload, like: Like) -> Array:
-        decoded = compressor.decompress(payload, like)
-        wide = decoded.astype(jnp.promote_types(decoded.dtype, jnp.float32))
-        return (wide * contraction(like.shape)).astype(like.dtype)
+        # At least float32, so that half-precision entries are rounded once.
+        wide = jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
+        return (compressor.decompress(payload, wide) * contraction(like.shape)).astype(like.dtype)
 
     def contraction(shape: Shape) -> float:
         omega = variance(shape)

@@ -6,18 +6,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Float, Like, PRNGKeyArray, Shape, Shaped, UInt
-from .base import Compressor
-from .packing import from_words, to_words
+from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
+from .base import Compressor, working_dtype
 from .random import key_words, random_subset
 
 SEED_WORDS = 4
 
 
 class SparsePayload(NamedTuple):
-    """The kept entries (16-bit floats as u16 words) and where they were in the flat array."""
+    """The kept entries and where they were in the flat array."""
 
-    values: Shaped[Array, " kept"]
+    values: Float[Array, " kept"]
     indices: UInt[Array, " kept"]
 
 
@@ -39,7 +38,7 @@ def top_k(density: float) -> Compressor:
     `k = max(1, round(density d))`, δ = k/d, and far better for gradients, whose magnitudes are uneven. Biased: without
     error feedback the small entries are never sent. Ties go to the lower index; magnitudes are compared in float32.
 
-    On the wire: the k values in their own width, and k indices of 2 bytes (up to 65,536 entries) or 4.
+    On the wire: k values in the dtype of x, and k indices of 2 bytes (up to 65,536 entries) or 4.
 
     Args:
       density: the part that is kept, in (0, 1]. Start at 0.01; 0.001 with a warm-up; above 0.25 an 8-bit code
@@ -67,10 +66,10 @@ def top_k(density: float) -> Compressor:
         # In float32: the CPU's top_k is ten times slower for any other dtype.
         _, indices = jax.lax.top_k(jnp.abs(flat.astype(jnp.float32)), kept(density, flat.size))
         values = flat.at[indices].get(mode="promise_in_bounds", unique_indices=True)
-        return SparsePayload(to_words(values), indices.astype(_index_dtype(flat.size)))
+        return SparsePayload(values, indices.astype(_index_dtype(flat.size)))
 
     def decompress(payload: SparsePayload, like: Like) -> Array:
-        return _scatter(from_words(payload.values, like.dtype), payload.indices, like)
+        return _scatter(payload.values, payload.indices, like)
 
     return Compressor(compress, decompress, contraction=lambda shape: _kept_part(density, shape))
 
@@ -82,8 +81,8 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     `E|C(x) - x|² = (1 - k/d) |x|²`: δ = k/d. With `unbiased`, what is kept is multiplied by d/k and
     `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1.
 
-    On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them from
-    the seed, which travels as four floats that hold one byte each, so that the average of equal seeds is the seed.
+    On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
+    from the seed, which travels as four floats of one byte each, so that the average of equal seeds is the seed.
 
     Args:
       density: the part that is kept, in (0, 1]. Start at 0.1: it needs about ten times the density of `top_k`, but
@@ -115,8 +114,7 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
         size = math.prod(like.shape)
         values = payload.values
         if unbiased:
-            wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-            values = (wide * (size / max(kept(density, size), 1))).astype(values.dtype)
+            values = values.astype(working_dtype(values.dtype)) * (size / max(values.size, 1))
         return _scatter(values, random_subset(_floats_to_seed(payload.seed), values.size, size), like)
 
     def contraction(shape: Shape) -> float:

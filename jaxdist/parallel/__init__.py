@@ -6,4 +6,5 @@ from .distribute import evaluate as evaluate
 from .grads import local_value_and_grad as local_value_and_grad
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh
+from .mesh import use_cpu_devices as use_cpu_devices
 from .simulate import simulate as simulate

@@ -32,7 +32,7 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), bucket_bytes=400)
+      >>> reducer = jd.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
       >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
       [(50,), (300,)]
 

@@ -52,12 +52,12 @@ def all_reduce(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+      >>> tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.5))
       >>> params = jnp.zeros(())
       >>> def step(gradient):
       ...     return tx.update(gradient, tx.init(params), params)[0]
-      >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).round(3).tolist()
-      [-0.2, -0.2]
+      >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      [-1.0, -1.0]
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
@@ -103,7 +103,10 @@ def all_reduce(
 
 
 def _scale(tree: Updates, factor: Array) -> Updates:
-    return jax.tree.map(lambda x: (x.astype(accumulator(x.dtype)) * factor).astype(x.dtype), tree)
+    """A factor of 0 gives 0 whatever the leaf holds: a mean over no examples often is 0/0."""
+    return jax.tree.map(
+        lambda x: jnp.where(factor == 0, 0, x.astype(accumulator(x.dtype)) * factor).astype(x.dtype), tree
+    )
 
 
 def _check_leaves(tree: PyTree) -> None:

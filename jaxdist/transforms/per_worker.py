@@ -20,8 +20,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.compressed(jd.top_k(0.01))),
-      optax.sgd(0.1)) >>> type(tx.init(jnp.zeros(3))[0]).__name__ 'PerWorker'
+      >>> tx = optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
+      >>> type(tx.init(jnp.zeros(3))[0]).__name__
+      'PerWorker'
 
     References:
       Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", arXiv

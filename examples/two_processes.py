@@ -1,0 +1,82 @@
+"""Data parallelism over two processes: the same step as on one machine, the batch made by each process for itself.
+
+    python examples/two_processes.py
+
+starts both on this machine. On a cluster, start one copy on each host with `--process`, `--count` and `--coordinator`.
+"""
+
+import argparse
+import socket
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdist as jd
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+TEACHER = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=4))), optax.adam(0.1))
+
+
+def loss_fn(params, batch):
+    return jnp.mean(jnp.square(batch["x"] @ params["w"] + params["b"] - batch["y"]))
+
+
+def train_step(state, batch):
+    loss, grads = jd.local_value_and_grad(loss_fn)(state.params, batch)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt_state), jax.lax.pmean(loss, "data")
+
+
+def make_state():
+    params = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}
+    return TrainState(params, tx.init(params))
+
+
+def work(process: int, count: int, coordinator: str) -> None:
+    jax.distributed.initialize(coordinator, count, process, initialization_timeout=60)
+    mesh = jd.make_mesh()  # the devices of all processes
+    state = jd.init_state(make_state, mesh)
+    step = jd.distribute(train_step, mesh)
+    rng = np.random.default_rng(process)  # each process reads its own data
+    for number in range(201):
+        x = rng.standard_normal((32, 64)).astype(np.float32)
+        state, loss = step(state, jd.global_batch({"x": x, "y": x @ TEACHER}, mesh))
+        if process == 0 and number % 50 == 0:
+            print(f"step {number}: loss {float(loss):.4f}", flush=True)
+    batch = jd.global_batch({"x": x, "y": x @ TEACHER}, mesh)
+    sent = jd.analysis.collectives(step.lower(state, batch).compile())
+    if process == 0:
+        print(jd.analysis.table(sent), flush=True)
+    jax.distributed.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--process", type=int)
+    parser.add_argument("--count", type=int, default=2)
+    parser.add_argument("--coordinator")
+    options = parser.parse_args()
+    if options.process is not None:
+        work(options.process, options.count, options.coordinator)
+        return
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{found.getsockname()[1]}"
+    command = [sys.executable, __file__, "--count", str(options.count), "--coordinator", coordinator]
+    processes = [subprocess.Popen([*command, "--process", str(i)]) for i in range(options.count)]
+    sys.exit(max(process.wait() for process in processes))
+
+
+if __name__ == "__main__":
+    main()

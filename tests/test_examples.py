@@ -1,0 +1,31 @@
+"""Every example runs as its docstring says, and prints what it promises."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PROMISES = {
+    "chain_with_optax.py": "test accuracy 0.9",
+    "two_processes.py": "one worker sends",
+    "your_own_compressor.py": "the laws hold",
+}
+
+
+def test_all_examples_are_tested_and_short():
+    files = {path.name: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
+    assert set(files) == set(PROMISES)
+    assert max(files.values()) < 100
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_example_runs(name):
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert PROMISES[name] in run.stdout
