@@ -88,17 +88,18 @@ def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *oper
             "a condition around a collective must be agreed, but this predicate differs between workers: "
             "derive it from reduced values, a step count or a schedule"
         )
-    if comm.uncounted is None:
+    plain, outer_ledger = comm.uncounted, comm.ledger
+    if plain is None or outer_ledger is None:
         return lax.cond(agreed, lambda *xs: on_true(comm, *xs), lambda *xs: on_false(comm, *xs), *operands)
 
     def branch(f):
         def run(*xs):
             ledger: list[Sent] = []
-            out = f(counted(comm.uncounted, ledger), *xs)
+            out = f(counted(plain, ledger), *xs)
             return out, jnp.asarray(total_bytes(ledger), jnp.float32)
 
         return run
 
     out, sent = lax.cond(agreed, branch(on_true), branch(on_false), *operands)
-    comm.ledger.append(Sent("cond", sent))
+    outer_ledger.append(Sent("cond", sent))
     return out

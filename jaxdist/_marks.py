@@ -36,7 +36,8 @@ class PerWorker:
     def __init__(self, value: Any, *, axis: AxisNames = None, resize: Resize = "mean"):
         if resize not in ("mean", "copy", "zero"):
             raise ValueError(f'resize must be "mean", "copy" or "zero", got {resize!r}')
-        self.value, self.axis, self.resize = value, axis, resize
+        self.value, self.axis = value, axis
+        self.resize: Resize = resize
 
     def tree_flatten_with_keys(self):
         """The value is the only child."""

@@ -73,7 +73,7 @@ def over(axis: AxisNames) -> Comm:
         if not by_hand and len(axes) > 1:  # vmap permutes one axis only
             source = dict((destination, source) for source, destination in pairs)
             return gather(x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
-        return _unword(lax.ppermute(_word(varying(x)), axes if len(axes) > 1 else axes[0], pairs), x)
+        return _unword(lax.ppermute(_word(varying(x)), axes, pairs), x)
 
     return Comm(
         size=size,

@@ -194,11 +194,11 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
 
 
 def _put(state: State, mesh: Place, axis: AxisNames) -> State:
+    # `device_put(may_alias=False)` onto several devices still aliases on the device that the array comes from.
+    copies = jax.tree.map(jnp.copy, state)
     if not isinstance(mesh, Mesh):
-        return jax.tree.map(jnp.copy, state)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), state, shardings(state, mesh, axis=axis)
-    )
+        return copies
+    return jax.tree.map(jax.device_put, copies, shardings(state, mesh, axis=axis))
 
 
 def _recut(leaf: Array, mark: Sharded, count: int) -> Array:

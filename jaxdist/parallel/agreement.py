@@ -90,6 +90,6 @@ def with_value_checks(run: Any, mesh: Mesh, axis: AxisNames) -> Any:
         calls += 1
         return state, metrics
 
-    checked.lower = run.lower
-    checked.trace = run.trace
+    for name in ("lower", "trace"):  # what callers of a compiled function expect to find
+        setattr(checked, name, getattr(run, name))
     return checked

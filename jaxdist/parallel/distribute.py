@@ -14,6 +14,11 @@ from ..transforms.all_reduce import wrapped_all_reduce
 from .agreement import with_value_checks
 from .worker_view import check_agreed, check_same, close_state, manual_specs, open_state
 
+UNTYPABLE = (
+    "jaxdist: this step cannot be typed as it stands. Where the code is not yours to change (a flax LSTM, "
+    'optax.ctc_loss), use distribute(step, mesh, check="values"), which compares values instead.'
+)
+
 
 def distribute(
     step: Callable[..., tuple[State, Any]],
@@ -114,7 +119,12 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
         state, batch = _reshard((state, batch), (manual_specs(state, axes), in_specs), mesh)
 
         def local(state, batch):
-            new, metrics = step(open_state(state, axes), batch, **static)
+            try:
+                new, metrics = step(open_state(state, axes), batch, **static)
+            except TypeError as error:
+                if "manual axis types do not match" in str(error):
+                    error.add_note(UNTYPABLE)
+                raise
             new = close_state(new, state, axes)
             check_same(new, state)
             check_agreed(new, axes, what="leaf", advice=advice["state"])

@@ -10,7 +10,7 @@ from jax import lax
 from .._compat import mesh_axes_being_mapped, varying_axes
 from .._marks import axis_tuple
 from .._typing import AxisNames, PyTree
-from ..reducers.base import accumulator
+from ..compressors.base import working_dtype
 
 
 def to_varying(tree: PyTree, axis: AxisNames) -> PyTree:
@@ -121,7 +121,7 @@ def _fold_keys(tree: PyTree, number: Any) -> PyTree:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    return accumulator(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return working_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _finish(total: Any, dtype: Any, parts: int) -> Any:

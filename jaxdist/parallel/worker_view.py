@@ -91,9 +91,8 @@ def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -
         over = {name for mark in _cutting(marks) for name in axis_tuple(mark.axis)}
         differs = varying_axes(leaf) & set(axes) - over
         if differs:
-            raise ValueError(
-                f"{what} `{leaf_name(path)}` differs between workers (axis {', '.join(sorted(differs))}): {advice}"
-            )
+            name = f"{what} `{leaf_name(path)}`" if path else what
+            raise ValueError(f"{name} differs between workers (axis {', '.join(sorted(differs))}): {advice}")
 
     named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
     map_marked(one, named)

@@ -95,7 +95,7 @@ def rounds_of(reducer: Reducer, updates: Updates, state: State, comm: Comm, **ag
     return (yield from reducer.rounds(updates, state, comm, **agreed))
 
 
-def together(generators: Sequence[Generator]) -> Generator[Wire, Wire, list[Any]]:
+def together(generators: Sequence[Generator[Wire, Any, Any]]) -> Generator[Wire, Wire, list[Any]]:
     """Runs several generators side by side: round `i` of all of them is one wire. Returns what each returned."""
     results: list[Any] = [None] * len(generators)
     waiting: dict[int, Wire] = {}
@@ -172,11 +172,6 @@ def feedback_form(reducer: Reducer) -> Reducer:
             "majority vote) cannot say: use it without feedback"
         )
     return reducer if reducer.for_feedback is None else reducer.for_feedback()
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype that sums and residuals are kept in: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:

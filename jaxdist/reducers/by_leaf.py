@@ -31,7 +31,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> policy = jd.by_leaf(
       ...     lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector",
-      ...     {"matrix": jd.power_sgd(rank=1, min_compression_rate=0), "vector": jd.exact()},
+      ...     {"matrix": jd.power_sgd(rank=1, min_compression_rate=0.0), "vector": jd.exact()},
       ... )
       >>> sorted(policy.init({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}))
       ['matrix', 'vector']

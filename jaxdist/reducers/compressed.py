@@ -5,12 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import DTypeLike
 
-from .._typing import Array, Int, Key, Like, Payload
+from .._typing import Array, Int, Key, Payload
 from ..comm import Comm
 from ..compressors import scaled
-from ..compressors.base import Compressor
-from .base import Reduced, Reducer, Wire, accumulator, from_rounds
+from ..compressors.base import Compressor, working_dtype
+from .base import Reduced, Reducer, Wire, from_rounds
 
 
 class CompressedState(NamedTuple):
@@ -56,20 +57,25 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
     def rounds(updates, state, comm, **agreed):
         del agreed
         leaves, tree = jax.tree.flatten(updates)
-        keys = _leaf_keys(state, comm, compressor.shared_key, len(leaves))
-        payloads = [compressor.compress(leaf, key) for leaf, key in zip(leaves, keys)]
+        key = _step_key(state, comm, compressor.shared_key)
+        # Leaves of one shape are coded together: the program has one code for each shape, not for each leaf.
+        groups = _by_shape(leaves)
+        stacks = [jnp.stack([leaves[i] for i in members]) for members in groups]
+        keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
+        payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
         arrays, payload_tree = jax.tree.flatten(payloads)
         if compressor.summable:
             received = yield Wire(mean=arrays)
             arrived = payload_tree.unflatten(received.mean)
-            means = [compressor.decompress(payload, leaf) for payload, leaf in zip(arrived, leaves)]
+            means = [_decode(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         else:
             received = yield Wire(gather=arrays)
             arrived = payload_tree.unflatten(received.gather)
-            means = [_mean_of_decoded(compressor, payload, leaf, comm.size) for payload, leaf in zip(arrived, leaves)]
-        own = [compressor.decompress(payload, leaf) for payload, leaf in zip(payloads, leaves)]
+            means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
+        own = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
-        return Reduced(tree.unflatten(means), tree.unflatten(own)), state._replace(count=count)
+        reduced = Reduced(*(tree.unflatten(_unstack(groups, stacks)) for stacks in (means, own)))
+        return reduced, state._replace(count=count)
 
     def for_feedback():
         if compressor.contraction is not None:
@@ -84,22 +90,38 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
     return from_rounds("compressed", init, rounds, for_feedback=for_feedback)
 
 
-def _leaf_keys(state: CompressedState, comm: Comm, shared: bool, count: int) -> list[Key[Array, ""]]:
+def _step_key(state: CompressedState, comm: Comm, shared: bool) -> Key[Array, ""]:
     key = jax.random.fold_in(state.key, state.count)
-    if not shared:
-        key = jax.random.fold_in(key, comm.index)
-    return [jax.random.fold_in(key, leaf) for leaf in range(count)]
+    return key if shared else jax.random.fold_in(key, comm.index)
 
 
-def _mean_of_decoded(compressor: Compressor, payloads: Payload, like: Like, workers: int) -> Array:
-    """Decodes `[W, ...]` payloads one after the other: one accumulator, not `W` decoded copies."""
-    wide = jax.ShapeDtypeStruct(like.shape, accumulator(like.dtype))
+def _by_shape(leaves: list[Array]) -> list[list[int]]:
+    groups: dict = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((leaf.shape, jnp.dtype(leaf.dtype)), []).append(i)
+    return list(groups.values())
+
+
+def _unstack(groups: list[list[int]], stacks: list[Array]) -> list[Array]:
+    leaves = {i: stack[k] for members, stack in zip(groups, stacks) for k, i in enumerate(members)}
+    return [leaves[i] for i in range(len(leaves))]
+
+
+def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: DTypeLike | None = None) -> Array:
+    like = jax.ShapeDtypeStruct(stack.shape[1:], dtype or stack.dtype)
+    return jax.vmap(lambda payload: compressor.decompress(payload, like))(payloads)
+
+
+def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
+    """Decodes the payloads `[W, k, ...]` of `k` leaves worker after worker: one accumulator, not `W` decoded copies."""
+    wide = working_dtype(stack.dtype)
 
     def add(total, payload):
-        return total + compressor.decompress(payload, wide), None
+        return total + _decode(compressor, payload, stack, dtype=wide), None
 
     first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
-    total = compressor.decompress(first, wide)
+    workers = jax.tree.leaves(payloads)[0].shape[0]
+    total = _decode(compressor, first, stack, dtype=wide)
     if workers > 1:
         total, _ = lax.scan(add, total, rest)
-    return (total / workers).astype(like.dtype)
+    return (total / workers).astype(stack.dtype)

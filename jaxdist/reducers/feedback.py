@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .._marks import PerWorker, with_value
 from .._typing import Like, State, Updates
-from .base import Reduced, Reducer, accumulator, cast_like, feedback_form, from_rounds, rounds_of
+from ..compressors.base import working_dtype
+from .base import Reduced, Reducer, cast_like, feedback_form, from_rounds, rounds_of
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -27,11 +28,11 @@ class EF21State(NamedTuple):
 
 
 def _wide(like: Like) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, accumulator(like.dtype))
+    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 
 def _zeros(like: Like):
-    return jnp.zeros(like.shape, accumulator(like.dtype))
+    return jnp.zeros(like.shape, working_dtype(like.dtype))
 
 
 def error_feedback(reducer: Reducer) -> Reducer:

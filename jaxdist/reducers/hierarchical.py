@@ -86,7 +86,7 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     return Reducer(init, reduce, law=outer.law, for_feedback=for_feedback)
 
 
-def _by_dtype(leaves: list[Array]) -> list[list[int]]:
+def _by_dtype(leaves: list) -> list[list[int]]:
     kinds: dict = {}
     for i, leaf in enumerate(leaves):
         kinds.setdefault(jnp.dtype(leaf.dtype), []).append(i)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .. import comm as comms
 from .._typing import Array, Int, PyTree, Shape
-from .base import Reduced, Reducer, Wire, accumulator, drive, from_rounds
+from ..compressors.base import working_dtype
+from .base import Reduced, Reducer, Wire, drive, from_rounds
 
 
 class PowerSGDState(NamedTuple):
@@ -83,7 +84,7 @@ def power_sgd(
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0)
+      >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
       >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: nothing is lost
       >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.alone())
       >>> bool(jnp.allclose(reduced.mean, w, atol=1e-5))
@@ -114,7 +115,7 @@ def power_sgd(
         found = view(leaf.shape)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), index)
         shape = (0,) if found is None else (found[1], found[2])
-        return jax.random.normal(key, shape, accumulator(leaf.dtype))
+        return jax.random.normal(key, shape, working_dtype(leaf.dtype))
 
     def draw_all(like, count):
         leaves, structure = jax.tree.flatten(like)
@@ -137,7 +138,7 @@ def power_sgd(
         left = [jnp.linalg.qr(p)[0] for p in left.mean]
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
         local = [jnp.einsum("knr,knm->krm", p, m) for p, m in zip(left, matrices)]
-        whole = [leaves[i].astype(accumulator(leaves[i].dtype)) for i in rest]
+        whole = [leaves[i].astype(working_dtype(leaves[i].dtype)) for i in rest]
         received = yield Wire(mean=[*local, *whole])
         mean_right, rest_means = received.mean[: len(groups)], received.mean[len(groups) :]
 
@@ -190,7 +191,7 @@ def _group(leaves: list[Array], view: Callable) -> tuple[list[_Group], list[int]
         if found is None:
             rest.append(i)
             continue
-        dtype = accumulator(leaf.dtype)
+        dtype = jnp.dtype(working_dtype(leaf.dtype))
         groups.setdefault((found, dtype), _Group([], found[:2], found[2], dtype)).leaves.append(i)
     return list(groups.values()), rest
 

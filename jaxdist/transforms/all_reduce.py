@@ -10,7 +10,8 @@ from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
 from .._marks import Sharded, axis_tuple, bind, is_mark
 from .._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm import over
-from ..reducers.base import Reducer, accumulator
+from ..compressors.base import working_dtype
+from ..reducers.base import Reducer
 from .model_axes import init_on_shards, reduce_on_shards
 
 
@@ -105,7 +106,7 @@ def all_reduce(
 def _scale(tree: Updates, factor: Array) -> Updates:
     """A factor of 0 gives 0 whatever the leaf holds: a mean over no examples often is 0/0."""
     return jax.tree.map(
-        lambda x: jnp.where(factor == 0, 0, x.astype(accumulator(x.dtype)) * factor).astype(x.dtype), tree
+        lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
     )
 
 

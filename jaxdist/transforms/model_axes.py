@@ -8,7 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._compat import shard_map
-from .._marks import PerWorker, map_marked, with_value
+from .._marks import PerWorker, axis_tuple, map_marked, with_value
 from .._typing import AxisNames, PyTree, State, Updates
 from ..comm import over
 from ..reducers.base import Reducer
@@ -48,7 +48,7 @@ def reduce_on_shards(
     names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
 
     def marks_of(marks):
-        return [mark for mark in marks if isinstance(mark, PerWorker) and set(mark.axis) & names]
+        return [mark for mark in marks if isinstance(mark, PerWorker) and set(axis_tuple(mark.axis)) & names]
 
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in marks_of(marks))), state)
 
@@ -75,7 +75,7 @@ def _without(state: State, names: set[str]) -> State:
     def one(node):
         if not isinstance(node, PerWorker):
             return node
-        if set(node.axis) & names:
+        if set(axis_tuple(node.axis)) & names:
             return node.value
         return with_value(node, _without(node.value, names))
 

@@ -37,4 +37,4 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
         updates, value = tx.update(updates, state.value, params, **extra_args)
         return updates, with_value(state, value)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

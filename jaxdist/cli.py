@@ -1,0 +1,239 @@
+"""The `jaxdist` command: `jaxdist train` and `jaxdist compare`."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+try:
+    import jax
+    import tyro
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Table
+
+    from .parallel import make_mesh, use_cpu_devices
+    from .workloads import parse, plots, results, saved, train
+    from .workloads.base import Workload
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
+
+DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
+SIMULATED_DEVICES = 4
+CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
+COMPARED = "The first is what the others are measured against.\n"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both commands take."""
+
+    optimizer: str = "adamw:1e-3"
+    """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9."""
+    workload: Literal["text", "digits"] = "text"
+    """text: the source of Python's standard library, byte by byte; digits: scikit-learn's handwritten digits."""
+    model: str | None = None
+    """Default gpt:demo for text (or tiny, small, medium, large; also gpt:demo,layers=4), convnet:32 for digits."""
+    steps: int = 200
+    """How many steps to train."""
+    batch: int = 32
+    """Examples in a step, all workers together."""
+    seed: int = 0
+    """Draws the parameters and the batches: equal seeds see equal data in equal order."""
+    devices: int | None = None
+    """How many workers. The default is all devices, or four simulated ones where there is only a CPU."""
+    text: Path | None = None
+    """A file or a folder of your own to train on."""
+
+
+@dataclass(frozen=True)
+class Train(Options):
+    """The options of `jaxdist train`."""
+
+    reducer: Annotated[str, tyro.conf.arg(help=parse.describe())] = "ef:power_sgd:4"
+    baseline: bool = True
+    """Train with plain all-reduce too, to compare with."""
+    out: Path = Path("runs/train")
+    """Where log.jsonl, loss.png and checkpoint/ go."""
+
+
+@dataclass(frozen=True)
+class Compare(Options):
+    """The options of `jaxdist compare`."""
+
+    reducers: Annotated[tuple[str, ...], tyro.conf.arg(help=COMPARED + parse.describe())] = DEMO
+    out: Path = Path("runs/compare")
+    """Where log.jsonl and compare.png go."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: what follows `jaxdist`; None for those of this process.
+
+    Returns:
+      The exit code: 0, or 2 for arguments that cannot work, with one line on stderr that says why. With
+      `JAXDIST_TRACEBACK=1` in the environment they raise instead.
+    """
+    chosen = tyro.cli(
+        _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
+    )
+    try:
+        work = _set_up(chosen)
+        if isinstance(chosen, Train):
+            _train(chosen, *work)
+        else:
+            _compare(chosen, *work)
+    except (ValueError, OSError) as problem:
+        if os.environ.get("JAXDIST_TRACEBACK"):
+            raise
+        print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _subcommands() -> Any:
+    def command(options: type, name: str, purpose: str) -> Any:
+        return Annotated[options, tyro.conf.subcommand(name, description=purpose)]
+
+    return command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.") | command(
+        Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes."
+    )
+
+
+def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
+    """The workload and a mesh over the devices; on a machine with a CPU alone its devices are made here."""
+    for name in ("steps", "batch", "devices"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    told = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if options.devices or not told:
+        with contextlib.suppress(RuntimeError):  # the backend runs already: take the devices that it has
+            jax.config.update("jax_num_cpu_devices", options.devices or SIMULATED_DEVICES)
+    count = options.devices or jax.device_count()
+    if count > jax.device_count():
+        raise ValueError(f"--devices {count}: there are {jax.device_count()}")
+    workload = parse.parse_workload(options.workload, options.model, path=options.text)
+    return workload, make_mesh({train.AXIS: count}, devices=jax.devices()[:count])
+
+
+def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
+    console = Console()
+    names = ["exact"] if chosen.baseline and chosen.reducer != "exact" else []
+    runs = _runs([*names, chosen.reducer], chosen, workload, mesh)
+    finished, log_path = [], _fresh(chosen.out, "log.jsonl")
+    with log_path.open("w") as log:
+        for name, run in runs:
+            result, state = _run(name, run, chosen, workload, log, console)
+            finished.append(result)
+    where = saved.save(chosen.out / "checkpoint", state)
+    baseline = finished[0] if names else None
+    plot = plots.draw_train(
+        finished[-1], baseline, chosen.out / "loss.png", title=_title(chosen, run), unit=_unit(workload)
+    )
+    console.print(_table(finished, baseline))
+    _close(console, finished[-1], baseline)
+    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {where}", highlight=False, soft_wrap=True)
+
+
+def _compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> None:
+    console = Console()
+    if not chosen.reducers:
+        raise ValueError("--reducers needs at least one name")
+    runs = _runs(chosen.reducers, chosen, workload, mesh)
+    finished, log_path = [], _fresh(chosen.out, "log.jsonl")
+    with log_path.open("w") as log:
+        for name, run in runs:
+            finished.append(_run(name, run, chosen, workload, log, console)[0])
+    title = _title(chosen, run)
+    plot = plots.draw_compare(finished, chosen.out / "compare.png", title=title, unit=_unit(workload))
+    console.print(f"\n{title}", style="dim", highlight=False)
+    console.print(_table(finished, finished[0]))
+    console.print(f"plot {plot}\nlog {log_path}", highlight=False, soft_wrap=True)
+
+
+def _runs(
+    names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh
+) -> Iterator[tuple[str, train.Run]]:
+    """Checks all spellings now; compiles one run after the other later, so that only one state is alive."""
+    spelled = [(name, parse.parse_reducer(name)) for name in names]
+    optimizer = parse.parse_optimizer(options.optimizer)
+    settings = {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
+    return ((name, train.prepare(workload, reducer, optimizer, **settings)) for name, reducer in spelled)
+
+
+def _run(
+    name: str, run: train.Run, options: Options, workload: Workload, log: TextIO, console: Console
+) -> tuple[results.Result, train.TrainState]:
+    """Trains to the end behind a progress bar and writes every step to the log."""
+    settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
+    settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
+    results.write_line(log, results.header(run, **settings))
+    records, state = [], run.state
+    columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(name, total=options.steps, now="")
+        for record, state in train.steps(run, options.steps):  # noqa: B007
+            records.append(record)
+            results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
+            speed, sent = record.units_per_second, plots.in_bytes(record.wire_bytes)
+            now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {sent}/step"
+            progress.update(bar, advance=1, now=now)
+        result = results.Result(name, tuple(records), run.evaluate(state), run.wire_bytes, run.compile_seconds)
+    results.write_line(log, {"kind": "summary", "reducer": name, **results.summarise(result)._asdict()})
+    return result, state
+
+
+def _table(finished: Sequence[results.Result], baseline: results.Result | None) -> Table:
+    table = Table(box=None, caption=CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column("reducer", no_wrap=True)
+    extra = [name for name in finished[0].held_out if name != "loss"]
+    versus = [f"against {baseline.name}"] if baseline else []
+    fewer = ["fewer bytes"] if baseline else []
+    headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    for result in finished:
+        summary = results.summarise(result, baseline)
+        cells = [plots.in_bytes(summary.wire_bytes_per_step)]
+        cells += [f"{summary.times_fewer_bytes:,.1f}x"] if baseline else []
+        cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]
+        cells += [f"{summary.difference:+.4f}"] if baseline else []
+        cells += [f"{summary.held_out[name]:.4f}" for name in extra]
+        table.add_row(result.name, *cells, f"{summary.step_milliseconds:,.0f}")
+    return table
+
+
+def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:
+    """The closing line of `jaxdist train`."""
+    if baseline is None:
+        return
+    summary = results.summarise(result, baseline)
+    less = plots.in_bytes(summary.steps * (baseline.wire_bytes - result.wire_bytes))
+    console.print(
+        f"{result.name} sent {summary.times_fewer_bytes:,.1f} times fewer bytes than plain all-reduce ({less} less from"
+        f" each worker) on the same data; its held-out loss differs by {summary.difference:+.4f}.",
+        highlight=False,
+    )
+
+
+def _title(options: Options, run: train.Run) -> str:
+    size = f"{run.parameters / 1e6:.2f} M parameters"
+    what = {"text": "byte-level GPT", "digits": "convolutional net on digits"}[options.workload]
+    if options.workload == "text":
+        what += f" on {options.text or 'the standard library of Python'}"
+    return f"{what}, {size}, {run.workers} workers, batch {options.batch}, {options.optimizer}, seed {options.seed}"
+
+
+def _unit(workload: Workload) -> str:
+    return "nats per byte" if workload.name == "text" else "nats"
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name

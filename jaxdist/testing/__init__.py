@@ -1,0 +1,7 @@
+"""Law checks, public, so that your own compressors and reducers are tested as the library's are.
+
+A failed law raises `AssertionError` with a message that names it.
+"""
+
+from .compressor_laws import assert_compressor_laws as assert_compressor_laws
+from .reducer_laws import assert_reducer_laws as assert_reducer_laws

@@ -1,0 +1,126 @@
+"""A byte-level GPT: 256 tokens, no tokenizer, nothing to download."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, UInt8
+
+from .._typing import PRNGKeyArray, PyTree
+
+Tokens = UInt8[Array | np.ndarray, "batch length"] | Int[Array | np.ndarray, "batch length"]
+
+
+class GPTConfig(NamedTuple):
+    """The sizes of a `GPT`.
+
+    Attributes:
+      layers: number of transformer blocks.
+      width: size of the residual stream; a multiple of `heads`.
+      heads: attention heads.
+      context: the most tokens that one prediction may look back on.
+      vocabulary: number of tokens; 256 for bytes.
+    """
+
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    context: int = 64
+    vocabulary: int = 256
+
+
+SIZES = {
+    "tiny": GPTConfig(layers=1, width=32, heads=2, context=16),
+    "demo": GPTConfig(),
+    "small": GPTConfig(layers=6, width=256, heads=8, context=256),
+    "medium": GPTConfig(layers=12, width=512, heads=8, context=512),
+    "large": GPTConfig(layers=12, width=768, heads=12, context=1024),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a four times wider MLP, each added to the residual stream."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
+        config = self.config
+        length = x.shape[1]
+        # The projections back into the stream start small, so that depth does not change the initial scale.
+        into_stream = nn.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
+
+        h = nn.LayerNorm(use_bias=False, name="attention_norm")(x)
+        qkv = nn.Dense(3 * config.width, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="qkv")(h)
+        q, k, v = jnp.split(qkv.reshape(*qkv.shape[:2], config.heads, -1), 3, axis=-1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        causal = jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))
+        weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min))
+        h = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        x = x + nn.Dense(config.width, use_bias=False, kernel_init=into_stream, name="attention_out")(h)
+
+        h = nn.LayerNorm(use_bias=False, name="mlp_norm")(x)
+        h = nn.Dense(4 * config.width, kernel_init=nn.initializers.normal(0.02), name="mlp_in")(h)
+        return x + nn.Dense(config.width, kernel_init=into_stream, name="mlp_out")(nn.gelu(h))
+
+
+class GPT(nn.Module):
+    """Embeddings, `config.layers` blocks, a norm and the output layer."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
+        config = self.config
+        length = tokens.shape[1]
+        embed = nn.Embed(config.vocabulary, config.width, embedding_init=nn.initializers.normal(0.1), name="tokens")
+        position = self.param("positions", nn.initializers.normal(0.02), (config.context, config.width))
+        x = embed(tokens) + position[None, :length]
+        for layer in range(config.layers):
+            x = Block(config, name=f"block_{layer}")(x)
+        x = nn.LayerNorm(use_bias=False, name="final_norm")(x)
+        return nn.Dense(config.vocabulary, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="out")(x)
+
+
+def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
+    """Draws the parameters of a `GPT`.
+
+    Args:
+      config: the sizes.
+      key: a typed key.
+
+    Returns:
+      A pytree of float32 arrays.
+
+    Example:
+      >>> import jax
+      >>> from jaxdist.workloads import gpt
+      >>> params = gpt.init(gpt.GPTConfig(layers=1, width=16, heads=2, context=8), jax.random.key(0))
+      >>> sum(leaf.size for leaf in jax.tree.leaves(params))
+      11520
+    """
+    if config.width % config.heads:
+        raise ValueError(f"width must be a multiple of heads, got width={config.width} and heads={config.heads}")
+    return GPT(config).init(key, jnp.zeros((1, config.context), jnp.int32))["params"]
+
+
+def loss(config: GPTConfig, params: PyTree, batch: Tokens) -> Float[Array, ""]:
+    """Mean cross-entropy, in nats per byte, of every byte given the ones before it.
+
+    Args:
+      config: the sizes that `params` were drawn with.
+      params: from `init`.
+      batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
+
+    Returns:
+      The mean over all positions; `log(256) = 5.545` for a model that knows nothing.
+    """
+    if batch.shape[1] > config.context + 1:
+        raise ValueError(
+            f"a context of {config.context} takes at most {config.context + 1} tokens, got {batch.shape[1]}"
+        )
+    tokens = jnp.asarray(batch, jnp.int32)
+    logits = GPT(config).apply({"params": params}, tokens[:, :-1])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))

@@ -1,0 +1,188 @@
+"""`power_sgd:4` on a command line and the object it stands for.
+
+The grammar is a call without brackets: `name`, then after a colon values and `key=value` pairs separated by commas.
+"""
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from .. import compressors, reducers
+from ..compressors.base import Compressor
+from ..reducers import Reducer
+from . import gpt
+from .base import Workload
+
+FEEDBACK: dict[str, tuple[Callable[[Reducer], Reducer], str]] = {
+    "ef": (reducers.error_feedback, "what was not sent is kept and added to the next gradient"),
+    "ef21": (reducers.ef21, "workers send the compressed change since their last estimate"),
+}
+# name: (factory of a reducer or of a compressor, how it is spelled, what it does)
+REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
+    "exact": (reducers.exact, "exact", "plain all-reduce in float32"),
+    "f16": (functools.partial(compressors.cast, jnp.float16), "f16", "float16 on the wire"),
+    "bf16": (functools.partial(compressors.cast, jnp.bfloat16), "bf16", "bfloat16 on the wire"),
+    "fp8": (functools.partial(compressors.cast, jnp.float8_e4m3fn), "fp8", "8-bit floats (e4m3) on the wire"),
+    "qsgd": (compressors.qsgd, "qsgd:BITS[,bucket=N]", "unbiased rounding to 2, 4 or 8 bits"),
+    "random_k": (compressors.random_k, "random_k:DENSITY", "the same random entries on all workers; wants ef:"),
+    "sign": (compressors.scaled_sign, "sign", "one bit an entry; wants ef:"),
+    "top_k": (compressors.top_k, "top_k:DENSITY", "the largest entries of each array; wants ef:"),
+    "power_sgd": (reducers.power_sgd, "power_sgd:RANK", "low-rank factors of each matrix; wants ef:"),
+}
+MODELS = {"text": "gpt", "digits": "convnet"}
+
+
+def describe() -> str:
+    """The reducers, one a line, for `--help`."""
+    lines = [f"{spelling}: {purpose}" for _, spelling, purpose in REDUCERS.values()]
+    lines += [f"{prefix}:REDUCER: {purpose}" for prefix, (_, purpose) in FEEDBACK.items()]
+    return "\n".join(lines)
+
+
+def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Splits `name:1,2,key=3` into name, values and keywords; what is no number or boolean stays a string.
+
+    Example:
+      >>> from jaxdist.workloads.parse import parse_call
+      >>> parse_call("sgd:0.1,momentum=0.9,nesterov=True")
+      ('sgd', [0.1], {'momentum': 0.9, 'nesterov': True})
+    """
+    name, _, rest = text.partition(":")
+    values, keywords = [], {}
+    for part in rest.split(",") if rest else []:
+        key, equals, value = part.rpartition("=")
+        if equals:
+            keywords[key.strip()] = _literal(value)
+        else:
+            values.append(_literal(part))
+    return name.strip(), values, keywords
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError):
+        return text.strip()
+
+
+def _call(kind: str, text: str, factory: Callable, values: list, keywords: dict) -> Any:
+    """Calls the factory; arguments that it does not take are a `ValueError` that shows those that it does."""
+    signature = inspect.signature(factory)
+    try:
+        bound = signature.bind(*values, **keywords)
+    except TypeError as problem:
+        raise ValueError(f"{kind} {text!r}: {problem}; it takes {usage(signature)}") from None
+    for name, value in bound.arguments.items():
+        wanted = None if isinstance(value, dict) else signature.parameters[name].annotation
+        if (wanted is int and type(value) is not int) or (wanted is float and type(value) not in (int, float)):
+            raise ValueError(
+                f"{kind} {text!r}: {name} must be {'a whole ' if wanted is int else 'a '}number, got {value!r}"
+            )
+    try:
+        return factory(*values, **keywords)
+    except (ValueError, TypeError) as problem:
+        raise ValueError(f"{kind} {text!r}: {problem}") from problem
+
+
+def usage(signature: inspect.Signature) -> str:
+    """The arguments of a factory in the grammar of this module: `rank,start_step=0`."""
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    plain = [p for p in named if p.default is p.empty or isinstance(p.default, (int, float, str))]
+    return ",".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in plain) or "no arguments"
+
+
+def parse_reducer(text: str) -> Reducer:
+    """Makes the reducer that `text` spells.
+
+    Args:
+      text: `[ef:|ef21:]name[:value,...]`; the names are the keys of `REDUCERS`.
+
+    Returns:
+      A `Reducer`.
+
+    Example:
+      >>> from jaxdist.workloads.parse import parse_reducer
+      >>> parse_reducer("ef:power_sgd:2").law
+      'exact'
+    """
+    prefix, _, rest = text.partition(":")
+    if prefix in FEEDBACK:
+        if not rest:
+            raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
+        return _call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
+    name, values, keywords = parse_call(text)
+    if name not in REDUCERS:
+        raise ValueError(f"unknown reducer {text!r}; known: {', '.join(REDUCERS)}, each also as ef:NAME or ef21:NAME")
+    made = _call("reducer", text, REDUCERS[name][0], values, keywords)
+    return reducers.compressed(made) if isinstance(made, Compressor) else made
+
+
+def optimizers() -> list[str]:
+    """The names of optax's optimizers: the public functions whose first argument is a learning rate."""
+    return [name for name in sorted(dir(optax)) if _first_argument(getattr(optax, name)) == "learning_rate"]
+
+
+def _first_argument(thing: Any) -> str | None:
+    return next(iter(inspect.signature(thing).parameters), None) if inspect.isfunction(thing) else None
+
+
+def parse_optimizer(text: str) -> optax.GradientTransformation:
+    """Makes any optax optimizer from `name:learning_rate[,key=value...]`.
+
+    Example:
+      >>> from jaxdist.workloads.parse import parse_optimizer
+      >>> _ = parse_optimizer("adamw:3e-4,b2=0.95")
+    """
+    name, values, keywords = parse_call(text)
+    if name not in optimizers():
+        raise ValueError(f"unknown optimizer {text!r}; optax has {', '.join(optimizers())}")
+    if not values and "learning_rate" not in keywords:
+        raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
+    return _call("optimizer", text, getattr(optax, name), values, keywords)
+
+
+def parse_workload(name: str, model: str | None = None, *, path: str | Path | None = None) -> Workload:
+    """Makes a workload from its name and its model's spelling.
+
+    Args:
+      name: `"text"` or `"digits"`.
+      model: `gpt:SIZE[,key=value...]` for text, `convnet:WIDTH` for digits; None for the default.
+      path: a text of one's own.
+
+    Returns:
+      A `Workload`.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(MODELS)}")
+    model = model or MODELS[name]
+    kind, values, keywords = parse_call(model)
+    if kind != MODELS[name]:
+        raise ValueError(f"the workload {name!r} has the model {MODELS[name]!r}, got {model!r}")
+    if name == "digits":
+        if path is not None:
+            raise ValueError("--text is for the workload 'text'")
+        from .digits import digits_workload
+
+        return _call("model", model, digits_workload, values, keywords)
+    from .text import text_workload
+
+    return text_workload(_call("model", model, gpt_config, values, keywords), path=path)
+
+
+def gpt_config(size: str = "demo", **sizes: int) -> gpt.GPTConfig:
+    """A named size of the GPT, with single fields changed."""
+    if size not in gpt.SIZES:
+        raise ValueError(f"unknown size {size!r}; known: {', '.join(gpt.SIZES)}")
+    unknown = set(sizes) - set(gpt.GPTConfig._fields)
+    if unknown:
+        raise ValueError(f"unknown field {sorted(unknown)[0]!r}; known: {', '.join(gpt.GPTConfig._fields)}")
+    for field, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{field} must be a positive whole number, got {value!r}")
+    return gpt.SIZES[size]._replace(**sizes)

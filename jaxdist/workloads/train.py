@@ -1,0 +1,191 @@
+"""The training loop that the command line, the examples and the benchmarks share."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from .. import analysis
+from .._typing import PyTree
+from ..parallel import distribute, evaluate, global_batch, local_value_and_grad
+from ..placement import consensus, init_state
+from ..reducers import Reducer
+from ..transforms import all_reduce
+from .base import Workload
+
+AXIS = "data"
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on.
+
+    Attributes:
+      params: the model.
+      opt_state: the optimizer's state, residuals and keys of the reducer included.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+
+
+class Run(NamedTuple):
+    """A workload, a reducer and an optimizer, compiled for a mesh.
+
+    Attributes:
+      step: `step(state, batch) -> (state, metrics)`, compiled; it takes over the state that it is given.
+      state: the state to start from.
+      batch: `batch(n) -> Batch`, the batch of step `n`, already on the mesh.
+      evaluate: `evaluate(state) -> {"loss": float, ...}`, the mean over the held-out split.
+      workers: how many there are.
+      parameters: how many numbers the model has.
+      wire_bytes: what one worker sends in one step, read from the compiled program.
+      units_per_step: tokens or images in a step, all workers together.
+      compile_seconds: what tracing and compiling took.
+    """
+
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    state: TrainState
+    batch: Callable[[int], Any]
+    evaluate: Callable[[TrainState], dict[str, float]]
+    workers: int
+    parameters: int
+    wire_bytes: float
+    units_per_step: int
+    compile_seconds: float
+
+
+class Record(NamedTuple):
+    """One step as it was measured.
+
+    Attributes:
+      step: from 1.
+      loss: mean over all workers, before the step's update.
+      seconds: wall clock of the step, its batch's placing and the wait for the result.
+      units_per_second: tokens or images.
+      wire_bytes: sent by one worker in this step.
+      total_wire_bytes: sent by one worker until now.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    units_per_second: float
+    wire_bytes: float
+    total_wire_bytes: float
+
+
+def prepare(
+    workload: Workload,
+    reducer: Reducer,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: jax.sharding.Mesh,
+    batch_size: int,
+    seed: int = 0,
+) -> Run:
+    """Builds and compiles one run. The reducer is the only thing that differs between runs that are compared.
+
+    Args:
+      workload: what to train.
+      reducer: how the workers agree on the mean gradient.
+      optimizer: any optax transformation; it sees the agreed mean.
+      mesh: a mesh with an axis `"data"`.
+      batch_size: examples in a step, all workers together; a multiple of the number of workers.
+      seed: draws the parameters and the batches.
+
+    Returns:
+      A `Run`.
+
+    Example:
+      >>> import jaxdist as jd, optax
+      >>> from jaxdist.workloads import digits, train
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> run = train.prepare(digits.digits_workload(4), jd.exact(), optax.adam(1e-3), mesh=mesh, batch_size=8)
+      >>> [record.step for record, state in train.steps(run, 2)]
+      [1, 2]
+    """
+    workers = mesh.shape[AXIS]
+    if batch_size < 1 or batch_size % workers:
+        raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
+    transformation = optax.chain(all_reduce(reducer, axis=AXIS), optimizer)
+
+    def make_state() -> TrainState:
+        params = workload.init(jax.random.key(seed))
+        return TrainState(params, transformation.init(params))
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        loss, gradients = local_value_and_grad(workload.loss, axis=AXIS)(state.params, batch)
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, AXIS)}
+
+    def batch(step: int) -> Any:
+        return _place(workload.batch(seed, step, batch_size), mesh)
+
+    start = time.perf_counter()
+    state = init_state(make_state, mesh, axis=AXIS)
+    compiled = distribute(train_step, mesh, axis=AXIS).lower(state, batch(0)).compile()
+    compile_seconds = time.perf_counter() - start
+    return Run(
+        step=compiled,
+        state=state,
+        batch=batch,
+        evaluate=_evaluation(workload, mesh, batch_size),
+        workers=workers,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(consensus(state.params))),
+        wire_bytes=float(analysis.collectives(compiled).wire_bytes),
+        units_per_step=batch_size * workload.units_per_example,
+        compile_seconds=compile_seconds,
+    )
+
+
+def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
+    """Trains, and yields each step's record and state.
+
+    The step donates its state: a state that was yielded is gone once the next one is asked for.
+
+    Args:
+      run: from `prepare`; `run.state` is where it starts, and is gone afterwards.
+      count: how many steps.
+      first: the step before the first one: a restored run goes on with the batches that it would have had.
+
+    Yields:
+      `(Record, TrainState)`.
+    """
+    state, sent = run.state, first * run.wire_bytes
+    for step in range(first, first + count):
+        start = time.perf_counter()
+        state, metrics = run.step(state, run.batch(step))
+        loss = float(metrics["loss"])
+        seconds = time.perf_counter() - start
+        sent += run.wire_bytes
+        yield Record(step + 1, loss, seconds, run.units_per_step / seconds, run.wire_bytes, sent), state
+
+
+def _evaluation(
+    workload: Workload, mesh: jax.sharding.Mesh, batch_size: int
+) -> Callable[[TrainState], dict[str, float]]:
+    workers = mesh.shape[AXIS]
+    metrics = evaluate(lambda state, batch: jax.lax.pmean(workload.metrics(state.params, batch), AXIS), mesh, axis=AXIS)
+
+    def held_out() -> Iterator[Any]:
+        for batch in workload.held_out(batch_size):
+            rows = len(jax.tree.leaves(batch)[0]) // workers * workers
+            if rows:
+                yield _place(jax.tree.map(lambda x, rows=rows: x[:rows], batch), mesh)
+
+    def mean_over_batches(state: TrainState) -> dict[str, float]:
+        results = [metrics(state, batch) for batch in held_out()]
+        if not results:
+            raise ValueError(f"fewer held-out examples than the {workers} workers")
+        return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+
+    return mean_over_batches
+
+
+def _place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Every process has the whole batch, so that all agree on it, and places its own rows."""
+    count, index = jax.process_count(), jax.process_index()
+    return global_batch(jax.tree.map(lambda rows: np.array_split(rows, count)[index], batch), mesh, axis=AXIS)

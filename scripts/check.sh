@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Every check of the project, in the order of their cost. pre-commit, `make test` and CI all run this script.
+#
+#   scripts/check.sh                 all of them
+#   scripts/check.sh lint types      some of them: format lint imports types docs tests
+#
+# BIN           where the tools lie (default: .venv/bin, or the PATH where that is missing)
+# WORKERS       pytest processes; each simulates eight devices (default 2)
+# PYTEST_ARGS   more for pytest, as in PYTEST_ARGS="--slow -k power_sgd"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=${BIN:-.venv/bin}
+if [ -d "$bin" ]; then
+  bin=$(cd "$bin" && pwd)
+  export PATH="$bin:$PATH"
+fi
+
+run() {
+  echo "== $1" >&2
+  case $1 in
+    format) ruff format --check . ;;
+    lint) ruff check . ;;
+    # Read the sources, not a wheel that is installed: what is being edited is what must hold.
+    imports) PYTHONPATH=. lint-imports ;;
+    types) pyright --pythonpath "$(command -v python)" ;;
+    docs) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "${SITE_DIR:-site}" ;;
+    # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it.
+    # shellcheck disable=SC2086
+    tests) pytest -q -n "${WORKERS:-2}" --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
+    *) echo "no check is called $1: format lint imports types docs tests" >&2; return 2 ;;
+  esac
+}
+
+[ $# -gt 0 ] || set -- format lint imports types docs tests
+for check in "$@"; do run "$check"; done

@@ -1,0 +1,182 @@
+"""What a `Comm` sends, read from compiled programs; the ledger that counts it; conditions around collectives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import jaxdist as jd
+from jaxdist import analysis
+from jaxdist.comm import alone, cond, counted, grouped, nested, over, total_bytes
+
+BOTH = ("pod", "chip")
+PARTS = [(0, 6, 3, 1), (2, 4, 7, 5)]
+GROUPS = {
+    "one axis": ("data", lambda: over("data")),
+    "two axes": (BOTH, lambda: over(BOTH)),
+    "fast axis": (BOTH, lambda: over(BOTH).inner),
+    "nested": (BOTH, lambda: nested(over("chip"), over("pod"))),
+    "parts": ("data", lambda: grouped(over("data"), PARTS)),
+}
+
+
+def turned(size):
+    return [(i, (i + 1) % size) for i in range(size)]
+
+
+def over_scatter(x):
+    return over("data").reduce_scatter_mean(x)
+
+
+def compiled(mesh, axes, f, *shapes):
+    """A program of which every worker holds a row of each shape and returns whatever `f` gives, as its own."""
+
+    def one(*rows):
+        return jax.tree.map(lambda a: a[None], f(*(row[0] for row in rows)))
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
+    rows = [jax.ShapeDtypeStruct((mesh.size, *shape.shape), shape.dtype) for shape in shapes]
+    return step.trace(*rows)
+
+
+def like(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")]
+)
+def test_narrow_floats_travel_as_words(mesh, dtype, word):
+    def f(x):
+        c = over("data")
+        return [
+            c.mean(x),
+            c.all_gather(x),
+            c.all_gather(x, agreed=False),
+            c.all_to_all(x),
+            c.reduce_scatter_mean(x),
+            c.ppermute(x, turned(8)),
+        ]
+
+    found = analysis.collectives(compiled(mesh, "data", f, like((8, 16), dtype)).lower().compile())
+    assert {op.dtype for op in found.ops} == {word}
+    itemsize = jnp.dtype(dtype).itemsize
+    assert found.wire_bytes <= 128 * itemsize * (2 * 7 / 8 + 7 + 7 + 7 / 8 + 7 / 8 + 1)  # fewer: equal gathers merge
+
+
+def test_half_precision_means_agree_with_float32(mesh):
+    """Divided first, float16 cannot overflow; bfloat16 words are summed in float32."""
+    x = jax.random.normal(jax.random.key(0), (8, 5, 3)) * 3e4
+    for dtype, tolerance in ((jnp.float16, 2e-3), (jnp.bfloat16, 8e-3)):
+        rows = x.astype(dtype)
+        f = jax.shard_map(lambda r: over("data").mean(r[0]), mesh=mesh, in_specs=P("data"), out_specs=P())
+        simulated = jax.jit(jax.vmap(lambda r: over("data").mean(r), axis_name="data", out_axes=None))
+        wanted = np.asarray(rows, np.float32).mean(0)
+        for found in (jax.jit(f)(rows), simulated(rows)):
+            assert found.dtype == dtype
+            np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=tolerance * 3e4)
+
+
+def test_reduce_scatter_by_platform(mesh):
+    """All-to-all and a local sum where XLA's own form is wrong (CPU); the real one in a program for a TPU."""
+    traced = compiled(mesh, "data", over_scatter, like((8, 16)))
+    found = analysis.collectives(traced.lower().compile())
+    assert [(op.kind, op.dtype, op.bytes) for op in found.ops] == [("all-to-all", "float32", 512)]
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "reduce_scatter" in text
+    assert "all_to_all" not in text
+
+
+def test_bfloat16_means_are_plain_on_tpu(mesh):
+    text = compiled(mesh, "data", lambda x: over("data").mean(x), like((8, 16), jnp.bfloat16))
+    text = text.lower(lowering_platforms=("tpu",)).as_text()
+    assert "all_reduce" in text
+    assert "ui16" not in text
+
+
+def test_two_workers_gather_rather_than_scatter():
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    traced = compiled(mesh, "data", lambda x: over("data").mean(x), like((8, 16), jnp.bfloat16))
+    assert [op.kind for op in analysis.collectives(traced.lower().compile()).ops] == ["all-gather"]
+
+
+def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):
+    """Worker v weighs worker w's part by c[v, w]; the gradient of part w is the mean over v."""
+    x, c = jax.random.normal(jax.random.key(0), (2, 8, 8))
+
+    def loss(part, weights):
+        return jnp.sum(over("data").all_gather(part, agreed=False) * weights)
+
+    def one(part, weights):
+        return jax.grad(loss)(part[0], weights[0])[None]
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    simulated = jax.jit(jax.vmap(jax.grad(loss), axis_name="data"))(x[0], c)
+    for found in (step(x[0], c), simulated):
+        np.testing.assert_allclose(found, np.asarray(c).mean(0), rtol=1e-5, atol=1e-6)
+    # The forward gather is not needed here; the backward is an all-to-all, not an all-reduce of everything.
+    assert {op.kind for op in analysis.collectives(step.lower(x[0], c).compile()).ops} == {"all-to-all"}
+
+
+# ---- counting
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_ledger_equals_the_compiled_program(mesh, pods, name):
+    axes, make = GROUPS[name]
+    ledger, size = [], 8 if name in ("one axis", "two axes", "nested") else 4
+
+    def f(a, b, c, d, e, g, h, i):
+        comm = counted(make(), ledger)
+        moved = [] if name == "nested" else [comm.ppermute(h, turned(size))]
+        out = [comm.mean(a), comm.sum(b), comm.max(c), comm.all_gather({"d": d, "e": e}), comm.all_to_all(g)]
+        return out, moved, comm.reduce_scatter_mean(i), comm.mean(a[0, 0])
+
+    rows = [like((size, 8 * n), jnp.int8 if n == 5 else jnp.float32) for n in range(1, 9)]
+    traced = compiled(mesh if axes == "data" else pods, axes, f, *rows)
+    found = analysis.collectives(traced.lower().compile())
+    assert not found.warnings
+    assert total_bytes(ledger) == pytest.approx(found.wire_bytes, rel=1e-9)
+    assert total_bytes(ledger) > 1000
+
+
+def test_a_group_of_one_sends_nothing():
+    ledger = []
+    comm = counted(alone(), ledger)
+    x = jnp.ones((1, 3))
+    for f in (comm.mean, comm.sum, comm.max, comm.all_gather, comm.all_to_all, comm.reduce_scatter_mean):
+        f(x)
+    comm.ppermute(x, [(0, 0)])
+    assert ledger == []
+    assert total_bytes(ledger) == 0.0
+
+
+# ---- conditions
+
+
+def test_an_agreed_condition_sends_and_counts_one_branch(mesh):
+    def f(comm, step, x):
+        return cond(step % 2 == 0, lambda c, y: c.mean(y), lambda c, y: y.mean() * jnp.ones(4), comm, x)
+
+    def one(step, x):
+        ledger = []
+        agreed = over("data").mean(x[0])
+        quiet = f(over("data"), step, agreed)
+        return quiet, f(counted(over("data"), ledger), step, agreed), total_bytes(ledger)
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    x = jnp.arange(32.0).reshape(8, 4)
+    for number, mean, sent in ((0, x.mean(0), 2 * 7 / 8 * 16), (1, jnp.full(4, x.mean()), 0.0)):
+        quiet, loud, found = step(jnp.int32(number), x)
+        np.testing.assert_allclose(quiet, mean)
+        np.testing.assert_allclose(loud, mean)
+        assert float(found) == sent
+
+
+def test_a_condition_that_differs_between_workers_is_refused(mesh):
+    def one(x):
+        return cond(x[0] > 0, lambda c, y: c.mean(y), lambda c, y: y, over("data"), x)
+
+    with pytest.raises(ValueError, match="must be agreed"):
+        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(jnp.ones(8))
