@@ -113,8 +113,8 @@ def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     told = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if options.devices or not told:
-        with contextlib.suppress(RuntimeError):  # the backend runs already: take the devices that it has
-            jax.config.update("jax_num_cpu_devices", options.devices or SIMULATED_DEVICES)
+        with contextlib.suppress(ValueError):  # JAX runs already: take the devices that it has
+            use_cpu_devices(options.devices or SIMULATED_DEVICES)
     count = options.devices or jax.device_count()
     if count > jax.device_count():
         raise ValueError(f"--devices {count}: there are {jax.device_count()}")

@@ -177,3 +177,11 @@ def feedback_form(reducer: Reducer) -> Reducer:
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Each leaf in the dtype of its counterpart."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def is_stand_in(like: PyTree) -> bool:
+    """Whether this is what `optax.tree.map_params` passes instead of parameters: no leaves, and no container of them.
+
+    A reducer whose state is not like the parameters leaf by leaf answers it with a single leaf: nothing to map here.
+    """
+    return not jax.tree.leaves(like) and not isinstance(like, dict | list | tuple | None)

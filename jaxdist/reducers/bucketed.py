@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from .._typing import Updates
 from ..schedule import assign_buckets
-from .base import Reduced, Reducer, drive, feedback_form, rounds_of
+from .base import Reduced, Reducer, drive, feedback_form, is_stand_in, rounds_of
 
 
 def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int | None = 1 << 20) -> Reducer:
@@ -50,9 +50,9 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
         )
 
     def init(like):
+        if is_stand_in(like):
+            return 0
         leaves = jax.tree.leaves(like)
-        if not leaves:  # a stand-in for the parameters, as optax.tree.map_params passes it
-            return reducer.init(like)
         return tuple(_apart(reducer.init(_flat_like(leaves, members)), i) for i, members in enumerate(plan(leaves)))
 
     def reduce(updates, state, comm, **agreed):

@@ -84,7 +84,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
     return from_rounds("error_feedback", init, rounds, law=inner.law, for_feedback=_already)
 
 
-def ef21(reducer: Reducer, *, eta: float = 1.0) -> Reducer:
+def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     """Sends the compressed *change* of each worker's gradient: `c = C(v - h)`, `h += c`; the mean is that of `h`.
 
     With `v = (1-eta) v + eta x`; `eta=1` is EF21 and `eta<1` EF21-SGDM, which needs no large batches. Workers and their

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._marks import INNER, OUTER, PerWorker, Sharded
 from .._typing import Array, State
-from .base import Reduced, Reducer, drive, rounds_of
+from .base import Reduced, Reducer, drive, is_stand_in, rounds_of
 
 
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
@@ -44,9 +44,9 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
         raise ValueError("hierarchical(inner=...) must be exact(): compress on the slow links, with outer=...")
 
     def init(like):
+        if is_stand_in(like):
+            return 0
         leaves = jax.tree.leaves(like)
-        if not leaves:  # a stand-in for the parameters, as optax.tree.map_params passes it
-            return outer.init(like)
         vectors = _flat_likes(leaves)
         lengths = {vector.shape for vector in vectors}
         return _spread(outer.init(vectors), lengths)

@@ -1,11 +1,12 @@
 """PowerSGD: low-rank approximation by a warm-started power iteration, which a plain all-reduce can carry."""
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import comm as comms
 from .._typing import Array, Int, PyTree, Shape
@@ -18,15 +19,6 @@ class PowerSGDState(NamedTuple):
 
     count: Int[Array, ""]
     q: PyTree
-
-
-class _Group(NamedTuple):
-    """Leaves with one matrix shape, stacked."""
-
-    leaves: list[int]
-    shape: tuple[int, int]
-    rank: int
-    dtype: jnp.dtype
 
 
 def squarest_view(shape: Shape) -> tuple[int, int]:
@@ -44,7 +36,7 @@ def squarest_view(shape: Shape) -> tuple[int, int]:
 def power_sgd(
     rank: int,
     *,
-    min_compression_rate: float = 2.0,
+    min_compression_rate: float | int = 2.0,
     start_step: int = 0,
     warm_start: bool = True,
     own: Literal["local", "paper"] = "local",
@@ -128,33 +120,28 @@ def power_sgd(
         del agreed
         leaves, structure = jax.tree.flatten(updates)
         factors = structure.flatten_up_to(state.q if warm_start else draw_all(updates, state.count))
-        groups, rest = _group(leaves, view)
-        # Grouping equal shapes: one batched product and one batched QR, however many layers there are.
-        matrices = [_stack(leaves, group) for group in groups]
-        right = [jnp.stack([factors[i] for i in group.leaves]) for group in groups]
+        views = {i: found for i, leaf in enumerate(leaves) if (found := view(leaf.shape))}
+        rest = [i for i in range(len(leaves)) if i not in views]
+        # One product for each leaf: stacking the matrices would copy them all.
+        matrices = {i: leaves[i].reshape(n, m).astype(factors[i].dtype) for i, (n, m, _) in views.items()}
 
-        left = yield Wire(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
-        # The mean's scale does not matter. QR of a zero matrix has identity columns, so a dead factor recovers.
-        left = [jnp.linalg.qr(p)[0] for p in left.mean]
+        received = yield Wire(mean=[matrices[i] @ factors[i] for i in views])
+        left = dict(zip(views, _orthonormal(received.mean)))  # the mean's scale does not matter
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("knr,knm->krm", p, m) for p, m in zip(left, matrices)]
+        local = {i: left[i].T @ matrices[i] for i in views}
         whole = [leaves[i].astype(working_dtype(leaves[i].dtype)) for i in rest]
-        received = yield Wire(mean=[*local, *whole])
-        mean_right, rest_means = received.mean[: len(groups)], received.mean[len(groups) :]
+        received = yield Wire(mean=[*local.values(), *whole])
+        right = dict(zip(views, received.mean))
 
         means, owns, new_factors = list(leaves), list(leaves), list(factors)
-        for group, p, q_mean, q_local, q_old in zip(groups, left, mean_right, local, right):
-            approximation = jnp.einsum("knr,krm->knm", p, q_mean)
-            contribution = approximation if own == "paper" else jnp.einsum("knr,krm->knm", p, q_local)
+        for i, leaf in enumerate(leaves):
+            if i not in views:
+                means[i] = received.mean[len(views) + rest.index(i)].astype(leaf.dtype)
+                continue
+            means[i] = (left[i] @ right[i]).reshape(leaf.shape).astype(leaf.dtype)
+            owns[i] = (left[i] @ local[i]).reshape(leaf.shape).astype(leaf.dtype) if own == "local" else means[i]
             # After a zero gradient Q says nothing about the next one: the older one does.
-            alive = jnp.any(q_mean != 0, axis=(1, 2), keepdims=True)
-            q_new = jnp.where(alive, jnp.swapaxes(q_mean, 1, 2), q_old)
-            for k, i in enumerate(group.leaves):
-                means[i] = approximation[k].reshape(leaves[i].shape).astype(leaves[i].dtype)
-                owns[i] = contribution[k].reshape(leaves[i].shape).astype(leaves[i].dtype)
-                new_factors[i] = q_new[k]
-        for i, mean in zip(rest, rest_means, strict=True):
-            means[i] = mean.astype(leaves[i].dtype)
+            new_factors[i] = jnp.where(jnp.any(right[i] != 0), right[i].T, factors[i])
         reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         return reduced, PowerSGDState(count, structure.unflatten(new_factors))
@@ -182,19 +169,59 @@ def power_sgd(
     return Reducer(init, reduce)
 
 
-def _group(leaves: list[Array], view: Callable) -> tuple[list[_Group], list[int]]:
-    """Leaves to compress, by matrix shape, and the others."""
-    groups: dict[tuple, _Group] = {}
-    rest = []
-    for i, leaf in enumerate(leaves):
-        found = view(leaf.shape)
-        if found is None:
-            rest.append(i)
-            continue
-        dtype = jnp.dtype(working_dtype(leaf.dtype))
-        groups.setdefault((found, dtype), _Group([], found[:2], found[2], dtype)).leaves.append(i)
-    return list(groups.values()), rest
+def _orthonormal(factors: Sequence[Array]) -> list[Array]:
+    """An orthonormal basis of the columns of each matrix `[n, r]`: Q of a Householder QR.
+
+    A zero matrix gives columns of the identity, so a dead factor recovers. Plain operations rather than
+    `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need threads
+    of the same pool, and hangs when devices or groups take all of them.
+
+    Matrices of one rank and of similar height share one loop, for the sake of compile time: rows of zeros below a
+    matrix stay zeros.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, factor in enumerate(factors):
+        n, r = factor.shape
+        alike.setdefault((1 << (n - 1).bit_length(), r, factor.dtype), []).append(i)
+    bases: list[Any] = [None] * len(factors)
+    for members in alike.values():
+        height = max(factors[i].shape[0] for i in members)
+        # Transposed, so that what a reflection reads is contiguous.
+        q = _householder(
+            jnp.stack([jnp.pad(factors[i].T, [(0, 0), (0, height - factors[i].shape[0])]) for i in members])
+        )
+        for k, i in enumerate(members):
+            bases[i] = q[k, :, : factors[i].shape[0]].T
+    return bases
 
 
-def _stack(leaves: list[Array], group: _Group) -> Array:
-    return jnp.stack([leaves[i].reshape(group.shape).astype(group.dtype) for i in group.leaves])
+def _householder(a: Array) -> Array:
+    """Transposed Q of the QR of transposed matrices, `[k, r, n] -> [k, r, n]`."""
+    r, n = a.shape[1:]
+    position = lax.broadcasted_iota(jnp.int32, (1, n), 1)
+
+    def reflect(x, v):
+        """`x (I - 2 v vᵀ)`, in full precision wherever products are shortened by default."""
+        along = jnp.einsum("krn,kn->kr", x, v, precision=lax.Precision.HIGHEST)
+        return x - 2 * along[:, :, None] * v[:, None, :]
+
+    def eliminate(j, carry):
+        """Below the diagonal, column `j` becomes zero."""
+        a, normals = carry
+        column = jnp.where(position >= j, lax.dynamic_index_in_dim(a, j, 1, keepdims=False), 0)
+        # Scaled, so that squares of tiny and huge entries neither vanish nor overflow.
+        largest = jnp.max(jnp.abs(column), axis=1, keepdims=True)
+        column = column / jnp.where(largest == 0, 1, largest)
+        norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=1, keepdims=True))
+        # Away from the diagonal entry, where nothing cancels.
+        v = jnp.where(position == j, column + jnp.where(column < 0, -norm, norm), column)
+        length = jnp.sqrt(jnp.sum(jnp.square(v), axis=1, keepdims=True))
+        v = v / jnp.where(length == 0, 1, length)
+        return reflect(a, v), lax.dynamic_update_index_in_dim(normals, v, j, 1)
+
+    def accumulate(i, q):
+        return reflect(q, lax.dynamic_index_in_dim(normals, r - 1 - i, 1, keepdims=False))
+
+    _, normals = lax.fori_loop(0, r, eliminate, (a, jnp.zeros_like(a)))
+    unit = jnp.zeros_like(a) + jnp.eye(r, n, dtype=a.dtype)[None]
+    return lax.fori_loop(0, r, accumulate, unit)
