@@ -112,7 +112,7 @@ def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     told = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if options.devices or not told:
+    if not told:
         with contextlib.suppress(ValueError):  # JAX runs already: take the devices that it has
             use_cpu_devices(options.devices or SIMULATED_DEVICES)
     count = options.devices or jax.device_count()

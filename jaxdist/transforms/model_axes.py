@@ -7,11 +7,16 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .._compat import shard_map
+from .._compat import shard_map, varying_axes
 from .._marks import PerWorker, axis_tuple, map_marked, with_value
 from .._typing import AxisNames, PyTree, State, Updates
 from ..comm import over
 from ..reducers.base import Reducer
+
+FLATTENED = (
+    "all_reduce(specs=) needs a reducer whose state keeps leaves apart: put error feedback around bucketed, not "
+    "inside, and use no hierarchical reducer"
+)
 
 
 def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
@@ -35,9 +40,7 @@ def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
     try:
         return optax.tree.map_params(reducer.init, one, reducer.init(local), specs, is_leaf=None)
     except ValueError as error:
-        raise ValueError(
-            "all_reduce(specs=) needs a reducer that keeps leaves apart (bucketed and hierarchical ones flatten them)"
-        ) from error
+        raise ValueError(FLATTENED) from error
 
 
 def reduce_on_shards(
@@ -52,11 +55,18 @@ def reduce_on_shards(
 
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in marks_of(marks))), state)
 
+    def close(marks, leaf):
+        if marks_of(marks):
+            return leaf[None]
+        if varying_axes(leaf) & names:
+            raise ValueError(FLATTENED)
+        return leaf
+
     def local(updates, state):
         plain = _without(map_marked(lambda marks, leaf: leaf[0] if marks_of(marks) else leaf, state), names)
         reduced, plain = reducer.reduce(updates, plain, over(axis), **agreed)
         new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
-        return reduced.mean, map_marked(lambda marks, leaf: leaf[None] if marks_of(marks) else leaf, new)
+        return reduced.mean, map_marked(close, new)
 
     mapped = shard_map(
         local,

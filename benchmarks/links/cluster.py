@@ -1,0 +1,215 @@
+"""Hosts on one machine: network namespaces joined by a switch, every link shaped to a rate by a token bucket.
+
+    sudo python benchmarks/links/cluster.py check --hosts 2 --rate 100    # makes them, measures the link, removes them
+    sudo python benchmarks/links/cluster.py clean                         # removes what a killed run left behind
+
+Needs root and iproute2 for the namespaces. `loopback()` needs neither; with them it is a namespace of its own, so that
+its byte counter sees nobody else's traffic.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PREFIX = "jaxdist-link"
+SUBNET = "10.177.0"
+
+
+class Host(NamedTuple):
+    """Where a process can run.
+
+    Attributes:
+      command: what to put before a command so that it runs there.
+      address: its address, as the others see it.
+      interface: the name of its network interface.
+      sent: bytes that it has sent so far, headers included.
+    """
+
+    command: list[str]
+    address: str
+    interface: str
+    sent: Callable[[], float]
+
+
+def refusal() -> str | None:
+    """Why this machine cannot have namespaces, or None."""
+    if os.name != "posix" or sys.platform != "linux":
+        return "network namespaces are a feature of Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root (try sudo, or --link loopback)"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"iproute2 is not installed: {', '.join(missing)} not found"
+    probe = f"{PREFIX}-probe-{os.getpid()}"
+    tried = _run("ip", "netns", "add", probe, check=False)
+    if tried.returncode:
+        return f"the kernel refuses network namespaces: {tried.stderr.strip()}"
+    _run("ip", "netns", "del", probe)
+    return None
+
+
+@contextlib.contextmanager
+def loopback(count: int) -> Iterator[list[Host]]:
+    """`count` places that share one unshaped loopback interface."""
+    if refusal() is not None:
+        yield [Host([], "127.0.0.1", "lo", lambda: _interface_bytes([], "lo") / count)] * count
+        return
+    name = f"{PREFIX}-{os.getpid()}-lo"
+    with _cleaning_up([name]):
+        _add_namespace(name, [("127.0.0.1", socket.gethostname())])
+        inside = ["ip", "netns", "exec", name]
+        yield [Host(inside, "127.0.0.1", "lo", lambda: _interface_bytes(inside, "lo") / count)] * count
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
+    """`count` hosts, each behind a full-duplex link of `rate_mbit` to one switch.
+
+    Raises:
+      RuntimeError: the machine cannot have them; the message says why.
+    """
+    reason = refusal()
+    if reason is not None:
+        raise RuntimeError(reason)
+    switch = f"{PREFIX}-{os.getpid()}-switch"
+    names = [f"{PREFIX}-{os.getpid()}-{i}" for i in range(count)]
+    with _cleaning_up([*names, switch]):
+        _add_namespace(switch, [])
+        _run("ip", "link", "add", "br0", "type", "bridge", namespace=switch)
+        _run("ip", "link", "set", "br0", "up", namespace=switch)
+        for i, name in enumerate(names):
+            address = f"{SUBNET}.{i + 1}"
+            # All namespaces share one host name; gloo listens on what it resolves to, so each resolves it to itself.
+            _add_namespace(name, [("127.0.0.1", "localhost"), (address, socket.gethostname())])
+            _run(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {switch}".split())
+            _run(*f"ip link set port{i} master br0 up".split(), namespace=switch)
+            _run(*f"ip addr add {address}/24 dev eth0".split(), namespace=name)
+            _run("ip", "link", "set", "eth0", "up", namespace=name)
+            # What most machines use; a namespace may not choose it for all its sockets, but a route may.
+            route = f"ip route replace {SUBNET}.0/24 dev eth0 src {address} congctl cubic"
+            _run(*route.split(), namespace=name, check=False)
+            _shape("eth0", rate_mbit, name)  # up
+            _shape(f"port{i}", rate_mbit, switch)  # down
+        inside = [["ip", "netns", "exec", name] for name in names]
+        yield [
+            Host(command, f"{SUBNET}.{i + 1}", "eth0", lambda command=command: _shaped_bytes(command))
+            for i, command in enumerate(inside)
+        ]
+
+
+def clean() -> list[str]:
+    """Removes the namespaces of runs that are no longer there; returns their names."""
+    listed = [line.split()[0] for line in _run("ip", "netns").stdout.splitlines() if line.startswith(PREFIX)]
+    stale = [name for name in listed if not Path(f"/proc/{name.split('-')[2]}").exists()]
+    for name in stale:
+        _remove(name)
+    return stale
+
+
+def check(count: int, rate_mbit: float, megabytes: int = 8) -> float:
+    """Builds hosts, sends some data from the last to the first, and returns the rate in Mbit/s."""
+    receive = """
+        import socket, sys, time
+        server = socket.create_server((sys.argv[1], 5201)); print("listening", flush=True)
+        connection, _ = server.accept(); total, start = len(connection.recv(1 << 20)), time.perf_counter()
+        while part := connection.recv(1 << 20): total += len(part)
+        print(total * 8 / (time.perf_counter() - start) / 1e6)
+        """
+    send = """
+        import socket, sys
+        socket.create_connection((sys.argv[1], 5201)).sendall(bytes(int(sys.argv[2]) << 20))
+        """
+    with hosts(count, rate_mbit) as found:
+
+        def python(host: Host, code: str, *given: str) -> list[str]:
+            return [*host.command, sys.executable, "-c", textwrap.dedent(code), *given]
+
+        listener = subprocess.Popen(python(found[0], receive, found[0].address), stdout=subprocess.PIPE, text=True)
+        try:
+            listener.stdout.readline()
+            subprocess.run(python(found[-1], send, found[0].address, str(megabytes)), check=True, timeout=120)
+            return float(listener.communicate(timeout=120)[0])
+        finally:
+            listener.kill()
+
+
+def _run(*command: str, namespace: str | None = None, check: bool = True) -> subprocess.CompletedProcess:
+    whole = [*(["ip", "netns", "exec", namespace] if namespace else []), *command]
+    done = subprocess.run(whole, capture_output=True, text=True)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(whole)}: {done.stderr.strip()}")
+    return done
+
+
+def _add_namespace(name: str, names_of_addresses: list[tuple[str, str]]) -> None:
+    _run("ip", "netns", "add", name)
+    _run("ip", "link", "set", "lo", "up", namespace=name)
+    folder = Path("/etc/netns", name)  # `ip netns exec` mounts these files over those in /etc
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "hosts").write_text("".join(f"{address} {host}\n" for address, host in names_of_addresses))
+
+
+def _shape(device: str, rate_mbit: float, namespace: str) -> None:
+    burst = max(16 * 1024, int(rate_mbit * 125))  # one millisecond of the line, or one large segment
+    limit = max(256 * 1024, int(rate_mbit * 2500))  # a queue of twenty milliseconds
+    _run(
+        *f"tc qdisc add dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}".split(),
+        namespace=namespace,
+    )
+
+
+def _interface_bytes(inside: list[str], device: str) -> float:
+    table = subprocess.run([*inside, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
+    return float(re.search(rf"\b{device}:((?:\s+\d+)+)", table)[1].split()[8])
+
+
+def _shaped_bytes(inside: list[str]) -> float:
+    # The queue counts every segment's headers; the interface counts one header for each 64 KiB.
+    text = subprocess.run([*inside, "tc", "-s", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True).stdout
+    return float(re.search(r"Sent (\d+) bytes", text)[1])
+
+
+def _remove(name: str) -> None:
+    _run("ip", "netns", "del", name, check=False)
+    shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _cleaning_up(names: list[str]) -> Iterator[None]:
+    """Removes the namespaces at the end, also when the run is told to stop."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for name in names:
+            _remove(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["check", "clean"])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of each link")
+    given = parser.parse_args()
+    reason = refusal()
+    if reason is not None:
+        sys.exit(f"cannot make hosts here: {reason}")
+    if given.command == "clean":
+        print("removed:", ", ".join(clean()) or "nothing")
+    else:
+        print(f"asked for {given.rate:g} Mbit/s, measured {check(given.hosts, given.rate):.1f} Mbit/s of payload")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Step times, exposed communication and bytes of jaxdist beside PyTorch's DDP, on slow and fast links.
+
+    sudo python benchmarks/links/compare.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
+
+Every process of every system stays up for the whole run, and the modes take turns, so that they share the machine's
+noise. *Exposed communication* is a mode's step less the same system's step without communication, in the same
+repetition.
+Without root, or with `--link loopback`, only the loopback interface is measured.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cluster
+import report
+
+HERE = Path(__file__).parent
+MODES = {
+    "torch": ["none", "plain", "bucket", "f16", "power_sgd"],
+    "jaxdist": ["none", "exact", "f16", "power_sgd", "qsgd", "top_k", "sign", "hand_flat", "hand_leaf"],
+}
+PROCESSES = 2
+MOST_STEPS = 24
+
+
+class System:
+    """The processes of one system, waiting for orders."""
+
+    def __init__(self, script: str, python: str, problem: str, places: list[cluster.Host]):
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        self.processes = []
+        for rank, place in enumerate(places):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": place.interface,
+                "OMP_NUM_THREADS": "1",
+                "PROBLEM": problem,
+                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+            }
+            command = [*place.command, python, str(HERE / script)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
+        self.about = self._answers()[0]["ready"]
+
+    def run(self, mode: str, steps: int) -> list[dict[str, Any]]:
+        for process in self.processes:
+            process.stdin.write(json.dumps({"mode": mode, "steps": steps}) + "\n")
+        return self._answers()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        lines = [process.stdout.readline() for process in self.processes]
+        if not all(lines):
+            raise RuntimeError("a process ended; its last words are above")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextlib.contextmanager
+def systems(
+    wanted: dict[str, tuple[str, str]], problem: str, places: list[cluster.Host]
+) -> Iterator[dict[str, System]]:
+    started: dict[str, System] = {}
+    try:
+        for name, (script, python) in wanted.items():
+            started[name] = System(script, python, problem, places)
+        yield started
+    finally:
+        for system in started.values():
+            system.close()
+
+
+def measure(
+    running: dict[str, System], modes: dict[str, list[str]], place: cluster.Host, repetitions: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yields one record for each system, mode and repetition; the order of the modes turns around every time."""
+    turns = [(name, mode) for name in running for mode in modes[name]]
+    steps = {}
+    for name, mode in turns:
+        built = running[name].run(mode, 0)[0]
+        probe = running[name].run(mode, 2)[0]
+        steps[name, mode] = min(MOST_STEPS, max(3, round(seconds / min(probe["seconds"]))))
+        print(f"  {name:8}{mode:11} ready in {built['build_seconds']:5.1f} s", flush=True)
+        yield {"system": name, "mode": mode, "repetition": -1, **built}
+    for repetition in range(repetitions):
+        for name, mode in turns if repetition % 2 == 0 else reversed(turns):
+            before = place.sent()
+            answers = running[name].run(mode, steps[name, mode])
+            sent = (place.sent() - before) / steps[name, mode]
+            # A step is over when the slowest process is done.
+            seconds_each = [max(times) for times in zip(*(answer["seconds"] for answer in answers))]
+            yield {
+                "system": name,
+                "mode": mode,
+                "repetition": repetition,
+                "seconds": seconds_each,
+                "cpu_seconds": statistics.mean(answer["cpu_seconds"] for answer in answers),
+                "bytes": sent,
+                "loss": answers[0]["loss"],
+                "load": os.getloadavg()[0],
+            }
+            print(
+                f"  {name:8}{mode:11}{statistics.median(seconds_each) * 1e3:9.1f} ms {sent / 1e6:8.2f} MB", flush=True
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist is measured")
+    parser.add_argument("--link", action="append", choices=["loopback", "shaped"], help="both by default")
+    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of the shaped link")
+    parser.add_argument("--problem", action="append", choices=["lm", "mlp"], help="both by default")
+    parser.add_argument("--modes", help="only these, as in torch:none,plain;jaxdist:none,exact")
+    parser.add_argument("--repetitions", type=int, default=5, help="at least 3; of all modes, in turns")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long a mode runs at each turn")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
+    given = parser.parse_args()
+    modes = dict(part.split(":") for part in given.modes.split(";")) if given.modes else {}
+    modes = {name: chosen.split(",") for name, chosen in modes.items()} or MODES
+    wanted = {"torch": ("torch_step.py", given.torch_python), "jaxdist": ("jaxdist_step.py", sys.executable)}
+    wanted = {name: how for name, how in wanted.items() if how[1] and name in modes}
+    links = given.link or ["loopback", "shaped"]
+    if "shaped" in links and cluster.refusal():
+        print(f"only loopback: {cluster.refusal()}")
+        links = ["loopback"]
+    given.out.mkdir(parents=True, exist_ok=True)
+    records, about = [], {}
+    for link in links:
+        made = cluster.loopback(PROCESSES) if link == "loopback" else cluster.hosts(PROCESSES, given.rate)
+        with made as places:
+            for problem in given.problem or ["lm", "mlp"]:
+                print(f"{problem} over {link}", flush=True)
+                with systems(wanted, problem, places) as running:
+                    about |= {name: system.about for name, system in running.items()}
+                    for record in measure(running, modes, places[0], given.repetitions, given.seconds):
+                        rate = given.rate if link == "shaped" else None
+                        records.append({"link": link, "rate_mbit": rate, "problem": problem, **record})
+                (given.out / "links.json").write_text(json.dumps({"systems": about, "records": records}))
+    report.write(given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""jaxdist over gloo, as one process (one device) of `compare.py`, and two steps in plain JAX to hold against it.
+
+Modes: `none` (no communication), `exact`, `f16`, `power_sgd` (rank 4), `qsgd` (4 bits), `top_k` (1 %), `sign` (1 bit);
+the biased ones inside error feedback. `hand_flat` is a hand-written step with one `lax.pmean` of all gradients,
+`hand_leaf` the naive one with a `pmean` for each leaf.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# One thread computes, as in the other system.
+os.environ.setdefault("NPROC", "1")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES, WIDTH
+from server import serve
+
+import jaxdist as jd
+
+REDUCERS = {
+    "exact": lambda: jd.exact(),
+    "f16": lambda: jd.compressed(jd.compressors.cast(jnp.float16)),
+    "power_sgd": lambda: jd.error_feedback(jd.power_sgd(rank=4)),
+    "qsgd": lambda: jd.compressed(jd.qsgd(4)),
+    "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
+    "sign": lambda: jd.error_feedback(jd.compressed(jd.scaled_sign())),
+}
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+    loss: Any  # this worker's own: averaging it would be one more collective
+
+
+def normed(x, gain):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * gain
+
+
+def language_model_loss(w, batch):
+    tokens, targets = batch
+    size, length = tokens.shape
+    visible = jnp.tril(jnp.ones((length, length), bool))
+    x = w["embedding"][tokens] + w["position"][:length]
+    for layer in range(LAYERS):
+        qkv = normed(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
+        q, k, v = qkv.reshape(size, length, 3, HEADS, WIDTH // HEADS).transpose(2, 0, 3, 1, 4)
+        scores = q @ k.swapaxes(-1, -2) * (WIDTH // HEADS) ** -0.5
+        mixed = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
+        x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, WIDTH) @ w[f"out_{layer}"]
+        hidden = normed(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
+        x = x + jax.nn.gelu(hidden) @ w[f"down_{layer}"]
+    logits = normed(x, w["gain"]) @ w["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def classifier_loss(w, batch):
+    x, labels = batch
+    layers = len([name for name in w if name.startswith("weight")])
+    for layer in range(layers):
+        x = x @ w[f"weight_{layer}"] + w[f"bias_{layer}"]
+        x = jax.nn.relu(x) if layer < layers - 1 else x
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+
+LOSSES = {"lm": language_model_loss, "mlp": classifier_loss}
+
+
+def optimizer(name):
+    return optax.adam(RATES[name]) if name == "lm" else optax.sgd(RATES[name], momentum=MOMENTUM)
+
+
+def jaxdist_step(name, mode, params, mesh):
+    """The step and its state, as a user of the library writes them."""
+    communicate = [] if mode == "none" else [jd.all_reduce(REDUCERS[mode]())]
+    tx = optax.chain(*communicate, optimizer(name))
+
+    def step(state, batch):
+        loss, gradients = jd.local_value_and_grad(LOSSES[name])(state.params, batch)
+        updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, loss), ()
+
+    # Without communication workers go their own ways.
+    mark = jd.PerWorker if mode == "none" else lambda tree: tree
+
+    def make_state():
+        fresh = jax.tree.map(jnp.asarray, params)
+        return TrainState(mark(fresh), mark(tx.init(fresh)), jd.PerWorker(jnp.zeros(())))
+
+    return jd.distribute(step, mesh), jd.init_state(make_state, mesh), lambda state: state.loss.value
+
+
+def hand_written_step(name, mode, params, mesh):
+    """The same in plain JAX."""
+    tx = optimizer(name)
+    cut, whole = PartitionSpec("data"), PartitionSpec()
+
+    def mean(gradients):
+        if mode == "hand_leaf":
+            return jax.tree.map(lambda g: lax.pmean(g, "data"), gradients)
+        leaves, structure = jax.tree.flatten(gradients)
+        flat = lax.pmean(jnp.concatenate([leaf.ravel() for leaf in leaves]), "data")
+        ends = np.cumsum([leaf.size for leaf in leaves])
+        return structure.unflatten([part.reshape(leaf.shape) for part, leaf in zip(jnp.split(flat, ends[:-1]), leaves)])
+
+    @partial(jax.jit, donate_argnums=(0,))
+    @partial(jax.shard_map, mesh=mesh, in_specs=((whole, whole, cut), cut), out_specs=(whole, whole, cut))
+    def run(state, batch):
+        params, opt_state, _ = state
+        local = jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), params)
+        loss, gradients = jax.value_and_grad(LOSSES[name])(local, batch)
+        updates, opt_state = tx.update(mean(gradients), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss[None]
+
+    def make_state():
+        fresh = jax.tree.map(jnp.asarray, params)
+        return fresh, tx.init(fresh), jnp.zeros(jax.device_count())
+
+    everywhere, per_worker = NamedSharding(mesh, whole), NamedSharding(mesh, cut)
+    state = jax.jit(make_state, out_shardings=(everywhere, everywhere, per_worker))()
+    return lambda state, batch: (run(state, batch), ()), state, lambda state: state[2]
+
+
+def build(name, mode, problem, mesh):
+    make = hand_written_step if mode.startswith("hand") else jaxdist_step
+    run, state, loss_of = make(name, mode, problem.params, mesh)
+    batches = jd.global_batch(problem.batches, mesh)
+
+    def step(number):
+        nonlocal state
+        state, _ = run(state, batches[number % len(batches)])
+        jax.block_until_ready(state)
+        return float(loss_of(state).addressable_shards[0].data[0])
+
+    return step
+
+
+def main():
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    name = os.environ["PROBLEM"]
+    problem = PROBLEMS[name](jax.process_index())
+    mesh = jd.make_mesh()
+    serve(lambda mode: build(name, mode, problem, mesh), {"jax": jax.__version__, "jaxdist": jd.__version__})
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The two models that both systems train: sizes, initial values and data, in numpy, so that both start alike."""
+
+import itertools
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# A byte-level language model of 4.9 million parameters, and a classifier of 10.5 million.
+WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY, SEQUENCES = 256, 6, 4, 128, 256, 4
+DIMENSIONS, EXAMPLES = (1024, 2048, 2048, 2048, 10), 64
+RATES = {"lm": 1e-3, "mlp": 0.05}
+MOMENTUM = 0.9
+BATCHES = 16
+
+
+class Problem(NamedTuple):
+    """Initial parameters by name, and some batches `(inputs, targets)` of one worker."""
+
+    params: dict[str, np.ndarray]
+    batches: list[tuple[np.ndarray, np.ndarray]]
+
+
+def language_model(rank: int) -> Problem:
+    """A transformer on the source of Python's standard library."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float) -> np.ndarray:
+        return (random.standard_normal(shape) * scale).astype(np.float32)
+
+    params: dict[str, Any] = {
+        "embedding": normal(VOCABULARY, WIDTH, scale=0.02),
+        "position": normal(CONTEXT, WIDTH, scale=0.02),
+        "gain": np.ones(WIDTH, np.float32),
+        "head": normal(WIDTH, VOCABULARY, scale=0.02),
+    }
+    depth = (2 * LAYERS) ** -0.5  # residual branches start small
+    for layer in range(LAYERS):
+        params |= {
+            f"attention_gain_{layer}": np.ones(WIDTH, np.float32),
+            f"qkv_{layer}": normal(WIDTH, 3 * WIDTH, scale=WIDTH**-0.5),
+            f"out_{layer}": normal(WIDTH, WIDTH, scale=WIDTH**-0.5 * depth),
+            f"feed_gain_{layer}": np.ones(WIDTH, np.float32),
+            f"up_{layer}": normal(WIDTH, 4 * WIDTH, scale=WIDTH**-0.5),
+            f"down_{layer}": normal(4 * WIDTH, WIDTH, scale=(4 * WIDTH) ** -0.5 * depth),
+        }
+    text = np.frombuffer(_standard_library(), np.uint8)
+    batches = []
+    for number in range(BATCHES):
+        starts = np.random.default_rng((number, rank)).integers(0, text.size - CONTEXT - 1, SEQUENCES)
+        window = text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
+        batches.append((window[:, :-1], window[:, 1:]))
+    return Problem(params, batches)
+
+
+def classifier(rank: int) -> Problem:
+    """A multilayer perceptron that learns what a small fixed network says of random inputs."""
+    random = np.random.default_rng(0)
+    params = {}
+    for layer, (inputs, outputs) in enumerate(itertools.pairwise(DIMENSIONS)):
+        scale = (2 / inputs) ** 0.5 * (0.1 if outputs == DIMENSIONS[-1] else 1.0)
+        params[f"weight_{layer}"] = (random.standard_normal((inputs, outputs)) * scale).astype(np.float32)
+        params[f"bias_{layer}"] = np.zeros(outputs, np.float32)
+    teacher = np.random.default_rng(1)
+    hidden, out = teacher.standard_normal((DIMENSIONS[0], 64)), teacher.standard_normal((64, DIMENSIONS[-1]))
+    batches = []
+    for number in range(BATCHES):
+        x = np.random.default_rng((number, rank)).standard_normal((EXAMPLES, DIMENSIONS[0])).astype(np.float32)
+        batches.append((x, (np.maximum(x @ hidden, 0) @ out).argmax(1).astype(np.int32)))
+    return Problem(params, batches)
+
+
+PROBLEMS = {"lm": language_model, "mlp": classifier}
+
+
+def _standard_library() -> bytes:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return b"".join(path.read_bytes() for path in sorted(root.glob("*.py")) if "_sysconfigdata" not in path.name)

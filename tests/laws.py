@@ -1,0 +1,167 @@
+"""The register: one line for each compressor and each reducer, with the bytes that its docstring promises.
+
+`test_laws.py` runs every law on every line. Formulas take the shapes of the leaves and the number of workers, and give
+the bytes that one worker sends in one step.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+import jaxdist as jd
+from jaxdist import compressors as jc
+
+# What one worker reduces: a matrix, a vector and a scalar.
+SHAPES = {"b": (5,), "s": (), "w": (12, 8)}
+SIZES = {name: math.prod(shape) for name, shape in SHAPES.items()}
+
+
+class Code(NamedTuple):
+    """A compressor, the bytes of its payload for so many float32 entries, and those of its largest words."""
+
+    make: Callable[[], jd.Compressor]
+    bytes: Callable[[int], int]
+
+
+class Case(NamedTuple):
+    """A reducer and what it must send.
+
+    Attributes:
+      make: gives the reducer.
+      bytes: `bytes(W)`, sent by one worker for `SHAPES`.
+      wire: kind and dtype of every message in the compiled program.
+      tolerance: between mesh and simulation, relative to the largest update; 0: the same bits.
+      levels: of the group of workers.
+      unused: `unused(W)`, bytes of what is asked for and then dropped by the compiler: the gather of an `own` that
+        nobody reads.
+    """
+
+    make: Callable[[], jd.Reducer]
+    bytes: Callable[[int], float]
+    wire: list[tuple[str, str]]
+    tolerance: float = 1e-6
+    levels: int = 1
+    unused: Callable[[int], float] = lambda w: 0.0
+
+
+def kept(density: float, size: int) -> int:
+    return min(size, max(1, round(density * size)))
+
+
+def words(bits: int) -> int:
+    return -(-bits // 8)
+
+
+def qsgd_bytes(bits: int, bucket: int) -> Callable[[int], int]:
+    def size(n):
+        buckets = -(-n // bucket)
+        # Up to whole 32-bit words, as far as the zeros that fill the last bucket go.
+        filled = n if buckets <= 1 else buckets * bucket
+        return min(4 * -(-n * bits // 32), words(filled * bits)) + 4 * buckets
+
+    return size
+
+
+CODES = {
+    "identity": Code(jc.identity, lambda n: 4 * n),
+    "bfloat16": Code(lambda: jc.cast(jnp.bfloat16), lambda n: 2 * n),
+    "float16": Code(lambda: jc.cast(jnp.float16), lambda n: 2 * n),
+    "e4m3": Code(lambda: jc.cast(jnp.float8_e4m3fn), lambda n: n + 4),
+    "e5m2": Code(lambda: jc.cast(jnp.float8_e5m2), lambda n: n + 4),
+    "top_k": Code(lambda: jc.top_k(0.1), lambda n: 6 * kept(0.1, n)),
+    "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16),
+    "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16),
+    "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
+    "qsgd 4": Code(lambda: jc.qsgd(4), qsgd_bytes(4, 512)),
+    "qsgd 8 l2": Code(lambda: jc.qsgd(8, norm="l2"), qsgd_bytes(8, 512)),
+    "scaled_sign": Code(jc.scaled_sign, lambda n: words(n) + 4),
+    "scaled": Code(lambda: jc.scaled(jc.qsgd(2, bucket=8)), qsgd_bytes(2, 8)),
+}
+
+
+def all_reduced(size: float) -> Callable[[int], float]:
+    return lambda w: 2 * (w - 1) / w * size
+
+
+def gathered(size: float) -> Callable[[int], float]:
+    return lambda w: (w - 1) * size
+
+
+def code_bytes(name: str) -> int:
+    return sum(CODES[name].bytes(size) for size in SIZES.values())
+
+
+def low_rank_floats(rank: int) -> int:
+    n, m = SHAPES["w"]
+    return rank * (n + m) + SIZES["b"] + SIZES["s"]
+
+
+def by_code(name: str) -> jd.Reducer:
+    return jd.compressed(CODES[name].make())
+
+
+def matrices_and_vectors(path, leaf) -> str:
+    del path
+    return "matrix" if len(leaf.shape) > 1 else "vector"
+
+
+REDUCE, GATHER = ("all-reduce", "float32"), ("all-gather", "uint8")
+TOTAL = sum(SIZES.values())
+HALVES = {"bfloat16": 2 * -(-TOTAL // 8) * 8, "float16": 2 * TOTAL}  # bfloat16 on CPU: one part for each worker
+
+CASES = {
+    "exact": Case(jd.exact, all_reduced(4 * TOTAL), [REDUCE]),
+    "float16": Case(
+        lambda: by_code("float16"), all_reduced(HALVES["float16"]), [("all-reduce", "float16")], tolerance=2**-8
+    ),
+    "bfloat16": Case(
+        lambda: by_code("bfloat16"),
+        all_reduced(HALVES["bfloat16"]),
+        [("all-gather", "uint16"), ("all-to-all", "uint16")],
+        tolerance=2**-8,
+    ),
+    "e4m3": Case(lambda: by_code("e4m3"), gathered(code_bytes("e4m3")), [GATHER]),
+    "top_k": Case(lambda: by_code("top_k"), gathered(code_bytes("top_k")), [GATHER], tolerance=0),
+    "random_k unbiased": Case(
+        lambda: by_code("random_k unbiased"), all_reduced(code_bytes("random_k unbiased")), [REDUCE]
+    ),
+    "qsgd 4": Case(lambda: by_code("qsgd 4"), gathered(code_bytes("qsgd 4")), [GATHER]),
+    "feedback of top_k": Case(
+        lambda: jd.error_feedback(by_code("top_k")), gathered(code_bytes("top_k")), [GATHER], tolerance=0
+    ),
+    "feedback of scaled_sign": Case(
+        lambda: jd.error_feedback(by_code("scaled_sign")), gathered(code_bytes("scaled_sign")), [GATHER]
+    ),
+    "feedback of qsgd 2": Case(lambda: jd.error_feedback(by_code("qsgd 2")), gathered(code_bytes("qsgd 2")), [GATHER]),
+    "ef21": Case(lambda: jd.ef21(by_code("top_k"), eta=0.5), gathered(code_bytes("top_k")), [GATHER]),
+    "power_sgd": Case(lambda: jd.power_sgd(2), all_reduced(4 * low_rank_floats(2)), [REDUCE] * 2),
+    "feedback of power_sgd": Case(
+        lambda: jd.error_feedback(jd.power_sgd(1)), all_reduced(4 * low_rank_floats(1)), [REDUCE] * 2
+    ),
+    "power_sgd in the paper's form, started later": Case(
+        lambda: jd.error_feedback(jd.power_sgd(1, own="paper", start_step=1)), all_reduced(4 * TOTAL), [REDUCE]
+    ),
+    "by_leaf": Case(
+        lambda: jd.by_leaf(matrices_and_vectors, {"matrix": jd.error_feedback(by_code("top_k")), "vector": jd.exact()}),
+        lambda w: gathered(CODES["top_k"].bytes(SIZES["w"]))(w) + all_reduced(4 * (SIZES["b"] + SIZES["s"]))(w),
+        [GATHER, REDUCE],
+    ),
+    "bucketed": Case(
+        lambda: jd.bucketed(by_code("qsgd 4"), bucket_bytes=64, first_bucket_bytes=None),
+        gathered(sum(CODES["qsgd 4"].bytes(n) for n in (SIZES["w"] + SIZES["b"] + SIZES["s"],))),
+        [GATHER],
+    ),
+    "tracked": Case(
+        lambda: jd.error_feedback(jd.tracked(by_code("top_k"))), gathered(code_bytes("top_k")), [GATHER], tolerance=0
+    ),
+    "hierarchical": Case(
+        lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(by_code("qsgd 4"))),
+        # Two pods of four: a reduce-scatter (on CPU an all-to-all) and a gather of float32, and a code of a quarter.
+        lambda w: 2 * 3 / 4 * 4 * -(-TOTAL // 4) * 4 + CODES["qsgd 4"].bytes(-(-TOTAL // 4)),
+        [("all-gather", "float32"), GATHER, ("all-to-all", "float32")],
+        levels=2,
+        unused=lambda w: 3 * 4 * -(-TOTAL // 4),
+    ),
+}

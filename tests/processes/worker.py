@@ -1,0 +1,115 @@
+"""One of two real processes, with two devices each: every registered reducer against its simulation.
+
+    python worker.py PROCESS PORT
+
+Prints, as JSON, how far this process's part of each state is from the simulated one.
+"""
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from laws import CASES, SHAPES
+
+import jaxdist as jd
+
+PROCESSES, LOCAL, STEPS = 2, 2, 2
+WORKERS = PROCESSES * LOCAL
+PODS = {"pod": PROCESSES, "chip": LOCAL}
+
+
+class State(NamedTuple):
+    params: Any
+    opt: Any
+
+
+def params():
+    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def gradients(step):
+    rng = np.random.default_rng(step)
+    return {name: rng.standard_normal((WORKERS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def linear_loss(params, batch):
+    """Its gradient is the batch, bit for bit."""
+    return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g[0]), params, batch)))
+
+
+def train_step(chains, axis):
+    """All chains at once, one program: each has its own state."""
+
+    def step(state, batch):
+        def one(name):
+            _, gradient = jd.local_value_and_grad(linear_loss, axis=axis)(state[name].params, batch)
+            updates, opt = chains[name].update(gradient, state[name].opt, state[name].params)
+            return State(optax.apply_updates(state[name].params, updates), opt)
+
+        return {name: one(name) for name in state}, {}
+
+    return step
+
+
+def mine(tree):
+    """This process's part of a batch."""
+    rows = slice(LOCAL * jax.process_index(), LOCAL * (jax.process_index() + 1))
+    return jax.tree.map(lambda x: x[rows], tree)
+
+
+def numbers(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def distance(state, simulated):
+    """The largest difference, relative to the largest value, over the shards that lie here."""
+    worst = 0.0
+    for leaf, whole in zip(jax.tree.leaves(state), jax.tree.leaves(simulated), strict=True):
+        whole = numbers(whole).astype(np.float64)
+        for shard in leaf.addressable_shards:
+            wanted = whole[shard.index]
+            found = numbers(shard.data).astype(np.float64)
+            assert found.shape == wanted.shape, (found.shape, wanted.shape)
+            worst = max(
+                worst, float(np.abs(found - wanted).max(initial=0)) / max(1.0, float(np.abs(wanted).max(initial=0)))
+            )
+    return worst
+
+
+def compare(chains, axis, mesh, workers):
+    def build():
+        return {name: State(params(), tx.init(params())) for name, tx in chains.items()}
+
+    step = train_step(chains, axis)
+    run, simulate = jd.distribute(step, mesh, axis=axis), jd.simulate(step, workers, axis=axis)
+    state, simulated = jd.init_state(build, mesh, axis=axis), jd.init_state(build, workers, axis=axis)
+    for number in range(STEPS):
+        state, _ = run(state, jd.global_batch(mine(gradients(number)), mesh, axis=axis))
+        simulated, _ = simulate(simulated, gradients(number))
+    assert jd.parallel.disagreement(state, mesh, axis=axis) == ()
+    return {name: distance(state[name], simulated[name]) for name in chains}
+
+
+def main():
+    process, port = int(sys.argv[1]), sys.argv[2]
+    jax.config.update("jax_num_cpu_devices", LOCAL)
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process, initialization_timeout=60)
+    assert (jax.process_count(), len(jax.devices())) == (PROCESSES, WORKERS)
+    levels = {1: {}, 2: {}}
+    for name, case in CASES.items():
+        axis = "data" if case.levels == 1 else tuple(PODS)
+        levels[case.levels][name] = optax.chain(jd.all_reduce(case.make(), axis=axis), optax.sgd(1.0))
+    guarded = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1)))
+    found = compare({**levels[1], "skip_nonfinite": guarded}, "data", jd.make_mesh(), WORKERS)
+    found |= compare(levels[2], tuple(PODS), jd.make_mesh(PODS), PODS)
+    placed = jd.place({"w": jnp.arange(3.0), "e": jd.PerWorker(jnp.ones(2))}, jd.make_mesh())
+    assert [shard.data.shape for shard in placed["e"].value.addressable_shards] == [(1, 2)] * LOCAL
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

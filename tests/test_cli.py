@@ -1,0 +1,153 @@
+import contextlib
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxdist as jd
+from jaxdist import cli
+from jaxdist.workloads import parse, results, saved, train
+
+TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("train")
+    with contextlib.redirect_stdout(open(out / "printed", "w")) as printed:
+        code = cli.main(["train", *TINY, "--reducer", "ef:top_k:0.05", "--devices", "4", "--out", str(out)])
+        printed.close()
+    return code, out, (out / "printed").read_text()
+
+
+def test_train_leaves_log_plot_and_checkpoint(trained):
+    code, out, printed = trained
+    assert code == 0
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "checkpoint").is_dir()
+    assert "times fewer bytes than plain all-reduce" in printed
+    assert str(out / "loss.png") in printed
+
+
+def test_train_logs_every_step_of_both_runs(trained):
+    lines = results.read_log(trained[1] / "log.jsonl")
+    for name in ("exact", "ef:top_k:0.05"):
+        own = [line for line in lines if line["reducer"] == name]
+        assert [line["kind"] for line in own] == ["run", "step", "step", "step", "summary"]
+        assert own[0]["workers"] == 4
+        assert own[3]["total_wire_bytes"] == pytest.approx(3 * own[0]["wire_bytes_per_step"])
+    losses = [line["loss"] for line in lines if line["kind"] == "step" and line["step"] == 1]
+    assert losses[0] == losses[1]  # the same parameters and the same tokens
+
+
+def test_train_reports_what_the_log_says(trained):
+    heads = {line["reducer"]: line for line in results.read_log(trained[1] / "log.jsonl") if line["kind"] == "run"}
+    ratio = heads["exact"]["wire_bytes_per_step"] / heads["ef:top_k:0.05"]["wire_bytes_per_step"]
+    assert f"{ratio:,.1f} times fewer" in " ".join(trained[2].split())
+
+
+def test_checkpoint_of_train_can_be_restored(trained):
+    mesh = jd.make_mesh({"data": 4})
+    workload = parse.parse_workload("text", "gpt:tiny,context=8,width=16")
+    reducer, optimizer = parse.parse_reducer("ef:top_k:0.05"), optax.adam(1e-3)
+    run = train.prepare(workload, reducer, optimizer, mesh=mesh, batch_size=8)
+    state = saved.restore(trained[1] / "checkpoint", run.state)
+    log = results.read_log(trained[1] / "log.jsonl")
+    assert run.evaluate(state)["loss"] == pytest.approx(log[-1]["held_out_loss"], abs=1e-6)
+    # And it is the state that the same steps lead to, in every bit.
+    *_, (_, again) = train.steps(run, 3)
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+def test_compare_draws_and_prints_a_table(tmp_path, capsys):
+    arguments = ["compare", *TINY, "--workload", "digits", "--model", "convnet:2"]
+    assert cli.main([*arguments, "--reducers", "exact", "f16", "--devices", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "accuracy" in printed
+    assert "2.0x" in printed
+    assert str(tmp_path / "compare.png") in printed
+    summaries = [line for line in results.read_log(tmp_path / "log.jsonl") if line["kind"] == "summary"]
+    assert [line["name"] for line in summaries] == ["exact", "f16"]
+
+
+def test_one_worker_sends_nothing(tmp_path, capsys):
+    arguments = ["train", *TINY, "--workload", "digits", "--model", "convnet:2", "--devices", "1", "--no-baseline"]
+    assert cli.main([*arguments, "--reducer", "exact", "--out", str(tmp_path)]) == 0
+    assert results.read_log(tmp_path / "log.jsonl")[0]["wire_bytes_per_step"] == 0
+    assert "fewer bytes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--reducer", "powersgd:4"], "unknown reducer 'powersgd:4'; known: exact, f16"),
+        (["train", "--reducer", "power_sgd:four"], "rank must be a whole number, got 'four'"),
+        (["train", "--reducer", "power_sgd:4,rang=2"], "it takes rank"),
+        (["train", "--reducer", "top_k:2.0"], "density must be in (0, 1], got 2.0"),
+        (["train", "--reducer", "top_k"], "missing a required argument: 'density'"),
+        (["train", "--reducer", "ef"], "name what the feedback goes around"),
+        (["train", "--reducer", "ef:nothing"], "unknown reducer 'nothing'"),
+        (["train", "--optimizer", "adamw"], "needs a learning rate, as in adamw:3e-4"),
+        (["train", "--optimizer", "adamv:0.1"], "unknown optimizer 'adamv:0.1'; optax has"),
+        (["train", "--model", "gpt:huge"], "unknown size 'huge'; known: tiny, demo"),
+        (["train", "--model", "gpt:tiny,depth=2"], "unknown field 'depth'; known: layers"),
+        (["train", "--model", "gpt:tiny,layers=0"], "layers must be a positive whole number, got 0"),
+        (["train", "--model", "convnet:4"], "the workload 'text' has the model 'gpt'"),
+        (["train", "--workload", "digits", "--text", "x"], "--text is for the workload 'text'"),
+        (["train", "--text", "/no/such/file"], "no file or folder at /no/such/file"),
+        (["train", "--devices", "3"], "the batch must be a positive multiple of the 3 workers, got 32"),
+        (["train", "--devices", "99"], "--devices 99: there are 8"),
+        (["train", "--steps", "0"], "--steps must be at least 1, got 0"),
+        (["compare", "--reducers"], "--reducers needs at least one name"),
+        (["compare", "--reducers", "exact", "sing"], "unknown reducer 'sing'"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("jaxdist: error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_bad_arguments_leave_an_older_log_alone(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"kept": True}))
+    assert cli.main(["compare", "--reducers", "nothing", "--out", str(tmp_path)]) == 2
+    assert results.read_log(log) == [{"kept": True}]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "--reduser", "exact"], ["trian"], ["train", "--workload", "speech"], []]
+)
+def test_unknown_options_exit_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_lists_the_reducers(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in parse.REDUCERS)
+    assert "power_sgd:RANK" in printed
+
+
+@pytest.mark.parametrize("name", [*cli.DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
+def test_every_spelling_makes_a_reducer(name):
+    assert isinstance(parse.parse_reducer(name), jd.Reducer)
+
+
+def test_any_optax_optimizer():
+    assert {"adamw", "sgd", "lion", "lamb", "adafactor"} <= set(parse.optimizers())
+    transformation = parse.parse_optimizer("sgd:0.5,momentum=0.9")
+    updates, _ = transformation.update({"w": np.ones(2)}, transformation.init({"w": np.ones(2)}))
+    np.testing.assert_allclose(updates["w"], -0.5)

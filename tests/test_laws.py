@@ -1,0 +1,77 @@
+"""Every law on every line of the register in `laws.py`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from laws import CASES, CODES, SHAPES
+from laws_run import STEPS, ran
+from tiny import assert_close
+
+from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
+
+each_case = pytest.mark.parametrize("name", CASES)
+each_code = pytest.mark.parametrize("name", CODES)
+
+
+@each_code
+def test_compressors_keep_their_laws(name):
+    assert_compressor_laws(CODES[name].make(), shapes=[(37,)], dtypes=[jnp.float32])
+
+
+@each_code
+@pytest.mark.parametrize("size", [0, 1, 37, 600])
+def test_compressors_send_what_they_say(name, size):
+    code = CODES[name]
+    payload = jax.eval_shape(code.make().compress, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0))
+    sent = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
+    if size:
+        assert sent == code.bytes(size)
+    assert sent <= code.bytes(max(size, 1))
+
+
+@each_case
+def test_reducers_keep_their_laws(name):
+    case = CASES[name]
+    like = {"e": jax.ShapeDtypeStruct((0, 4), jnp.float32), "n": None}
+    like |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    assert_reducer_laws(
+        case.make(),
+        workers=4 if case.levels == 1 else {"pod": 2, "chip": 2},
+        like=like,
+        tolerance=max(case.tolerance, 1e-5),
+    )
+
+
+@each_case
+def test_the_wire_carries_what_the_docstring_says(name):
+    case, found = CASES[name], ran(name)
+    assert found.collectives.wire_bytes == case.bytes(8)
+    kinds = [(op.kind, op.dtype) for op in found.collectives.ops for _ in range(op.messages)]
+    assert sorted(kinds) == sorted(case.wire)
+    assert found.logical.wire_bytes == found.collectives.wire_bytes + case.unused(8)
+
+
+@each_case
+def test_mesh_and_simulation_agree(name):
+    case, found = CASES[name], ran(name)
+    largest = 4.0
+    for number in range(1, STEPS + 1):
+        assert_close(found.mesh[number].params, found.simulated[number].params, tolerance=case.tolerance * largest)
+        assert_close(found.mesh[number].opt, found.simulated[number].opt, tolerance=case.tolerance * largest)
+
+
+@each_case
+def test_traced_once_and_the_state_stays_as_it_is(name):
+    found = ran(name)
+    assert found.traces == 1
+    for states in (found.mesh, found.simulated):
+        assert len({str(jax.tree.map(lambda x: (x.shape, str(x.dtype)), state)) for state in states}) == 1
+    shardings = [jax.tree.map(lambda x: x.sharding, state) for state in found.mesh]
+    assert all(
+        a.is_equivalent_to(b, x.ndim)
+        for a, b, x in zip(
+            jax.tree.leaves(shardings[0]), jax.tree.leaves(shardings[-1]), jax.tree.leaves(found.mesh[0]), strict=True
+        )
+    )
