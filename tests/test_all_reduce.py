@@ -75,10 +75,10 @@ def test_alone():
 
 
 def loss_of_first(params, data, count):
-    """The mean over the first `count` examples; 0/0 = NaN without any."""
+    """The mean over the first `count` examples; without any it is 0/0, and so is its gradient."""
     errors = (jnp.tanh(data["x"] @ params["w"] + params["b"][None]) - data["y"]) ** 2
     there = jnp.arange(len(errors)) < count
-    return jnp.where(there[:, None], errors, 0).sum() / count / 4
+    return (errors * there[:, None]).sum() / count / 4
 
 
 @pytest.mark.parametrize("reducer", [jd.exact(), jd.compressed(jd.compressors.identity())])

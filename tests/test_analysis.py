@@ -48,7 +48,7 @@ def nested_loops(x):
         return c + lax.ppermute(c, "data", RING) * i
 
     def outer(c, _):
-        return lax.fori_loop(2, 5, inner, c) + lax.psum_scatter(jnp.tile(c[0], 2), "pod", tiled=True), None
+        return lax.fori_loop(2, 5, inner, c) + lax.psum_scatter(jnp.tile(c[0], 2), "pod", tiled=True)[None], None
 
     return lax.scan(outer, x, None, length=4)[0]
 

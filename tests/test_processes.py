@@ -12,7 +12,7 @@ import pytest
 from laws import CASES
 
 HERE = pathlib.Path(__file__).parent
-LIMIT = 240  # seconds; a process that waits for a dead one would wait for ever
+LIMIT = 400  # seconds; a process that waits for a dead one would wait for ever
 
 
 def free_port() -> str:

@@ -4,7 +4,7 @@
 
 Every process of every system stays up for the whole run, and the modes take turns, so that they share the machine's
 noise. *Exposed communication* is a mode's step less the same system's step without communication, in the same
-repetition.
+repetition, with which it alternates every few steps.
 Without root, or with `--link loopback`, only the loopback interface is measured.
 """
 
@@ -30,6 +30,7 @@ MODES = {
 }
 PROCESSES = 2
 MOST_STEPS = 24
+CHUNK = 3
 
 
 class System:
@@ -94,35 +95,52 @@ def systems(
 def measure(
     running: dict[str, System], modes: dict[str, list[str]], place: cluster.Host, repetitions: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Yields one record for each system, mode and repetition; the order of the modes turns around every time."""
-    turns = [(name, mode) for name in running for mode in modes[name]]
+    """Yields one record for each system, mode and repetition; the order of the modes turns around every time.
+
+    A mode alternates, a few steps at a time, with its system's step without communication: machines drift.
+    """
+    turns = [(name, mode) for name in running for mode in modes[name] if mode != "none"]
     steps = {}
-    for name, mode in turns:
+    for name, mode in [*((name, "none") for name in running), *turns]:
         built = running[name].run(mode, 0)[0]
         probe = running[name].run(mode, 2)[0]
-        steps[name, mode] = min(MOST_STEPS, max(3, round(seconds / min(probe["seconds"]))))
+        steps[name, mode] = min(MOST_STEPS, max(CHUNK, round(seconds / min(probe["seconds"]))))
         print(f"  {name:8}{mode:11} ready in {built['build_seconds']:5.1f} s", flush=True)
         yield {"system": name, "mode": mode, "repetition": -1, **built}
     for repetition in range(repetitions):
         for name, mode in turns if repetition % 2 == 0 else reversed(turns):
-            before = place.sent()
-            answers = running[name].run(mode, steps[name, mode])
-            sent = (place.sent() - before) / steps[name, mode]
-            # A step is over when the slowest process is done.
-            seconds_each = [max(times) for times in zip(*(answer["seconds"] for answer in answers))]
-            yield {
+            record: dict[str, Any] = {
                 "system": name,
                 "mode": mode,
                 "repetition": repetition,
-                "seconds": seconds_each,
-                "cpu_seconds": statistics.mean(answer["cpu_seconds"] for answer in answers),
-                "bytes": sent,
-                "loss": answers[0]["loss"],
                 "load": os.getloadavg()[0],
             }
-            print(
-                f"  {name:8}{mode:11}{statistics.median(seconds_each) * 1e3:9.1f} ms {sent / 1e6:8.2f} MB", flush=True
-            )
+            alone, found, sent = [], [], 0.0
+            for _ in range(0, steps[name, mode], CHUNK):
+                alone.append(running[name].run("none", CHUNK))
+                before = place.sent()
+                found.append(running[name].run(mode, CHUNK))
+                sent += place.sent() - before
+            record |= {
+                "seconds": _slowest(found),
+                "alone_seconds": _slowest(alone),
+                "cpu_seconds": _cpu(found),
+                "alone_cpu_seconds": _cpu(alone),
+                "bytes": sent / (CHUNK * len(found)),
+                "loss": found[-1][0]["loss"],
+            }
+            medians = [1e3 * statistics.median(record[key]) for key in ("seconds", "alone_seconds")]
+            print(f"  {name:8}{mode:11}{medians[0]:9.1f} ms, alone {medians[1]:7.1f} ms", flush=True)
+            yield record
+
+
+def _slowest(chunks: list[list[dict[str, Any]]]) -> list[float]:
+    """Seconds of each step; a step is over when the slowest process is done."""
+    return [max(times) for chunk in chunks for times in zip(*(answer["seconds"] for answer in chunk))]
+
+
+def _cpu(chunks: list[list[dict[str, Any]]]) -> float:
+    return statistics.mean(answer["cpu_seconds"] for chunk in chunks for answer in chunk)
 
 
 def main() -> None:

@@ -81,22 +81,40 @@ def optimizer(name):
 
 def jaxdist_step(name, mode, params, mesh):
     """The step and its state, as a user of the library writes them."""
-    communicate = [] if mode == "none" else [jd.all_reduce(REDUCERS[mode]())]
-    tx = optax.chain(*communicate, optimizer(name))
+    tx = optax.chain(jd.all_reduce(REDUCERS[mode]()), optimizer(name))
 
     def step(state, batch):
         loss, gradients = jd.local_value_and_grad(LOSSES[name])(state.params, batch)
         updates, opt_state = tx.update(gradients, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state, loss), ()
 
-    # Without communication workers go their own ways.
-    mark = jd.PerWorker if mode == "none" else lambda tree: tree
-
     def make_state():
         fresh = jax.tree.map(jnp.asarray, params)
-        return TrainState(mark(fresh), mark(tx.init(fresh)), jd.PerWorker(jnp.zeros(())))
+        return TrainState(fresh, tx.init(fresh), jd.PerWorker(jnp.zeros(())))
 
     return jd.distribute(step, mesh), jd.init_state(make_state, mesh), lambda state: state.loss.value
+
+
+def local_step(name, problem):
+    """No mesh and no communication, on this process's device: the least that a step can take."""
+    tx = optimizer(name)
+
+    @partial(jax.jit, donate_argnums=(0,))
+    def run(state, batch):
+        params, opt_state, _ = state
+        loss, gradients = jax.value_and_grad(LOSSES[name])(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return TrainState(optax.apply_updates(params, updates), opt_state, loss)
+
+    params, batches = jax.tree.map(jnp.asarray, (problem.params, problem.batches))
+    state = TrainState(params, tx.init(params), jnp.zeros(()))
+
+    def step(number):
+        nonlocal state
+        state = run(state, batches[number % len(batches)])
+        return float(jax.block_until_ready(state).loss)
+
+    return step
 
 
 def hand_written_step(name, mode, params, mesh):
@@ -131,6 +149,8 @@ def hand_written_step(name, mode, params, mesh):
 
 
 def build(name, mode, problem, mesh):
+    if mode == "none":
+        return local_step(name, problem)
     make = hand_written_step if mode.startswith("hand") else jaxdist_step
     run, state, loss_of = make(name, mode, problem.params, mesh)
     batches = jd.global_batch(problem.batches, mesh)

@@ -1,8 +1,8 @@
 """PyTorch DistributedDataParallel over gloo, as one process of `compare.py`.
 
-Modes: `none` (no communication), `plain` (DDP as it comes), `bucket` (DDP with buckets of 5 MiB, which overlap more than
-its default of 25 MiB), `f16` (the stock half-precision hook) and `power_sgd` (the stock hook, rank 4, with error feedback
-and warm start as it comes, compressing from the third step on).
+Modes: `none` (no communication), `plain` (DDP as it comes), `bucket` (DDP with buckets of 5 MiB, which overlap more
+than its default of 25 MiB), `f16` (the stock half-precision hook) and `power_sgd` (the stock hook, rank 4, with error
+feedback and warm start as it comes, compressing from the third step on).
 
 The PowerSGD hook runs with one bucket: its callbacks wait for further all-reduces inside gloo's worker threads, so with
 two buckets or more it hangs. This is the hook repaired, not as it comes.

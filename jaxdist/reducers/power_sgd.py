@@ -21,6 +21,19 @@ class PowerSGDState(NamedTuple):
     q: PyTree
 
 
+# Up to this many elements, matrices of one shape are stacked: every product of its own adds to the compile time. Larger
+# ones stay apart, since stacking copies them.
+STACKED_SIZE = 2**16
+
+
+class _Group(NamedTuple):
+    """Leaves with one matrix shape, to be stacked; or a single large one."""
+
+    leaves: list[int]
+    shape: tuple[int, int]
+    dtype: jnp.dtype
+
+
 def squarest_view(shape: Shape) -> tuple[int, int]:
     """The matrix view of a leaf: cut between leading and trailing dimensions where rows + columns are fewest.
 
@@ -120,28 +133,31 @@ def power_sgd(
         del agreed
         leaves, structure = jax.tree.flatten(updates)
         factors = structure.flatten_up_to(state.q if warm_start else draw_all(updates, state.count))
-        views = {i: found for i, leaf in enumerate(leaves) if (found := view(leaf.shape))}
-        rest = [i for i in range(len(leaves)) if i not in views]
-        # One product for each leaf: stacking the matrices would copy them all.
-        matrices = {i: leaves[i].reshape(n, m).astype(factors[i].dtype) for i, (n, m, _) in views.items()}
+        groups, rest = _group(leaves, view)
+        matrices = [_stack(leaves, group) for group in groups]
+        right = [jnp.stack([factors[i] for i in group.leaves]) for group in groups]
 
-        received = yield Wire(mean=[matrices[i] @ factors[i] for i in views])
-        left = dict(zip(views, _orthonormal(received.mean)))  # the mean's scale does not matter
+        left = yield Wire(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
+        left = _orthonormal(left.mean)  # the mean's scale does not matter
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = {i: left[i].T @ matrices[i] for i in views}
+        local = [jnp.einsum("knr,knm->krm", p, m) for p, m in zip(left, matrices)]
         whole = [leaves[i].astype(working_dtype(leaves[i].dtype)) for i in rest]
-        received = yield Wire(mean=[*local.values(), *whole])
-        right = dict(zip(views, received.mean))
+        received = yield Wire(mean=[*local, *whole])
+        mean_right, rest_means = received.mean[: len(groups)], received.mean[len(groups) :]
 
         means, owns, new_factors = list(leaves), list(leaves), list(factors)
-        for i, leaf in enumerate(leaves):
-            if i not in views:
-                means[i] = received.mean[len(views) + rest.index(i)].astype(leaf.dtype)
-                continue
-            means[i] = (left[i] @ right[i]).reshape(leaf.shape).astype(leaf.dtype)
-            owns[i] = (left[i] @ local[i]).reshape(leaf.shape).astype(leaf.dtype) if own == "local" else means[i]
+        for group, p, q_mean, q_local, q_old in zip(groups, left, mean_right, local, right):
+            approximation = jnp.einsum("knr,krm->knm", p, q_mean)
+            contribution = approximation if own == "paper" else jnp.einsum("knr,krm->knm", p, q_local)
             # After a zero gradient Q says nothing about the next one: the older one does.
-            new_factors[i] = jnp.where(jnp.any(right[i] != 0), right[i].T, factors[i])
+            alive = jnp.any(q_mean != 0, axis=(1, 2), keepdims=True)
+            q_new = jnp.where(alive, jnp.swapaxes(q_mean, 1, 2), q_old)
+            for k, i in enumerate(group.leaves):
+                means[i] = approximation[k].reshape(leaves[i].shape).astype(leaves[i].dtype)
+                owns[i] = contribution[k].reshape(leaves[i].shape).astype(leaves[i].dtype)
+                new_factors[i] = q_new[k]
+        for i, mean in zip(rest, rest_means, strict=True):
+            means[i] = mean.astype(leaves[i].dtype)
         reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         return reduced, PowerSGDState(count, structure.unflatten(new_factors))
@@ -169,29 +185,51 @@ def power_sgd(
     return Reducer(init, reduce)
 
 
+def _group(leaves: list[Array], view: Callable) -> tuple[list[_Group], list[int]]:
+    """Leaves to compress, small ones by matrix shape, and the others."""
+    groups: dict[tuple, _Group] = {}
+    rest = []
+    for i, leaf in enumerate(leaves):
+        found = view(leaf.shape)
+        if found is None:
+            rest.append(i)
+            continue
+        n, m, _ = found
+        dtype = jnp.dtype(working_dtype(leaf.dtype))
+        alone = i if n * m > STACKED_SIZE else None
+        groups.setdefault((found, dtype, alone), _Group([], (n, m), dtype)).leaves.append(i)
+    return list(groups.values()), rest
+
+
+def _stack(leaves: list[Array], group: _Group) -> Array:
+    return jnp.stack([leaves[i].reshape(group.shape).astype(group.dtype) for i in group.leaves])
+
+
 def _orthonormal(factors: Sequence[Array]) -> list[Array]:
-    """An orthonormal basis of the columns of each matrix `[n, r]`: Q of a Householder QR.
+    """An orthonormal basis of the columns of each matrix in stacks `[k, n, r]`: Q of a Householder QR.
 
     A zero matrix gives columns of the identity, so a dead factor recovers. Plain operations rather than
     `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need threads
     of the same pool, and hangs when devices or groups take all of them.
 
-    Matrices of one rank and of similar height share one loop, for the sake of compile time: rows of zeros below a
-    matrix stay zeros.
+    Stacks of one rank and of similar height share one loop, for the sake of compile time: rows of zeros below a matrix
+    stay zeros.
     """
     alike: dict[tuple, list[int]] = {}
     for i, factor in enumerate(factors):
-        n, r = factor.shape
+        _, n, r = factor.shape
         alike.setdefault((1 << (n - 1).bit_length(), r, factor.dtype), []).append(i)
     bases: list[Any] = [None] * len(factors)
     for members in alike.values():
-        height = max(factors[i].shape[0] for i in members)
+        height = max(factors[i].shape[1] for i in members)
         # Transposed, so that what a reflection reads is contiguous.
-        q = _householder(
-            jnp.stack([jnp.pad(factors[i].T, [(0, 0), (0, height - factors[i].shape[0])]) for i in members])
-        )
-        for k, i in enumerate(members):
-            bases[i] = q[k, :, : factors[i].shape[0]].T
+        rows = [jnp.swapaxes(factors[i], 1, 2) for i in members]
+        q = _householder(jnp.concatenate([jnp.pad(x, [(0, 0), (0, 0), (0, height - x.shape[2])]) for x in rows]))
+        start = 0
+        for i in members:
+            k, n, _ = factors[i].shape
+            bases[i] = jnp.swapaxes(q[start : start + k, :, :n], 1, 2)
+            start += k
     return bases
 
 
