@@ -26,8 +26,8 @@ def tracked(reducer: Reducer) -> Reducer:
     The error takes one more pass over the updates. Inside `error_feedback` it is the compression error of the corrected
     update; around it, of the raw one.
 
-    *On the wire*: what the reducer sends. Around `hierarchical`, measuring the error also needs every chip's part of `own`,
-    one more gather over the fast axis; inside it, nothing more.
+    *On the wire*: what the reducer sends. Around `hierarchical` the error needs every chip's part of `own`, one
+    more gather over the fast axis; inside it, nothing more.
 
     *State*: that of the reducer, and agreed counts; per worker one float32.
 
