@@ -14,7 +14,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist.compressors import pack, uniform_hash, unpack
-from jaxdist.testing import assert_compressor_laws
+from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
 
 
 def ternary() -> jd.Compressor:
@@ -42,7 +42,7 @@ def ternary() -> jd.Compressor:
 def main():
     # Alone: no mesh, no optimizer, no other worker.
     assert_compressor_laws(ternary())
-    # assert_reducer_laws(jd.compressed(ternary()))
+    assert_reducer_laws(jd.compressed(ternary()))
     print("the laws hold: unbiased, within its variance, fine with empty, scalar and zero arrays, in every dtype")
 
     # In training, simulated for eight workers on one device. Feedback scales an unbiased code by 1/(1+ω) by itself.
