@@ -54,6 +54,7 @@ class Sent(NamedTuple):
 
 
 def check_permutation(pairs: Sequence[tuple[int, int]], size: int) -> None:
+    """Raises unless the pairs are a full permutation of the workers."""
     sources, destinations = sorted(s for s, _ in pairs), sorted(d for _, d in pairs)
     if sources != list(range(size)) or destinations != list(range(size)):
         raise ValueError(
