@@ -3,8 +3,8 @@
     python benchmarks/overhead.py --out benchmarks/reports/NAME
 
 Eight simulated devices run the same small multilayer perceptron. The two steps take turns; the ratio is that of their
-medians, and its spread that of the ratios of the single rounds. One flat `pmean` is the fair opponent: a `pmean` for
-each leaf sends as many messages as there are leaves, and is shown beside it.
+medians, and its spread that of the ratios of the single rounds. The opponents: one `pmean` of the concatenated
+gradients, and a `pmean` for each leaf, which sends as many messages as there are leaves.
 """
 
 import argparse

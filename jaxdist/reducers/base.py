@@ -16,6 +16,7 @@ from jax import lax
 from .._compat import mesh_axes_left_over
 from .._typing import Array, Like, PyTree, State, Updates
 from ..comm import Comm
+from ._flat import concatenate
 
 Law = Literal["exact", "telescoping", "none"]
 
@@ -142,7 +143,7 @@ def _fused(collective: Callable[[Array], Array], arrays: Sequence[Array]) -> lis
             for i in members:
                 out[i] = collective(arrays[i])
             continue
-        flat = collective(jnp.concatenate([arrays[i].ravel() for i in members]))
+        flat = collective(concatenate([arrays[i] for i in members]))
         start = 0
         for i, size in zip(members, sizes, strict=True):
             part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from .._typing import Updates
 from ..schedule import assign_buckets
+from ._flat import concatenate
 from .base import Reduced, Reducer, drive, feedback_form, is_stand_in, rounds_of
 
 
@@ -59,11 +60,7 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
         leaves, structure = jax.tree.flatten(updates)
         means, owns, states = list(leaves), list(leaves), []
         for members, bucket_state in zip(plan(leaves), state, strict=True):
-            flat = (
-                jnp.concatenate([leaves[i].ravel() for i in members])
-                if len(members) > 1
-                else leaves[members[0]].ravel()
-            )
+            flat = concatenate([leaves[i] for i in members])
             reduced, bucket_state = drive(rounds_of(reducer, flat, bucket_state, comm, **agreed), comm)
             states.append(bucket_state)
             start = 0

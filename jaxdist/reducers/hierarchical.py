@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .._marks import INNER, OUTER, PerWorker, Sharded
 from .._typing import Array, State
+from ._flat import concatenate
 from .base import Reduced, Reducer, drive, is_stand_in, rounds_of
 
 
@@ -101,7 +102,7 @@ def _flat_likes(leaves: list) -> list[jax.ShapeDtypeStruct]:
 
 
 def _rows(leaves: list[Array], members: list[int], count: int) -> Array:
-    flat = jnp.concatenate([leaves[i].ravel() for i in members])
+    flat = concatenate([leaves[i] for i in members])
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
