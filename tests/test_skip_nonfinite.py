@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import assert_close, batch, fresh, make_step
+from tiny import TrainState, assert_close, batch, fresh, make_step
 
 import jaxdist as jd
 
@@ -92,3 +92,22 @@ def test_statistics(mesh, run):
     compiled = jax.jit(lambda opt: jd.stats(opt))(state.opt)
     assert_close(compiled, found, 1e-6)
     assert jd.stats(optax.adam(0.1).init(jnp.zeros(3))) == {}
+
+
+def test_a_worker_without_examples_is_not_asked():
+    """Its mean over no examples is NaN, and the others go on without it."""
+    tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(1.0)))
+    gradients = jnp.array([[1.0], [3.0], [jnp.nan]])
+
+    def step(state, batch):
+        gradient, examples = batch
+        updates, opt = tx.update(gradient[0], state.opt, state.params, examples=examples[0])
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    state = jd.init_state(lambda: TrainState(jnp.zeros(1), tx.init(jnp.zeros(1))), 3)
+    run = jd.simulate(step, 3)
+    after, _ = run(state, (gradients, jnp.array([[2.0], [2.0], [0.0]])[:, 0]))
+    assert after.params.tolist() == [-2.0]
+    assert int(after.opt.skipped) == 0
+    after, _ = run(after, (gradients, jnp.ones(3)))
+    assert int(after.opt.skipped) == 1

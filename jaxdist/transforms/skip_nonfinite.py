@@ -24,7 +24,7 @@ def skip_nonfinite(
 
     Wrap the whole chain: Adam and weight decay move parameters even on a zero gradient, and a residual that has taken
     up a NaN never recovers. The chain runs on zeros (so that its collectives happen on all workers); its updates are
-    then replaced by zeros and its new state by the old one, residuals included.
+    then replaced by zeros and its new state by the old one, residuals included. A worker with `examples=0` is not asked.
 
     *On the wire*: one all-reduce of 4 bytes before those of `tx`.
 
@@ -60,6 +60,8 @@ def skip_nonfinite(
         comm = over(axis)
         bad = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
         here = jnp.stack(bad).any() if bad else jnp.zeros((), bool)
+        if "examples" in extra_args:  # without examples a mean is 0/0; all_reduce leaves it out
+            here = here & (jnp.asarray(extra_args["examples"]) > 0)
         skip = comm.max(comm.varying(here.astype(jnp.int32))) > 0
         clean = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), updates)
         new_updates, inner = tx.update(clean, state.inner, params, **extra_args)
