@@ -24,7 +24,7 @@ def skip_nonfinite(
 
     Wrap the whole chain: Adam and weight decay move parameters even on a zero gradient, and a residual that has taken
     up a NaN never recovers. The chain runs on zeros (so that its collectives happen on all workers); its updates are
-    then replaced by zeros and its new state by the old one, residuals included. A worker with `examples=0` is not asked.
+    then replaced by zeros and its new state by the old one, residuals included. Workers with `examples=0` do not count.
 
     *On the wire*: one all-reduce of 4 bytes before those of `tx`.
 
