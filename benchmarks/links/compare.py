@@ -51,6 +51,7 @@ class System:
                 "OMP_NUM_THREADS": "1",
                 # Freed memory stays mapped, for both systems: else most of a loopback step is page faults.
                 "MALLOC_MMAP_MAX_": "0",
+                "MALLOC_ARENA_MAX": "1",
                 "MALLOC_TRIM_THRESHOLD_": str(2**34),
                 "PROBLEM": problem,
                 "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
