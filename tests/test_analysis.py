@@ -1,7 +1,6 @@
 """Bytes, groups and counts of programs whose communication is known by hand."""
 
 import re
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from jax import P, lax
 
 from jaxdist import analysis
-from jaxdist.analysis import hlo
 from jaxdist.analysis.base import connected, mesh_groups
 
 BOTH = ("pod", "data")
@@ -249,229 +247,6 @@ def test_automatic_sharding_shows_only_in_the_compiled_program(mesh):
     assert [(grown.kind, grown.logical_bytes) for grown in analysis.widened(logical, real)] == [("all-reduce", 0)]
 
 
-SNIPPET = """
-HloModule step, is_scheduled=true, num_partitions=8
-
-FileNames
-1 "step.py"
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[]{:T(128)} parameter(0)
-  %b = f32[]{:T(128)} parameter(1)
-  ROOT %add = f32[]{:T(128)} add(%a, %b)
-}
-
-%wrapped (p: bf16[8,16]) -> bf16[2,16] {
-  %p = bf16[8,16]{1,0} parameter(0)
-  ROOT %scattered = bf16[2,16]{1,0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%sum
-}, execution_thread="parallel"
-
-ENTRY %main (x: f32[4,64], y: bf16[8,16], z: s4[32]) -> f32[4,64] {
-  %x = f32[4,64]{1,0:T(8,128)S(1)} parameter(0), metadata={op_name="a (strange) name, all-reduce(%x)"}
-  %y = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(1)
-  %z = s4[32]{0:T(128)E(4)} parameter(2)
-  %r = (f32[4,64]{1,0}, /*index=1*/bf16[8,16]{1,0}) all-reduce-start(%x, %y), channel_id=1, GROUPS, to_apply=%sum
-  %rd = (f32[4,64]{1,0}, bf16[8,16]{1,0}) all-reduce-done(%r)
-  %g = (s4[32]{0}, s4[256]{0}) all-gather-start(%z), channel_id=2, replica_groups={}, dimensions={0}
-  %gd = s4[256]{0} all-gather-done(%g)
-  %c = (f32[4,64]{1,0}, f32[4,64]{1,0}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
-  %cd = f32[4,64]{1,0} collective-permute-done(%c)
-  %s = ((bf16[8,16]{1,0}), bf16[2,16]{1,0}, s32[]) async-start(%y), calls=%wrapped
-  %sd = bf16[2,16]{1,0} async-done(%s), calls=%wrapped
-  %b = f32[4,64]{1,0} collective-broadcast(%x), replica_groups={{0,1},{2,3}}
-  ROOT %out = f32[4,64]{1,0} add(%cd, %b)
-}
-"""
-
-SPELLINGS = {
-    "replica_groups={{0,1,2,3},{4,5,6,7}}": DATA_GROUPS,
-    "replica_groups=[2,4]<=[8]": DATA_GROUPS,
-    "replica_groups=[4,2]<=[2,4]T(1,0)": POD_GROUPS,
-    "replica_groups=[2,4]<=[2,2,2]T(1,0,2)": ((0, 1, 4, 5), (2, 3, 6, 7)),
-    "replica_groups={}": ALL,
-    "replica_groups=mesh['pod'=2,'data'=4] {'data'}": DATA_GROUPS,
-    "replica_groups=mesh['pod'=2,'data'=4] {'pod'}": POD_GROUPS,
-    "replica_groups=mesh['pod'=2,'data'=4] {'pod','data'}": ALL,
-    "replica_groups=@mesh<pod=2,data=4> {data}": DATA_GROUPS,
-    "replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}": ALL,
-    "replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_1'}": tuple((i,) for i in range(8)),
-    "replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}": DATA_GROUPS,
-    "replica_groups=mesh['axis_0'=8] {'axis_0':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
-    "replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}": POD_GROUPS,
-    "replica_groups=mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}": ((0, 2, 4, 6), (1, 3, 5, 7)),
-    "replica_groups=mesh['x'=2,'y'=4], device_ids=(7,6,5,4,3,2,1,0) {'y'}": ((7, 6, 5, 4), (3, 2, 1, 0)),
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_replica_groups_in_every_spelling(spelling):
-    assert hlo.replica_groups(f" channel_id=1, {spelling}, to_apply=%sum", 8) == SPELLINGS[spelling]
-
-
-def test_asynchronous_operations_count_once_with_the_bytes_of_their_operands():
-    text = SNIPPET.replace("GROUPS", "replica_groups=mesh['pod'=2,'data'=4] {'data'}")
-    found = analysis.collectives(text)
-    assert [(op.kind, op.dtype, op.bytes, op.messages, op.wire_bytes, op.where) for op in found.ops] == [
-        ("all-reduce", ("float32", "bfloat16"), 1280, 2, 1.5 * 1280, "main"),
-        ("all-gather", "int4", 16, 1, 7.0 * 16, "main"),
-        ("collective-permute", "float32", 1024, 1, 1024 / 4, "main"),
-        ("reduce-scatter", "bfloat16", 256, 1, 0.75 * 256, "wrapped"),
-        ("collective-broadcast", "float32", 1024, 1, 0.5 * 1024, "main"),
-    ]
-    assert found.ops[2].pairs == ((0, 1), (1, 0))
-    assert found.warnings == ()
-
-
-def test_groups_in_an_unknown_spelling_warn():
-    found = analysis.collectives(SNIPPET.replace("GROUPS", "replica_groups=new<spelling>"))
-    assert found.ops[0].replica_groups is None
-    assert found.ops[0].group_size == 8
-    assert "cannot be read" in found.warnings[0]
-
-
-CHAIN = """
-HloModule chain, num_partitions=4
-begin {
-  p = bf16[8] parameter(0)
-  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}, frontend_attributes={chain_id="7"}
-  ROOT s = (bf16[8], bf16[32], u32[]) custom-call(g), custom_call_target="AsyncCollectiveStart"
-}
-under {
-  p = bf16[8] parameter(0)
-  x = f32[8] parameter(1)
-  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}, frontend_attributes={chain_id="7"}
-  ROOT y = f32[8] multiply(x, x)
-}
-ENTRY main {
-  p = bf16[8] parameter(0)
-  x = f32[8] parameter(1)
-  s = (bf16[8], bf16[32], u32[]) fusion(p), kind=kCustom, calls=begin
-  y = f32[8] fusion(p, x), kind=kOutput, calls=under
-  g = bf16[32] all-gather(p), replica_groups={}, dimensions={0}OWN
-  ROOT z = f32[8] fusion(p, y), kind=kOutput, calls=under
-}
-"""
-
-
-def test_a_collective_spread_over_several_fusions_counts_once():
-    # The TPU compiler repeats an operation in every fusion that it runs underneath, and names the chain.
-    assert [op.where for op in analysis.collectives(CHAIN.replace("OWN", "")).ops] == ["begin", "main"]
-    other = CHAIN.replace("OWN", ', frontend_attributes={chain_id="8"}').replace("AsyncCollectiveStart", "Something")
-    assert [op.where for op in analysis.collectives(other).ops] == ["begin", "under", "main", "under"]
-
-
-LOOP = """
-HloModule loop, num_partitions=2
-
-test_call {
-  l = s32[] parameter(0)
-  r = s32[] parameter(1)
-  ROOT c = pred[] compare(l, r), direction=DIRECTION
-}
-
-test {
-  carry = (s32[], f32[8], s32[]) parameter(0)
-  i = s32[] get-tuple-element(carry), index=0
-  end = s32[] get-tuple-element(carry), index=2
-  ROOT t = pred[] fusion(OPERANDS), kind=kLoop, calls=test_call
-}
-
-body {
-  carry = (s32[], f32[8], s32[]) parameter(0)
-  i = s32[] get-tuple-element(carry), index=0
-  x = f32[8] get-tuple-element(carry), index=1
-  end = s32[] get-tuple-element(carry), index=2
-  y = f32[8] collective-permute(x), source_target_pairs={{0,1},{1,0}}
-  by = s32[] constant(STEP)
-  next = s32[] add(by, i)
-  ROOT out = (s32[], f32[8], s32[]) tuple(next, y, end)
-}
-
-ENTRY main {
-  x = f32[8] parameter(0)
-  from = s32[] constant(FROM)
-  to = s32[] constant(TO)
-  start = (s32[], f32[8], s32[]) tuple(from, x, to)
-  w = (s32[], f32[8], s32[]) while(start), condition=test, body=body
-  ROOT y = f32[8] get-tuple-element(w), index=1
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("direction", "operands", "start", "step", "end", "times"),
-    [
-        ("LT", "i, end", 0, 1, 6, 6),
-        ("LT", "i, end", 1, 4, 10, 3),
-        ("LE", "i, end", 0, 2, 6, 4),
-        ("GT", "end, i", 0, 1, 6, 6),
-        ("GE", "i, end", 6, -2, 1, 3),
-        ("NE", "i, end", 9, -3, 0, 3),
-        ("LT", "i, end", 9, 1, 3, 0),
-        ("LT", "i, end", 0, -1, 3, None),
-        ("EQ", "i, end", 0, 1, 3, None),
-    ],
-)
-def test_trip_count_from_a_counter_a_step_and_a_limit(direction, operands, start, step, end, times):
-    text = LOOP.replace("DIRECTION", direction).replace("OPERANDS", operands)
-    text = text.replace("STEP", str(step)).replace("FROM", str(start)).replace("TO", str(end))
-    found = analysis.collectives(text)
-    assert [op.count for op in found.ops] == [1 if times is None else times]
-    assert len(found.warnings) == (times is None)
-
-
-def test_the_condition_of_a_loop_runs_once_more_than_its_body():
-    text = LOOP.replace("DIRECTION", "LT").replace("OPERANDS", "i, end")
-    text = text.replace("STEP", "1").replace("FROM", "0").replace("TO", "6")
-    tested = "  v = f32[8] get-tuple-element(carry), index=1\n  m = f32[8] all-reduce(v), replica_groups={{0,1}}\n"
-    found = analysis.collectives(text.replace("  ROOT t", tested + "  ROOT t"))
-    assert [(op.kind, op.count) for op in found.ops] == [("collective-permute", 6), ("all-reduce", 7)]
-
-
-def test_old_conditionals_sends_and_ragged_exchanges():
-    text = textwrap.dedent("""
-        HloModule old, replica_count=4
-        yes {
-          p = f32[4] parameter(0)
-          ROOT y = f32[4] all-reduce(p), replica_groups={{0,1,2,3}}
-        }
-        no {
-          ROOT p = f32[4] parameter(0)
-        }
-        ENTRY main {
-          q = pred[] parameter(0)
-          p = f32[4] parameter(1)
-          k = s32[4] parameter(2)
-          c = f32[4] conditional(q, p, p), true_computation=yes, false_computation=no
-          t = token[] after-all()
-          s = (f32[4], token[]) send(p, t), frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{2,3}}}
-          h = (f32[4], token[]) send(p, t), is_host_transfer=true
-          ROOT a = f32[4] ragged-all-to-all(p, c, k, k, k, k), replica_groups={{0,1,2,3}}
-        }
-    """)
-    found = analysis.collectives(text)
-    assert [(op.kind, op.bytes, op.wire_bytes) for op in found.ops] == [
-        ("all-reduce", 16, 24.0),
-        ("collective-permute", 16, 8.0),
-        ("ragged-all-to-all", 16, 12.0),
-    ]
-    assert len(found.warnings) == 2
-
-
-def test_narrow_and_unusual_types_have_their_numpy_names_and_bits():
-    types = "(pred[3], s4[5], u8[2], f8e4m3fn[7], f8e5m2[1], f4e2m1fn[3], c64[2], bf16[<=4,2], token[])"
-    assert hlo.arrays(types) == [
-        ("bool", 3),
-        ("int4", 3),
-        ("uint8", 2),
-        ("float8_e4m3fn", 7),
-        ("float8_e5m2", 1),
-        ("float4_e2m1fn", 2),
-        ("complex64", 16),
-        ("bfloat16", 16),
-    ]
-
-
 def test_opcodes_counts_every_instruction_and_tells_programs_apart(mesh):
     pmean, x = sharded(mesh, lambda x: lax.pmean(x, BOTH), P())
     by_hand, _ = sharded(mesh, lambda x: lax.psum(x, BOTH) / 8, P())
@@ -508,7 +283,7 @@ def test_table_merges_equal_operations_and_ends_with_the_total(mesh):
 
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="branch must be one of max, min, all, got 'mean'"):
-        analysis.collectives(SNIPPET, branch="mean")
+        analysis.collectives("HloModule step", branch="mean")
     with pytest.raises(ValueError, match="holds no HLO computation"):
         analysis.collectives("module @jit_step {")
 
