@@ -38,6 +38,7 @@ from .reducers import exact as exact
 from .reducers import hierarchical as hierarchical
 from .reducers import power_sgd as power_sgd
 from .reducers import tracked as tracked
+from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce
 from .transforms import per_worker as per_worker
 from .transforms import skip_nonfinite as skip_nonfinite

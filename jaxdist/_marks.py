@@ -140,6 +140,8 @@ def bind(tree: PyTree, axis: AxisNames) -> PyTree:
     def resolved(name):
         if name is None:
             return axes
+        if isinstance(name, tuple):
+            return tuple(part for one in name for part in axis_tuple(resolved(one)))
         if name not in (INNER, OUTER):
             return name
         if len(axes) < 2:

@@ -102,12 +102,22 @@ def by_code(name: str) -> jd.Reducer:
     return jd.compressed(CODES[name].make())
 
 
+def two_shots(name: str, **options) -> jd.Reducer:
+    return jd.two_shot(CODES[name].make(), **options)
+
+
 def matrices_and_vectors(path, leaf) -> str:
     del path
     return "matrix" if len(leaf.shape) > 1 else "vector"
 
 
+def shots(name: str, back: str | None = None) -> Callable[[int], float]:
+    """Both directions, in chunks of a multiple of eight."""
+    return lambda w: (w - 1) * sum(CODES[code].bytes(-(-TOTAL // (8 * w)) * 8) for code in (name, back or name))
+
+
 REDUCE, GATHER = ("all-reduce", "float32"), ("all-gather", "uint8")
+SHOTS = [("all-gather", "uint8"), ("all-to-all", "uint8")]
 TOTAL = sum(SIZES.values())
 HALVES = {"bfloat16": 2 * -(-TOTAL // 8) * 8, "float16": 2 * TOTAL}  # bfloat16 on CPU: one part for each worker
 
@@ -155,6 +165,18 @@ CASES = {
     ),
     "tracked": Case(
         lambda: jd.error_feedback(jd.tracked(by_code("top_k"))), gathered(code_bytes("top_k")), [GATHER], tolerance=0
+    ),
+    "two_shot": Case(lambda: two_shots("qsgd 4"), shots("qsgd 4"), SHOTS),
+    "two_shot with a server residual": Case(
+        lambda: two_shots("scaled_sign", second=CODES["top_k"].make()), shots("scaled_sign", "top_k"), SHOTS
+    ),
+    "feedback of two_shot": Case(lambda: jd.error_feedback(two_shots("scaled_sign")), shots("scaled_sign"), SHOTS),
+    "hierarchical two_shot": Case(
+        lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(two_shots("e4m3"))),
+        lambda w: 2 * 3 / 4 * 4 * -(-TOTAL // 4) * 4 + 2 * CODES["e4m3"].bytes(-(-TOTAL // 64) * 8),
+        [("all-gather", "float32"), ("all-to-all", "float32"), *SHOTS],
+        levels=2,
+        unused=lambda w: 3 * 4 * -(-TOTAL // 4),
     ),
     "hierarchical": Case(
         lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(by_code("qsgd 4"))),

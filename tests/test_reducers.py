@@ -142,8 +142,8 @@ def test_ef21_checks_its_arguments():
     for eta in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"eta must be in \\(0, 1\\], got {eta}"):
             jd.ef21(top(0.1), eta=eta)
-    with pytest.raises(ValueError, match="mean is that of `own`"):
-        jd.ef21(jd.exact()._replace(law="telescoping"))
+    with pytest.raises(ValueError, match="noise on the way would pile up"):
+        jd.ef21(jd.exact()._replace(law="unbiased"))
 
 
 # By leaf

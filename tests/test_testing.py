@@ -49,6 +49,24 @@ def forgetting():
     return averaging()._replace(for_feedback=lambda: half._replace(law="exact"))
 
 
+def holding(deliver=0.5, paid=1.0):
+    """Delivers a part of what it owes; says that it has paid off so much of the rest."""
+
+    def reduce(updates, state, comm, **agreed):
+        del agreed
+        owed = jax.tree.map(jnp.add, comm.mean(updates), state)
+        mean = jax.tree.map(lambda x: deliver * x, owed)
+        return Reduced(mean, comm.varying(updates)), jax.tree.map(lambda x: (1 - deliver) * x, owed)
+
+    def held(state, like, comm):
+        del like, comm
+        return jax.tree.map(lambda x: paid * x, state)
+
+    return Reducer(
+        lambda like: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), reduce, law="telescoping", held=held
+    )
+
+
 BROKEN = {
     "the mean and unmarked state are agreed": Reducer(lambda like: (), local),
     "init needs shapes only": Reducer(lambda like: over("data").size, averaging().reduce),
@@ -57,6 +75,9 @@ BROKEN = {
     "the mean is like the updates": averaging(lambda x: x.astype(jnp.float32)),
     "exact: mean": Reducer(lambda like: (), own_is_twice),
     "feedback telescopes": forgetting(),
+    "telescoping: mean": holding(paid=0.9),
+    "telescoping: says what is held": holding()._replace(held=None),
+    "unbiased": averaging(lambda x: 0.99 * x)._replace(law="unbiased"),
 }
 
 
@@ -75,3 +96,4 @@ def test_a_sound_reducer_passes_with_the_standard_leaves():
     assert_reducer_laws(averaging())
     assert_reducer_laws(averaging(lambda x: x / 2)._replace(law="none"), like=LIKE)
     assert_reducer_laws(jd.exact(), workers={"pod": 2, "chip": 2}, like=LIKE)
+    assert_reducer_laws(holding(), like=LIKE)

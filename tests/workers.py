@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist._marks import Sharded, map_marked
 from jaxdist.comm import over
+from jaxdist.placement import padded
 
 
 def trajectory(reducer, updates, *, state=None):
@@ -20,10 +22,24 @@ def trajectory(reducer, updates, *, state=None):
             reduced, state = reducer.reduce(x, state, over("data"))
             return state, (reduced.mean, reduced.own, state)
 
-        return jax.lax.scan(step, reducer.init(first) if state is None else state, updates)[1]
+        return jax.lax.scan(step, _cut(reducer.init(first)) if state is None else state, updates)[1]
 
     updates = jax.tree.map(jnp.asarray, updates)
     means, owns, states = jax.jit(jax.vmap(one_worker, in_axes=1, out_axes=1, axis_name="data"))(updates)
     for leaf in jax.tree.leaves(means):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:, :1], leaf.shape))
     return jax.tree.map(lambda x: np.asarray(x[:, 0]), means), jax.tree.map(np.asarray, owns), states
+
+
+def _cut(state):
+    """This worker's part of what is `Sharded`."""
+    comm = over("data")
+
+    def one(marks, leaf):
+        for mark in marks:
+            if isinstance(mark, Sharded):
+                length = padded(mark, comm.size)
+                leaf = jnp.pad(leaf.ravel(), (0, length - leaf.size)).reshape(comm.size, -1)[comm.index]
+        return leaf
+
+    return map_marked(one, state)

@@ -13,3 +13,4 @@ from .feedback import error_feedback as error_feedback
 from .hierarchical import hierarchical as hierarchical
 from .power_sgd import power_sgd as power_sgd
 from .tracked import tracked as tracked
+from .two_shot import two_shot as two_shot

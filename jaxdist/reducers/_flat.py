@@ -1,11 +1,14 @@
 """Several arrays as one vector, so that one collective carries them all."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array
+from .._typing import Array, Like
 
 SMALL = 2**16
 
@@ -33,3 +36,40 @@ def _into_places(*vectors: Array) -> Array:
             flat = lax.dynamic_update_slice(flat, vector, (start,))
         start += vector.size
     return flat
+
+
+def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
+    """The positions of things of one kind, kinds in the order of their first one."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, thing in enumerate(things):
+        groups.setdefault(kind(thing), []).append(i)
+    return list(groups.values())
+
+
+def _dtype(leaf: Like) -> jnp.dtype:
+    return jnp.dtype(leaf.dtype)
+
+
+def vectors(leaves: Sequence[Array]) -> list[Array]:
+    """All leaves of one dtype in one vector, for each dtype."""
+    return [concatenate([leaves[i] for i in members]) for members in alike(leaves, _dtype)]
+
+
+def vector_likes(leaves: Sequence[Like]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of `vectors(leaves)`."""
+    return [
+        jax.ShapeDtypeStruct((sum(math.prod(leaves[i].shape) for i in members),), leaves[members[0]].dtype)
+        for members in alike(leaves, _dtype)
+    ]
+
+
+def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
+    """The inverse of `vectors`; a vector may be longer than its leaves, and keeps its dtype."""
+    out: list[Any] = list(leaves)
+    for members, flat in zip(alike(leaves, _dtype), flats, strict=True):
+        start = 0
+        for i in members:
+            size = math.prod(leaves[i].shape)
+            out[i] = flat[start : start + size].reshape(leaves[i].shape)
+            start += size
+    return out

@@ -6,7 +6,8 @@ direction and dtype, `together` merges the wires of several reducers first. Redu
 write `reduce` directly and leave `rounds` out.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,9 +17,11 @@ from jax import lax
 from .._compat import mesh_axes_left_over
 from .._typing import Array, Like, PyTree, State, Updates
 from ..comm import Comm
-from ._flat import concatenate
+from ._flat import alike, concatenate
 
-Law = Literal["exact", "telescoping", "none"]
+Law = Literal["exact", "telescoping", "unbiased", "none"]
+# From the strongest: each says less than the one before.
+LAWS: tuple[Law, ...] = ("exact", "telescoping", "unbiased", "none")
 
 
 class Reduced(NamedTuple):
@@ -34,10 +37,16 @@ class Wire(NamedTuple):
     Attributes:
       mean: arrays to average; they come back averaged.
       gather: arrays to collect; they come back as `[W, *s]`.
+      exchange: arrays `[W, *s]`, row `j` for worker `j`; they come back as `[W, *s]`, row `j` from worker `j`.
+      sum: arrays to add up, integers too, in their own dtype: who sends them sees to it that they cannot overflow.
+      max: arrays of which to find the largest entries.
     """
 
     mean: Sequence[Array] = ()
     gather: Sequence[Array] = ()
+    exchange: Sequence[Array] = ()
+    sum: Sequence[Array] = ()
+    max: Sequence[Array] = ()
 
 
 Rounds = Generator[Wire, Wire, tuple[Reduced, State]]
@@ -51,8 +60,9 @@ class Reducer(NamedTuple):
       reduce: `reduce(updates, state, comm, **agreed) -> (Reduced, state)`. `agreed` are extras equal on all workers
         (`step`, `learning_rate`).
       scatter: the reduce-scatter form, where there is one.
-      law: `"exact"`: `mean == comm.mean(own)`. `"telescoping"`: the same less the change of a server residual.
-        `"none"`: neither, and error feedback refuses it.
+      law: `"exact"`: `mean == comm.mean(own)`. `"telescoping"`: the same plus what servers held before and less what
+        they hold after. `"unbiased"`: that, plus noise of mean zero which nobody makes up for. `"none"`: none of these,
+        and error feedback refuses it.
       rounds: the generator form of `reduce`, which lets `by_leaf` merge collectives.
       plain: the mean of each leaf and nothing else, without state: extra leaves may ride along, and mesh axes that the
         compiler shards need no specs.
@@ -67,6 +77,7 @@ class Reducer(NamedTuple):
     rounds: Callable[..., Rounds] | None = None
     plain: bool = False
     for_feedback: Callable[[], "Reducer"] | None = None
+    held: Callable[[State, PyTree[Like], Comm], Updates] | None = None
 
 
 def from_rounds(name: str, init: Callable, rounds: Callable[..., Rounds], **fields: Any) -> Reducer:
@@ -100,6 +111,7 @@ def together(generators: Sequence[Generator[Wire, Any, Any]]) -> Generator[Wire,
     """Runs several generators side by side: round `i` of all of them is one wire. Returns what each returned."""
     results: list[Any] = [None] * len(generators)
     waiting: dict[int, Wire] = {}
+    ways = range(len(Wire._fields))
 
     def advance(i, received):
         try:
@@ -111,43 +123,55 @@ def together(generators: Sequence[Generator[Wire, Any, Any]]) -> Generator[Wire,
         advance(i, None)
     while waiting:
         wires, waiting = waiting, {}
-        received = yield Wire(*([array for wire in wires.values() for array in wire[way]] for way in range(2)))
+        received = yield Wire(*([array for wire in wires.values() for array in wire[way]] for way in ways))
         inboxes = [iter(arrays) for arrays in received]
         for i, wire in wires.items():
-            advance(i, Wire(*([next(inboxes[way]) for _ in wire[way]] for way in range(2))))
+            advance(i, Wire(*([next(inboxes[way]) for _ in wire[way]] for way in ways)))
     return results
 
 
 def send(wire: Wire, comm: Comm) -> Wire:
     """Puts a wire on the network, one collective for each direction and dtype."""
-    mean = _fused(lambda flat: comm.mean(flat), wire.mean)
-    if len({array.dtype for array in wire.gather}) > 1:  # one gather of bytes beats one for each dtype
-        arrived = _fused(lambda flat: comm.all_gather(flat), [_to_bytes(array) for array in wire.gather])
-        gathered = [_from_bytes(words, like) for words, like in zip(arrived, wire.gather, strict=True)]
-    else:
-        gathered = _fused(lambda flat: comm.all_gather(flat), wire.gather)
-    return Wire(mean, gathered)
+    return Wire(
+        mean=_fused(comm.mean, wire.mean),
+        gather=_of_bytes(comm.all_gather, wire.gather),
+        exchange=_of_bytes(comm.all_to_all, wire.exchange, rows=True),
+        sum=_fused(comm.sum, wire.sum),
+        max=_fused(comm.max, wire.max),
+    )
 
 
-def _fused(collective: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-    """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension."""
+def _of_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+    """As `_fused`, with one collective for all dtypes together: one of bytes beats one for each."""
+    if len({array.dtype for array in arrays}) < 2:
+        return _fused(collective, arrays, rows=rows)
+    to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes
+    arrived = _fused(collective, [to_bytes(array) for array in arrays], rows=rows)
+    return [_from_bytes(words, array[0] if rows else array) for words, array in zip(arrived, arrays, strict=True)]
+
+
+def _fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+    """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension.
+
+    With `rows` the arrays have a leading dimension that stays.
+    """
     out: list[Any] = [None] * len(arrays)
     # Flattening would gather the axes that the compiler shards by itself.
     apart = bool(mesh_axes_left_over())
-    groups: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
-        groups.setdefault((array.dtype, i if apart else 0), []).append(i)
-    for members in groups.values():
-        sizes = [arrays[i].size for i in members]
+    kept = 1 if rows else 0
+    flatten = jax.vmap(lambda *parts: concatenate(parts)) if rows else lambda *parts: concatenate(parts)
+    for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
+        shapes = [arrays[i].shape[kept:] for i in members]
+        sizes = [math.prod(shape) for shape in shapes]
         if len(members) == 1 or not sum(sizes):
             for i in members:
                 out[i] = collective(arrays[i])
             continue
-        flat = collective(concatenate([arrays[i] for i in members]))
+        flat = collective(flatten(*(arrays[i] for i in members)))
         start = 0
-        for i, size in zip(members, sizes, strict=True):
+        for i, shape, size in zip(members, shapes, sizes, strict=True):
             part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)
-            out[i] = part.reshape(*flat.shape[:-1], *arrays[i].shape)
+            out[i] = part.reshape(*flat.shape[:-1], *shape)
             start += size
     return out
 
@@ -165,12 +189,25 @@ def _from_bytes(words: Array, like: Array) -> Array:
     return words.reshape(words.shape[0], *like.shape)
 
 
+def held_by(reducer: Reducer, state: State, like: PyTree[Like], comm: Comm) -> Updates:
+    """What the servers of any reducer have yet to deliver."""
+    if reducer.held is None:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return reducer.held(state, like, comm)
+
+
+def weakest(reducers: Iterable[Reducer]) -> Law:
+    """The law that holds for several reducers side by side."""
+    found = {reducer.law for reducer in reducers}
+    return next((law for law in reversed(LAWS) if law in found), "exact")
+
+
 def feedback_form(reducer: Reducer) -> Reducer:
     """The form of a reducer to put inside error feedback; `ValueError` where none exists."""
     if reducer.law == "none":
         raise ValueError(
-            'error feedback needs to know what each worker contributed, and this reducer (law "none", such as a '
-            "majority vote) cannot say: use it without feedback"
+            'error feedback needs to know what each worker contributed, and this reducer (law "none": a majority vote, '
+            "a biased second code whose error nobody keeps) cannot say: use it without feedback"
         )
     return reducer if reducer.for_feedback is None else reducer.for_feedback()
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from .._typing import Updates
 from ..schedule import assign_buckets
-from ._flat import concatenate
-from .base import Reduced, Reducer, drive, feedback_form, is_stand_in, rounds_of
+from ._flat import concatenate, from_vectors, vector_likes
+from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
 
 
 def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int | None = 1 << 20) -> Reducer:
@@ -63,17 +63,25 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
             flat = concatenate([leaves[i] for i in members])
             reduced, bucket_state = drive(rounds_of(reducer, flat, bucket_state, comm, **agreed), comm)
             states.append(bucket_state)
-            start = 0
-            for i in members:
-                end = start + leaves[i].size
-                means[i], owns[i] = (part[start:end].reshape(leaves[i].shape) for part in reduced)
-                start = end
+            inside = [leaves[i] for i in members]
+            for i, mean, own in zip(members, *(from_vectors([flat], inside) for flat in reduced), strict=True):
+                means[i], owns[i] = mean, own
         return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
+
+    def held(state, like, comm):
+        leaves, structure = jax.tree.flatten(like)
+        out = list(leaves)
+        for members, bucket_state in zip(plan(leaves), state, strict=True):
+            flat = held_by(reducer, bucket_state, _flat_like(leaves, members), comm)
+            for i, part in zip(members, from_vectors([flat], [leaves[i] for i in members]), strict=True):
+                out[i] = part
+        return structure.unflatten(out)
 
     return Reducer(
         init,
         reduce,
         law=reducer.law,
+        held=held,
         for_feedback=lambda: bucketed(
             feedback_form(reducer), bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
         ),
@@ -81,7 +89,7 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
 
 
 def _flat_like(leaves: list, members: list[int]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((sum(leaves[i].size for i in members),), leaves[members[0]].dtype)
+    return vector_likes([leaves[i] for i in members])[0]
 
 
 def _apart(state: Updates, bucket: int) -> Updates:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Like
-from .base import Reduced, Reducer, feedback_form, from_rounds, rounds_of, together
+from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, together, weakest
 
 
 def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
@@ -80,18 +80,23 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
     def zero(leaf):  # not zeros_like, which would be typed varying: nothing was sent, and all agree on it
         return jnp.zeros(leaf.shape, leaf.dtype)
 
-    law = "exact" if all(reducer.law == "exact" for reducer in parts.values()) else _weakest(parts.values())
+    def held(state, like, comm):
+        labels, structure = labels_of(like), jax.tree.structure(like)
+        trees = {
+            label: structure.flatten_up_to(held_by(reducer, state[label], part(like, labels, label), comm))
+            for label, reducer in parts.items()
+        }
+        leaves = enumerate(zip(jax.tree.leaves(like), labels))
+        return structure.unflatten([trees[label][i] if label in trees else zero(leaf) for i, (leaf, label) in leaves])
+
     return from_rounds(
         "by_leaf",
         init,
         rounds,
-        law=law,
+        law=weakest(parts.values()),
         for_feedback=lambda: by_leaf(
             label_fn,
             {label: None if reducer is None else feedback_form(reducer) for label, reducer in reducers.items()},
         ),
+        held=held,
     )
-
-
-def _weakest(reducers):
-    return "none" if any(reducer.law == "none" for reducer in reducers) else "telescoping"

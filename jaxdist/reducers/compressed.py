@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import DTypeLike
 
 from .._typing import Array, Int, Key, Payload
-from ..comm import Comm
-from ..compressors import scaled
 from ..compressors.base import Compressor, working_dtype
+from ._coded import contraction_form, mean_of_decoded, next_count, step_key
+from ._flat import alike
 from .base import Reduced, Reducer, Wire, from_rounds
 
 
@@ -57,9 +56,9 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
     def rounds(updates, state, comm, **agreed):
         del agreed
         leaves, tree = jax.tree.flatten(updates)
-        key = _step_key(state, comm, compressor.shared_key)
+        key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
         # Leaves of one shape are coded together: the program has one code for each shape, not for each leaf.
-        groups = _by_shape(leaves)
+        groups = alike(leaves, lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)))
         stacks = [jnp.stack([leaves[i] for i in members]) for members in groups]
         keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
         payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
@@ -73,33 +72,13 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
             arrived = payload_tree.unflatten(received.gather)
             means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         own = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
-        count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         reduced = Reduced(*(tree.unflatten(_unstack(groups, stacks)) for stacks in (means, own)))
-        return reduced, state._replace(count=count)
+        return reduced, state._replace(count=next_count(state.count))
 
     def for_feedback():
-        if compressor.contraction is not None:
-            return compressed(compressor, seed=seed)
-        if compressor.variance is not None:
-            return compressed(scaled(compressor), seed=seed)
-        raise ValueError(
-            "error feedback needs a contraction, and this compressor states neither its contraction δ nor its variance "
-            "ω: give the Compressor one of them, or use it without feedback"
-        )
+        return compressed(contraction_form(compressor), seed=seed)
 
     return from_rounds("compressed", init, rounds, for_feedback=for_feedback)
-
-
-def _step_key(state: CompressedState, comm: Comm, shared: bool) -> Key[Array, ""]:
-    key = jax.random.fold_in(state.key, state.count)
-    return key if shared else jax.random.fold_in(key, comm.index)
-
-
-def _by_shape(leaves: list[Array]) -> list[list[int]]:
-    groups: dict = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault((leaf.shape, jnp.dtype(leaf.dtype)), []).append(i)
-    return list(groups.values())
 
 
 def _unstack(groups: list[list[int]], stacks: list[Array]) -> list[Array]:
@@ -113,15 +92,8 @@ def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: D
 
 
 def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
-    """Decodes the payloads `[W, k, ...]` of `k` leaves worker after worker: one accumulator, not `W` decoded copies."""
+    """Payloads `[W, k, ...]` of `k` leaves."""
     wide = working_dtype(stack.dtype)
-
-    def add(total, payload):
-        return total + _decode(compressor, payload, stack, dtype=wide), None
-
-    first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
-    workers = jax.tree.leaves(payloads)[0].shape[0]
-    total = _decode(compressor, first, stack, dtype=wide)
-    if workers > 1:
-        total, _ = lax.scan(add, total, rest)
-    return (total / workers).astype(stack.dtype)
+    return mean_of_decoded(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads).astype(
+        stack.dtype
+    )

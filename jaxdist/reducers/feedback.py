@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._marks import PerWorker, with_value
 from .._typing import Like, State, Updates
 from ..compressors.base import working_dtype
-from .base import Reduced, Reducer, cast_like, feedback_form, from_rounds, rounds_of
+from .base import Reduced, Reducer, cast_like, feedback_form, from_rounds, held_by, rounds_of
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -81,7 +81,17 @@ def error_feedback(reducer: Reducer) -> Reducer:
         state = ErrorFeedbackState(inner_state, with_value(state.residual, residual))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
-    return from_rounds("error_feedback", init, rounds, law=inner.law, for_feedback=_already)
+    def held(state, like, comm):
+        return held_by(inner, state.reducer, jax.tree.map(_wide, like), comm)
+
+    return from_rounds(
+        "error_feedback",
+        init,
+        rounds,
+        law=inner.law,
+        for_feedback=_already,
+        held=held,
+    )
 
 
 def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
@@ -123,9 +133,10 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     if not 0 < eta <= 1:
         raise ValueError(f"eta must be in (0, 1], got {eta}")
     inner = feedback_form(reducer)
-    if inner.law != "exact":
+    if inner.law == "unbiased":
         raise ValueError(
-            "ef21 advances every worker by what it sent, so it needs a reducer whose mean is that of `own`"
+            "ef21 advances the agreed mean by what arrives, and noise on the way would pile up in it (law "
+            '"unbiased"): keep it in a server residual, two_shot(..., server_feedback=True)'
         )
 
     def init(like):

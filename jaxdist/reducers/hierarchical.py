@@ -1,14 +1,12 @@
 """Two levels: exact over fast links, any reducer on a shard over slow ones."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from .._marks import INNER, OUTER, PerWorker, Sharded
+from .._marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from .._typing import Array, State
-from ._flat import concatenate
-from .base import Reduced, Reducer, drive, is_stand_in, rounds_of
+from ._flat import from_vectors, vector_likes, vectors
+from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of
 
 
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
@@ -21,6 +19,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     bytes; on the slow axes what `outer` sends for a vector of `n/L`.
 
     *State*: that of `outer`, cut over the fast axis where it is shaped like the vector, else one for each place on it.
+    What `outer` cuts itself (the server residual of `two_shot`) is cut over both; when the number of workers changes,
+    such entries move within the padding, by fewer places than `8 W`, unless `n` is a multiple of that.
 
     Args:
       inner: over the fast axis; `exact()`.
@@ -47,10 +47,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     def init(like):
         if is_stand_in(like):
             return 0
-        leaves = jax.tree.leaves(like)
-        vectors = _flat_likes(leaves)
-        lengths = {vector.shape for vector in vectors}
-        return _spread(outer.init(vectors), lengths)
+        likes = vector_likes(jax.tree.leaves(like))
+        return _spread(outer.init(likes), {flat.shape for flat in likes})
 
     def reduce(updates, state, comm, **agreed):
         if comm.inner is None or comm.outer is None:
@@ -59,23 +57,24 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
                 f"but this group of {comm.size} has one"
             )
         leaves, structure = jax.tree.flatten(updates)
-        chunks = [
-            comm.inner.reduce_scatter_mean(_rows(leaves, members, comm.inner.size)) for members in _by_dtype(leaves)
-        ]
-        plain = jax.tree.structure(jax.eval_shape(outer.init, _flat_likes(leaves))).unflatten(jax.tree.leaves(state))
-        reduced, plain = drive(rounds_of(outer, chunks, plain, comm.outer, **agreed), comm.outer)
-
-        def whole(parts):
-            out = list(leaves)
-            for members, chunk in zip(_by_dtype(leaves), parts, strict=True):
-                flat, start = comm.inner.all_gather(chunk).ravel(), 0
-                for i in members:
-                    out[i] = flat[start : start + leaves[i].size].reshape(leaves[i].shape)
-                    start += leaves[i].size
-            return structure.unflatten(out)
-
+        chunks = [comm.inner.reduce_scatter_mean(_rows(flat, comm.inner.size)) for flat in vectors(leaves)]
+        reduced, plain = drive(rounds_of(outer, chunks, unmarked(state, leaves), comm.outer, **agreed), comm.outer)
         state = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
-        return Reduced(whole(reduced.mean), comm.varying(whole(reduced.own))), state
+        mean, own = (structure.unflatten(whole(parts, leaves, comm)) for parts in reduced)
+        return Reduced(mean, comm.varying(own)), state
+
+    def held(state, like, comm):
+        leaves, structure = jax.tree.flatten(like)
+        chunks = [jax.ShapeDtypeStruct((-(-x.size // comm.inner.size),), x.dtype) for x in vector_likes(leaves)]
+        parts = held_by(outer, unmarked(state, leaves), chunks, comm.outer)
+        return structure.unflatten(whole(parts, leaves, comm))
+
+    def unmarked(state, leaves):
+        """The state with the marks of `outer` alone."""
+        return jax.tree.structure(jax.eval_shape(outer.init, vector_likes(leaves))).unflatten(jax.tree.leaves(state))
+
+    def whole(parts, leaves, comm):
+        return from_vectors([comm.inner.all_gather(part).ravel() for part in parts], leaves)
 
     def for_feedback():
         raise ValueError(
@@ -84,25 +83,10 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "inside, hierarchical(inner=exact(), outer=error_feedback(...))"
         )
 
-    return Reducer(init, reduce, law=outer.law, for_feedback=for_feedback)
+    return Reducer(init, reduce, law=outer.law, for_feedback=for_feedback, held=held)
 
 
-def _by_dtype(leaves: list) -> list[list[int]]:
-    kinds: dict = {}
-    for i, leaf in enumerate(leaves):
-        kinds.setdefault(jnp.dtype(leaf.dtype), []).append(i)
-    return list(kinds.values())
-
-
-def _flat_likes(leaves: list) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct((sum(math.prod(leaves[i].shape) for i in members),), leaves[members[0]].dtype)
-        for members in _by_dtype(leaves)
-    ]
-
-
-def _rows(leaves: list[Array], members: list[int], count: int) -> Array:
-    flat = concatenate([leaves[i] for i in members])
+def _rows(flat: Array, count: int) -> Array:
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
@@ -115,6 +99,8 @@ def _spread(state: State, lengths: set) -> State:
     def one(node):
         if isinstance(node, PerWorker):
             return PerWorker(jax.tree.map(inside, node.value), axis=OUTER, resize=node.resize)
+        if isinstance(node, Sharded):  # what the workers on slow links cut among them is a chip's shard already
+            return Sharded(node.value, shape=node.shape, axis=(INNER, OUTER), multiple=node.multiple)
         return inside(node)
 
-    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, PerWorker))
+    return jax.tree.map(one, state, is_leaf=is_mark)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._marks import PerWorker, with_value
 from .._typing import Array, Int, PyTree, State, UInt
 from ..comm import Sent, counted, total_bytes
-from .base import Reducer, feedback_form
+from .base import Reducer, feedback_form, held_by
 
 
 class TrackedState(NamedTuple):
@@ -63,7 +63,10 @@ def tracked(reducer: Reducer) -> Reducer:
     def for_feedback():
         return tracked(feedback_form(reducer))
 
-    return Reducer(init, reduce, law=reducer.law, for_feedback=for_feedback)
+    def held(state, like, comm):
+        return held_by(reducer, state.reducer, like, comm)
+
+    return Reducer(init, reduce, law=reducer.law, for_feedback=for_feedback, held=held)
 
 
 def _square(tree: PyTree) -> Array:

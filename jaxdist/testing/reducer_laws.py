@@ -12,7 +12,7 @@ from .._typing import AxisNames, PRNGKeyArray, PyTree, State
 from ..comm import Comm, alone, nested, over
 from ..parallel import simulate
 from ..placement import init_state
-from ..reducers.base import Reducer, feedback_form
+from ..reducers.base import Reducer, feedback_form, held_by
 from ..reducers.feedback import error_feedback
 
 LIKE = {
@@ -22,6 +22,7 @@ LIKE = {
     "empty": jax.ShapeDtypeStruct((0, 4), jnp.float32),
     "missing": None,
 }
+DRAWS = 200
 
 
 class _Group(NamedTuple):
@@ -34,12 +35,20 @@ class _Group(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What went in, `[steps, W, *s]`, the means `[steps, *s]`, what workers contributed, and the state at the end."""
+    """What went in, `[steps, W, *s]`, the means `[steps, *s]`, what workers contributed, and the state at the end.
+
+    `repaid`, like the means, is by how much each step lowered what servers hold.
+    """
 
     inputs: PyTree
     means: PyTree
     owns: PyTree
+    repaid: PyTree
     state: State
+
+    def off(self) -> PyTree:
+        """What law "telescoping" says is zero."""
+        return jax.tree.map(lambda m, own, r: m - (own.mean(1) + r), self.means, self.owns, self.repaid)
 
 
 def assert_reducer_laws(
@@ -55,9 +64,11 @@ def assert_reducer_laws(
 
     `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes; unmarked state and the
     mean are agreed; the mean has the shapes and dtypes of the updates, in half precision too. The step is traced once.
-    Law "exact": `mean == comm.mean(own)`. A single worker gets back its own contribution. Zeros give finite means.
-    Where the reducer may stand inside error feedback, the outputs telescope: the sum of the means and the mean residual
-    make up the sum of the mean updates.
+    Law "exact": `mean == comm.mean(own)`, and a single worker gets back its own contribution. Law "telescoping": the
+    same plus what servers `held` before and less what they hold after. Law "unbiased": the same on average, over 200
+    steps and up to five standard errors. Zeros give finite means. Where the reducer may stand inside error feedback and
+    is not merely unbiased, the outputs telescope: the sum of the means, the mean residual and what servers hold make up
+    the sum of the mean updates.
 
     Args:
       reducer: the reducer under test.
@@ -90,8 +101,8 @@ def assert_reducer_laws(
     _law("finite updates give finite means", _finite(run.means), "a mean is not finite")
     zeros = jax.tree.map(jnp.zeros_like, batches[0])
     _law("zeros give finite means", _finite(run_on([zeros]).means), "the mean of zeros is not finite")
+    _check_law(reducer, run, lambda: run_on([batches[0]] * DRAWS), tolerance * scale)
     if reducer.law == "exact":
-        _close("exact: mean == comm.mean(own)", run.means, _mean(run.owns, 1), tolerance * scale)
         mine = jax.tree.map(lambda x: x[0], batches[0])
         single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
@@ -100,11 +111,32 @@ def assert_reducer_laws(
         form = feedback_form(reducer)
     except ValueError:
         return  # it says itself that it may not stand inside error feedback
-    if form.law == "exact":
+    if form.law in ("exact", "telescoping"):
         run = _simulated(error_feedback(reducer), group, like)(batches)
-        delivered = jax.tree.map(lambda means, e: means.sum(0) + e, run.means, _mean(run.state.residual.value, 0))
+        delivered = jax.tree.map(
+            lambda means, repaid, e: (means - repaid).sum(0) + e,
+            run.means,
+            run.repaid,
+            _mean(run.state.residual.value, 0),
+        )
         expected = jax.tree.map(lambda x: x.sum(0), _mean(run.inputs, 1))
         _close("feedback telescopes", delivered, expected, tolerance * scale * steps)
+
+
+def _check_law(reducer: Reducer, run: _Run, many: Callable[[], _Run], tolerance: float) -> None:
+    if reducer.law == "exact":
+        _close("exact: mean == comm.mean(own)", run.means, _mean(run.owns, 1), tolerance)
+    if reducer.law == "telescoping":
+        _law("telescoping: says what is held", reducer.held is not None, "the reducer has no `held`")
+        off = run.off()
+        _close("telescoping: mean == comm.mean(own) + repaid", off, jax.tree.map(jnp.zeros_like, off), tolerance)
+    if reducer.law == "unbiased":
+        for path, off in jax.tree_util.tree_flatten_with_path(many().off())[0]:
+            noise = off.astype(jnp.float32).reshape(DRAWS, -1)
+            # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
+            bound = 25 * float(jnp.sum(jnp.square(noise))) / DRAWS**2 + tolerance**2
+            bias = float(jnp.sum(jnp.square(noise.mean(0))))
+            _law("unbiased", bias <= bound, f"{jax.tree_util.keystr(path)} is off by {bias**0.5:.3g} on average")
 
 
 def _law(name: str, holds: bool, detail: str) -> None:
@@ -166,8 +198,10 @@ def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[
     def step(state, batch):
         traces.append(None)
         updates = jax.tree.map(lambda x: x[0], batch)
-        reduced, kept = reducer.reduce(updates, state["kept"]["reducer"], over(group.axis))
-        return {"kept": {"reducer": kept}, "mean": reduced.mean, "own": reduced.own}, {}
+        old, comm = state["kept"]["reducer"], over(group.axis)
+        reduced, kept = reducer.reduce(updates, old, comm)
+        repaid = jax.tree.map(jnp.subtract, *(held_by(reducer, which, updates, comm) for which in (old, kept)))
+        return {"kept": {"reducer": kept}, "mean": reduced.mean, "own": reduced.own, "repaid": repaid}, {}
 
     def make_state():
         initial = reducer.init(like)
@@ -175,22 +209,23 @@ def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[
         reduced = jax.tree.map(jnp.zeros_like, reducer.reduce(updates, initial, group.single)[0])
         # `mean` is unmarked: `simulate` refuses what may differ between workers. The reducer's state lies two levels
         # deep, since the marks around whole fields of a state are taken off.
-        return {"kept": {"reducer": initial}, "mean": reduced.mean, "own": PerWorker(reduced.own)}
+        repaid = jax.tree.map(jnp.zeros_like, held_by(reducer, initial, updates, group.single))
+        return {"kept": {"reducer": initial}, "mean": reduced.mean, "own": PerWorker(reduced.own), "repaid": repaid}
 
     simulated = simulate(step, group.workers, axis=group.axis)
     first = init_state(make_state, group.workers, axis=group.axis)
 
     def run(batches):
-        state, means, owns = first, [], []
+        state, found = first, []
         for batch in batches:
             try:
                 state, _ = simulated(state, batch)
             except ValueError as error:
                 raise AssertionError(f"law 'the mean and unmarked state are agreed' broken: {error}") from error
-            means.append(state["mean"])
-            owns.append(state["own"].value)
+            found.append((state["mean"], state["own"].value, state["repaid"]))
         _law("traced once", len(traces) == 1, f"{len(traces)} traces")
-        return _Run(_stack(batches), _stack(means), _stack(owns), state["kept"]["reducer"])
+        means, owns, repaid = _stack(found)
+        return _Run(_stack(batches), means, owns, repaid, state["kept"]["reducer"])
 
     return run
 
