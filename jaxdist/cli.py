@@ -4,19 +4,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 try:
     import jax
+    import numpy as np
     import tyro
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
 
     from .parallel import make_mesh, use_cpu_devices
-    from .workloads import parse, plots, results, saved, train
+    from .workloads import parse, plots, results, saved, suite, train
     from .workloads.base import Workload
 except ModuleNotFoundError as missing:
     raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
@@ -24,6 +25,9 @@ except ModuleNotFoundError as missing:
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 SIMULATED_DEVICES = 4
 CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
+SEEDS_CAPTION = (
+    """Mean over the seeds and half of their range. *: nothing else has both fewer bytes and a lower loss."""
+)
 COMPARED = "The first is what the others are measured against.\n"
 
 
@@ -65,8 +69,13 @@ class Compare(Options):
     """The options of `jaxdist compare`."""
 
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(help=COMPARED + parse.describe())] = DEMO
+    suite: Literal["compression"] | None = None
+    """Instead of --reducers: the whole compression family. Try it with --workload digits --seeds 3."""
+    seeds: int = 1
+    """How many seeds to repeat everything with, counted from --seed. From 2 on, or with a suite, the drawing has the
+    mean and the range of the held-out loss against the bytes of a step."""
     out: Path = Path("runs/compare")
-    """Where log.jsonl and compare.png go."""
+    """Where log.jsonl and the drawing (compare.png, or pareto.png of several seeds) go."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,17 +152,32 @@ def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
 
 def _compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> None:
     console = Console()
-    if not chosen.reducers:
+    names = suite.reducers() if chosen.suite else chosen.reducers
+    if not names:
         raise ValueError("--reducers needs at least one name")
-    runs = _runs(chosen.reducers, chosen, workload, mesh)
-    finished, log_path = [], _fresh(chosen.out, "log.jsonl")
+    if chosen.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
+    runs = _runs(names, chosen, workload, mesh)
+    finished: list[list[results.Result]] = []
+    log_path = _fresh(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in runs:
-            finished.append(_run(name, run, chosen, workload, log, console)[0])
+            finished.append([])
+            for seed in range(chosen.seed, chosen.seed + chosen.seeds):
+                seeded = run if seed == chosen.seed else run.with_seed(seed)
+                options = replace(chosen, seed=seed)
+                finished[-1].append(_run(name, seeded, options, workload, log, console)[0])
     title = _title(chosen, run)
-    plot = plots.draw_compare(finished, chosen.out / "compare.png", title=title, unit=_unit(workload))
+    if chosen.suite or chosen.seeds > 1:
+        spreads = [suite.spread(one, finished[0]) for one in finished]
+        plot = suite.draw(spreads, chosen.out / "pareto.png", title=title, unit=_unit(workload))
+        table = _seeds_table(spreads)
+    else:
+        single = [one[0] for one in finished]
+        plot = plots.draw_compare(single, chosen.out / "compare.png", title=title, unit=_unit(workload))
+        table = _table(single, single[0])
     console.print(f"\n{title}", style="dim", highlight=False)
-    console.print(_table(finished, finished[0]))
+    console.print(table)
     console.print(f"plot {plot}\nlog {log_path}", highlight=False, soft_wrap=True)
 
 
@@ -181,10 +205,11 @@ def _run(
         for record, state in train.steps(run, options.steps):  # noqa: B007
             records.append(record)
             results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
-            speed, sent = record.units_per_second, plots.in_bytes(record.wire_bytes)
-            now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {sent}/step"
+            speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)
+            now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
-        result = results.Result(name, tuple(records), run.evaluate(state), run.wire_bytes, run.compile_seconds)
+        sent = records[-1].total_wire_bytes / len(records)
+        result = results.Result(name, tuple(records), run.evaluate(state), sent, run.compile_seconds)
     results.write_line(log, {"kind": "summary", "reducer": name, **results.summarise(result)._asdict()})
     return result, state
 
@@ -207,6 +232,26 @@ def _table(finished: Sequence[results.Result], baseline: results.Result | None) 
         cells += [f"{summary.held_out[name]:.4f}" for name in extra]
         table.add_row(result.name, *cells, f"{summary.step_milliseconds:,.0f}")
     return table
+
+
+def _seeds_table(spreads: Sequence[suite.Spread]) -> Table:
+    table = Table(box=None, caption=SEEDS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column("reducer", no_wrap=True)
+    extra = [name for name in spreads[0].held_out if name != "loss"]
+    headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    best = suite.front(spreads)
+    for one in spreads:
+        ratio = spreads[0].wire_bytes / one.wire_bytes if one.wire_bytes else 1.0
+        cells = [plots.in_bytes(one.wire_bytes), f"{ratio:,.1f}x", _with_range(one.held_out["loss"])]
+        cells += [f"{one.difference.mean():+.4f}", *(_with_range(one.held_out[name]) for name in extra)]
+        table.add_row(f"{'*' if one in best else ' '} {one.name}", *cells, f"{one.milliseconds:,.0f}")
+    return table
+
+
+def _with_range(values: np.ndarray) -> str:
+    return f"{values.mean():.4f} ±{(values.max() - values.min()) / 2:.4f}"
 
 
 def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:

@@ -22,7 +22,7 @@ class Result(NamedTuple):
       name: the reducer as it was spelled.
       records: one for each step.
       held_out: what the evaluation reported, `"loss"` first.
-      wire_bytes: sent by one worker in one step, read from the compiled program.
+      wire_bytes: sent by one worker in one step, on average.
       compile_seconds: what tracing and compiling took.
     """
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ from .. import analysis
 from .._typing import PyTree
 from ..parallel import distribute, evaluate, global_batch, local_value_and_grad
 from ..placement import consensus, init_state
-from ..reducers import Reducer
-from ..transforms import all_reduce
+from ..reducers import Reducer, tracked
+from ..transforms import all_reduce, stats
 from .base import Workload
 
 AXIS = "data"
@@ -41,9 +42,12 @@ class Run(NamedTuple):
       evaluate: `evaluate(state) -> {"loss": float, ...}`, the mean over the held-out split.
       workers: how many there are.
       parameters: how many numbers the model has.
-      wire_bytes: what one worker sends in one step, read from the compiled program.
+      wire_bytes: what one worker sends in one step, read from the compiled program; in the worst one, where the program
+        decides from step to step.
+      sent: `sent(state, n)`, what one worker has sent in all after `n` steps; counted step by step where it differs.
       units_per_step: tokens or images in a step, all workers together.
       compile_seconds: what tracing and compiling took.
+      with_seed: `with_seed(n) -> Run`, the same compiled step from other parameters and on other batches.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
@@ -53,8 +57,10 @@ class Run(NamedTuple):
     workers: int
     parameters: int
     wire_bytes: float
+    sent: Callable[[TrainState, int], float]
     units_per_step: int
     compile_seconds: float
+    with_seed: Callable[[int], "Run"]
 
 
 class Record(NamedTuple):
@@ -79,7 +85,7 @@ class Record(NamedTuple):
 
 def prepare(
     workload: Workload,
-    reducer: Reducer,
+    reducer: Reducer | None,
     optimizer: optax.GradientTransformation,
     *,
     mesh: jax.sharding.Mesh,
@@ -90,7 +96,7 @@ def prepare(
 
     Args:
       workload: what to train.
-      reducer: how the workers agree on the mean gradient.
+      reducer: how the workers agree on the mean gradient; None if the optimizer communicates by itself.
       optimizer: any optax transformation; it sees the agreed mean.
       mesh: a mesh with an axis `"data"`.
       batch_size: examples in a step, all workers together; a multiple of the number of workers.
@@ -110,35 +116,54 @@ def prepare(
     workers = mesh.shape[AXIS]
     if batch_size < 1 or batch_size % workers:
         raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
-    transformation = optax.chain(all_reduce(reducer, axis=AXIS), optimizer)
+    transformation = optimizer if reducer is None else optax.chain(all_reduce(reducer, axis=AXIS), optimizer)
 
-    def make_state() -> TrainState:
-        params = workload.init(jax.random.key(seed))
-        return TrainState(params, transformation.init(params))
+    def first_state(seed: int) -> TrainState:
+        def make_state() -> TrainState:
+            params = workload.init(jax.random.key(seed))
+            return TrainState(params, transformation.init(params))
+
+        return init_state(make_state, mesh, axis=AXIS)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         loss, gradients = local_value_and_grad(workload.loss, axis=AXIS)(state.params, batch)
         updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, AXIS)}
 
-    def batch(step: int) -> Any:
+    def batch(seed: int, step: int) -> Any:
         return _place(workload.batch(seed, step, batch_size), mesh)
 
+    def with_seed(seed: int) -> Run:
+        return run._replace(state=first_state(seed), batch=partial(batch, seed))
+
     start = time.perf_counter()
-    state = init_state(make_state, mesh, axis=AXIS)
-    compiled = distribute(train_step, mesh, axis=AXIS).lower(state, batch(0)).compile()
+    state = first_state(seed)
+    compiled = distribute(train_step, mesh, axis=AXIS).lower(state, batch(seed, 0)).compile()
     compile_seconds = time.perf_counter() - start
-    return Run(
+    wire_bytes = float(analysis.collectives(compiled).wire_bytes)
+    fixed = wire_bytes == analysis.collectives(compiled, branch="min").wire_bytes
+    if not fixed and "bytes" not in stats(state.opt_state):
+        if reducer is None:
+            raise ValueError("the bytes of this optimizer differ from step to step, and it does not count them")
+        return prepare(workload, tracked(reducer), optimizer, mesh=mesh, batch_size=batch_size, seed=seed)
+
+    def sent(state: TrainState, count: int) -> float:
+        return count * wire_bytes if fixed else float(stats(state.opt_state)["bytes"])
+
+    run = Run(
         step=compiled,
         state=state,
-        batch=batch,
+        batch=partial(batch, seed),
         evaluate=_evaluation(workload, mesh, batch_size),
         workers=workers,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(consensus(state.params))),
-        wire_bytes=float(analysis.collectives(compiled).wire_bytes),
+        wire_bytes=wire_bytes,
+        sent=sent,
         units_per_step=batch_size * workload.units_per_example,
         compile_seconds=compile_seconds,
+        with_seed=with_seed,
     )
+    return run
 
 
 def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
@@ -154,14 +179,15 @@ def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, Tra
     Yields:
       `(Record, TrainState)`.
     """
-    state, sent = run.state, first * run.wire_bytes
+    state, before = run.state, run.sent(run.state, first)
     for step in range(first, first + count):
         start = time.perf_counter()
         state, metrics = run.step(state, run.batch(step))
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - start
-        sent += run.wire_bytes
-        yield Record(step + 1, loss, seconds, run.units_per_step / seconds, run.wire_bytes, sent), state
+        total = run.sent(state, step + 1)
+        yield Record(step + 1, loss, seconds, run.units_per_step / seconds, total - before, total), state
+        before = total
 
 
 def _evaluation(

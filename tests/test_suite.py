@@ -1,0 +1,97 @@
+"""Several reducers over several seeds: what is kept, what beats what, and the drawing."""
+
+import jax
+import numpy as np
+import optax
+
+import jaxdist as jd
+from jaxdist import cli
+from jaxdist.workloads import digits, parse, results, suite, train
+
+
+def _result(name, loss, wire_bytes, accuracy=0.5):
+    records = (train.Record(1, loss, 0.1, 10.0, wire_bytes, wire_bytes),)
+    return results.Result(name, records, {"loss": loss, "accuracy": accuracy}, wire_bytes, 1.0)
+
+
+def _spreads(rows):
+    baseline = [_result("exact", 1.0, 100.0), _result("exact", 2.0, 100.0)]
+    return [suite.spread([_result(name, a, sent), _result(name, b, sent)], baseline) for name, a, b, sent in rows]
+
+
+def test_differences_are_taken_seed_by_seed():
+    (one,) = _spreads([("other", 1.5, 2.25, 10.0)])
+    assert one.difference.tolist() == [0.5, 0.25]
+    assert one.held_out["loss"].tolist() == [1.5, 2.25]
+    assert (one.wire_bytes, one.family) == (10.0, "")
+
+
+def test_the_front_holds_what_nothing_beats_in_both():
+    spreads = _spreads(
+        [
+            ("exact", 1.0, 1.0, 100.0),
+            ("good", 1.1, 1.1, 10.0),
+            ("worse and larger", 1.2, 1.2, 20.0),
+            ("tiny", 3.0, 3.0, 1.0),
+            ("broken", np.nan, 1.0, 0.5),
+        ]
+    )
+    assert [one.name for one in suite.front(spreads)] == ["tiny", "good", "exact"]
+
+
+def test_every_spelling_of_the_suite_can_be_built():
+    names = suite.reducers()
+    assert names[0] == "exact"
+    assert len(set(names)) == len(names)
+    for name in names:
+        parse.parse_reducer(name)
+
+
+def test_the_drawing_survives_a_reducer_that_fails(tmp_path):
+    spreads = _spreads([("exact", 1.0, 1.0, 100.0), ("broken", np.nan, np.inf, 10.0), ("fair", 1.1, 1.3, 5.0)])
+    path = suite.draw(spreads, tmp_path / "pareto.png", title="three reducers", unit="nats")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_seed_of_a_compiled_run_is_the_run_of_that_seed(mesh):
+    def prepare(seed):
+        workload = digits.digits_workload(2)
+        return train.prepare(workload, jd.exact(), optax.sgd(0.1), mesh=mesh, batch_size=16, seed=seed)
+
+    seeded, own = prepare(0).with_seed(5), prepare(5)
+    np.testing.assert_array_equal(seeded.batch(3).images, own.batch(3).images)
+    *_, (record, state) = train.steps(seeded, 2)
+    *_, (other, again) = train.steps(own, 2)
+    assert record.loss == other.loss
+    jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+
+
+def test_compare_over_seeds(tmp_path, capsys):
+    arguments = ["compare", "--workload", "digits", "--model", "convnet:2", "--steps", "2", "--batch", "8"]
+    arguments += ["--reducers", "exact", "f16", "--devices", "2", "--seeds", "2", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert "* f16" in printed
+    lines = results.read_log(tmp_path / "log.jsonl")
+    assert [(line["reducer"], line["seed"]) for line in lines if line["kind"] == "run"] == [
+        ("exact", 0),
+        ("exact", 1),
+        ("f16", 0),
+        ("f16", 1),
+    ]
+
+
+def test_seeds_must_be_positive(capsys):
+    assert cli.main(["compare", "--workload", "digits", "--seeds", "0", "--devices", "2"]) == 2
+    assert "--seeds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_bytes_that_differ_from_step_to_step_are_counted(mesh):
+    workload = digits.digits_workload(2)
+    reducer = parse.parse_reducer("power_sgd:1,start_step=1,min_compression_rate=0")
+    run = train.prepare(workload, reducer, optax.sgd(0.1), mesh=mesh, batch_size=8)
+    first, second = (record.wire_bytes for record, _ in train.steps(run, 2))
+    assert first == 2 * 7 / 8 * 4 * run.parameters
+    assert run.wire_bytes == first + 2 * 7 / 8 * 4  # the loss, which is no part of the gradient
+    assert 0 < second < first / 3
