@@ -8,6 +8,7 @@ from . import placement as placement
 from . import reducers as reducers
 from . import schedule as schedule
 from . import transforms as transforms
+from .compressors import nuqsgd as nuqsgd
 from .compressors import qsgd as qsgd
 from .compressors import random_k as random_k
 from .compressors import scaled_sign as scaled_sign

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 import jaxdist as jd
 from jaxdist import compressors as jc
@@ -59,7 +60,8 @@ def qsgd_bytes(bits: int, bucket: int) -> Callable[[int], int]:
         buckets = -(-n // bucket)
         # Up to whole 32-bit words, as far as the zeros that fill the last bucket go.
         filled = n if buckets <= 1 else buckets * bucket
-        return min(4 * -(-n * bits // 32), words(filled * bits)) + 4 * buckets
+        whole = 32 // math.gcd(32, bits)  # codes that fill 32-bit words
+        return words(min(-(-n // whole) * whole, filled) * bits) + 4 * buckets
 
     return size
 
@@ -74,8 +76,15 @@ CODES = {
     "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16),
     "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16),
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
+    "qsgd 3": Code(lambda: jc.qsgd(3, bucket=16), qsgd_bytes(3, 16)),
     "qsgd 4": Code(lambda: jc.qsgd(4), qsgd_bytes(4, 512)),
     "qsgd 8 l2": Code(lambda: jc.qsgd(8, norm="l2"), qsgd_bytes(8, 512)),
+    "nuqsgd": Code(lambda: jc.nuqsgd(4), qsgd_bytes(4, 8192)),
+    "nuqsgd without zero": Code(lambda: jc.nuqsgd(3, bucket=16, zero_level=False), qsgd_bytes(3, 16)),
+    "levels that are not mirrored": Code(
+        lambda: jc.with_levels(np.array([-1, -0.1, 0.02, 1]), bits=2, bucket=32, norm="max", zero_level=False),
+        qsgd_bytes(2, 32),
+    ),
     "scaled_sign": Code(jc.scaled_sign, lambda n: words(n) + 4),
     "scaled": Code(lambda: jc.scaled(jc.qsgd(2, bucket=8)), qsgd_bytes(2, 8)),
 }

@@ -127,7 +127,7 @@ def test_bytes_on_the_wire():
     assert payload_bytes(jc.scaled_sign(), 1001) == 126 + 4
     assert payload_bytes(jc.qsgd(4), 5) == 3 + 4
     assert payload_bytes(jc.qsgd(4), 25_557_032) == 25_557_032 // 2 + 4 * 49_917
-    for bits in (2, 4, 8):
+    for bits in (2, 3, 4, 8):
         assert payload_bytes(jc.qsgd(bits, bucket=256), 10_240) == 10_240 * bits // 8 + 4 * 40
     assert payload_bytes(jc.qsgd(2, bucket=512), 1025) == 4 * 65 + 4 * 3
 
@@ -229,7 +229,7 @@ def test_random_k_survives_the_average(workers):
 # qsgd
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("norm", ["max", "l2"])
 def test_qsgd_is_the_reference(bits, norm):
     x = np.random.default_rng(bits).normal(size=(3, 100)).astype(np.float32)
@@ -315,8 +315,8 @@ def test_qsgd_contains_a_nan_in_its_bucket():
 
 
 def test_qsgd_checks_its_arguments():
-    with pytest.raises(ValueError, match="got 3"):
-        jc.qsgd(3)
+    with pytest.raises(ValueError, match="got 5"):
+        jc.qsgd(5)
     with pytest.raises(ValueError, match="got 0"):
         jc.qsgd(4, bucket=0)
 

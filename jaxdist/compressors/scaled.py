@@ -1,8 +1,9 @@
 """Makes an unbiased code a contraction."""
 
-import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._typing import Array, Like, Payload, Shape
 from .base import Compressor, working_dtype
@@ -42,10 +43,10 @@ def scaled(compressor: Compressor) -> Compressor:
     def decompress(payload: Payload, like: Like) -> Array:
         # At least float32, so that half-precision entries are rounded once.
         wide = jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
-        return (compressor.decompress(payload, wide) * contraction(like.shape)).astype(like.dtype)
+        factor = jnp.asarray(contraction(like.shape), wide.dtype)
+        return (compressor.decompress(payload, wide) * factor).astype(like.dtype)
 
-    def contraction(shape: Shape) -> float:
-        omega = variance(shape)
-        return 1.0 / (1.0 + omega) if math.isfinite(omega) else 0.0
+    def contraction(shape: Shape) -> Any:  # a traced ω gives a traced δ
+        return 1.0 / (1.0 + variance(shape))
 
     return compressor._replace(decompress=decompress, variance=None, contraction=contraction)
