@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 
 import jaxdist as jd
 from jaxdist import cli
@@ -95,3 +96,9 @@ def test_bytes_that_differ_from_step_to_step_are_counted(mesh):
     assert first == 2 * 7 / 8 * 4 * run.parameters
     assert run.wire_bytes == first + 2 * 7 / 8 * 4  # the loss, which is no part of the gradient
     assert 0 < second < first / 3
+
+
+def test_collectives_around_a_code_can_be_spelled():
+    assert parse.parse_reducer("ef:two_shot:sign").law == "telescoping"
+    with pytest.raises(ValueError, match=r"two_shot takes a code of one array, as in two_shot:qsgd:4"):
+        parse.parse_reducer("two_shot:power_sgd:4")

@@ -23,6 +23,12 @@ FEEDBACK: dict[str, tuple[Callable[[Reducer], Reducer], str]] = {
     "ef": (reducers.error_feedback, "what was not sent is kept and added to the next gradient"),
     "ef21": (reducers.ef21, "workers send the compressed change since their last estimate"),
 }
+COLLECTIVES: dict[str, tuple[Callable[[Compressor], Reducer], str]] = {
+    "two_shot": (
+        reducers.two_shot,
+        "a coded exchange and a coded gather: the bytes of an all-reduce, for many workers",
+    ),
+}
 # name: (factory of a reducer or of a compressor, how it is spelled, what it does)
 REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
     "exact": (reducers.exact, "exact", "plain all-reduce in float32"),
@@ -43,6 +49,7 @@ def describe() -> str:
     """The reducers, one a line, for `--help`."""
     lines = [f"{spelling}: {purpose}" for _, spelling, purpose in REDUCERS.values()]
     lines += [f"{prefix}:REDUCER: {purpose}" for prefix, (_, purpose) in FEEDBACK.items()]
+    lines += [f"{prefix}:CODE: {purpose}" for prefix, (_, purpose) in COLLECTIVES.items()]
     return "\n".join(lines)
 
 
@@ -102,7 +109,7 @@ def parse_reducer(text: str) -> Reducer:
     """Makes the reducer that `text` spells.
 
     Args:
-      text: `[ef:|ef21:]name[:value,...]`; the names are the keys of `REDUCERS`.
+      text: `[ef:|ef21:][two_shot:]name[:value,...]`; the names are the keys of `REDUCERS`.
 
     Returns:
       A `Reducer`.
@@ -117,11 +124,20 @@ def parse_reducer(text: str) -> Reducer:
         if not rest:
             raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
         return _call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
+    if prefix in COLLECTIVES:
+        code = _parse_plain(rest)
+        if not isinstance(code, Compressor):
+            raise ValueError(f"reducer {text!r}: {prefix} takes a code of one array, as in {prefix}:qsgd:4")
+        return _call("reducer", text, COLLECTIVES[prefix][0], [code], {})
+    made = _parse_plain(text)
+    return reducers.compressed(made) if isinstance(made, Compressor) else made
+
+
+def _parse_plain(text: str) -> Reducer | Compressor:
     name, values, keywords = parse_call(text)
     if name not in REDUCERS:
         raise ValueError(f"unknown reducer {text!r}; known: {', '.join(REDUCERS)}, each also as ef:NAME or ef21:NAME")
-    made = _call("reducer", text, REDUCERS[name][0], values, keywords)
-    return reducers.compressed(made) if isinstance(made, Compressor) else made
+    return _call("reducer", text, REDUCERS[name][0], values, keywords)
 
 
 def optimizers() -> list[str]:
