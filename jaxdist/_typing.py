@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int, Key, PyTree, Shaped, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped, UInt
 
 # What gives a shape and a dtype: a concrete array, a tracer or a `jax.ShapeDtypeStruct`.
 Like = Any
@@ -24,6 +24,7 @@ Sharding = jax.sharding.Sharding
 __all__ = [
     "Array",
     "AxisNames",
+    "Bool",
     "Float",
     "Int",
     "Key",

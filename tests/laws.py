@@ -159,6 +159,11 @@ CASES = {
     "feedback of power_sgd": Case(
         lambda: jd.error_feedback(jd.power_sgd(1)), all_reduced(4 * low_rank_floats(1)), [REDUCE] * 2
     ),
+    "power_sgd one-sided": Case(
+        lambda: jd.error_feedback(jd.power_sgd(1, one_sided=True)),
+        all_reduced(4 * (max(SHAPES["w"]) + SIZES["b"] + SIZES["s"])),
+        [REDUCE],
+    ),
     "power_sgd in the paper's form, started later": Case(
         lambda: jd.error_feedback(jd.power_sgd(1, own="paper", start_step=1)), all_reduced(4 * TOTAL), [REDUCE]
     ),

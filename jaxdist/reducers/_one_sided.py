@@ -1,0 +1,79 @@
+"""One-sided PowerSGD: each step improves one factor, the next step the other, with one all-reduce each."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import comm as comms
+from .._typing import Array, Bool, PyTree
+from ._low_rank import View, draw, group_leaves, keep_alive, outer, put_back, stack, wide
+from ._orthonormal import orthonormal
+from .base import Reduced, Reducer, Wire, drive
+
+
+class OneSidedState(NamedTuple):
+    """Agreed. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, `[0]` for the others.
+
+    `from_right` says which one was renewed last, and is what the next step projects on.
+    """
+
+    from_right: Bool[Array, ""]
+    left: PyTree
+    right: PyTree
+
+
+def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -> Reducer:
+    """The reducer that `power_sgd(one_sided=True)` stands for."""
+
+    def init(like):
+        left, right = (draw(like, view, side, jax.random.fold_in(jax.random.key(seed), side)) for side in (0, 1))
+        return OneSidedState(jnp.ones((), bool), left, right)
+
+    def step(from_right: bool) -> Callable:
+        def rounds(updates, old, new, comm):
+            """`old` is what to project on, `new` the factors to renew."""
+            leaves, structure = jax.tree.flatten(updates)
+            groups, rest = group_leaves(leaves, view)
+            fixed, renewed = structure.flatten_up_to(old), structure.flatten_up_to(new)
+            matrices = [stack(leaves, group) for group in groups]
+            # Known before the gradient is: it needs nothing from this step.
+            bases = orthonormal([jnp.stack([fixed[i] for i in group.leaves]) for group in groups])
+            product = "knm,krm->knr" if from_right else "knm,krn->krm"
+            local = [jnp.einsum(product, m, basis) for m, basis in zip(matrices, bases)]
+            received = yield Wire(mean=[*local, *(wide(leaves[i]) for i in rest)])
+            mean = received.mean[: len(groups)]
+
+            def approximate(factors):
+                pairs = zip(factors, bases)
+                return [outer(f, b) if from_right else outer(jnp.swapaxes(b, 1, 2), f) for f, b in pairs]
+
+            means, owns = list(leaves), list(leaves)
+            approximations = approximate(mean)
+            put_back(means, groups, approximations)
+            put_back(owns, groups, approximations if own == "paper" else approximate(local))
+            for i, whole in zip(rest, received.mean[len(groups) :], strict=True):
+                means[i] = whole.astype(leaves[i].dtype)
+            for group, factor in zip(groups, mean):
+                columns = factor if from_right else jnp.swapaxes(factor, 1, 2)
+                kept = keep_alive(columns, jnp.stack([renewed[i] for i in group.leaves]))
+                for k, i in enumerate(group.leaves):
+                    renewed[i] = kept[k]
+            reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
+            return reduced, structure.unflatten(renewed)
+
+        def reduce(comm, updates, state):
+            sides = (state.right, state.left) if from_right else (state.left, state.right)
+            reduced, renewed = drive(rounds(updates, *sides, comm), comm)
+            left, right = (renewed, state.right) if from_right else (state.left, renewed)
+            return reduced, OneSidedState(~state.from_right, left, right)
+
+        return reduce
+
+    def reduce(updates, state, comm, **agreed):
+        del agreed
+        with jax.named_scope("power_sgd"):
+            return comms.cond(state.from_right, step(True), step(False), comm, updates, state)
+
+    return Reducer(init, reduce)
