@@ -131,6 +131,19 @@ TOTAL = sum(SIZES.values())
 HALVES = {"bfloat16": 2 * -(-TOTAL // 8) * 8, "float16": 2 * TOTAL}  # bfloat16 on CPU: one part for each worker
 
 CASES = {
+    "accordion": Case(
+        lambda: jd.error_feedback(jd.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)),
+        all_reduced(4 * low_rank_floats(2)),
+        [REDUCE] * 2,
+    ),
+    "accordion by kind of leaf": Case(
+        lambda: jd.accordion(
+            jd.exact(), by_code("float16"), epoch_steps=1, interval_steps=1, groups=matrices_and_vectors
+        ),
+        all_reduced(4 * TOTAL),
+        [REDUCE] * 2,
+        tolerance=2**-8,
+    ),
     "exact": Case(jd.exact, all_reduced(4 * TOTAL), [REDUCE]),
     "float16": Case(
         lambda: by_code("float16"), all_reduced(HALVES["float16"]), [("all-reduce", "float16")], tolerance=2**-8

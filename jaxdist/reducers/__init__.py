@@ -1,5 +1,7 @@
 """Every worker's tree in, one agreed mean out."""
 
+from .accordion import accordion as accordion
+from .accordion import accordion_batch as accordion_batch
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
 from .base import Wire as Wire
@@ -7,6 +9,9 @@ from .base import from_rounds as from_rounds
 from .bucketed import bucketed as bucketed
 from .by_leaf import by_leaf as by_leaf
 from .compressed import compressed as compressed
+from .critical_regime import CriticalRegime as CriticalRegime
+from .critical_regime import CriticalRegimeState as CriticalRegimeState
+from .critical_regime import critical_regime as critical_regime
 from .exact import exact as exact
 from .feedback import ef21 as ef21
 from .feedback import error_feedback as error_feedback
