@@ -42,6 +42,7 @@ from .reducers import power_sgd as power_sgd
 from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce
+from .transforms import dion as dion
 from .transforms import per_worker as per_worker
 from .transforms import skip_nonfinite as skip_nonfinite
 from .transforms import stats as stats

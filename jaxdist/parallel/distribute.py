@@ -10,7 +10,7 @@ from .._compat import shard_map
 from .._marks import OnHost, PerWorker, axis_tuple, bind, map_marked
 from .._typing import AxisNames, PyTree, State
 from ..placement import workers
-from ..transforms.all_reduce import wrapped_all_reduce
+from ..transforms.wrapped import wrapped_communication
 from .agreement import with_value_checks
 from .worker_view import check_agreed, check_same, close_state, manual_specs, open_state
 
@@ -110,7 +110,7 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
     }
 
     def run(state, batch, **static):
-        reason = wrapped_all_reduce(state)
+        reason = wrapped_communication(state)
         if reason:
             raise ValueError(reason)
         state = bind(state, axis)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._marks import axis_tuple, bind
 from .._typing import Array, AxisNames, PyTree, State
-from ..transforms.all_reduce import wrapped_all_reduce
+from ..transforms.wrapped import wrapped_communication
 from .worker_view import check_same, close_state, leaf_name, manual_specs, open_state
 
 
@@ -54,7 +54,7 @@ def simulate(
     axes = tuple(sizes)
 
     def run(state, batch, **static):
-        reason = wrapped_all_reduce(state)
+        reason = wrapped_communication(state)
         if reason:
             raise ValueError(reason)
         state = bind(state, axes if isinstance(workers, Mapping) else axis)

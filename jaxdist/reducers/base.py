@@ -90,7 +90,7 @@ def from_rounds(name: str, init: Callable, rounds: Callable[..., Rounds], **fiel
     return Reducer(init, reduce, rounds=rounds, **fields)
 
 
-def drive(rounds: Rounds, comm: Comm) -> Any:
+def drive(rounds: Generator[Wire, Wire, Any], comm: Comm) -> Any:
     """Runs a generator of wires to its end over a group of workers and returns what it returns."""
     try:
         wire = next(rounds)

@@ -1,6 +1,8 @@
 """optax transformations that communicate, or that make communication safe."""
 
 from .all_reduce import all_reduce as all_reduce
+from .optimizers import demo as demo
+from .optimizers import dion as dion
 from .per_worker import per_worker as per_worker
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats

@@ -1,17 +1,17 @@
 """The line of an optax chain that talks to the other workers."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
-from .._marks import Sharded, axis_tuple, bind, is_mark
-from .._typing import Array, AxisNames, Int, PyTree, State, Updates
+from .._compat import mesh_axes_left_over
+from .._marks import bind
+from .._typing import Array, AxisNames, Int, PyTree, State
 from ..comm import over
-from ..compressors.base import working_dtype
 from ..reducers.base import Reducer
+from .local_gradients import check_leaves, check_local, scale
 from .model_axes import init_on_shards, reduce_on_shards
 
 
@@ -65,15 +65,15 @@ def all_reduce(
     """
 
     def init(params):
-        _check_leaves(params)
+        check_leaves(params)
         state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
         return AllReduceState(bind(state, axis), jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, examples=None, **extra_args):
         del params
-        _check_leaves(updates)
+        check_leaves(updates)
         comm = over(axis)
-        _check_local(updates, axis)
+        check_local(updates, axis)
         agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
 
         def reduce(updates, reducer_state):
@@ -89,60 +89,18 @@ def all_reduce(
 
         examples = jnp.asarray(examples, jnp.float32)
         if reducer.plain and specs is None:  # the count rides along with the gradients
-            (mean, count), reducer_state = reduce((_scale(updates, examples), comm.varying(examples)), state.reducer)
+            (mean, count), reducer_state = reduce((scale(updates, examples), comm.varying(examples)), state.reducer)
             some = count > 0
-            mean = _scale(mean, 1 / jnp.where(some, count, 1))
+            mean = scale(mean, 1 / jnp.where(some, count, 1))
         else:
             count = comm.mean(comm.varying(examples))
             some = count > 0
-            mean, reducer_state = reduce(_scale(updates, examples / jnp.where(some, count, 1)), state.reducer)
+            mean, reducer_state = reduce(scale(updates, examples / jnp.where(some, count, 1)), state.reducer)
         kept = jax.tree.map(lambda new, old: jnp.where(some, new, old), reducer_state, state.reducer)
         mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
         return mean, AllReduceState(kept, state.empty + jnp.where(some, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _scale(tree: Updates, factor: Array) -> Updates:
-    """A factor of 0 gives 0 whatever the leaf holds: a mean over no examples often is 0/0."""
-    return jax.tree.map(
-        lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
-    )
-
-
-def _check_leaves(tree: PyTree) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
-        name = jax.tree_util.keystr(path) or "the gradient"
-        if isinstance(leaf, Sharded):
-            raise ValueError(
-                f"{name} is Sharded: workers hold different parts of it, so it has no mean over workers; "
-                "use zero_redundancy for sharded parameters"
-            )
-        if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; leave it out with "
-                "optax.masked or optax.partition"
-            )
-
-
-def _check_local(updates: Updates, axis: AxisNames) -> None:
-    """Under `shard_map` with checked types, a gradient that does not vary over the axis was summed already."""
-    axes = axis_tuple(axis)
-    if not axes or not mesh_axes_being_mapped().issuperset(axes) or not _types_are_checked(axes):
-        return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not varying_axes(leaf).issuperset(axes):
-            raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is the same on all workers of axis {axis!r}: "
-                f"jax.grad of replicated "
-                "parameters has summed it already, so compressing now saves nothing and averaging is wrong. "
-                "Take it with "
-                f"local_value_and_grad(loss, axis={axis!r})"
-            )
-
-
-def _types_are_checked(axes: tuple[str, ...]) -> bool:
-    return bool(varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def _check_axes(reducer: Reducer) -> None:
@@ -153,24 +111,3 @@ def _check_axes(reducer: Reducer) -> None:
             f"which would gather "
             "them: pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
         )
-
-
-def wrapped_all_reduce(state: PyTree) -> str | None:
-    """Why a state cannot work, if a wrapper that calls its inner transformation conditionally holds an `all_reduce`."""
-    advice = {
-        optax.MultiStepsState: "optax.MultiSteps around all_reduce accumulates gradients that differ between "
-        "workers: use "
-        "local_value_and_grad(loss, micro_batches=k), or put MultiSteps after all_reduce in the chain",
-        optax.ApplyIfFiniteState: "optax.apply_if_finite around all_reduce lets each worker decide for itself, "
-        "and those that "
-        "communicate wait for ever: use skip_nonfinite(tx), or put apply_if_finite after all_reduce in the chain",
-    }
-    for node in _nodes(state, tuple(advice)):
-        if any(True for _ in _nodes(tuple(node), AllReduceState)):
-            return advice[type(node)]
-    return None
-
-
-def _nodes(tree: PyTree, kind: Any) -> list[Any]:
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in found if isinstance(node, kind)]

@@ -1,0 +1,79 @@
+"""What a transformation that communicates asks of the gradients it gets: one worker's own, floating, not yet summed."""
+
+import jax
+import jax.numpy as jnp
+
+from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
+from .._marks import Sharded, axis_tuple, is_mark
+from .._typing import Array, AxisNames, PyTree, Updates
+from ..comm import Comm, over
+from ..compressors.base import working_dtype
+
+
+def check_leaves(tree: PyTree) -> None:
+    """Raises for leaves that have no mean over workers: integers, and those that are `Sharded`."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
+        name = jax.tree_util.keystr(path) or "the gradient"
+        if isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is Sharded: workers hold different parts of it, so it has no mean over workers; "
+                "use zero_redundancy for sharded parameters"
+            )
+        if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; leave it out with "
+                "optax.masked or optax.partition"
+            )
+
+
+def check_local(updates: Updates, axis: AxisNames) -> None:
+    """Under `shard_map` with checked types, a gradient that does not vary over the axis was summed already."""
+    axes = axis_tuple(axis)
+    if not axes or not mesh_axes_being_mapped().issuperset(axes) or not _types_are_checked(axes):
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if not varying_axes(leaf).issuperset(axes):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is the same on all workers of axis {axis!r}: jax.grad of "
+                "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong. "
+                f"Take it with local_value_and_grad(loss, axis={axis!r})"
+            )
+
+
+def _types_are_checked(axes: tuple[str, ...]) -> bool:
+    return bool(varying_axes(jax.lax.axis_index(axes[0])))
+
+
+def scale(tree: Updates, factor: Array) -> Updates:
+    """A factor of 0 gives 0 whatever the leaf holds: a mean over no examples often is 0/0."""
+    return jax.tree.map(
+        lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
+    )
+
+
+def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | None) -> tuple[Updates, Comm]:
+    """For optimizers that communicate inside: checks the gradients and brings them into float32 or better.
+
+    Args:
+      updates: this worker's gradients.
+      axis: the axis of the workers.
+      examples: how many examples are behind them: they are weighted by `examples / mean(examples)`.
+
+    Returns:
+      The gradients, and the group of workers.
+    """
+    check_leaves(updates)
+    comm = over(axis)
+    check_local(updates, axis)
+    left = mesh_axes_left_over()
+    if left:
+        raise ValueError(
+            f"the mesh has further axes {left} that the compiler shards, and this optimizer flattens leaves, which "
+            "would gather them: use all_reduce(reducer, specs=) and an optimizer of optax"
+        )
+    updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
+    if examples is not None:
+        count = jnp.asarray(examples, jnp.float32)
+        mean = comm.mean(comm.varying(count))
+        updates = scale(updates, count / jnp.where(mean > 0, mean, 1))
+    return updates, comm

@@ -1,0 +1,34 @@
+"""Wrappers of optax that call their inner transformation conditionally, and so must not stand around communication."""
+
+from typing import Any
+
+import jax
+import optax
+
+from .._typing import PyTree
+from .all_reduce import AllReduceState
+from .optimizers.demo import DemoState
+from .optimizers.dion import DionState
+
+COMMUNICATING = (AllReduceState, DemoState, DionState)
+
+
+def wrapped_communication(state: PyTree) -> str | None:
+    """Why a state cannot work, if such a wrapper holds a transformation that communicates."""
+    advice = {
+        optax.MultiStepsState: "optax.MultiSteps around a transformation that communicates accumulates gradients that "
+        "differ between workers: use local_value_and_grad(loss, micro_batches=k), or put MultiSteps after all_reduce "
+        "in the chain",
+        optax.ApplyIfFiniteState: "optax.apply_if_finite around a transformation that communicates lets each worker "
+        "decide for itself, and those that communicate wait for ever: use skip_nonfinite(tx), or put apply_if_finite "
+        "after all_reduce in the chain",
+    }
+    for node in _nodes(state, tuple(advice)):
+        if _nodes(tuple(node), COMMUNICATING):
+            return advice[type(node)]
+    return None
+
+
+def _nodes(tree: PyTree, kind: Any) -> list[Any]:
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in found if isinstance(node, kind)]
