@@ -38,7 +38,11 @@ from .reducers import ef21 as ef21
 from .reducers import error_feedback as error_feedback
 from .reducers import exact as exact
 from .reducers import hierarchical as hierarchical
+from .reducers import intsgd as intsgd
+from .reducers import loco as loco
+from .reducers import majority_vote as majority_vote
 from .reducers import power_sgd as power_sgd
+from .reducers import switch_at as switch_at
 from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce

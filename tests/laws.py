@@ -198,6 +198,19 @@ CASES = {
         lambda: two_shots("scaled_sign", second=CODES["top_k"].make()), shots("scaled_sign", "top_k"), SHOTS
     ),
     "feedback of two_shot": Case(lambda: jd.error_feedback(two_shots("scaled_sign")), shots("scaled_sign"), SHOTS),
+    "majority_vote": Case(jd.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0),
+    "ring": Case(
+        lambda: jd.reducers.ring(CODES["qsgd 8 l2"].make()),
+        lambda w: 2 * (w - 1) * CODES["qsgd 8 l2"].bytes(-(-TOTAL // w)),
+        [GATHER, *[("collective-permute", "uint8")] * 7],
+    ),
+    "loco": Case(lambda: jd.loco(two_shots("qsgd 4"), block=32), shots("qsgd 4"), SHOTS),
+    # The first step is dense; `test_integers.py` has the others.
+    "intsgd": Case(jd.intsgd, all_reduced(4 * TOTAL), [REDUCE]),
+    "integer_sum": Case(jd.reducers.integer_sum, all_reduced(4 * len(SIZES) + TOTAL), [("all-reduce", "int8"), REDUCE]),
+    "switch_at": Case(
+        lambda: jd.switch_at(jd.exact(), jd.error_feedback(by_code("top_k")), 1), all_reduced(4 * TOTAL), [REDUCE]
+    ),
     "hierarchical two_shot": Case(
         lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(two_shots("e4m3"))),
         lambda w: 2 * 3 / 4 * 4 * -(-TOTAL // 4) * 4 + 2 * CODES["e4m3"].bytes(-(-TOTAL // 64) * 8),

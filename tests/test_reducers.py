@@ -117,6 +117,50 @@ def test_feedback_refuses_what_it_cannot_correct():
                 wrap(inner)
 
 
+def test_a_fading_residual_follows_the_reference(float64):
+    updates = rows(20, 4, 30)
+    means, _, states = trajectory(jd.error_feedback(top(0.1), decay=0.95), updates)
+    expected, residuals = reference.decayed(updates, 3, 0.95)
+    np.testing.assert_allclose(means, expected, atol=1e-12)
+    np.testing.assert_allclose(states.residual.value, residuals, atol=1e-12)
+
+
+def test_the_learning_rate_inside_follows_the_reference(float64):
+    """Steps of the parameters, under a rate that falls tenfold, by way of `all_reduce`."""
+    updates, rates = rows(20, 4, 30), np.geomspace(1, 0.01, 20)
+    tx = jd.all_reduce(jd.error_feedback(top(0.1), with_learning_rate=True))
+
+    def one_worker(updates):
+        def step(state, batch):
+            mean, state = tx.update(batch[0], state, learning_rate=batch[1])
+            return state, (batch[1] * mean, state.reducer.residual.value)
+
+        return jax.lax.scan(step, tx.init(updates[0]), (updates, jnp.asarray(rates)))[1]
+
+    taken, residuals = jax.vmap(one_worker, in_axes=1, out_axes=1, axis_name="data")(jnp.asarray(updates))
+    expected, owed = reference.with_rates(updates, 3, rates)
+    np.testing.assert_allclose(taken[:, 0], expected, atol=1e-12)
+    np.testing.assert_allclose(residuals, owed, atol=1e-12)
+
+
+def test_at_a_rate_of_zero_the_debt_stays():
+    reducer = jd.error_feedback(top(0.5), with_learning_rate=True)
+    x = jnp.array([1.0, 4.0])
+    _, before = reducer.reduce(x, reducer.init(x), jd.comm.alone(), learning_rate=0.5)
+    assert before.residual.value.tolist() == [0.5, 0.0]
+    reduced, after = reducer.reduce(x, before, jd.comm.alone(), learning_rate=0.0)
+    assert after.residual.value.tolist() == [0.5, 0.0]
+    assert reduced.mean.tolist() == [0.0, 4.0]
+    with pytest.raises(ValueError, match="pass learning_rate= to the update"):
+        reducer.reduce(x, after, jd.comm.alone())
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.5])
+def test_the_decay_is_checked(decay):
+    with pytest.raises(ValueError, match=f"decay must be in \\(0, 1\\], got {decay}"):
+        jd.error_feedback(top(0.1), decay=decay)
+
+
 # EF21
 
 

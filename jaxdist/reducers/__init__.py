@@ -16,6 +16,12 @@ from .exact import exact as exact
 from .feedback import ef21 as ef21
 from .feedback import error_feedback as error_feedback
 from .hierarchical import hierarchical as hierarchical
+from .integers import integer_sum as integer_sum
+from .integers import intsgd as intsgd
+from .loco import loco as loco
+from .majority import majority_vote as majority_vote
 from .power_sgd import power_sgd as power_sgd
+from .ring import ring as ring
+from .switch_at import switch_at as switch_at
 from .tracked import tracked as tracked
 from .two_shot import two_shot as two_shot

@@ -6,18 +6,15 @@ direction and dtype, `together` merges the wires of several reducers first. Redu
 write `reduce` directly and leave `rounds` out.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .._compat import mesh_axes_left_over
 from .._typing import Array, Like, PyTree, State, Updates
 from ..comm import Comm
-from ._flat import alike, concatenate
+from ._fused import fused, fused_bytes
 
 Law = Literal["exact", "telescoping", "unbiased", "none"]
 # From the strongest: each says less than the one before.
@@ -133,60 +130,12 @@ def together(generators: Sequence[Generator[Wire, Any, Any]]) -> Generator[Wire,
 def send(wire: Wire, comm: Comm) -> Wire:
     """Puts a wire on the network, one collective for each direction and dtype."""
     return Wire(
-        mean=_fused(comm.mean, wire.mean),
-        gather=_of_bytes(comm.all_gather, wire.gather),
-        exchange=_of_bytes(comm.all_to_all, wire.exchange, rows=True),
-        sum=_fused(comm.sum, wire.sum),
-        max=_fused(comm.max, wire.max),
+        mean=fused(comm.mean, wire.mean),
+        gather=fused_bytes(comm.all_gather, wire.gather),
+        exchange=fused_bytes(comm.all_to_all, wire.exchange, rows=True),
+        sum=fused(comm.sum, wire.sum),
+        max=fused(comm.max, wire.max),
     )
-
-
-def _of_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
-    """As `_fused`, with one collective for all dtypes together: one of bytes beats one for each."""
-    if len({array.dtype for array in arrays}) < 2:
-        return _fused(collective, arrays, rows=rows)
-    to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes
-    arrived = _fused(collective, [to_bytes(array) for array in arrays], rows=rows)
-    return [_from_bytes(words, array[0] if rows else array) for words, array in zip(arrived, arrays, strict=True)]
-
-
-def _fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
-    """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension.
-
-    With `rows` the arrays have a leading dimension that stays.
-    """
-    out: list[Any] = [None] * len(arrays)
-    # Flattening would gather the axes that the compiler shards by itself.
-    apart = bool(mesh_axes_left_over())
-    kept = 1 if rows else 0
-    flatten = jax.vmap(lambda *parts: concatenate(parts)) if rows else lambda *parts: concatenate(parts)
-    for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
-        shapes = [arrays[i].shape[kept:] for i in members]
-        sizes = [math.prod(shape) for shape in shapes]
-        if len(members) == 1 or not sum(sizes):
-            for i in members:
-                out[i] = collective(arrays[i])
-            continue
-        flat = collective(flatten(*(arrays[i] for i in members)))
-        start = 0
-        for i, shape, size in zip(members, shapes, sizes, strict=True):
-            part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)
-            out[i] = part.reshape(*flat.shape[:-1], *shape)
-            start += size
-    return out
-
-
-def _to_bytes(x: Array) -> Array:
-    return x.ravel() if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
-
-
-def _from_bytes(words: Array, like: Array) -> Array:
-    """`[W, bytes]` -> `[W, *like.shape]`."""
-    if like.dtype != jnp.uint8:
-        width = like.dtype.itemsize
-        words = words.reshape(words.shape[0], like.size, *([width] if width > 1 else []))
-        words = lax.bitcast_convert_type(words, like.dtype)
-    return words.reshape(words.shape[0], *like.shape)
 
 
 def held_by(reducer: Reducer, state: State, like: PyTree[Like], comm: Comm) -> Updates:
@@ -198,8 +147,10 @@ def held_by(reducer: Reducer, state: State, like: PyTree[Like], comm: Comm) -> U
 
 def weakest(reducers: Iterable[Reducer]) -> Law:
     """The law that holds for several reducers side by side."""
-    found = {reducer.law for reducer in reducers}
-    return next((law for law in reversed(LAWS) if law in found), "exact")
+    law: Law = "exact"
+    for reducer in reducers:
+        law = reducer.law if LAWS.index(reducer.law) > LAWS.index(law) else law
+    return law
 
 
 def feedback_form(reducer: Reducer) -> Reducer:
@@ -210,6 +161,11 @@ def feedback_form(reducer: Reducer) -> Reducer:
             "a biased second code whose error nobody keeps) cannot say: use it without feedback"
         )
     return reducer if reducer.for_feedback is None else reducer.for_feedback()
+
+
+def already_corrected() -> Reducer:
+    """The `for_feedback` of reducers that have feedback themselves."""
+    raise ValueError("this reducer has error feedback already; use it once, around the reducer that compresses")
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from .._marks import PerWorker, with_value
-from .._typing import Like, State, Updates
+from .._typing import Array, Like, State, Updates
 from ..compressors.base import working_dtype
-from .base import Reduced, Reducer, cast_like, feedback_form, from_rounds, held_by, rounds_of
+from .base import Reduced, Reducer, already_corrected, cast_like, feedback_form, from_rounds, held_by, rounds_of
 
 
 class ErrorFeedbackState(NamedTuple):
-    """`residual` is what this worker has not delivered yet, in float32 or better, shaped like the updates."""
+    """`residual` is what this worker has not delivered yet, in float32 or better, shaped like the updates.
+
+    With `with_learning_rate` it has been multiplied by the rate: it is what the parameters are owed.
+    """
 
     reducer: State
     residual: PerWorker
@@ -35,12 +38,12 @@ def _zeros(like: Like):
     return jnp.zeros(like.shape, working_dtype(like.dtype))
 
 
-def error_feedback(reducer: Reducer) -> Reducer:
+def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_rate: bool = False) -> Reducer:
     """Adds to each update what earlier ones left behind: `v = x + e`, `mean, own = reduce(v)`, `e = v - own`.
 
     The outputs then telescope: their sum plus the mean residual is the sum of the inputs. Feedback needs a contraction;
     an unbiased code (`qsgd`, `random_k(unbiased=True)`) is scaled by `1/(1+ω)` inside, since it would expand the error.
-    The residual carries no learning rate: with steep schedules, old errors are applied at the new rate.
+    Around a reducer that is merely unbiased (`two_shot(qsgd(4))`) the same holds up to the noise on the way back.
 
     *On the wire*: what the reducer sends.
 
@@ -48,12 +51,18 @@ def error_feedback(reducer: Reducer) -> Reducer:
 
     Args:
       reducer: what to correct: `compressed(top_k(0.01))`, `power_sgd(rank=4)`, ...
+      decay: `v = x + decay · e`. Below 1 old errors fade, which is momentum for updates that come seldom (SparseLoCo
+        has 0.95); nothing telescopes then. Keep 1 for gradients of every step.
+      with_learning_rate: keep the residual times the learning rate at which it arose, `v = x + e / rate`,
+        `e = rate (v - own)`. Without it, what was left behind under a high rate is applied at the lower one of today:
+        turn it on where the schedule is steep. The step must pass `update(..., learning_rate=rate)`.
 
     Returns:
       The reducer with feedback.
 
     Raises:
-      ValueError: the reducer has no law, or its code has neither a contraction nor a variance.
+      ValueError: the reducer has no law, its code has neither a contraction nor a variance, or `decay` is outside
+        (0, 1]; at trace time, the step passes no learning rate where one is needed.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -66,8 +75,11 @@ def error_feedback(reducer: Reducer) -> Reducer:
     References:
       Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
       Speech DNNs", 2014. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-      arXiv 1901.09847, 2019.
+      arXiv 1901.09847, 2019 (with the learning rate inside). Sarfi, Thérien, Lidin, Belilovsky, "Communication
+      Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, 2025 (decay).
     """
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay must be in (0, 1], got {decay}")
     inner = feedback_form(reducer)
 
     def init(like):
@@ -75,9 +87,15 @@ def error_feedback(reducer: Reducer) -> Reducer:
         return ErrorFeedbackState(inner.init(wide), PerWorker(jax.tree.map(_zeros, like)))
 
     def rounds(updates, state, comm, **agreed):
-        corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, updates, state.residual.value)
+        old = state.residual.value
+        rate = _rate(agreed) if with_learning_rate else 1.0
+        # At a rate of zero nothing of the mean reaches the parameters, nor does the debt.
+        factor = jnp.where(rate == 0, 0, decay / jnp.where(rate == 0, 1, rate)) if with_learning_rate else decay
+        corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _times(e, factor), updates, old)
         reduced, inner_state = yield from rounds_of(inner, corrected, state.reducer, comm, **agreed)
         residual = jax.tree.map(jnp.subtract, corrected, reduced.own)
+        if with_learning_rate:
+            residual = jax.tree.map(lambda new, e: jnp.where(rate == 0, e, _times(new, rate)), residual, old)
         state = ErrorFeedbackState(inner_state, with_value(state.residual, residual))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
@@ -89,9 +107,24 @@ def error_feedback(reducer: Reducer) -> Reducer:
         init,
         rounds,
         law=inner.law,
-        for_feedback=_already,
+        for_feedback=already_corrected,
         held=held,
     )
+
+
+def _rate(agreed) -> Array:
+    if agreed.get("learning_rate") is None:
+        raise ValueError(
+            "error_feedback(with_learning_rate=True) needs the rate of this step: pass learning_rate= to the update"
+        )
+    return jnp.asarray(agreed["learning_rate"])
+
+
+def _times(x: Array, factor: Array | float) -> Array:
+    """The dtype of `x` stays."""
+    if isinstance(factor, float | int) and factor == 1:
+        return x
+    return x * jnp.asarray(factor).astype(x.dtype)
 
 
 def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
@@ -157,8 +190,6 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
         state = EF21State(inner_state, with_value(state.own, own), mean, momentum)
         return Reduced(cast_like(mean, updates), own), state
 
-    return from_rounds("ef21", init, rounds, for_feedback=_already)
-
-
-def _already() -> Reducer:
-    raise ValueError("this reducer has error feedback already; use it once, around the reducer that compresses")
+    # What servers hold lies between the mean and that of `own`, once: that is not what "telescoping" says.
+    law = "exact" if inner.law == "exact" else "none"
+    return from_rounds("ef21", init, rounds, law=law, for_feedback=already_corrected)

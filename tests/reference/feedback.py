@@ -31,3 +31,27 @@ def ef21(gradients, k, eta=1.0):
         means.append(h.mean(0))
         held.append(h)
     return np.array(means), np.array(held)
+
+
+def decayed(gradients, k, decay):
+    """SparseLoCo's buffer: `e = decay · e + x`, and what is sent leaves it. Means and residuals."""
+    means, residuals, e = [], [], np.zeros_like(gradients[0])
+    for gradient in gradients:
+        e = decay * e + gradient
+        sent = np.array([top_k(row, k) for row in e])
+        e = e - sent
+        means.append(sent.mean(0))
+        residuals.append(e)
+    return np.array(means), np.array(residuals)
+
+
+def with_rates(gradients, k, rates):
+    """EF-signSGD's form, `p = e + rate · g`: the steps taken `[steps, d]` and the residuals `[steps, W, d]`."""
+    taken, residuals, e = [], [], np.zeros_like(gradients[0])
+    for gradient, rate in zip(gradients, rates, strict=True):
+        corrected = e + rate * gradient
+        sent = np.array([top_k(row, k) for row in corrected])
+        e = corrected - sent
+        taken.append(sent.mean(0))
+        residuals.append(e)
+    return np.array(taken), np.array(residuals)

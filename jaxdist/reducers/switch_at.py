@@ -1,0 +1,86 @@
+"""One reducer for the first steps, another one after them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import comm as comms
+from .._typing import Array, Int, State
+from ..compressors.base import working_dtype
+from ._coded import next_count
+from .base import Reduced, Reducer, feedback_form, held_by, weakest
+
+
+class SwitchState(NamedTuple):
+    """Agreed: how many reductions so far. The states of both reducers; the idle one stays as it is."""
+
+    count: Int[Array, ""]
+    first: State
+    then: State
+
+
+def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
+    """Reduces with `first` for so many steps and with `then` from there on: `exact()` before a lossy code, say.
+
+    Early gradients are large, short-lived and the hardest to compress. Error feedback around the switch carries its
+    residual over it; feedback inside one of the reducers stays with that one, and what `first` has not delivered by
+    then, its residuals and server residuals, is never delivered.
+
+    *On the wire*: what the reducer of the step sends; the program has both.
+
+    *State*: that of both, and an agreed count.
+
+    Args:
+      first: for steps 0 to `step - 1`.
+      then: for all later ones.
+      step: how many reductions `first` does. Start at a tenth of the training.
+
+    Returns:
+      The reducer. Its law is the weaker one of the two.
+
+    Raises:
+      ValueError: `step` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.switch_at(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
+      >>> x = jnp.array([1.0, 4.0])
+      >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> second, _ = reducer.reduce(x, state, jd.comm.alone())
+      >>> first.mean.tolist(), second.mean.tolist()
+      ([1.0, 4.0], [0.0, 4.0])
+
+    References:
+      Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+      arXiv 1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
+    """
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}")
+
+    def init(like):
+        return SwitchState(jnp.zeros((), jnp.int32), first.init(like), then.init(like))
+
+    def reduce(updates, state, comm, **agreed):
+        def run(reducer, field):
+            def branch(comm, updates, state):
+                reduced, inner = reducer.reduce(updates, getattr(state, field), comm, **agreed)
+                # With feedback, `own` is wider than the updates.
+                own = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), reduced.own)
+                return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})
+
+            return branch
+
+        with jax.named_scope("switch_at"):
+            early = state.count < step
+            reduced, state = comms.cond(early, run(first, "first"), run(then, "then"), comm, updates, state)
+        return reduced, state._replace(count=next_count(state.count))
+
+    def held(state, like, comm):
+        both = held_by(first, state.first, like, comm), held_by(then, state.then, like, comm)
+        return jax.tree.map(jnp.add, *both)
+
+    def for_feedback():
+        return switch_at(feedback_form(first), feedback_form(then), step)
+
+    return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held)
