@@ -185,10 +185,10 @@ def _runs(
     names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh
 ) -> Iterator[tuple[str, train.Run]]:
     """Checks all spellings now; compiles one run after the other later, so that only one state is alive."""
-    spelled = [(name, parse.parse_reducer(name)) for name in names]
     optimizer = parse.parse_optimizer(options.optimizer)
+    spelled = [(name, parse.parse_method(name, optimizer)) for name in names]
     settings = {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
-    return ((name, train.prepare(workload, reducer, optimizer, **settings)) for name, reducer in spelled)
+    return ((name, train.prepare(workload, *method, **settings)) for name, method in spelled)
 
 
 def _run(

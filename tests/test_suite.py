@@ -45,7 +45,7 @@ def test_every_spelling_of_the_suite_can_be_built():
     assert names[0] == "exact"
     assert len(set(names)) == len(names)
     for name in names:
-        parse.parse_reducer(name)
+        parse.parse_method(name, optax.sgd(0.1))
 
 
 def test_the_drawing_survives_a_reducer_that_fails(tmp_path):
@@ -102,3 +102,13 @@ def test_collectives_around_a_code_can_be_spelled():
     assert parse.parse_reducer("ef:two_shot:sign").law == "telescoping"
     with pytest.raises(ValueError, match=r"two_shot takes a code of one array, as in two_shot:qsgd:4"):
         parse.parse_reducer("two_shot:power_sgd:4")
+
+
+def test_an_optimizer_that_communicates_takes_the_place_of_both(mesh):
+    method = parse.parse_method("dion:1e-2,rank=2", optax.sgd(0.1))
+    assert method[0] is None
+    run = train.prepare(digits.digits_workload(2), *method, mesh=mesh, batch_size=16)
+    before = run.evaluate(run.state)["loss"]
+    *_, (record, state) = train.steps(run, 8)
+    assert run.evaluate(state)["loss"] < before
+    assert 0 < record.wire_bytes < 2 * 7 / 8 * 4 * run.parameters

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from .. import compressors, reducers
+from .. import compressors, reducers, transforms
 from ..compressors.base import Compressor
 from ..reducers import Reducer
 from . import gpt
@@ -42,6 +42,11 @@ REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
     "top_k": (compressors.top_k, "top_k:DENSITY", "the largest entries of each array; wants ef:"),
     "power_sgd": (reducers.power_sgd, "power_sgd:RANK", "low-rank factors of each matrix; wants ef:"),
 }
+# Optimizers that communicate by themselves, in the place of a reducer and the optimizer after it.
+OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], str, str]] = {
+    "demo": (transforms.demo, "demo:RATE[,k=N]", "the strongest frequencies of each worker's momentum; no --optimizer"),
+    "dion": (transforms.dion, "dion:RATE,rank=R", "orthonormal low-rank updates of matrices; no --optimizer"),
+}
 MODELS = {"text": "gpt", "digits": "convnet"}
 
 
@@ -50,6 +55,7 @@ def describe() -> str:
     lines = [f"{spelling}: {purpose}" for _, spelling, purpose in REDUCERS.values()]
     lines += [f"{prefix}:REDUCER: {purpose}" for prefix, (_, purpose) in FEEDBACK.items()]
     lines += [f"{prefix}:CODE: {purpose}" for prefix, (_, purpose) in COLLECTIVES.items()]
+    lines += [f"{spelling}: {purpose}" for _, spelling, purpose in OPTIMIZERS.values()]
     return "\n".join(lines)
 
 
@@ -136,8 +142,26 @@ def parse_reducer(text: str) -> Reducer:
 def _parse_plain(text: str) -> Reducer | Compressor:
     name, values, keywords = parse_call(text)
     if name not in REDUCERS:
-        raise ValueError(f"unknown reducer {text!r}; known: {', '.join(REDUCERS)}, each also as ef:NAME or ef21:NAME")
+        known = ", ".join([*REDUCERS, *OPTIMIZERS])
+        raise ValueError(f"unknown reducer {text!r}; known: {known}, reducers also as ef:NAME or ef21:NAME")
     return _call("reducer", text, REDUCERS[name][0], values, keywords)
+
+
+def parse_method(
+    text: str, optimizer: optax.GradientTransformation
+) -> tuple[Reducer | None, optax.GradientTransformation]:
+    """A reducer and the optimizer after it; or, where `text` spells an optimizer that communicates, no reducer and it.
+
+    Example:
+      >>> import optax
+      >>> from jaxdist.workloads.parse import parse_method
+      >>> parse_method("demo:1e-3", optax.sgd(0.1))[0] is None
+      True
+    """
+    name, values, keywords = parse_call(text)
+    if name not in OPTIMIZERS:
+        return parse_reducer(text), optimizer
+    return None, _call("optimizer", text, OPTIMIZERS[name][0], values, keywords)
 
 
 def optimizers() -> list[str]:
