@@ -55,6 +55,16 @@ def words(bits: int) -> int:
     return -(-bits // 8)
 
 
+def position_bytes(k: int, d: int) -> int:
+    """Positions of k of d entries: low bits and a bitmap, or plain words."""
+    coded = min(words(k * low) + words(k + ((d - k) >> low)) for low in range(32))
+    return min(coded, k * (2 if d <= 2**16 else 4))
+
+
+def sparse_bytes(density: float) -> Callable[[int], int]:
+    return lambda n: 4 * kept(density, n) + position_bytes(kept(density, n), n)
+
+
 def qsgd_bytes(bits: int, bucket: int) -> Callable[[int], int]:
     def size(n):
         buckets = -(-n // bucket)
@@ -72,7 +82,9 @@ CODES = {
     "float16": Code(lambda: jc.cast(jnp.float16), lambda n: 2 * n),
     "e4m3": Code(lambda: jc.cast(jnp.float8_e4m3fn), lambda n: n + 4),
     "e5m2": Code(lambda: jc.cast(jnp.float8_e5m2), lambda n: n + 4),
-    "top_k": Code(lambda: jc.top_k(0.1), lambda n: 6 * kept(0.1, n)),
+    "top_k": Code(lambda: jc.top_k(0.1), sparse_bytes(0.1)),
+    "top_k exact": Code(lambda: jc.top_k(0.5, method="exact"), sparse_bytes(0.5)),
+    "top_k sampled": Code(lambda: jc.top_k(0.02, method="sampled"), sparse_bytes(0.02)),
     "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16),
     "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16),
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),

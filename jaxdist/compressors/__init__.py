@@ -15,7 +15,7 @@ from .quantize import qsgd as qsgd
 from .random import Noise as Noise
 from .random import uniform_hash as uniform_hash
 from .random import uniform_threefry as uniform_threefry
+from .random_k import random_k as random_k
 from .scaled import scaled as scaled
 from .sign import scaled_sign as scaled_sign
-from .sparse import random_k as random_k
 from .sparse import top_k as top_k

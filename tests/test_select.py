@@ -1,0 +1,167 @@
+"""Finding the k largest entries without a sort, and bitmaps of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxdist as jd
+from jaxdist.compressors import bitmaps, select
+
+SIZE = 9001  # above `SMALL`, odd, no multiple of a word
+
+
+def data(size=SIZE, seed=0):
+    """Rows of unlike data: smooth, heavy tailed, tied, mostly zero, sorted, over all magnitudes, not finite."""
+    rng = np.random.default_rng(seed)
+    few = np.where(rng.random(size) < 0.01, rng.standard_normal(size), 0.0)
+    wild = np.where(rng.random(size) < 0.01, np.nan, rng.standard_normal(size))
+    wild[[3, 700]] = -np.inf, np.inf
+    rows = {
+        "gaussian": rng.standard_normal(size),
+        "cauchy": rng.standard_cauchy(size),
+        "rounded": np.round(rng.standard_cauchy(size)),
+        "equal": np.full(size, -2.0),
+        "zeros": np.zeros(size),
+        "few": few,
+        "two values": np.where(rng.random(size) < 0.02, 5.0, 1e-3),
+        "sorted": np.sort(rng.standard_normal(size)),
+        "tiny": rng.integers(0, 2**23, size).astype(np.int32).view(np.float32),
+        "all magnitudes": 10.0 ** rng.uniform(-37, 38, size),
+        "not finite": wild,
+    }
+    return {name: row.astype(np.float32) for name, row in rows.items()}
+
+
+def largest(row, count):
+    magnitudes = np.where(np.isnan(row), np.inf, np.abs(np.asarray(row, np.float32)))
+    magnitudes = np.where(magnitudes < np.finfo(np.float32).tiny, 0.0, magnitudes)
+    return np.sort(np.argsort(-magnitudes, kind="stable")[:count])
+
+
+@pytest.mark.parametrize("count", [1, 90, 3000])
+def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
+    rows = data()
+    # Each is a problem of its own under vmap: the loop goes on until all are done.
+    found = jax.jit(jax.vmap(lambda x: select.largest_by_threshold(x[None], count)))(np.stack(list(rows.values())))
+    for (name, row), where in zip(rows.items(), found, strict=True):
+        np.testing.assert_array_equal(where, largest(row, count), err_msg=name)
+
+
+@pytest.mark.parametrize("width", [96, 100])
+def test_rows_are_searched_side_by_side(width):
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((120, width)) * 10.0 ** rng.uniform(-5, 5, (120, 1))).astype(np.float32)
+    x[7] = 0.0
+    expected = np.concatenate([largest(row, 9) + i * width for i, row in enumerate(x)])
+    np.testing.assert_array_equal(jax.jit(lambda x: select.largest_by_threshold(x, 9))(x), expected)
+    np.testing.assert_array_equal(jax.jit(lambda x: select.largest_by_sorting(x, 9))(x), expected)
+
+
+def test_sampled_sends_most_of_the_largest():
+    rows = data()
+    count, least = 100, 90
+    found = jax.jit(jax.vmap(lambda x: select.largest_by_threshold(x[None], count, least)))(
+        np.stack(list(rows.values()))
+    )
+    for (name, row), where in zip(rows.items(), found, strict=True):
+        assert (np.diff(where) > 0).all(), name
+        assert 0 <= where[0] <= where[-1] < SIZE
+        magnitudes = np.where(np.isnan(row), np.inf, np.abs(row)) * (name != "tiny")
+        best = np.sort(magnitudes[where])[::-1][:least]
+        np.testing.assert_array_equal(best, np.sort(magnitudes)[::-1][:least], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
+def test_other_dtypes(dtype):
+    with jax.enable_x64(True):
+        x = jnp.asarray(data()["gaussian"], dtype)
+        with jax.numpy_dtype_promotion("strict"):
+            found = jax.jit(lambda x: select.largest_by_threshold(x[None], 90))(x)
+    np.testing.assert_array_equal(found, largest(np.asarray(x, np.float32), 90))
+
+
+def test_any_data_end_the_search():
+    """Newton's method gains nothing on data whose density jumps; halving every second time does."""
+
+    def passes(x):
+        return jax.lax.while_loop(
+            lambda bracket: jnp.any(select._open(bracket, 90, 90)),
+            lambda bracket: select._narrowed(bracket, select._above(x, bracket.guess), 90, 90),
+            select._first_bracket(x, 90),
+        ).passes
+
+    rows = data()
+    found = jax.jit(jax.vmap(lambda x: passes(x[None])))(np.stack(list(rows.values())))
+    found = dict(zip(rows, found.tolist()))
+    assert max(found.values()) <= select.FREE_PASSES + 2 * 32
+    assert found["gaussian"] <= 8
+    assert found["zeros"] == 1
+    assert found["equal"] == 2
+
+
+def test_the_loop_keeps_no_copy_of_the_array():
+    """XLA would compute `|x|` once before the loop; fetching fresh memory takes longer than all passes."""
+    x = jax.ShapeDtypeStruct((1, 2**18), jnp.float32)
+    compiled = jax.jit(lambda x: select.largest_by_threshold(x, 2000)).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**18
+
+
+def test_types_under_shard_map(mesh):
+    def worker(x):
+        return select.largest_by_threshold(x.reshape(1, -1), 90)
+
+    mapped = jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert jax.eval_shape(mapped, jax.ShapeDtypeStruct((8 * SIZE,), jnp.float32)).shape == (8 * 90,)
+
+
+def test_the_code_under_distribute_is_the_code_alone(mesh):
+    code = jd.top_k(0.01)
+    x = np.random.default_rng(0).standard_cauchy((8, SIZE)).astype(np.float32)
+
+    def worker(x):
+        return code.decompress(code.compress(x[0], jax.random.key(0)), x[0])[None]
+
+    found = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    for row, out in zip(x, np.asarray(found)):
+        np.testing.assert_array_equal(np.flatnonzero(out), largest(row, 90))
+        np.testing.assert_array_equal(out[out != 0], row[out != 0])
+
+
+# Bitmaps
+
+
+def random_bitmap(words, part, seed=0):
+    flags = np.random.default_rng(seed).random((1, 32 * words)) < part
+    return flags[0], bitmaps.to_bitmap(jnp.asarray(flags))[0]
+
+
+@pytest.mark.parametrize("words", [1, 5, 1100])
+@pytest.mark.parametrize("part", [0.02, 0.9])
+def test_bitmaps(words, part):
+    flags, bitmap = random_bitmap(words, part)
+    flags[-1] = True
+    bitmap = bitmap.at[-1].set(bitmap[-1] | jnp.uint32(2**31))
+    where = np.flatnonzero(flags)
+    np.testing.assert_array_equal(bitmap, np.packbits(flags, bitorder="little").view(np.uint32))
+    np.testing.assert_array_equal(jax.jit(lambda b: bitmaps.positions(b, where.size))(bitmap), where)
+    counts = bitmaps.ones(bitmap)
+    np.testing.assert_array_equal(bitmaps.running_sum(counts), np.cumsum(counts))
+    assert bitmaps.row_sums(counts[None]).tolist() == [where.size]
+    np.testing.assert_array_equal(bitmaps.from_positions(jnp.asarray(where), flags.size), flags)
+    first = jax.jit(jax.vmap(bitmaps.first_ones, in_axes=(None, 0)))
+    limits = np.array([0, 1, 2, where.size // 2, where.size - 1, where.size, where.size + 7])
+    for limit, limited in zip(limits, first(bitmap, limits)):
+        expected = flags & (np.cumsum(flags) <= limit)
+        np.testing.assert_array_equal(limited, np.packbits(expected, bitorder="little").view(np.uint32))
+
+
+def test_nth_one():
+    words = np.random.default_rng(0).integers(0, 2**32, 200, dtype=np.uint32)
+    words[:2] = 2**32 - 1, 2**31
+    ranks = np.arange(32)
+    found = np.asarray(jax.jit(bitmaps.nth_one)(np.repeat(words, 32), np.tile(ranks, 200))).reshape(200, 32)
+    for word, row in zip(words, found):
+        where = np.flatnonzero(np.unpackbits(np.array([word]).view(np.uint8), bitorder="little"))
+        np.testing.assert_array_equal(row[: where.size], where)
