@@ -47,8 +47,11 @@ from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce
 from .transforms import dion as dion
+from .transforms import one_bit_adam as one_bit_adam
 from .transforms import per_worker as per_worker
+from .transforms import qadam as qadam
 from .transforms import skip_nonfinite as skip_nonfinite
 from .transforms import stats as stats
+from .transforms import zero_one_adam as zero_one_adam
 
 __version__ = "0.1.0"

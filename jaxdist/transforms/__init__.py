@@ -3,6 +3,9 @@
 from .all_reduce import all_reduce as all_reduce
 from .optimizers import demo as demo
 from .optimizers import dion as dion
+from .optimizers import one_bit_adam as one_bit_adam
+from .optimizers import qadam as qadam
+from .optimizers import zero_one_adam as zero_one_adam
 from .per_worker import per_worker as per_worker
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats

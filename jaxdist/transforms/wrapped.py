@@ -9,8 +9,10 @@ from .._typing import PyTree
 from .all_reduce import AllReduceState
 from .optimizers.demo import DemoState
 from .optimizers.dion import DionState
+from .optimizers.frozen_adam import FrozenAdamState
+from .optimizers.zero_one_adam import ZeroOneAdamState
 
-COMMUNICATING = (AllReduceState, DemoState, DionState)
+COMMUNICATING = (AllReduceState, DemoState, DionState, FrozenAdamState, ZeroOneAdamState)
 
 
 def wrapped_communication(state: PyTree) -> str | None:

@@ -46,6 +46,12 @@ REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
 OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], str, str]] = {
     "demo": (transforms.demo, "demo:RATE[,k=N]", "the strongest frequencies of each worker's momentum; no --optimizer"),
     "dion": (transforms.dion, "dion:RATE,rank=R", "orthonormal low-rank updates of matrices; no --optimizer"),
+    "one_bit_adam": (
+        transforms.one_bit_adam,
+        "one_bit_adam:RATE,freeze_step=N",
+        "Adam, then its momentum by signs; no --optimizer",
+    ),
+    "qadam": (transforms.qadam, "qadam:RATE[,warmup_steps=N]", "Adam, then its momentum in 8 bits; no --optimizer"),
 }
 MODELS = {"text": "gpt", "digits": "convnet"}
 

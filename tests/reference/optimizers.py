@@ -52,3 +52,73 @@ def dion(gradients, x, q, rate, mu, *, own="local"):
         xs.append(x)
         ms.append(m)
     return np.array(xs), np.array(ms)
+
+
+def by_signs(x, e, s):
+    """The mean of `[W, n]` by two shots of scaled signs; the residuals `e` of workers and `s` of servers change."""
+    chunks = (x + e).reshape(len(x), len(x), -1)
+    sent = np.abs(chunks).mean(2, keepdims=True) * np.where(chunks >= 0, 1, -1)
+    e[:] = (chunks - sent).reshape(x.shape)
+    mean = sent.mean(0) + s
+    back = np.abs(mean).mean(1, keepdims=True) * np.where(mean >= 0, 1, -1)
+    s[:] = mean - back
+    return back.ravel()
+
+
+def residuals(x):
+    """Zeros for `by_signs`."""
+    return np.zeros_like(x), np.zeros((len(x), x.shape[1] // len(x)))
+
+
+def one_bit_adam(gradients, x, rate, freeze, b1, b2, eps):
+    """Tang et al., arXiv 2102.02888, for one vector."""
+    xs, m, v, (e, s) = [], np.zeros_like(x), np.zeros_like(x), residuals(gradients[0])
+    for t, gradient in enumerate(gradients, 1):
+        if t <= freeze:
+            m = b1 * m + (1 - b1) * gradient.mean(0)
+            v = b2 * v + (1 - b2) * gradient.mean(0) ** 2
+        else:
+            m = by_signs(b1 * m + (1 - b1) * gradient, e, s)
+        x = x - rate * m / (np.sqrt(v) + eps)
+        xs.append(x)
+    return np.array(xs)
+
+
+def qadam(gradients, x, rate, warmup, b1, b2, eps):
+    """Gan et al., arXiv 2107.01499, for one vector and a code without loss; the variance and its correction rest."""
+    xs, m, v = [], np.zeros_like(x), np.zeros_like(x)
+    for t, gradient in enumerate(gradients, 1):
+        m = b1 * m + (1 - b1) * gradient.mean(0)
+        if t <= warmup:
+            v = b2 * v + (1 - b2) * gradient.mean(0) ** 2
+        length = np.sqrt(v / (1 - b2 ** min(t, warmup))) + eps
+        x = x - rate * m / (1 - b1**t) / length
+        xs.append(x)
+    return np.array(xs)
+
+
+def zero_one_adam(gradients, x, rate, freeze, refreshes, doubling, longest, b1, b2, eps):
+    """Lu et al., arXiv 2202.06009, for one vector: parameters `[steps, W, n]` and what each step sent."""
+    xs, sent, w, m, v = [], [], np.tile(x, (len(gradients[0]), 1)), 0 * gradients[0], 0 * x
+    (e, s), k, h, done, local, total = residuals(w), 1, 1, 0, 0, 0.0
+    for t, gradient in enumerate(gradients, 1):
+        if t <= freeze:
+            exact = t % k == 0
+            mean = gradient.mean(0) if exact else by_signs(gradient, e, s)
+            v = b2 * v + (1 - b2) * mean**2 if exact else v
+            done, k = (0, 2 * k) if exact and done + 1 == refreshes else (done + exact, k)
+            sent.append("floats" if exact else "signs")
+        elif t == freeze + 1:
+            x, (e, s) = w[0], residuals(w)
+        m = b1 * m + (1 - b1) * (mean if t <= freeze else gradient)
+        w = w - rate * m / (np.sqrt(v) + eps)
+        if t > freeze:
+            total, local = total + rate, local + 1
+            sent.append("nothing" if t % h else "signs")
+            if t % h == 0:
+                u = by_signs((w - x) * (np.sqrt(v) + eps), e, s)
+                x, m, total = x + u / (np.sqrt(v) + eps), np.tile(-u / total, (len(w), 1)), 0.0
+                w = np.tile(x, (len(w), 1))
+            local, h = (0, min(2 * h, longest)) if local == doubling else (local, h)
+        xs.append(w)
+    return np.array(xs), sent

@@ -20,6 +20,14 @@ def check_range(name: str, value: float | int, low: float | int, high: float | i
         raise ValueError(f"{name} must be in [{low}, {high}), got {value}")
 
 
+def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay: float | int) -> None:
+    """Raises unless these can be the arguments of an Adam."""
+    check_range("b1", b1, 0, 1)
+    check_range("b2", b2, 0, 1)
+    check_range("eps", eps, 0)
+    check_range("weight_decay", weight_decay, 0)
+
+
 def rate_at(learning_rate: LearningRate, count: Int[Array, ""]) -> Array:
     """The learning rate of this step."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
@@ -29,6 +37,16 @@ def rate_at(learning_rate: LearningRate, count: Int[Array, ""]) -> Array:
 def zeros_like(params: PyTree) -> PyTree:
     """Zeros in the shapes of the parameters, in float32 or better."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
+
+
+def moving_average(old: Updates, new: Updates, decay: float | int) -> Updates:
+    """`decay · old + (1 - decay) · new`."""
+    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, old, new)
+
+
+def seen(tree: Updates, variance: Updates) -> Updates:
+    """Zero where there has been no gradient yet: a code that cannot say zero would be divided by `eps` alone."""
+    return jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros_like(x)), tree, variance)
 
 
 def descend(

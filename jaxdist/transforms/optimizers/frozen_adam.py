@@ -1,0 +1,85 @@
+"""Adam whose variance rests after a warm-up, so that momentum can be compressed: what two optimizers share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ... import comm as comms
+from ..._marks import bind
+from ..._typing import Array, AxisNames, Int, State, Updates
+from ...reducers._coded import next_count
+from ...reducers.base import Reducer
+from ...reducers.exact import exact
+from ..local_gradients import check_leaves, local_gradients
+from .base import LearningRate, check_adam, descend, moving_average, rate_at, seen, zeros_like
+
+
+class FrozenAdamState(NamedTuple):
+    """Agreed: a count, momentum and variance in float32 or better. `reducer` as the reducer defines it."""
+
+    count: Int[Array, ""]
+    momentum: Updates
+    variance: Updates
+    reducer: State
+
+
+def frozen_adam(
+    learning_rate: LearningRate,
+    *,
+    freeze_step: int,
+    b1: float | int,
+    b2: float | int,
+    eps: float | int,
+    weight_decay: float | int,
+    corrected: bool,
+    reducer: Reducer,
+    axis: AxisNames,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam of mean gradients for `freeze_step` steps; then `m = reduce(β₁ m + (1-β₁) g_w)` over a variance at rest.
+
+    `corrected`: divide by `1 - βᵗ` as Adam does, for the variance with the `t` at which it stopped.
+    """
+    check_adam(b1, b2, eps, weight_decay)
+    if freeze_step < 1:
+        raise ValueError(f"the variance needs a warm-up of at least one step, got {freeze_step}")
+
+    def init(params) -> State:
+        check_leaves(params)
+        zeros = zeros_like(params)
+        return FrozenAdamState(jnp.zeros((), jnp.int32), zeros, zeros, bind(reducer.init(zeros), axis))
+
+    def warm_up(comm, gradients, state, agreed):
+        del agreed
+        reduced, _ = exact().reduce(gradients, (), comm)
+        momentum = moving_average(state.momentum, reduced.mean, b1)
+        variance = moving_average(state.variance, jax.tree.map(jnp.square, reduced.mean), b2)
+        return momentum, variance, state.reducer
+
+    def compress(comm, gradients, state, agreed):
+        local = seen(moving_average(state.momentum, gradients, b1), state.variance)
+        reduced, reducer_state = reducer.reduce(local, state.reducer, comm, **agreed)
+        return seen(reduced.mean, state.variance), state.variance, reducer_state
+
+    def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
+        del extra_args
+        with jax.named_scope("frozen_adam"):
+            gradients, comm = local_gradients(updates, axis, examples)
+            rate = rate_at(learning_rate, state.count)
+            agreed = {"step": state.count, "learning_rate": rate}
+            momentum, variance, reducer_state = comms.cond(
+                state.count >= freeze_step, compress, warm_up, comm, gradients, state, agreed
+            )
+            count = next_count(state.count)
+
+            def direction(m, v):
+                if corrected:
+                    m = m / (1 - b1 ** count.astype(m.dtype))
+                    v = v / (1 - b2 ** jnp.minimum(count, freeze_step).astype(v.dtype))
+                return m / (jnp.sqrt(v) + eps)
+
+            out = descend(jax.tree.map(direction, momentum, variance), rate, weight_decay, params, updates)
+            return out, FrozenAdamState(count, momentum, variance, reducer_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
