@@ -197,6 +197,17 @@ def test_one_level_is_the_reducer_itself(eta, make):
     assert levels_of(found[2]).all() == (eta == 0)
 
 
+def test_half_precision_with_feedback_inside_one_level():
+    """Contributions with feedback are wider than the updates; the levels must still agree on a dtype."""
+    reducer = jd.accordion(jd.exact(), jd.error_feedback(top(0.1)), epoch_steps=1, interval_steps=1)
+    rows = jnp.ones((4, 2, 10), jnp.bfloat16)
+    means, owns, states = trajectory(reducer, rows)
+    assert (means.dtype, owns.dtype) == (jnp.bfloat16, jnp.float32)
+    # Without feedback around both, a level that loses much changes the gradient that it is judged by.
+    assert (means != 0).sum(1).tolist() == [10, 10, 1, 10]
+    assert np.asarray(states.high.residual.value)[-1].sum() == 2 * 9
+
+
 def test_the_rate_reaches_the_reducer():
     """Through `all_reduce` and feedback, as an extra argument of `update`."""
     tx = jd.all_reduce(jd.error_feedback(jd.accordion(top(1.0), top(0.1), epoch_steps=1, interval_steps=8)))

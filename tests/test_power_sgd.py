@@ -131,7 +131,7 @@ def test_plain_means_before_the_start():
     np.testing.assert_array_equal(owns[:2], rows[:2])
     assert (np.asarray(states.residual.value)[:2] == 0).all()
     assert np.linalg.matrix_rank(means[2]) == np.linalg.matrix_rank(means[3]) == 1
-    assert np.asarray(states.reducer.count)[:, 0].tolist() == [1, 2, 2, 2]
+    assert np.asarray(states.reducer.then.count)[:, 0].tolist() == [0, 0, 1, 2]
 
 
 def test_a_cold_start_draws_anew_and_a_warm_one_converges():

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from .. import comm as comms
 from .._typing import Array, Float, Int, Like, State
-from .base import Reduced, Reducer, feedback_form, held_by, is_stand_in, weakest
+from .base import Reducer, feedback_form, held_by, is_stand_in, weakest
 from .by_leaf import by_leaf
 from .critical_regime import CriticalRegimeState, critical_regime
+from .switch_at import one_of_two
 
 
 class AccordionState(NamedTuple):
@@ -34,8 +35,8 @@ def accordion(
 
     Critical is the beginning, the time after the learning rate fell, and wherever the gradient of an epoch has changed
     by `eta` or more since `interval_steps` ago; see `critical_regime`. Put error feedback around it: the residual then
-    outlives every switch. Factors and keys belong to each of the two: a PowerSGD that comes back goes on from the
-    factors that it left with.
+    outlives every switch, and what was reduced in an epoch is nearly what the workers computed, whatever the level.
+    Factors and keys belong to each of the two: a PowerSGD that comes back goes on from the factors that it left with.
 
     *On the wire*: what the reducer of the step sends; the program has both. Nothing for the decision.
 
@@ -83,22 +84,15 @@ def accordion(
         return AccordionState(detector.init(like), low.init(like), high.init(like))
 
     def reduce(updates, state, comm, **agreed):
-        def at(reducer, field):
-            def branch(comm, updates, state):
-                reduced, inner = reducer.reduce(updates, getattr(state, field), comm, **agreed)
-                return Reduced(reduced.mean, comm.varying(reduced.own)), state._replace(**{field: inner})
-
-            return branch
-
         with jax.named_scope("accordion"):
             regime = detector.before(state.regime, agreed.get("learning_rate"))
-            state = state._replace(regime=regime)
-            reduced, state = comms.cond(regime.critical, at(low, "low"), at(high, "high"), comm, updates, state)
+            parts = {"low": low, "high": high}
+            reduced, state = one_of_two(regime.critical, parts, updates, state, comm, **agreed)
             return reduced, state._replace(regime=detector.after(regime, reduced.mean))
 
     def held(state, like, comm):
         both = held_by(low, state.low, like, comm), held_by(high, state.high, like, comm)
-        return jax.tree.map(lambda a, b: a + b, *both)
+        return jax.tree.map(jnp.add, *both)
 
     def for_feedback():
         return accordion(feedback_form(low), feedback_form(high), groups=groups, **options)

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import comm as comms
-from .._typing import Array, Int, PyTree, Shape, State
+from .._typing import Array, Int, PyTree, Shape
 from ._coded import next_count
 from ._low_rank import View, draw, group_leaves, keep_alive, outer, put_back, stack, view_of, wide
 from ._low_rank import squarest_view as squarest_view
@@ -15,6 +14,7 @@ from ._one_sided import one_sided_power_sgd
 from ._orthonormal import orthonormal
 from .base import Reduced, Reducer, Wire, from_rounds
 from .exact import exact
+from .switch_at import switch_at
 
 
 class PowerSGDState(NamedTuple):
@@ -60,7 +60,7 @@ def power_sgd(
       min_compression_rate: a leaf is compressed if `(n+m)·r·rate < n·m`. Lower compresses more leaves; 0 compresses all
         matrices.
       start_step: plain means before it. Early gradients are the hardest to compress: try 10 % of training if the loss
-        suffers. It keeps both programs in the step.
+        suffers. The same as `switch_at(exact(), power_sgd(rank), start_step)`: it keeps both programs in the step.
       warm_start: keep `Q`. Without it each step draws a new one, and accuracy falls.
       own: see above.
       matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
@@ -96,7 +96,7 @@ def power_sgd(
         raise ValueError("one_sided=True needs warm_start=True: its steps are halves of one iteration")
     view = view_of(rank, min_compression_rate, matrix_view)
     reducer = one_sided_power_sgd(view, own, seed) if one_sided else _two_sided(view, own, warm_start, seed)
-    return _started_at(start_step, reducer) if start_step else reducer
+    return switch_at(exact(), reducer, start_step) if start_step else reducer
 
 
 def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, seed: int) -> Reducer:
@@ -136,31 +136,3 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
 
     return from_rounds("power_sgd", init, rounds)
-
-
-class StartedState(NamedTuple):
-    """Agreed: how many plain means there were, and the state of the reducer that comes after them."""
-
-    count: Int[Array, ""]
-    reducer: State
-
-
-def _started_at(step: int, reducer: Reducer) -> Reducer:
-    plain = exact()
-
-    def init(like):
-        return StartedState(jnp.zeros((), jnp.int32), reducer.init(like))
-
-    def compress(comm, updates, state):
-        reduced, inner = reducer.reduce(updates, state.reducer, comm)
-        return reduced, state._replace(reducer=inner)
-
-    def wait(comm, updates, state):
-        reduced, _ = plain.reduce(updates, (), comm)
-        return reduced._replace(own=comm.varying(reduced.own)), state._replace(count=state.count + 1)
-
-    def reduce(updates, state, comm, **agreed):
-        del agreed
-        return comms.cond(state.count >= step, compress, wait, comm, updates, state)
-
-    return Reducer(init, reduce)

@@ -1,12 +1,14 @@
 """One reducer for the first steps, another one after them."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._typing import Array, Int, State
+from .._typing import Array, Int, State, Updates
+from ..comm import Comm
 from ..compressors.base import working_dtype
 from ._coded import next_count
 from .base import Reduced, Reducer, feedback_form, held_by, weakest
@@ -62,18 +64,10 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
         return SwitchState(jnp.zeros((), jnp.int32), first.init(like), then.init(like))
 
     def reduce(updates, state, comm, **agreed):
-        def run(reducer, field):
-            def branch(comm, updates, state):
-                reduced, inner = reducer.reduce(updates, getattr(state, field), comm, **agreed)
-                # With feedback, `own` is wider than the updates.
-                own = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), reduced.own)
-                return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})
-
-            return branch
-
         with jax.named_scope("switch_at"):
             early = state.count < step
-            reduced, state = comms.cond(early, run(first, "first"), run(then, "then"), comm, updates, state)
+            parts = {"first": first, "then": then}
+            reduced, state = one_of_two(early, parts, updates, state, comm, **agreed)
         return reduced, state._replace(count=next_count(state.count))
 
     def held(state, like, comm):
@@ -84,3 +78,21 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
         return switch_at(feedback_form(first), feedback_form(then), step)
 
     return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held)
+
+
+def one_of_two(
+    choice: Array, reducers: Mapping[str, Reducer], updates: Updates, state: Any, comm: Comm, **agreed: Any
+) -> tuple[Reduced, Any]:
+    """Reduces with the first of two reducers if the agreed `choice` is true; each has the field of `state` named so."""
+
+    def run(field):
+        def branch(comm, updates, state):
+            reduced, inner = reducers[field].reduce(updates, getattr(state, field), comm, **agreed)
+            # With feedback, `own` is wider than the updates.
+            own = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), reduced.own)
+            return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})
+
+        return branch
+
+    on_true, on_false = (run(field) for field in reducers)
+    return comms.cond(choice, on_true, on_false, comm, updates, state)
