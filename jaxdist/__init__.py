@@ -31,6 +31,8 @@ from .placement import resize as resize
 from .reducers import Reduced as Reduced
 from .reducers import Reducer as Reducer
 from .reducers import accordion as accordion
+from .reducers import alq as alq
+from .reducers import amq as amq
 from .reducers import bucketed as bucketed
 from .reducers import by_leaf as by_leaf
 from .reducers import compressed as compressed

@@ -6,6 +6,7 @@ from .cast import identity as identity
 from .level_variance import expected_variance as expected_variance
 from .levels import nuqsgd as nuqsgd
 from .levels import with_levels as with_levels
+from .optimal_levels import optimal_levels as optimal_levels
 from .packing import from_words as from_words
 from .packing import pack as pack
 from .packing import packed_size as packed_size

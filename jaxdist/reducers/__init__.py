@@ -2,6 +2,8 @@
 
 from .accordion import accordion as accordion
 from .accordion import accordion_batch as accordion_batch
+from .adaptive import alq as alq
+from .adaptive import amq as amq
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
 from .base import Wire as Wire

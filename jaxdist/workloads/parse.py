@@ -40,6 +40,8 @@ REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
     "random_k": (compressors.random_k, "random_k:DENSITY", "the same random entries on all workers; wants ef:"),
     "sign": (compressors.scaled_sign, "sign", "one bit an entry; wants ef:"),
     "top_k": (compressors.top_k, "top_k:DENSITY", "the largest entries of each array; wants ef:"),
+    "alq": (reducers.alq, "alq:BITS[,bucket=N]", "levels that follow the gradients"),
+    "amq": (reducers.amq, "amq:BITS[,bucket=N]", "levels that are powers of a fitted number"),
     "power_sgd": (reducers.power_sgd, "power_sgd:RANK", "low-rank factors of each matrix; wants ef:"),
 }
 # Optimizers that communicate by themselves, in the place of a reducer and the optimizer after it.

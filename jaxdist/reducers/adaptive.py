@@ -1,0 +1,273 @@
+"""Levels that follow the distribution of the gradients (ALQ, AMQ)."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import comm as comms
+from .._typing import Array, Float
+from ..compressors import scaled
+from ..compressors.adapt_levels import best_multiplier, fit_levels
+from ..compressors.base import Compressor
+from ..compressors.buckets import check_buckets
+from ..compressors.distributions import bucket_sums, folded, mixture_of, truncated_normals
+from ..compressors.levels import powers, with_levels
+from ..compressors.optimal_levels import grid, optimal_levels, ratio_histogram
+from ._flat import concatenate
+from .base import Reduced, Reducer, from_rounds, rounds_of
+from .compressed import CompressedState, compressed
+
+Norm = Literal["max", "l2"]
+
+
+class AdaptiveState(NamedTuple):
+    """Agreed: the key and count of the codes, and the levels of now."""
+
+    codes: CompressedState
+    levels: Float[Array, " levels"]
+
+
+class _Plan(NamedTuple):
+    """`statistics(x)` of every worker are averaged, and `fit(statistics)` gives the levels for `code(levels)`."""
+
+    name: str
+    first: Array
+    statistics: Callable[[Array], Array]
+    fit: Callable[[Array], Array]
+    code: Callable[[Array], Compressor]
+    due: Callable[[Array], Array]
+    seed: int
+
+
+def alq(
+    bits: int = 3,
+    *,
+    bucket: int = 8192,
+    norm: Norm = "max",
+    solver: Literal["exact", "coordinate", "gradient"] = "exact",
+    norm_power: Literal[0, 1, 2] = 2,
+    symmetric: bool = False,
+    block: int = 64,
+    update_steps: Sequence[int] = (100, 2000),
+    every: int = 10_000,
+    seed: int = 0,
+) -> Reducer:
+    """Rounds to levels that are fitted, now and then, to the gradients of all workers: the least variance for the bits.
+
+    All leaves form one vector in buckets of `bucket` entries. An entry `r = x / norm` goes at random to one of the two
+    levels around it, out of `2**bits` from -1 to 1, so that it is right on average (`compressors.with_levels`).
+    At step 0, at `update_steps` and every `every` steps, the levels move to a minimum of the expected variance of an
+    entry,
+
+        `Ψ = Σ_j ∫ (l_{j+1} - r) (r - l_j) dF(r)` over the intervals between levels,
+
+    where F is the distribution of all entries, those of a bucket weighted by `norm**norm_power`:
+
+    - "exact": F is a histogram, and dynamic programming finds the best table of its 257 points.
+    - "coordinate": F is a mixture of truncated normal distributions, fitted to the means and variances of blocks of
+      entries. Each level in turn goes to the zero of dΨ/dl, 30 times, from three starts, of which the best is kept.
+    - "gradient": the same by projected gradient descent.
+
+    The paper has "coordinate", the L2 norm and one normal distribution for a bucket. But with that norm the squares of
+    the ratios in a full bucket add up to 1, so each has a variance of 1/bucket whatever the gradients are: levels for
+    Gaussian buckets, which fail where layers of different scales share a bucket. Hence the blocks. With the largest
+    magnitude as the norm no level is spent on ratios that do not occur, and the error is less than half of it.
+
+    *On the wire*: one all-gather, of `ceil(n bits / 8)` bytes of codes for all n entries together (in whole 32-bit
+    words where there are several buckets) and `4 ceil(n / bucket)` of norms; a worker sends `W-1` times as much. When
+    levels are fitted, an all-reduce of 1028 bytes more ("exact"), or of 240. Levels are not sent: every worker computes
+    the same ones from the same averages, bit for bit.
+
+    *State* (agreed): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
+
+    Inside `error_feedback` the codes are scaled by `1 / (1 + ω)` with the ω of the current levels. It holds for the
+    worst bucket and shrinks typical ones far too much: prefer the reducer by itself, which is unbiased.
+
+    Args:
+      bits: 2, 3 or 4 for each entry. 3 to start.
+      bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
+      norm: "max", or "l2" as in the paper.
+      solver: see above. The pass over the gradients that "exact" takes costs more, at scheduled steps only.
+      norm_power: 2 minimises the variance of the sum; 0 that of each bucket relative to its norm (the paper's ALQ-N);
+        1 is what the authors' code has in place of 2.
+      symmetric: `2**(bits - 1)` magnitudes with a level at zero, and a sign; fewer free levels, but zeros stay zeros.
+      block: neighbours that share a mean and a variance, for the mixture. Fewer follow the scales within a bucket more
+        closely, and below 32 take noise for scales; `bucket` is the paper's mixture.
+      update_steps: further steps at which the levels are fitted: early, while gradients change fast.
+      every: and again after so many steps.
+      seed: of the key.
+
+    Returns:
+      The reducer. To send in several pieces, put it inside `bucketed`: each piece then has its own levels.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.alq(3)
+      >>> x = jnp.sin(jnp.arange(100.0))
+      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> state.levels.shape, bool(jnp.abs(state.levels[3:5]).max() < 0.3)
+      ((8,), True)
+
+    References:
+      F. Faghri, I. Tabrizian, I. Markov, D. Alistarh, D. Roy, A. Ramezani-Kebrya, "Adaptive gradient quantization for
+      data-parallel SGD", arXiv:2010.12460, 2020. The exact solver: R. Ben Basat, Y. Ben-Itzhak, M. Mitzenmacher, S.
+      Vargaftik, "Optimal and approximate adaptive stochastic quantization", arXiv:2402.03158, 2024.
+    """
+    if solver not in ("exact", "coordinate", "gradient"):
+        raise ValueError(f'solver must be "exact", "coordinate" or "gradient", got {solver!r}')
+    if symmetric and bits == 2:
+        raise ValueError("symmetric levels of 2 bits are 0 and 1, and none is left to fit: use 3 bits, or qsgd(2)")
+    _check(bits, bucket, norm, norm_power, block)
+    due = _schedule(update_steps, every)
+    lowest, count = (0.0, 2 ** (bits - 1)) if symmetric else (-1.0, 2**bits)
+
+    def code(levels):
+        return with_levels(levels, bits=bits, bucket=bucket, norm=norm, zero_level=symmetric)
+
+    def moments(x):
+        return bucket_sums(x, bucket=bucket, norm=norm, norm_power=norm_power, block=block)
+
+    def histogram(x):
+        return ratio_histogram(x, bucket=bucket, norm=norm, norm_power=norm_power, magnitudes=symmetric)
+
+    def fit(sums):
+        distribution = truncated_normals(mixture_of(sums))
+        return fit_levels(folded(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
+
+    def fit_histogram(weights):
+        return optimal_levels(grid(bucket, magnitudes=symmetric), weights / jnp.sum(weights), count)[0]
+
+    first = powers(count, jnp.float32(0.5), lowest=lowest)
+    statistics, solve = (histogram, fit_histogram) if solver == "exact" else (moments, fit)
+    return _adaptive(_Plan("alq", first, statistics, solve, code, due, seed))
+
+
+def amq(
+    bits: int = 3,
+    *,
+    bucket: int = 8192,
+    norm: Norm = "max",
+    norm_power: Literal[0, 1, 2] = 2,
+    block: int = 64,
+    update_steps: Sequence[int] = (100, 2000),
+    every: int = 10_000,
+    seed: int = 0,
+) -> Reducer:
+    """Rounds to powers of a multiplier p that is fitted, now and then, to the gradients of all workers.
+
+    As `alq`, with the levels `±p^s, ..., ±p, ±1`, `s = 2**(bits - 1) - 1`: one number to fit, and a larger variance. Ψ
+    is computed for 128 values of p, and bisection on dΨ/dp goes on around the best.
+
+    *On the wire*: as `alq`: one all-gather, of `ceil(n bits / 8)` bytes of codes and `4 ceil(n / bucket)` of norms;
+    when p is fitted, an all-reduce of 240 bytes more.
+
+    *State* (agreed): a key, a count and the levels.
+
+    Args:
+      bits: 2, 3 or 4 for each entry. 3 to start.
+      bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
+      norm: "max", or "l2" as in the paper.
+      norm_power: 2 minimises the variance of the sum; 0 that of each bucket relative to its norm (the paper's AMQ-N);
+        1 is what the authors' code has in place of 2.
+      block: neighbours that share a mean and a variance, for the mixture of normal distributions that p is fitted to.
+      update_steps: further steps at which p is fitted.
+      every: and again after so many steps.
+      seed: of the key.
+
+    Returns:
+      The reducer.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.amq(3)
+      >>> x = jnp.sin(jnp.arange(100.0))
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> bool(0.3 < state.levels[-2] < 0.9)  # p
+      True
+
+    References:
+      F. Faghri, I. Tabrizian, I. Markov, D. Alistarh, D. Roy, A. Ramezani-Kebrya, "Adaptive gradient quantization for
+      data-parallel SGD", arXiv:2010.12460, 2020.
+    """
+    _check(bits, bucket, norm, norm_power, block)
+    due = _schedule(update_steps, every)
+    count = 2**bits
+
+    def code(levels):
+        return with_levels(levels, bits=bits, bucket=bucket, norm=norm, zero_level=False)
+
+    def statistics(x):
+        return bucket_sums(x, bucket=bucket, norm=norm, norm_power=norm_power, block=block)
+
+    def fit(sums):
+        return powers(count, best_multiplier(truncated_normals(mixture_of(sums)), count))
+
+    return _adaptive(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
+
+
+def _check(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> None:
+    if bits not in (2, 3, 4):
+        raise ValueError(f"bits must be 2, 3 or 4, got {bits}; 8 bits lose next to nothing without adapting: qsgd(8)")
+    check_buckets(bucket, norm)
+    if norm_power not in (0, 1, 2):
+        raise ValueError(f"norm_power must be 0, 1 or 2, got {norm_power}")
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+
+
+def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Array]:
+    if any(step < 0 for step in update_steps):
+        raise ValueError(f"update_steps must not be negative, got {tuple(update_steps)}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))
+
+
+def _adaptive(plan: _Plan) -> Reducer:
+    def init(like):
+        return AdaptiveState(compressed(plan.code(plan.first), seed=plan.seed).init(like), plan.first)
+
+    def fitted(comm, flat, levels):
+        statistics = comm.mean(plan.statistics(flat))
+        new = plan.fit(statistics)
+        weights = statistics if statistics.ndim == 1 else statistics[:, 0]
+        usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
+        return jnp.where(usable, new, levels)
+
+    def kept(comm, flat, levels):
+        del comm, flat
+        return levels
+
+    def rounds(updates, state, comm, **agreed):
+        del agreed
+        leaves, tree = jax.tree.flatten(updates)
+        if not leaves:
+            return Reduced(updates, updates), state
+        flat = concatenate([leaf.astype(jnp.float32) for leaf in leaves])
+        levels = state.levels
+        if flat.size:
+            levels = comms.cond(plan.due(state.codes.count), fitted, kept, comm, flat, levels)
+        reducer = compressed(plan.code(levels), seed=plan.seed)
+        reduced, codes = yield from rounds_of(reducer, flat, state.codes, comm)
+        return Reduced(*(tree.unflatten(_parts(part, leaves)) for part in reduced)), AdaptiveState(codes, levels)
+
+    def for_feedback():
+        return _adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))))
+
+    return from_rounds(plan.name, init, rounds, for_feedback=for_feedback)
+
+
+def _parts(flat: Array, leaves: list[Array]) -> list[Array]:
+    parts, start = [], 0
+    for leaf in leaves:
+        parts.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+        start += leaf.size
+    return parts
