@@ -10,6 +10,7 @@ from reference import optimizers as reference
 from tiny import assert_close
 
 import jaxdist as jd
+from jaxdist.workloads import digits, parse, train
 
 
 @pytest.fixture
@@ -96,7 +97,15 @@ def test_what_each_phase_sends():
     tx = jd.one_bit_adam(0.1, freeze_step=3, reducer=jd.tracked(jd.error_feedback(jd.two_shot(jd.scaled_sign()))))
     _, states = descend(tx, jnp.zeros(102), jnp.asarray(rows(5, 8, 102), jnp.float32))
     assert [int(jd.stats(state)["syncs"]) for state in states] == [0, 0, 0, 1, 2]
-    assert float(jd.stats(states[-1])["bytes"]) == 2 * OPTIMIZERS["one_bit_adam"].cheapest(8)
+    optimizer = OPTIMIZERS["one_bit_adam"]
+    assert float(jd.stats(states[-1])["bytes"]) == 3 * optimizer.bytes(8) + 2 * optimizer.cheapest(8)
+
+
+def test_the_command_line_counts_its_bytes(mesh):
+    method = parse.parse_method("one_bit_adam:1e-3,freeze_step=1", optax.sgd(0.1))
+    run = train.prepare(digits.digits_workload(4), *method, mesh=mesh, batch_size=8)
+    found = [record.wire_bytes for record, _ in train.steps(run, 2)]
+    assert found == [2 * 7 / 8 * 4 * run.parameters, 7 * 2 * (-(-run.parameters // 64) + 4)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from workers import trajectory
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.tracked import _add as add_bytes
+from jaxdist.reducers.tracked import add_bytes
 from jaxdist.schedule import assign_buckets
 
 MIB = 1 << 20

@@ -113,6 +113,15 @@ def test_what_each_step_sends():
     assert kinds == [("all-gather", "uint8"), ("all-reduce", "float32"), ("all-to-all", "uint8")]
 
 
+def test_it_counts_what_it_sends():
+    """Floats, signs, floats; then, from step 4, signs, nothing, nothing, nothing, signs."""
+    tx = jd.zero_one_adam(0.1, freeze_step=3, refreshes=1, doubling_steps=1, longest_interval=4)
+    _, states = descend(tx, jnp.ones(64), jnp.asarray(rows(8), jnp.float32), drifts=True)
+    found = np.diff([0, *(float(jd.stats(state)["bytes"]) for state in states)])
+    floats, signs = 2 * 3 / 4 * 4 * 64, 3 * 2 * (16 // 8 + 4)
+    assert found.tolist() == [floats, floats, signs, signs, 0, 0, 0, signs]
+
+
 def test_it_needs_the_parameters():
     tx = jd.zero_one_adam(0.1, freeze_step=1, axis=None)
     with pytest.raises(ValueError, match=r"needs the parameters: tx.update\(gradients, state, params\)"):

@@ -57,7 +57,7 @@ def tracked(reducer: Reducer) -> Reducer:
         size = _square(updates)
         error = _square(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own)) / size
         error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
-        sent = _add(state.bytes, total_bytes(ledger))
+        sent = add_bytes(state.bytes, total_bytes(ledger))
         return reduced, TrackedState(inner, state.syncs + 1, sent, with_value(state.error, error))
 
     def for_feedback():
@@ -73,7 +73,7 @@ def _square(tree: PyTree) -> Array:
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))
 
 
-def _add(words: Array, sent: Any) -> Array:
+def add_bytes(words: Array, sent: Any) -> Array:
     """(high, low) + bytes; bytes are static unless some of them are sent under a condition."""
     if isinstance(sent, float):
         high, low = divmod(round(sent), 1 << 32)

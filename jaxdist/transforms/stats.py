@@ -10,6 +10,8 @@ from .._typing import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
 from .all_reduce import AllReduceState
+from .optimizers.frozen_adam import FrozenAdamState
+from .optimizers.zero_one_adam import ZeroOneAdamState
 from .skip_nonfinite import SkipNonfiniteState
 
 
@@ -24,7 +26,8 @@ def stats(opt_state: State) -> dict[str, Array]:
       Those of the following that the state has, as scalar arrays:
       `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
-      `tracked`; `skips` from `skip_nonfinite`; `empty` (steps without any example) from `all_reduce`.
+      `tracked`, `bytes` also from `one_bit_adam`, `qadam` and `zero_one_adam`; `skips` from `skip_nonfinite`; `empty`
+      (steps without any example) from `all_reduce`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -38,10 +41,12 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["residual_norm"] = jnp.sqrt(sum(squares))
     tracked = _nodes(opt_state, TrackedState)
     if tracked:
-        high_low = [node.bytes.reshape(-1, 2)[0].astype(jnp.float32) for node in tracked]
         found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
-        found["bytes"] = sum(words[0] * 2.0**32 + words[1] for words in high_low)
+        found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
+    counting = _nodes(opt_state, (FrozenAdamState, ZeroOneAdamState))
+    if counting:  # all that they send, that of a tracked reducer inside them included
+        found["bytes"] = sum(_number(node.sent) for node in counting)
     for name, kind, field in (("skips", SkipNonfiniteState, "skipped"), ("empty", AllReduceState, "empty")):
         nodes = _nodes(opt_state, kind)
         if nodes:
@@ -49,7 +54,13 @@ def stats(opt_state: State) -> dict[str, Array]:
     return found
 
 
-def _nodes(tree: PyTree, kind: type) -> list[Any]:
+def _number(words: Array) -> Array:
+    """(high, low) words as a float, of the first worker where each has its own."""
+    high, low = words.reshape(-1, 2)[0].astype(jnp.float32)
+    return high * 2.0**32 + low
+
+
+def _nodes(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
     """All nodes of a kind, those inside others of the kind too."""
     found = [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
     return found + [inner for node in found for inner in _nodes(tuple(node), kind)]

@@ -8,18 +8,23 @@ import optax
 
 from ... import comm as comms
 from ..._marks import bind
-from ..._typing import Array, AxisNames, Int, State, Updates
+from ..._typing import Array, AxisNames, Int, State, UInt, Updates
 from ...reducers._coded import next_count
 from ...reducers.base import Reducer
 from ...reducers.exact import exact
+from ...reducers.tracked import add_bytes
 from ..local_gradients import check_leaves, local_gradients
 from .base import LearningRate, check_adam, descend, moving_average, rate_at, seen, zeros_like
 
 
 class FrozenAdamState(NamedTuple):
-    """Agreed: a count, momentum and variance in float32 or better. `reducer` as the reducer defines it."""
+    """Agreed: a count, the bytes `sent` by one worker, as (high, low) words, and two trees in float32 or better.
+
+    `reducer` as the reducer defines it.
+    """
 
     count: Int[Array, ""]
+    sent: UInt[Array, "2"]
     momentum: Updates
     variance: Updates
     reducer: State
@@ -48,7 +53,13 @@ def frozen_adam(
     def init(params) -> State:
         check_leaves(params)
         zeros = zeros_like(params)
-        return FrozenAdamState(jnp.zeros((), jnp.int32), zeros, zeros, bind(reducer.init(zeros), axis))
+        return FrozenAdamState(
+            count=jnp.zeros((), jnp.int32),
+            sent=jnp.zeros(2, jnp.uint32),
+            momentum=zeros,
+            variance=zeros,
+            reducer=bind(reducer.init(zeros), axis),
+        )
 
     def warm_up(comm, gradients, state, agreed):
         del agreed
@@ -66,6 +77,8 @@ def frozen_adam(
         del extra_args
         with jax.named_scope("frozen_adam"):
             gradients, comm = local_gradients(updates, axis, examples)
+            ledger: list[comms.Sent] = []
+            comm = comms.counted(comm, ledger)
             rate = rate_at(learning_rate, state.count)
             agreed = {"step": state.count, "learning_rate": rate}
             momentum, variance, reducer_state = comms.cond(
@@ -80,6 +93,7 @@ def frozen_adam(
                 return m / (jnp.sqrt(v) + eps)
 
             out = descend(jax.tree.map(direction, momentum, variance), rate, weight_decay, params, updates)
-            return out, FrozenAdamState(count, momentum, variance, reducer_state)
+            sent = add_bytes(state.sent, comms.total_bytes(ledger))
+            return out, FrozenAdamState(count, sent, momentum, variance, reducer_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -8,11 +8,12 @@ import optax
 
 from ... import comm as comms
 from ..._marks import PerWorker, bind, map_marked, with_value
-from ..._typing import Array, AxisNames, Float, Int, State, Updates
+from ..._typing import Array, AxisNames, Float, Int, State, UInt, Updates
 from ...compressors import scaled_sign
 from ...compressors.base import working_dtype
 from ...reducers import Reducer, error_feedback, exact, two_shot
 from ...reducers._coded import next_count
+from ...reducers.tracked import add_bytes
 from ..local_gradients import check_leaves, local_gradients
 from .base import NO_PARAMS, LearningRate, check_adam, check_range, moving_average, rate_at, seen, zeros_like
 
@@ -27,13 +28,15 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """Agreed: `count`, `variance`, the sum of learning `rates` since the last sync, both intervals.
+    """Agreed: `count`, the bytes `sent` by one worker, as (high, low) words, `variance`, and both intervals.
 
+    Agreed too: the sum of learning `rates` since the last sync.
     Per worker: `momentum`, and the `anchor`, the parameters after the last sync, equal on all workers. `reducer` as the
     reducer defines it. All trees are in float32 or better.
     """
 
     count: Int[Array, ""]
+    sent: UInt[Array, "2"]
     variance: Updates
     rates: Float[Array, ""]
     refresh: Interval
@@ -132,6 +135,7 @@ def zero_one_adam(
         anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
         return ZeroOneAdamState(
             count=jnp.zeros((), jnp.int32),
+            sent=jnp.zeros(2, jnp.uint32),
             variance=zeros,
             rates=jnp.zeros(()),
             refresh=each_step,
@@ -171,6 +175,8 @@ def zero_one_adam(
             raise ValueError(NO_PARAMS)
         with jax.named_scope("zero_one_adam"):
             gradients, comm = local_gradients(updates, axis, examples)
+            ledger: list[comms.Sent] = []
+            comm = comms.counted(comm, ledger)
             rate = rate_at(learning_rate, state.count)
             rates = state.rates + rate.astype(state.rates.dtype)
             step = next_count(state.count)
@@ -212,6 +218,7 @@ def zero_one_adam(
             )
             return out, ZeroOneAdamState(
                 count=step,
+                sent=add_bytes(state.sent, comms.total_bytes(ledger)),
                 variance=variance,
                 rates=jnp.where(meet, 0, rates),
                 refresh=_advance(state.refresh, refresh, refreshes, LONGEST),
