@@ -90,6 +90,7 @@ CODES = {
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
     "qsgd 3": Code(lambda: jc.qsgd(3, bucket=16), qsgd_bytes(3, 16)),
     "qsgd 4": Code(lambda: jc.qsgd(4), qsgd_bytes(4, 512)),
+    "qsgd 4 threefry": Code(lambda: jc.qsgd(4, noise=jc.uniform_threefry), qsgd_bytes(4, 512)),
     "qsgd 8 l2": Code(lambda: jc.qsgd(8, norm="l2"), qsgd_bytes(8, 512)),
     "nuqsgd": Code(lambda: jc.nuqsgd(4), qsgd_bytes(4, 8192)),
     "nuqsgd without zero": Code(lambda: jc.nuqsgd(3, bucket=16, zero_level=False), qsgd_bytes(3, 16)),
@@ -99,6 +100,7 @@ CODES = {
     ),
     "scaled_sign": Code(jc.scaled_sign, lambda n: words(n) + 4),
     "scaled": Code(lambda: jc.scaled(jc.qsgd(2, bucket=8)), qsgd_bytes(2, 8)),
+    "scaled l2": Code(lambda: jc.scaled(jc.qsgd(2, norm="l2")), qsgd_bytes(2, 512)),
 }
 
 

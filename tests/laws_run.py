@@ -24,10 +24,10 @@ def params():
     return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
-def gradients(step):
-    """One gradient for each of eight workers, unlike each other."""
+def gradients(step, workers=8):
+    """One gradient for each worker, unlike each other."""
     rng = np.random.default_rng(step)
-    return {name: rng.standard_normal((8, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return {name: rng.standard_normal((workers, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def linear_loss(params, batch):

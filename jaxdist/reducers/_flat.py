@@ -46,6 +46,18 @@ def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[i
     return list(groups.values())
 
 
+def stacked(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
+    """Leaves of one shape and dtype stacked, and which they are: a program has one code for each shape, not leaf."""
+    groups = alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+    return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
+
+
+def unstacked(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
+    """The leaves again, in their order."""
+    leaves = {i: stack[k] for members, stack in zip(groups, stacks, strict=True) for k, i in enumerate(members)}
+    return [leaves[i] for i in range(len(leaves))]
+
+
 def _dtype(leaf: Like) -> jnp.dtype:
     return jnp.dtype(leaf.dtype)
 

@@ -9,7 +9,7 @@ from jaxtyping import DTypeLike
 from .._typing import Array, Int, Key, Payload
 from ..compressors.base import Compressor, working_dtype
 from ._coded import contraction_form, mean_of_decoded, next_count, step_key
-from ._flat import alike
+from ._flat import stacked, unstacked
 from .base import Reduced, Reducer, Wire, from_rounds
 
 
@@ -57,9 +57,7 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
         del agreed
         leaves, tree = jax.tree.flatten(updates)
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
-        # Leaves of one shape are coded together: the program has one code for each shape, not for each leaf.
-        groups = alike(leaves, lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)))
-        stacks = [jnp.stack([leaves[i] for i in members]) for members in groups]
+        groups, stacks = stacked(leaves)
         keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
         payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
         arrays, payload_tree = jax.tree.flatten(payloads)
@@ -72,18 +70,13 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
             arrived = payload_tree.unflatten(received.gather)
             means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         own = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
-        reduced = Reduced(*(tree.unflatten(_unstack(groups, stacks)) for stacks in (means, own)))
+        reduced = Reduced(*(tree.unflatten(unstacked(groups, stacks)) for stacks in (means, own)))
         return reduced, state._replace(count=next_count(state.count))
 
     def for_feedback():
         return compressed(contraction_form(compressor), seed=seed)
 
     return from_rounds("compressed", init, rounds, for_feedback=for_feedback)
-
-
-def _unstack(groups: list[list[int]], stacks: list[Array]) -> list[Array]:
-    leaves = {i: stack[k] for members, stack in zip(groups, stacks) for k, i in enumerate(members)}
-    return [leaves[i] for i in range(len(leaves))]
 
 
 def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: DTypeLike | None = None) -> Array:

@@ -1,18 +1,24 @@
 """Integers in a scale that all workers share: a plain all-reduce adds them up, and no float is sent."""
 
+import math
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._typing import Array, Int, Key, PyTree
+from .._typing import Array, Float, Int, Key, PyTree
+from ..comm import Comm
 from ..compressors import uniform_hash
 from ..compressors.base import working_dtype
 from ._coded import next_count, step_key
+from ._flat import stacked, unstacked
+from ._fused import fused
 from .base import Reduced, Reducer, Wire, drive, from_rounds
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
+TINY = 1e-30  # so that a leaf of zeros has a scale
 
 
 class IntSGDState(NamedTuple):
@@ -82,20 +88,22 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
 
     def dense(comm, updates, state):
         leaves, tree = jax.tree.flatten(updates)
-        received = drive(_send_means(leaves), comm)
-        mean = tree.unflatten(received)
+        mean = tree.unflatten(fused(comm.mean, leaves))
         return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
 
     def coded(comm, updates, state):
-        def alpha(leaf, square):
-            root = jnp.sqrt(jnp.asarray(leaf.size / (2 * comm.size), jnp.float32))
-            return scale * root / jnp.sqrt(square + 1e-30)
-
-        alphas = jax.tree.leaves(jax.tree.map(alpha, updates, state.squares))
+        leaves, tree = jax.tree.flatten(updates)
+        groups, stacks = stacked(leaves)
+        squares = jax.tree.leaves(state.squares)
+        alphas = []
+        for members, stack in zip(groups, stacks, strict=True):
+            root = scale * math.sqrt(stack[0].size / (2 * comm.size))
+            alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
         key = step_key(state.key, state.count, comm, shared=False)
-        reduced = drive(_sum_of_integers(updates, alphas, key, comm, bits), comm)
-        squares = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
-        return reduced, squares
+        means, owns = drive(_sum_of_integers(stacks, alphas, key, comm, bits), comm)
+        reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
+        new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
+        return reduced, new
 
     def reduce(updates, state, comm, **agreed):
         del agreed
@@ -151,12 +159,13 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
     def rounds(updates, state, comm, **agreed):
         del agreed
         levels = _levels(bits, comm.size)
-        leaves = jax.tree.leaves(updates)
-        largest = [jnp.max(jnp.abs(leaf), initial=0).astype(jnp.float32) for leaf in leaves]
-        received = yield Wire(max=[jnp.stack(largest)] if leaves else [])
-        alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max[0]] if leaves else []
+        leaves, tree = jax.tree.flatten(updates)
+        groups, stacks = stacked(leaves)
+        received = yield Wire(max=[_largest(stack) for stack in stacks])
+        alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
         key = step_key(state.key, state.count, comm, shared=False)
-        reduced = yield from _sum_of_integers(updates, alphas, key, comm, bits)
+        means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
+        reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
         return reduced, IntegerSumState(state.key, next_count(state.count))
 
     return from_rounds("integer_sum", init, rounds)
@@ -175,33 +184,35 @@ def _levels(bits: int, workers: int) -> int:
     return levels
 
 
-def _send_means(leaves):
-    received = yield Wire(mean=leaves)
-    return received.mean
-
-
 def _square(x: Array) -> Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def _sum_of_integers(updates, alphas, key, comm, bits):
-    """One round: stochastically rounded, clipped codes; gives what is reduced."""
-    leaves, tree = jax.tree.flatten(updates)
+def _largest(stack: Array) -> Float[Array, " k"]:
+    """The largest magnitude of each of `k` leaves."""
+    return jnp.max(jnp.abs(stack).astype(jnp.float32), axis=range(1, stack.ndim), initial=0)
+
+
+def _sum_of_integers(
+    stacks: list[Array], alphas: list[Float[Array, " k"]], key: Key[Array, ""], comm: Comm, bits: int
+) -> Generator[Wire, Wire, tuple[list[Array], list[Array]]]:
+    """One round, of stacks of `k` leaves with a scale for each: the means, and what this worker contributed."""
     levels = _levels(bits, comm.size)
+    # Scales as [k, 1, ...], in the dtype of the arithmetic.
+    alphas = [
+        alpha.reshape(-1, *(1,) * (stack.ndim - 1)).astype(working_dtype(stack.dtype))
+        for alpha, stack in zip(alphas, stacks, strict=True)
+    ]
     codes = []
-    for i, (leaf, alpha) in enumerate(zip(leaves, alphas, strict=True)):
-        wide = leaf.astype(working_dtype(leaf.dtype))
-        noise = uniform_hash(jax.random.fold_in(key, i), leaf.shape).astype(wide.dtype)
-        rounded = jnp.floor(wide * alpha.astype(wide.dtype) + noise)
+    for i, (stack, alpha) in enumerate(zip(stacks, alphas, strict=True)):
+        noise = uniform_hash(jax.random.fold_in(key, i), stack.shape).astype(alpha.dtype)
+        rounded = jnp.floor(stack.astype(alpha.dtype) * alpha + noise)
         clipped = jnp.where(jnp.isnan(rounded), 0, jnp.clip(rounded, -levels, levels))
         codes.append(clipped.astype(WORDS[bits]))
     received = yield Wire(sum=codes)
 
-    def decode(code, leaf, divisor):
-        wide = working_dtype(leaf.dtype)
-        return (code.astype(jnp.int32).astype(wide) / divisor.astype(wide)).astype(leaf.dtype)
+    def decode(code, alpha, stack):
+        return (code.astype(jnp.int32).astype(alpha.dtype) / alpha).astype(stack.dtype)
 
-    divisors = [alpha * comm.size for alpha in alphas]
-    means = [decode(*parts) for parts in zip(received.sum, leaves, divisors, strict=True)]
-    owns = [decode(*parts) for parts in zip(codes, leaves, alphas, strict=True)]
-    return Reduced(tree.unflatten(means), tree.unflatten(owns))
+    means = [decode(code, alpha * comm.size, x) for code, alpha, x in zip(received.sum, alphas, stacks, strict=True)]
+    return means, [decode(*parts) for parts in zip(codes, alphas, stacks, strict=True)]

@@ -22,8 +22,10 @@ from .base import Workload
 FEEDBACK: dict[str, tuple[Callable[[Reducer], Reducer], str]] = {
     "ef": (reducers.error_feedback, "what was not sent is kept and added to the next gradient"),
     "ef21": (reducers.ef21, "workers send the compressed change since their last estimate"),
+    "loco": (reducers.loco, "a moving average of what was not sent is added, and kept in 8 bits"),
 }
 COLLECTIVES: dict[str, tuple[Callable[[Compressor], Reducer], str]] = {
+    "ring": (reducers.ring, "coded partial sums round a ring, an error at each hop; to compare with two_shot"),
     "two_shot": (
         reducers.two_shot,
         "a coded exchange and a coded gather: the bytes of an all-reduce, for many workers",
@@ -42,6 +44,9 @@ REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
     "top_k": (compressors.top_k, "top_k:DENSITY", "the largest entries of each array; wants ef:"),
     "alq": (reducers.alq, "alq:BITS[,bucket=N]", "levels that follow the gradients"),
     "amq": (reducers.amq, "amq:BITS[,bucket=N]", "levels that are powers of a fitted number"),
+    "majority": (reducers.majority_vote, "majority", "workers vote on each sign; wants a small learning rate"),
+    "intsgd": (reducers.intsgd, "intsgd:BITS[,scale=S]", "sums of integers of 8 or 32 bits in a scale that follows"),
+    "integer_sum": (reducers.integer_sum, "integer_sum:BITS", "sums of integers in the scale of the largest entry"),
     "power_sgd": (reducers.power_sgd, "power_sgd:RANK", "low-rank factors of each matrix; wants ef:"),
 }
 # Optimizers that communicate by themselves, in the place of a reducer and the optimizer after it.

@@ -7,13 +7,13 @@ Prints, as JSON, how far this process's part of each state is from the simulated
 
 import json
 import sys
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from laws import CASES, SHAPES
+from laws import CASES
+from laws_run import State, gradients, params, train_step
 
 import jaxdist as jd
 
@@ -22,35 +22,11 @@ WORKERS = PROCESSES * LOCAL
 PODS = {"pod": PROCESSES, "chip": LOCAL}
 
 
-class State(NamedTuple):
-    params: Any
-    opt: Any
-
-
-def params():
-    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-
-
-def gradients(step):
-    rng = np.random.default_rng(step)
-    return {name: rng.standard_normal((WORKERS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def linear_loss(params, batch):
-    """Its gradient is the batch, bit for bit."""
-    return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g[0]), params, batch)))
-
-
-def train_step(chains, axis):
-    """All chains at once, one program: each has its own state."""
+def all_at_once(chains, axis):
+    """One program of all chains, each with its own state."""
 
     def step(state, batch):
-        def one(name):
-            _, gradient = jd.local_value_and_grad(linear_loss, axis=axis)(state[name].params, batch)
-            updates, opt = chains[name].update(gradient, state[name].opt, state[name].params)
-            return State(optax.apply_updates(state[name].params, updates), opt)
-
-        return {name: one(name) for name in state}, {}
+        return {name: train_step(chains[name], axis)(state[name], batch)[0] for name in state}, {}
 
     return step
 
@@ -84,12 +60,12 @@ def compare(chains, axis, mesh, workers):
     def build():
         return {name: State(params(), tx.init(params())) for name, tx in chains.items()}
 
-    step = train_step(chains, axis)
+    step = all_at_once(chains, axis)
     run, simulate = jd.distribute(step, mesh, axis=axis), jd.simulate(step, workers, axis=axis)
     state, simulated = jd.init_state(build, mesh, axis=axis), jd.init_state(build, workers, axis=axis)
     for number in range(STEPS):
-        state, _ = run(state, jd.global_batch(mine(gradients(number)), mesh, axis=axis))
-        simulated, _ = simulate(simulated, gradients(number))
+        state, _ = run(state, jd.global_batch(mine(gradients(number, WORKERS)), mesh, axis=axis))
+        simulated, _ = simulate(simulated, gradients(number, WORKERS))
     assert jd.parallel.disagreement(state, mesh, axis=axis) == ()
     return {name: distance(state[name], simulated[name]) for name in chains}
 
