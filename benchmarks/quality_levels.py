@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Reducer]]:
-    """Names as in the papers, where they have one."""
+    """In capitals: the names of the papers."""
     rounding = {"bits": bits, "bucket": bucket}
     when = {"update_steps": (every // 5,), "every": every}
 
@@ -44,23 +44,28 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Red
         return lambda: jd.bucketed(jd.compressed(code), bucket_bytes=1 << 40, first_bucket_bytes=None)
 
     def alq(**options):
-        return lambda: jd.alq(**rounding, **when, **({"norm": "l2"} | options))
+        return lambda: jd.alq(**rounding, **when, **options)
 
     def amq(**options):
-        return lambda: jd.amq(**rounding, **when, **({"norm": "l2"} | options))
+        return lambda: jd.amq(**rounding, **when, **options)
 
     without_zero = jd.compressors.with_levels(np.linspace(-1, 1, 2**bits), **rounding, norm="max", zero_level=False)
+    paper = {"norm": "l2", "block": bucket}
+    blocks = {"norm": "l2"}
     return {
         "exact mean": jd.exact,
-        "ALQ, exact solver, max norm": alq(solver="exact", norm="max"),
-        "ALQ, exact solver": alq(solver="exact"),
-        "ALQ, max norm": alq(solver="coordinate", norm="max"),
-        "ALQ": alq(solver="coordinate"),
-        "ALQ-N": alq(solver="coordinate", norm_power=0),
-        "ALQ by gradients": alq(solver="gradient"),
-        "AMQ, max norm": amq(norm="max"),
-        "AMQ": amq(),
-        "AMQ-N": amq(norm_power=0),
+        "alq": alq(),
+        "alq, L2 norm": alq(norm="l2"),
+        "alq, coordinate": alq(solver="coordinate"),
+        "ALQ with blocks": alq(solver="coordinate", **blocks),
+        "ALQ-N with blocks": alq(solver="coordinate", norm_power=0, **blocks),
+        "ALQ by gradients with blocks": alq(solver="gradient", **blocks),
+        "ALQ of the paper": alq(solver="coordinate", **paper),
+        "ALQ-N of the paper": alq(solver="coordinate", norm_power=0, **paper),
+        "amq": amq(),
+        "AMQ with blocks": amq(**blocks),
+        "AMQ-N with blocks": amq(norm_power=0, **blocks),
+        "AMQ of the paper": amq(**paper),
         "QSGDinf": fixed(jd.qsgd(bits, bucket=bucket)),
         "QSGDinf without zero": fixed(without_zero),
         "QSGD": fixed(jd.qsgd(bits, bucket=bucket, norm="l2")),
@@ -155,7 +160,8 @@ def main() -> None:
         given.out.mkdir(parents=True, exist_ok=True)
         settings = {key: value for key, value in vars(given).items() if key != "out"} | {"workers": WORKERS}
         found = {"settings": settings, "methods": rows, "jax": jax.__version__}
-        (given.out / "quality_levels.json").write_text(json.dumps(found, indent=1) + "\n")
+        # What diverged has no numbers.
+        (given.out / "quality_levels.json").write_text(json.dumps(found, indent=1).replace("NaN", "null") + "\n")
         (given.out / "quality_levels.md").write_text(table(rows) + "\n")
 
 

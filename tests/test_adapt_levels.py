@@ -1,6 +1,7 @@
 """Fitting levels to a distribution, against the papers' equations in float64."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,11 @@ def scipy_normal(mean, sigma):
     return truncnorm((-1 - mean) / sigma, (1 - mean) / sigma, loc=mean, scale=sigma)
 
 
-def fitted(mixture, count, solver, lowest=-1.0):
-    def run(mixture):
-        distribution = truncated_normals(mixture)
-        levels = fit_levels(distribution, count, lowest=lowest, solver=solver)
-        return levels, expected_loss(levels, distribution), loss_gradient(levels, distribution)
-
-    return jax.jit(run)(mixture)
+@partial(jax.jit, static_argnums=(1, 2))
+def fitted(mixture, count, solver):
+    distribution = truncated_normals(mixture)
+    levels = fit_levels(distribution, count, solver=solver)
+    return levels, expected_loss(levels, distribution), loss_gradient(levels, distribution)
 
 
 # Distributions
