@@ -65,6 +65,26 @@ def sparse_bytes(density: float) -> Callable[[int], int]:
     return lambda n: 4 * kept(density, n) + position_bytes(kept(density, n), n)
 
 
+def blocks_kept(density: float, block: int, size: int) -> tuple[int, int]:
+    """How many entries of all blocks are sent, and of how many, the padding of the last block included."""
+    width = min(block, size)
+    rows = -(-size // width)
+    return rows * kept(density, width), rows * width
+
+
+def block_bytes(density: float, block: int) -> Callable[[int], int]:
+    def size(n):
+        k, d = blocks_kept(density, block, n)
+        return 4 * k + position_bytes(k, d)
+
+    return size
+
+
+def sparse_loco_bytes(n: int) -> int:
+    k, d = blocks_kept(0.25, 16, n)
+    return words(2 * k) + 8 * -(-k // min(8, k)) + position_bytes(k, d)
+
+
 def qsgd_bytes(bits: int, bucket: int) -> Callable[[int], int]:
     def size(n):
         buckets = -(-n // bucket)
@@ -85,6 +105,28 @@ CODES = {
     "top_k": Code(lambda: jc.top_k(0.1), sparse_bytes(0.1)),
     "top_k exact": Code(lambda: jc.top_k(0.5, method="exact"), sparse_bytes(0.5)),
     "top_k sampled": Code(lambda: jc.top_k(0.02, method="sampled"), sparse_bytes(0.02)),
+    "block_top_k": Code(lambda: jc.block_top_k(0.2, block=16), block_bytes(0.2, 16)),
+    "gspar": Code(lambda: jc.gspar(0.3), sparse_bytes(0.3)),
+    "gspar by variance": Code(lambda: jc.gspar(variance=3.0), lambda n: 4 * -(-n // 4) + position_bytes(-(-n // 4), n)),
+    "two_means": Code(lambda: jc.two_means(block=16), lambda n: words(2 * n) + 8 * -(-n // min(16, n))),
+    "top_k of bfloat16": Code(
+        lambda: jc.chained(jc.top_k(0.2), jc.cast(jnp.bfloat16)),
+        lambda n: 2 * kept(0.2, n) + position_bytes(kept(0.2, n), n),
+    ),
+    "block_top_k of two_means": Code(
+        lambda: jc.chained(jc.block_top_k(0.25, block=16), jc.two_means(block=8)), sparse_loco_bytes
+    ),
+    "top_k of qsgd 2": Code(
+        lambda: jc.chained(jc.top_k(0.5), jc.qsgd(2, bucket=32)),
+        lambda n: qsgd_bytes(2, 32)(kept(0.5, n)) + position_bytes(kept(0.5, n), n),
+    ),
+    "gspar of qsgd 4": Code(
+        lambda: jc.chained(jc.gspar(0.5), jc.qsgd(4)),
+        lambda n: qsgd_bytes(4, 512)(kept(0.5, n)) + position_bytes(kept(0.5, n), n),
+    ),
+    "random_k of float16": Code(
+        lambda: jc.chained(jc.random_k(0.3), jc.cast(jnp.float16)), lambda n: 2 * kept(0.3, n) + 16
+    ),
     "random_k": Code(lambda: jc.random_k(0.3), lambda n: 4 * kept(0.3, n) + 16),
     "random_k unbiased": Code(lambda: jc.random_k(0.3, unbiased=True), lambda n: 4 * kept(0.3, n) + 16),
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
@@ -170,6 +212,18 @@ CASES = {
     ),
     "e4m3": Case(lambda: by_code("e4m3"), gathered(code_bytes("e4m3")), [GATHER]),
     "top_k": Case(lambda: by_code("top_k"), gathered(code_bytes("top_k")), [GATHER], tolerance=0),
+    "feedback of block_top_k of two_means": Case(
+        lambda: jd.error_feedback(by_code("block_top_k of two_means")),
+        gathered(code_bytes("block_top_k of two_means")),
+        [GATHER],
+    ),
+    "gspar": Case(lambda: by_code("gspar"), gathered(code_bytes("gspar")), [GATHER]),
+    "dgc": Case(lambda: jd.reducers.dgc(0.1, nesterov=True, clip_norm=3), gathered(code_bytes("top_k")), [GATHER]),
+    "dgc after its warm-up": Case(
+        lambda: jd.reducers.dgc(0.1, warmup_densities=(0.5, 0.25), warmup_steps=4),
+        gathered(code_bytes("top_k exact")),
+        [GATHER],
+    ),
     "random_k unbiased": Case(
         lambda: by_code("random_k unbiased"), all_reduced(code_bytes("random_k unbiased")), [REDUCE]
     ),

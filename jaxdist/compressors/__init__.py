@@ -1,8 +1,15 @@
 """One array to a payload and back: what crosses the network, with no state and no collective."""
 
 from .base import Compressor as Compressor
+from .block_top_k import block_top_k as block_top_k
 from .cast import cast as cast
 from .cast import identity as identity
+from .chained import chained as chained
+from .gspar import gspar as gspar
+from .keep_probabilities import closed_form_probabilities as closed_form_probabilities
+from .keep_probabilities import expected_bits as expected_bits
+from .keep_probabilities import greedy_probabilities as greedy_probabilities
+from .keep_probabilities import water_filling_probabilities as water_filling_probabilities
 from .level_variance import expected_variance as expected_variance
 from .levels import nuqsgd as nuqsgd
 from .levels import with_levels as with_levels
@@ -20,3 +27,4 @@ from .random_k import random_k as random_k
 from .scaled import scaled as scaled
 from .sign import scaled_sign as scaled_sign
 from .sparse import top_k as top_k
+from .two_means import two_means as two_means

@@ -18,6 +18,12 @@ def to_bitmap(flags: Shaped[Array, "rows width"]) -> UInt[Array, "rows words"]:
     return lax.bitcast_convert_type(packed.reshape(rows, width // WORD, 4), jnp.uint32)
 
 
+def full(size: int) -> UInt[Array, " words"]:
+    """The bitmap of all of `range(size)`."""
+    left = jnp.clip(size - WORD * lax.iota(jnp.int32, -(-size // WORD)), 0, WORD)
+    return jnp.where(left == WORD, jnp.uint32(2**WORD - 1), (jnp.uint32(1) << left.astype(jnp.uint32)) - 1)
+
+
 def ones(words: UInt[Array, "..."]) -> Int[Array, "..."]:
     """How many bits of each word are set."""
     return lax.population_count(words).astype(jnp.int32)

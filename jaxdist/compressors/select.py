@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Array, Float, Int, UInt
-from .bitmaps import WORD, first_ones, ones, positions, row_sums, to_bitmap
+from .bitmaps import WORD, first_ones, full, ones, positions, row_sums, to_bitmap
 from .random import mix
 
 # Up to this many entries `lax.top_k` is as fast, and compiles faster.
@@ -89,12 +89,6 @@ def _padded_width(width: int) -> int:
     return width + -width % WORD
 
 
-def _valid(width: int) -> UInt[Array, "1 words"]:
-    """The bitmap of a row without its padding."""
-    left = jnp.clip(width - WORD * lax.broadcasted_iota(jnp.int32, (1, -(-width // WORD)), 1), 0, WORD)
-    return jnp.where(left == WORD, jnp.uint32(2**WORD - 1), (jnp.uint32(1) << left.astype(jnp.uint32)) - 1)
-
-
 def _keys(x: Float[Array, "..."]) -> Int[Array, "..."]:
     return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
 
@@ -131,7 +125,7 @@ def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
         high=nothing + INFINITY + 1,
         low_count=nothing + width,
         high_count=nothing,
-        low_words=~none & _valid(width),
+        low_words=~none & full(width)[None],
         high_words=none,
         guess=jnp.clip(nothing + quantile(part), NORMAL, INFINITY),
         slope=nothing.astype(jnp.float32) + slope,

@@ -14,6 +14,7 @@ from .compressed import compressed as compressed
 from .critical_regime import CriticalRegime as CriticalRegime
 from .critical_regime import CriticalRegimeState as CriticalRegimeState
 from .critical_regime import critical_regime as critical_regime
+from .dgc import dgc as dgc
 from .exact import exact as exact
 from .feedback import ef21 as ef21
 from .feedback import error_feedback as error_feedback

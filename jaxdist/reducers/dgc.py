@@ -1,0 +1,161 @@
+"""Deep gradient compression: sparse updates with momentum that is accumulated where they were computed."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import comm as comms
+from .._marks import PerWorker, with_value
+from .._typing import Array, Like, PyTree
+from ..compressors.base import working_dtype
+from ..compressors.sparse import Method, top_k
+from .base import Reduced, Reducer, cast_like, drive, from_rounds, rounds_of
+from .compressed import CompressedState, compressed
+
+
+class DGCState(NamedTuple):
+    """Per worker, in float32 or better: the momentum `u`, and `v`, what was not sent of its sum."""
+
+    reducer: CompressedState
+    momentum: PerWorker
+    unsent: PerWorker
+
+
+def dgc(
+    density: float,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    clip_norm: float | int | None = None,
+    masking: bool = True,
+    warmup_densities: Sequence[float] = (),
+    warmup_steps: int = 0,
+    method: Method = "threshold",
+) -> Reducer:
+    """Sends the largest entries of an accumulated momentum, and what was not sent waits with its momentum.
+
+    On each worker, for every leaf: `u = m u + g`, `v = v + u` (Nesterov: `u = m (u + g)`, `v = v + u + g`); sent is
+    `own = top_k(v)`, and where something was sent `v = 0` and, with masking, `u = 0`. The optimizer behind it is plain
+    SGD: the momentum is here, where entries that wait for many steps do not lose theirs.
+
+    *On the wire*: what `compressed(top_k(density))` sends: one all-gather, `(W-1)` payloads. During the warm-up that of
+    the density of the step; the program holds them all.
+
+    *State*: that of `compressed`, and per worker u and v, each of the size of the updates.
+
+    Args:
+      density: the part of each leaf that is sent. 0.001 with a warm-up is the paper's; start at 0.01. Leaves of a few
+        entries (biases) lose more than they save: give them to `exact` by `by_leaf`.
+      momentum: m, as for SGD.
+      nesterov: Nesterov's form.
+      clip_norm: the norm at which each worker clips its gradient, all leaves together, is this divided by `sqrt(W)`;
+        `None`: no clipping.
+      masking: entries that were sent lose their momentum, which would go on in a stale direction.
+      warmup_densities: in falling order, each for its part of the warm-up; the paper has 0.25, 0.0625, 0.0156, 0.004.
+      warmup_steps: of all of them together; four or five epochs.
+      method: as in `top_k`.
+
+    Returns:
+      The reducer. Its law is exact; it remembers what it did not send, so it goes without error feedback.
+
+    Raises:
+      ValueError: an argument is out of range, or only one of the two arguments of the warm-up is given.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.reducers.dgc(0.5, momentum=0.5)
+      >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 3.0])
+      >>> reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      >>> reduced.mean.tolist(), state.momentum.value.tolist(), state.unsent.value.tolist()
+      ([0.0, 3.0], [1.0, 0.0], [1.0, 0.0])
+
+    References:
+      Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+      Training", arXiv 1712.01887, 2017.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if clip_norm is not None and clip_norm <= 0:
+        raise ValueError(f"clip_norm must be above 0, got {clip_norm}")
+    if bool(warmup_densities) != (warmup_steps > 0):
+        raise ValueError(
+            "a warm-up needs both warmup_densities and warmup_steps, got "
+            f"warmup_densities={warmup_densities} and warmup_steps={warmup_steps}"
+        )
+    if warmup_steps and warmup_steps < len(warmup_densities):
+        raise ValueError(f"warmup_steps must be at least 1 for each warm-up density, got {warmup_steps}")
+    stages = [compressed(top_k(part, method=method)) for part in (*warmup_densities, density)]
+    ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
+
+    def init(like):
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like)
+        return DGCState(stages[0].init(jax.tree.map(_wide, like)), PerWorker(zeros), PerWorker(zeros))
+
+    def accumulate(updates, state, comm):
+        gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, state.momentum.value)
+        if clip_norm is not None:
+            gradients = _clipped(gradients, clip_norm / math.sqrt(comm.size))
+        if nesterov:
+            u = jax.tree.map(lambda u, g: momentum * (u + g), state.momentum.value, gradients)
+            v = jax.tree.map(lambda v, u, g: v + u + g, state.unsent.value, u, gradients)
+        else:
+            u = jax.tree.map(lambda u, g: momentum * u + g, state.momentum.value, gradients)
+            v = jax.tree.map(jnp.add, state.unsent.value, u)
+        return u, v
+
+    def rounds_at(stage, updates, state, comm):
+        u, v = accumulate(updates, state, comm)
+        reduced, inner = yield from rounds_of(stage, v, state.reducer, comm)
+        # What was sent is v itself, bit for bit, so the difference is zero there. Where v was zero nothing was sent.
+        v = jax.tree.map(jnp.subtract, v, reduced.own)
+        if masking:
+            u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
+        state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
+        return Reduced(cast_like(reduced.mean, updates), reduced.own), state
+
+    def for_feedback():
+        raise ValueError("dgc keeps what it does not send, with its momentum: use it without error feedback around it")
+
+    def rounds(updates, state, comm, **agreed):
+        del agreed
+        return (yield from rounds_at(stages[0], updates, state, comm))
+
+    if not warmup_steps:
+        return from_rounds("dgc", init, rounds, for_feedback=for_feedback)
+
+    def from_stage(number):
+        def run(comm, updates, state):
+            return drive(rounds_at(stages[number], updates, state, comm), comm)
+
+        def choose(comm, updates, state):
+            early = state.reducer.count < ends[number]
+            return comms.cond(early, run, from_stage(number + 1), comm, updates, state)
+
+        return choose if number < len(ends) else run
+
+    def reduce(updates, state, comm, **agreed):
+        del agreed
+        with jax.named_scope("dgc"):
+            return from_stage(0)(comm, updates, state)
+
+    return Reducer(init, reduce, for_feedback=for_feedback)
+
+
+def _wide(like: Like) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
+
+
+def _clipped(gradients: PyTree, norm: float) -> PyTree:
+    """Shrunk to this norm, of all leaves together, where it is larger."""
+    leaves = jax.tree.leaves(gradients)
+    if not leaves:
+        return gradients
+    largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves]).max()
+    unit = jnp.where(largest == 0, 1.0, largest)  # squares of the quotients neither vanish nor overflow
+    squares = [jnp.sum(jnp.square((leaf / unit.astype(leaf.dtype)).astype(jnp.float32))) for leaf in leaves]
+    length = unit * jnp.sqrt(jnp.stack(squares).sum())
+    factor: Array = jnp.minimum(1.0, norm / jnp.where(length == 0, 1.0, length))
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

@@ -1,0 +1,35 @@
+"""Sparse codes in float64: DGC (arXiv 1712.01887) and the best cut of magnitudes in two."""
+
+import numpy as np
+from reference.compressors import top_k
+
+
+def dgc(gradients, count, *, momentum=0.9, nesterov=False, clip_norm=None, masking=True):
+    """`gradients` `[steps, W, d]` -> means `[steps, d]`, and u and v of every worker, `[steps, W, d]`."""
+    means, us, vs, u, v = [], [], [], np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
+    for gradient in gradients:
+        if clip_norm is not None:
+            limit = clip_norm / np.sqrt(len(gradient))
+            gradient = gradient * np.minimum(1, limit / np.linalg.norm(gradient, axis=1, keepdims=True))
+        u = momentum * (u + gradient) if nesterov else momentum * u + gradient
+        v = v + u + gradient if nesterov else v + u
+        sent = np.array([top_k(row, count) for row in v])
+        v = np.where(sent != 0, 0.0, v)
+        u = np.where((sent != 0) & masking, 0.0, u)
+        means.append(sent.mean(0))
+        us.append(u)
+        vs.append(v)
+    return np.array(means), np.array(us), np.array(vs)
+
+
+def two_means(x):
+    """The best of all cuts of one block."""
+    magnitudes = np.abs(np.asarray(x, np.float64))
+    best = np.full_like(magnitudes, magnitudes.mean())
+    for threshold in np.unique(magnitudes):
+        large = magnitudes >= threshold
+        small = magnitudes[~large].mean() if (~large).any() else 0.0
+        tried = np.where(large, magnitudes[large].mean(), small)
+        if ((tried - magnitudes) ** 2).sum() < ((best - magnitudes) ** 2).sum():
+            best = tried
+    return best * np.where(np.asarray(x) < 0, -1.0, 1.0)
