@@ -122,7 +122,7 @@ def _simulated_gather(axes: tuple[str, ...]) -> Callable[[Array], Array]:
         shape = x.shape
         for name in reversed(axes):  # vmap gathers one axis at a time
             x = lax.all_gather(x, name)
-        return x.reshape(-1, *shape)
+        return x.reshape(math.prod(x.shape[: len(axes)]), *shape)  # not -1, which an array without entries leaves open
 
     return gather
 

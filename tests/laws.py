@@ -96,6 +96,19 @@ def qsgd_bytes(bits: int, bucket: int) -> Callable[[int], int]:
     return size
 
 
+def mx_bytes(bits: int) -> Callable[[int], int]:
+    """A byte of scale per block, not four."""
+    return lambda n: qsgd_bytes(bits, 32)(n) - 3 * -(-n // 32)
+
+
+def rotated_bytes(block: int) -> Callable[[int], int]:
+    def size(n):
+        width = min(block, max(8, 2 ** math.ceil(math.log2(n))))
+        return -(-n // width) * (width // 8 + 4) + 4
+
+    return size
+
+
 CODES = {
     "identity": Code(jc.identity, lambda n: 4 * n),
     "bfloat16": Code(lambda: jc.cast(jnp.bfloat16), lambda n: 2 * n),
@@ -141,6 +154,24 @@ CODES = {
         qsgd_bytes(2, 32),
     ),
     "scaled_sign": Code(jc.scaled_sign, lambda n: words(n) + 4),
+    "scaled_sign in buckets": Code(lambda: jc.scaled_sign(bucket=16), lambda n: words(n) + 4 * -(-n // 16)),
+    "sign": Code(jc.sign, words),
+    "one_bit": Code(jc.one_bit, lambda n: words(n) + 4),
+    "drive": Code(lambda: jc.drive(block=64), rotated_bytes(64)),
+    "terngrad": Code(jc.terngrad, lambda n: words(2 * n) + 4),
+    "terngrad without clipping": Code(lambda: jc.terngrad(clip=None, bucket=16), qsgd_bytes(2, 16)),
+    "natural": Code(jc.natural, lambda n: 9 * -(-n // 8)),
+    "int8": Code(jc.int8, qsgd_bytes(8, 256)),
+    "int8 at random": Code(lambda: jc.int8(rounding="stochastic"), qsgd_bytes(8, 256)),
+    "int4": Code(jc.int4, qsgd_bytes(4, 32)),
+    "int4 at random": Code(lambda: jc.int4(rounding="stochastic"), qsgd_bytes(4, 32)),
+    "fp8": Code(lambda: jc.fp8(block=16), qsgd_bytes(8, 16)),
+    "fp8 e5m2 at random": Code(lambda: jc.fp8(format="e5m2", rounding="stochastic"), qsgd_bytes(8, 128)),
+    "mxfp8": Code(jc.mxfp8, mx_bytes(8)),
+    "mxfp8 e5m2 at random": Code(lambda: jc.mxfp8(format="e5m2", rounding="stochastic"), mx_bytes(8)),
+    "mxfp4": Code(jc.mxfp4, mx_bytes(4)),
+    "mxfp4 at random": Code(lambda: jc.mxfp4(rounding="stochastic"), mx_bytes(4)),
+    "min_max_uint8": Code(jc.min_max_uint8, lambda n: n + 8),
     "scaled": Code(lambda: jc.scaled(jc.qsgd(2, bucket=8)), qsgd_bytes(2, 8)),
     "scaled l2": Code(lambda: jc.scaled(jc.qsgd(2, norm="l2")), qsgd_bytes(2, 512)),
 }
@@ -211,6 +242,10 @@ CASES = {
         tolerance=2**-8,
     ),
     "e4m3": Case(lambda: by_code("e4m3"), gathered(code_bytes("e4m3")), [GATHER]),
+    "natural": Case(lambda: by_code("natural"), gathered(code_bytes("natural")), [GATHER]),
+    "feedback of mxfp4": Case(lambda: jd.error_feedback(by_code("mxfp4")), gathered(code_bytes("mxfp4")), [GATHER]),
+    "feedback of two_shot of int4": Case(lambda: jd.error_feedback(two_shots("int4")), shots("int4"), SHOTS),
+    "feedback of two_shot of drive": Case(lambda: jd.error_feedback(two_shots("drive")), shots("drive"), SHOTS),
     "top_k": Case(lambda: by_code("top_k"), gathered(code_bytes("top_k")), [GATHER], tolerance=0),
     "feedback of block_top_k of two_means": Case(
         lambda: jd.error_feedback(by_code("block_top_k of two_means")),

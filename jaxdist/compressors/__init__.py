@@ -1,10 +1,16 @@
 """One array to a payload and back: what crosses the network, with no state and no collective."""
 
 from .base import Compressor as Compressor
+from .block_floats import fp8 as fp8
+from .block_floats import mxfp4 as mxfp4
+from .block_floats import mxfp8 as mxfp8
 from .block_top_k import block_top_k as block_top_k
+from .blocks import int4 as int4
+from .blocks import int8 as int8
 from .cast import cast as cast
 from .cast import identity as identity
 from .chained import chained as chained
+from .drive import drive as drive
 from .gspar import gspar as gspar
 from .keep_probabilities import closed_form_probabilities as closed_form_probabilities
 from .keep_probabilities import expected_bits as expected_bits
@@ -13,6 +19,8 @@ from .keep_probabilities import water_filling_probabilities as water_filling_pro
 from .level_variance import expected_variance as expected_variance
 from .levels import nuqsgd as nuqsgd
 from .levels import with_levels as with_levels
+from .min_max import min_max_uint8 as min_max_uint8
+from .natural import natural as natural
 from .optimal_levels import optimal_levels as optimal_levels
 from .packing import from_words as from_words
 from .packing import pack as pack
@@ -25,6 +33,9 @@ from .random import uniform_hash as uniform_hash
 from .random import uniform_threefry as uniform_threefry
 from .random_k import random_k as random_k
 from .scaled import scaled as scaled
+from .sign import one_bit as one_bit
 from .sign import scaled_sign as scaled_sign
+from .sign import sign as sign
 from .sparse import top_k as top_k
+from .ternary import terngrad as terngrad
 from .two_means import two_means as two_means

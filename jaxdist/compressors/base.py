@@ -1,5 +1,6 @@
 """The `Compressor`: one array in, packed words out, one array back."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,3 +36,8 @@ def working_dtype(dtype: DTypeLike) -> DTypeLike:
     """What a code of arrays of `dtype` computes in: float32, or `dtype` itself where that is wider."""
     # Not jnp.promote_types, which refuses half precision under strict dtype promotion.
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
+
+
+def largest_exponent(dtype: DTypeLike) -> int:
+    """The exponent of the largest power of two that arrays of `dtype` hold, or float32 if that is narrower."""
+    return min(math.frexp(float(jnp.finfo(dtype).max))[1] - 1, 127)

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 
 from .._typing import Array, Float, Like
+from .rows import largest_magnitude, total
 
 
 def check_buckets(bucket: int, norm: str) -> None:
@@ -32,12 +33,12 @@ def from_buckets(buckets: Float[Array, "buckets width"], like: Like) -> Array:
 
 def norms_of(magnitudes: Float[Array, "buckets width"], norm: str) -> Float[Array, "buckets 1"]:
     """The largest magnitude of each row (`norm="max"`) or its Euclidean length (`"l2"`)."""
-    largest = jnp.max(magnitudes, axis=1, keepdims=True)
+    largest = largest_magnitude(magnitudes)
     if norm == "max":
         return largest
     # Scaled before squaring: 1e20 squared overflows and 1e-23 squared vanishes in float32.
     ratios = magnitudes / jnp.where(largest == 0, 1.0, largest)
-    return largest * jnp.sqrt(jnp.sum(ratios * ratios, axis=1, keepdims=True))
+    return largest * jnp.sqrt(total(ratios * ratios))
 
 
 def sent(size: int, bits: int) -> int:

@@ -41,11 +41,8 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
       >>> abs(float(noise.mean()) - 0.5) < 0.005, bool((noise >= 0).all() & (noise < 1).all())
       (True, True)
     """
-    left, right = key_words(key)
-    counter = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    bits = mix(mix(counter ^ left) ^ right)
     # By way of int32: the CPU converts signed integers to floats in one instruction, unsigned ones in many.
-    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    return (hash_words(key, shape) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def uniform_threefry(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
@@ -64,6 +61,13 @@ def uniform_threefry(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
       (3,)
     """
     return jax.random.uniform(key, shape, jnp.float32)
+
+
+def hash_words(key: PRNGKeyArray, shape: Shape) -> UInt[Array, "..."]:
+    """32 random bits for each position: a keyed hash of it."""
+    left, right = key_words(key)
+    counter = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    return mix(mix(counter ^ left) ^ right)
 
 
 def mix(word: UInt[Array, "..."]) -> UInt[Array, "..."]:

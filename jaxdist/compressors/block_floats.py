@@ -1,0 +1,213 @@
+"""Short blocks of 4- and 8-bit floats with a scale each."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import DTypeLike
+
+from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .base import Compressor, largest_exponent
+from .blocks import BlockPayload, inverse
+from .buckets import from_buckets, sent, to_buckets
+from .minifloat import BIAS, E2M1, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
+from .packing import pack, unpack
+from .rounding import Rounding, check_block, largest_error, with_error
+from .rows import largest_magnitude
+
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+# Entries that share a scale, by the specification of the MX formats.
+MX_BLOCK = 32
+# The biased exponent of infinity and NaN.
+NOT_FINITE = 2 * BIAS + 1
+
+
+class Scaling(NamedTuple):
+    """How blocks are scaled to the range of their format.
+
+    Attributes:
+      make: `make(largest, dtype) -> (scales, reciprocals)` from the largest magnitudes of blocks of an array of some
+        dtype; scales as they travel.
+      read: scales as floats again.
+      grid: the magnitudes that the format has, with a last one as far beyond as saturation reaches.
+      lowest: what the largest entry of a block is at least, after scaling.
+    """
+
+    make: Callable[[Float[Array, "blocks 1"], DTypeLike], tuple[Array, Array]]
+    read: Callable[[Array], Array]
+    grid: np.ndarray
+    lowest: float
+
+
+def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nearest") -> Compressor:
+    """Rounds each block to 8-bit floats: `C(x)_i = s float8(x_i / s)`, `s = max|x| / max(float8)`.
+
+    The largest entry is exact, any other is off by at most a 17th of itself (e5m2: a 9th), down to a 28,000th of the
+    largest entry (e5m2: a billionth): for blocks with entries of very different size, where integers lose the small
+    ones. For Gaussian entries the loss is 7e-4 (e5m2: 3e-3), more than that of `int8`. To nearest δ is 0.9965 for any
+    block (e5m2: 0.988); at random ω is 0.0035 (e5m2: 0.0125).
+
+    Arithmetic is float32 whatever the dtype of x. Blocks below 1e-35 (e5m2: 1e-33) decode to zeros; a block with NaN or
+    infinity decodes to such.
+
+    On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block.
+
+    Args:
+      block: entries that share a scale, 4 bytes each: 64 to 1024. `cast(float8_e4m3fn)` has one for the whole array.
+      format: "e4m3" (3 digits of mantissa), or "e5m2" for entries across more than five orders of magnitude.
+      rounding: "nearest" loses half as much; inside error feedback. "stochastic" is right on average.
+
+    Returns:
+      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
+
+    Raises:
+      ValueError: `block` is below 1, or there is no such format or rounding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = fp8(), jnp.array([448.0, -17.0, 0.0, 0.3])
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      Array([448.    , -16.    ,   0.    ,   0.3125], dtype=float32)
+
+    References:
+      P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
+    """
+    check_block(block, rounding)
+    form = _format(format)
+    grid = magnitudes(form)
+    most = float(grid[-1])
+
+    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
+        del dtype
+        scales = largest / most
+        return scales, inverse(scales)
+
+    return _floats(form, block, rounding, Scaling(make, lambda scales: scales, grid, most))
+
+
+def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nearest") -> Compressor:
+    """The MX format of 8 bits: blocks of 32 floats `C(x)_i = s float8(x_i / s)` with a power of two s of one byte.
+
+    To nearest `s = 2^(floor(log2 max|x|) - emax)`, emax = 8 (e5m2: 15), as in the specification; what is then above the
+    largest float8, 448 (57344), becomes that and loses up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
+    is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.0035 (e5m2: 0.0125).
+
+    Arithmetic is float32 whatever the dtype of x. Blocks below 1e-35 (e5m2: 1e-33) lose digits; a block with NaN or
+    infinity decodes to such.
+
+    On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 8.25 bits
+    an entry.
+
+    Args:
+      format: "e4m3" (3 digits of mantissa), or "e5m2" for entries across more than five orders of magnitude.
+      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+
+    Returns:
+      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
+
+    Raises:
+      ValueError: there is no such format or rounding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = mxfp8(), jnp.array([1.0, -0.3, 0.0, 1.93])  # the scale is 1/256: 448 of them are 1.75
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      Array([ 1.    , -0.3125,  0.    ,  1.75  ], dtype=float32)
+
+    References:
+      B. D. Rouhani et al., "Microscaling data formats for deep learning", arXiv:2310.10537, 2023.
+    """
+    return _mx(_format(format), rounding)
+
+
+def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
+    """The MX format of 4 bits: blocks of 32 of 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, times a power of two s.
+
+    To nearest `s = 2^(floor(log2 max|x|) - 2)`, as in the specification; what is then above 6 becomes 6 and loses up to
+    a quarter. δ = 0.891, attained by one entry of 5 among those of a quarter; for Gaussian entries the loss is 0.013.
+    At random s is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.18.
+
+    Arithmetic is float32 whatever the dtype of x. Blocks below 5e-38 lose digits; a block with NaN or infinity decodes
+    to such.
+
+    On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 4.25
+    bits an entry, 7.5 times less than float32.
+
+    Args:
+      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+
+    Returns:
+      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
+
+    Raises:
+      ValueError: there is no such rounding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = mxfp4(), jnp.array([0.1, -0.2, 0.9, 3.3])  # the scale is 1/2
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      Array([ 0.  , -0.25,  1.  ,  3.  ], dtype=float32)
+
+    References:
+      B. D. Rouhani et al., "Microscaling data formats for deep learning", arXiv:2310.10537, 2023.
+    """
+    return _mx(E2M1, rounding)
+
+
+def _format(name: str) -> Minifloat:
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]
+
+
+def _mx(form: Minifloat, rounding: Rounding) -> Compressor:
+    check_block(MX_BLOCK, rounding)
+    grid = magnitudes(form)
+    most = float(grid[-1])
+    fraction = (1 << MANTISSA) - 1
+    # The fraction bits from which on a number times a power of two is above the largest of the format.
+    too_large = (int(np.float32(most).view(np.int32)) & fraction) + 1
+
+    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
+        bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+        exponents = (bits >> MANTISSA) - form.emax
+        if rounding == "stochastic":
+            raised = exponents + ((bits & fraction) >= too_large).astype(jnp.int32)
+            # Where 2^emax scales would be infinite, the very largest entries are cut off after all.
+            exponents = jnp.minimum(raised, BIAS + largest_exponent(dtype) - form.emax)
+        exponents = jnp.where(jnp.isfinite(largest), jnp.maximum(exponents, 1), NOT_FINITE)
+        return exponents.astype(jnp.uint8), _from_exponents(2 * BIAS - exponents)
+
+    def read(words: UInt[Array, " blocks"]) -> Float[Array, " blocks"]:
+        return _from_exponents(words.astype(jnp.int32))
+
+    if rounding == "stochastic":
+        return _floats(form, MX_BLOCK, rounding, Scaling(make, read, grid, most / 2.0))
+    # What lies beyond the largest number, up to the next power of two, is rounded down: half of an interval.
+    beyond = 2.0 * 2.0 ** (form.emax + 1) - most
+    return _floats(form, MX_BLOCK, rounding, Scaling(make, read, np.append(grid, beyond), 2.0**form.emax))
+
+
+def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -> Compressor:
+    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
+        blocks = to_buckets(x, block)
+        scales, reciprocals = scaling.make(largest_magnitude(blocks), x.dtype)
+        codes = encode(blocks * reciprocals, form, rounding, key).reshape(-1)
+        return BlockPayload(pack(codes[: sent(x.size, form.bits)], form.bits), scales[:, 0])
+
+    def decompress(payload: BlockPayload, like: Like) -> Array:
+        codes = unpack(payload.codes, form.bits, math.prod(like.shape))
+        values = to_buckets(decode(codes, form), block)
+        return from_buckets(values * scaling.read(payload.scales)[:, None], like)
+
+    def error(shape: Shape) -> float:
+        return largest_error(scaling.grid, scaling.lowest, min(block, math.prod(shape)), rounding)
+
+    return with_error(Compressor(compress, decompress), error, rounding)
+
+
+def _from_exponents(biased: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type(biased << MANTISSA, jnp.float32)

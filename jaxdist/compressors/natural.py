@@ -1,0 +1,71 @@
+"""Powers of two."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import Array, Like, PRNGKeyArray, UInt
+from .base import Compressor, largest_exponent
+from .packing import pack, unpack
+from .random import hash_words
+
+# Of float32.
+MANTISSA, BIAS, NOT_FINITE = 23, 127, 255
+MAGNITUDE = 0x7FFFFFFF
+# Entries are sent in groups, whose signs fill a byte.
+GROUP = 8
+
+
+class NaturalPayload(NamedTuple):
+    """Biased exponents, and signs, eight to a byte (bit set: negative); in whole groups of eight."""
+
+    exponents: UInt[Array, " entries"]
+    signs: UInt[Array, " bytes"]
+
+
+def natural() -> Compressor:
+    """Rounds each entry to one of the two powers of two around it, at random, so that it is right on average.
+
+    For `|x_i| = 2^e (1 + f)`, `C(x)_i = sgn(x_i) 2^(e+1)` with probability f, else `sgn(x_i) 2^e`. The variance of one
+    entry, `4^e f (1 - f)`, is at most `ω x_i²` with `ω = 1/8`, attained at f = 1/3, whatever the other entries are:
+    no scale, no buckets. f is the mantissa, so the draw is exact: it adds 23 random bits and keeps what is carried.
+
+    Zero, powers of two and infinity stay what they are, NaN becomes infinity. ω holds for normal numbers: those below
+    (1e-38) are rounded to 0 or to the smallest normal one. From the largest power of two of the dtype on (float32:
+    1.7e38, float16: 32768) entries are rounded down, not to infinity. Arithmetic is float32 whatever the dtype of x.
+
+    On the wire: 9 bytes for eight entries, 3.6 times less than float32.
+
+    Returns:
+      An unbiased compressor; payloads are gathered, not summed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = natural(), jnp.array([3.0, -4.0, 0.0, 12.0])  # 2 or 4, -4, 0, 8 or 16
+      >>> decoded = code.decompress(code.compress(x, jax.random.key(0)), x)
+      >>> decoded[1:3], bool(decoded[0] in (2, 4)), bool(decoded[3] in (8, 16))
+      (Array([-4.,  0.], dtype=float32), True, True)
+
+    References:
+      S. Horváth, C.-Y. Ho, Ľ. Horváth, A. N. Sahu, M. Canini, P. Richtárik, "Natural compression for distributed deep
+      learning", arXiv:1905.10988, 2019.
+    """
+
+    def compress(x: Array, key: PRNGKeyArray) -> NaturalPayload:
+        flat = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % GROUP))
+        bits = jax.lax.bitcast_convert_type(flat, jnp.uint32)
+        magnitudes = bits & MAGNITUDE
+        carried = (magnitudes + (hash_words(key, flat.shape) >> (32 - MANTISSA))) >> MANTISSA
+        finite = magnitudes < jnp.uint32(NOT_FINITE << MANTISSA)
+        exponents = jnp.where(finite, jnp.minimum(carried, largest_exponent(x.dtype) + BIAS), NOT_FINITE)
+        return NaturalPayload(exponents.astype(jnp.uint8), pack((bits >> 31).astype(jnp.uint8), 1))
+
+    def decompress(payload: NaturalPayload, like: Like) -> Array:
+        signs = unpack(payload.signs, 1, payload.exponents.size).astype(jnp.uint32)
+        bits = (payload.exponents.astype(jnp.uint32) << MANTISSA) | (signs << 31)
+        flat = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return flat[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+
+    return Compressor(compress, decompress, variance=lambda shape: 0.125)

@@ -1,0 +1,73 @@
+"""Rounding to whole numbers, to nearest or at random, and the most that rounding to a grid can lose in a block."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._typing import Array, Float, Int, PRNGKeyArray, Shape
+from .base import Compressor
+from .random import uniform_hash
+
+# To the nearest of the values of a code (ties to even), or to one of both neighbours, right on average.
+Rounding = Literal["nearest", "stochastic"]
+
+
+def check_block(block: int, rounding: str) -> None:
+    """Raises unless both can be."""
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
+
+
+def to_integers(x: Float[Array, "*shape"], rounding: str, key: PRNGKeyArray) -> Int[Array, "*shape"]:
+    """Whole numbers next to `x`: the nearest, or `floor(x + u)` with u uniform in [0, 1)."""
+    if rounding == "nearest":
+        return jnp.rint(x).astype(jnp.int32)
+    return jnp.floor(x + uniform_hash(key, x.shape)).astype(jnp.int32)
+
+
+def largest_error(grid: np.ndarray, lowest: float, size: int, rounding: str) -> float:
+    """The supremum of `E|C(x) - x|² / |x|²` over blocks of `size` entries: 1 - δ of "nearest", ω of "stochastic".
+
+    Entries have magnitudes of up to the end of the grid, the largest one of at least `lowest`. Rounding is to the grid:
+    an entry x between l and h loses at most `(h - l)² / 4`, where it lies halfway, or `(x - l)(h - x)` on average.
+    The ratio ρ is exceeded exactly when entries exist whose losses less `ρ x²` have a positive sum. The best of them
+    for one ρ are the same in all places but that of the largest entry, which leaves a search for ρ, by bisection.
+
+    Args:
+      grid: magnitudes from 0 on that the code can say, in order.
+      lowest: what the largest entry is at least; one of the grid.
+      size: entries of a block.
+      rounding: as in `Rounding`.
+
+    Returns:
+      The ratio, up to the rounding of float64.
+
+    Example:
+      >>> round(largest_error(np.arange(8.0), 7.0, 32, "nearest"), 6)  # 31 / (4 · 7² + 31)
+      0.136564
+    """
+    low, high = grid[:-1], grid[1:]
+
+    def gain(ratio: float) -> float:
+        worst = np.clip((low + high) / (2.0 * (1.0 + ratio)), low, high)
+        x = (low + high) / 2.0 if rounding == "nearest" else worst
+        gains = (x - low) * (high - x) - ratio * x * x
+        first = np.max(gains, where=low >= lowest, initial=-ratio * lowest**2)
+        return first + (size - 1) * np.max(gains, initial=0.0)
+
+    below, above = 0.0, float(max(size, 1))
+    for _ in range(100):
+        middle = (below + above) / 2.0
+        below, above = (middle, above) if gain(middle) > 0 else (below, middle)
+    return above
+
+
+def with_error(code: Compressor, error: Callable[[Shape], float], rounding: str) -> Compressor:
+    """The code with what its largest error means: δ to nearest, ω at random."""
+    if rounding == "nearest":
+        return code._replace(contraction=lambda shape: 1.0 - error(shape))
+    return code._replace(variance=error)
