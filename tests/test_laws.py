@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from laws import CASES, CODES, SHAPES
 from laws_run import STEPS, ran
 from tiny import assert_close
@@ -29,6 +30,28 @@ def test_compressors_send_what_they_say(name, size):
     if size:
         assert sent == code.bytes(size)
     assert sent <= code.bytes(max(size, 1))
+
+
+@each_code
+def test_compressors_keep_their_types(name, mesh):
+    """Strict promotion, shapes of every kind, float64, and keys that are agreed or differ under `shard_map`."""
+    code = CODES[name].make()
+
+    def round_trip(x, key):
+        return code.decompress(code.compress(x, key), x)
+
+    def one_worker(x, key):
+        return [round_trip(x, k) for k in (key, jax.random.fold_in(key, jax.lax.axis_index("data")))]
+
+    key = jax.random.key(0)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        for shape in ((), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)):
+            for dtype in (jnp.bfloat16, jnp.float16, jnp.float64):
+                out = jax.eval_shape(round_trip, jax.ShapeDtypeStruct(shape, dtype), key)
+                assert (out.shape, out.dtype) == (shape, dtype)
+    mapped = jax.shard_map(one_worker, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    for out in jax.eval_shape(mapped, jax.ShapeDtypeStruct((40,), jnp.float32), key):
+        assert out.shape == (40,)
 
 
 @each_case

@@ -86,6 +86,8 @@ def test_words_hold_the_same_bits(dtype, word):
 def test_inside_jit_and_vmap():
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 8, (3, 7)).astype(np.uint8))
     with jax.numpy_dtype_promotion("strict"):
+        wide = pack(codes[0].astype(jnp.uint32), 4)
         mapped = jax.jit(jax.vmap(lambda c: (unpack(pack(c, 4), 4, 7), unpack(pack(c, 3), 3, 7))))(codes)
+    np.testing.assert_array_equal(wide, pack(codes[0], 4))
     for unpacked in mapped:
         np.testing.assert_array_equal(unpacked, codes)

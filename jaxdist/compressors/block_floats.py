@@ -69,8 +69,8 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> code, x = fp8(), jnp.array([448.0, -17.0, 0.0, 0.3])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
-      Array([448.    , -16.    ,   0.    ,   0.3125], dtype=float32)
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x).tolist()
+      [448.0, -16.0, 0.0, 0.3125]
 
     References:
       P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.

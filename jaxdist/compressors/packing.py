@@ -55,7 +55,7 @@ def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch by
     groups = codes.reshape(*batch, (size + padding) // per_group, per_group)
     # Shifted codes share no bit, so their sum is their union; XLA fuses this form with whatever made the codes.
     if width == 1:
-        return jnp.sum(groups << _shifts(groups.shape, bits), axis=-1, dtype=jnp.uint8)
+        return jnp.sum(groups.astype(jnp.uint8) << _shifts(groups.shape, bits), axis=-1, dtype=jnp.uint8)
     parts = [groups[..., i].astype(jnp.uint32) for i in range(per_group)]
     # One strided pass for each byte of a group: as one sum over a table of shifts it is twenty times slower on CPU.
     joined = jnp.stack([_join(parts, bits, 8, j).astype(jnp.uint8) for j in range(width)], axis=-1)

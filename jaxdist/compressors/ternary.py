@@ -62,7 +62,8 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
         return one_level(like.shape).decompress(payload, like)
 
     def variance(shape: Shape) -> float:
-        return one_level(shape).variance(shape)
+        size = max(math.prod(shape), 1)
+        return (math.sqrt(min(size, bucket or size)) - 1.0) / 2.0
 
     return Compressor(compress, decompress, variance=variance if clip is None else None)
 
