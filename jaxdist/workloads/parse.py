@@ -6,6 +6,7 @@ The grammar is a call without brackets: `name`, then after a colon values and `k
 import ast
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def describe() -> str:
     lines = [f"{spelling}: {purpose}" for _, spelling, purpose in REDUCERS.values()]
     lines += [f"{prefix}:REDUCER: {purpose}" for prefix, (_, purpose) in FEEDBACK.items()]
     lines += [f"{prefix}:CODE: {purpose}" for prefix, (_, purpose) in COLLECTIVES.items()]
+    lines += ["CODE+CODE: the second codes the values that the first one sends, as in top_k:0.01+qsgd:4"]
     lines += [f"{spelling}: {purpose}" for _, spelling, purpose in OPTIMIZERS.values()]
     return "\n".join(lines)
 
@@ -163,15 +165,29 @@ def parse_reducer(text: str) -> Reducer:
             raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
         return _call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
     if prefix in COLLECTIVES:
-        code = _parse_plain(rest)
-        if not isinstance(code, Compressor):
-            raise ValueError(f"reducer {text!r}: {prefix} takes a code of one array, as in {prefix}:qsgd:4")
-        return _call("reducer", text, COLLECTIVES[prefix][0], [code], {})
+        return _call("reducer", text, COLLECTIVES[prefix][0], [parse_code(rest)], {})
     made = _parse_plain(text)
     return reducers.compressed(made) if isinstance(made, Compressor) else made
 
 
+def parse_code(text: str) -> Compressor:
+    """Makes the compressor that `text` spells; `top_k:0.01+qsgd:4` codes the values of the first with the second.
+
+    Example:
+      >>> from jaxdist.workloads.parse import parse_code
+      >>> parse_code("qsgd:4").summable
+      False
+    """
+    made = _parse_plain(text)
+    if not isinstance(made, Compressor):
+        raise ValueError(f"{text!r} is no code of one array, as qsgd:4 is")
+    return made
+
+
 def _parse_plain(text: str) -> Reducer | Compressor:
+    first, *rest = re.split(r"\+(?=[a-z])", text, maxsplit=1)
+    if rest:
+        return _call("reducer", text, compressors.chained, [parse_code(first), parse_code(rest[0])], {})
     name, values, keywords = parse_call(text)
     if name not in REDUCERS:
         known = ", ".join([*REDUCERS, *OPTIMIZERS])

@@ -15,6 +15,27 @@ from .results import Result
 # Family: how its reducers are spelled. `exact` is the baseline and comes first.
 COMPRESSION: dict[str, tuple[str, ...]] = {
     "plain": ("exact", "f16", "bf16"),
+    "blocks": ("int8", "fp8", "mxfp8", "min_max_uint8", "int4:rounding=stochastic", "ef:mxfp4", "natural"),
+    "levels": ("qsgd:8", "qsgd:4", "qsgd:3", "qsgd:2", "nuqsgd:4", "alq:3", "amq:3", "terngrad"),
+    "signs": ("sign", "ef:sign", "ef:drive"),
+    "sparse": (
+        "top_k:0.01",
+        "ef:top_k:0.1",
+        "ef:top_k:0.01",
+        "ef:block_top_k:0.01",
+        "ef:top_k:0.02+qsgd:4",
+        "ef:random_k:0.05",
+        "gspar:0.1",
+    ),
+    "low rank": (
+        "power_sgd:2",
+        "ef:power_sgd:1",
+        "ef:power_sgd:2",
+        "ef:power_sgd:4",
+        "ef:power_sgd:2,one_sided=True",
+    ),
+    "sums": ("two_shot:qsgd:8", "two_shot:qsgd:4", "ef:two_shot:sign", "loco:int4", "intsgd:8", "integer_sum:8"),
+    "optimizers": ("demo:1e-3", "dion:1e-2,rank=4", "one_bit_adam:1e-3,freeze_step=50", "qadam:1e-3,warmup_steps=50"),
 }
 MARKERS = "osD^vPX*"
 
