@@ -15,7 +15,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RANKS = {"1024x1024": (1, 4, 32), "4096x1024": (1, 4, 32), "512x4608": (1, 4, 32), "ResNet-18": (1, 2, 4)}
 SYSTEMS = ("torch", "jaxdist", "jaxdist one-sided")
@@ -38,7 +40,19 @@ def shapes_of(case: str) -> list[tuple[int, ...]]:
     return [*shapes, (512, 10), (10,)]
 
 
-def time_jaxdist(case: str, rank: int, turns: int, one_sided: bool) -> float:
+def fastest(step: Callable[[], Any], seconds: float) -> float:
+    for _ in range(3):
+        step()
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        out = step()
+        best = min(best, time.perf_counter() - start)
+        del out
+    return best
+
+
+def time_jaxdist(case: str, rank: int, seconds: float, one_sided: bool) -> float:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import numpy as np
@@ -55,17 +69,17 @@ def time_jaxdist(case: str, rank: int, turns: int, one_sided: bool) -> float:
         return reduced.mean, state
 
     run = jax.jit(step, donate_argnums=1)
-    state, best = reducer.init(gradients), float("inf")
-    for turn in range(turns + 3):
-        start = time.perf_counter()
+    state = reducer.init(gradients)
+
+    def once():
+        nonlocal state
         mean, state = jax.block_until_ready(run(gradients, state))
-        if turn >= 3:
-            best = min(best, time.perf_counter() - start)
-        del mean
-    return best
+        return mean
+
+    return fastest(once, seconds)
 
 
-def time_torch(case: str, rank: int, turns: int) -> float:
+def time_torch(case: str, rank: int, seconds: float) -> float:
     import torch
 
     torch.set_num_threads(int(THREADS))
@@ -109,21 +123,14 @@ def time_torch(case: str, rank: int, turns: int) -> float:
         torch.sub(before, bucket, out=error)
         return bucket, rest
 
-    best = float("inf")
-    for turn in range(turns + 3):
-        start = time.perf_counter()
-        out = step()
-        if turn >= 3:
-            best = min(best, time.perf_counter() - start)
-        del out
-    return best
+    return fastest(step, seconds)
 
 
-def measure(torch_python: str, system: str, case: str, rank: int, turns: int) -> float:
+def measure(torch_python: str, system: str, case: str, rank: int, seconds: float) -> float:
     python = torch_python if system == "torch" else sys.executable
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": THREADS, **KEEP_MEMORY}
-    command = [python, __file__, "--one", system, case, str(rank), "--turns", str(turns)]
+    command = [python, __file__, "--one", system, case, str(rank), "--seconds", str(seconds)]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -142,16 +149,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--torch-python", help="a Python that has torch")
-    parser.add_argument("--turns", type=int, default=40, help="steps of each process")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long each process repeats the step")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each system")
     parser.add_argument("--out", type=Path, help="the folder of the report")
     given = parser.parse_args()
     if given.one:
         system, case, rank = given.one
         if system == "torch":
-            print(time_torch(case, int(rank), given.turns))
+            print(time_torch(case, int(rank), given.seconds))
         else:
-            print(time_jaxdist(case, int(rank), given.turns, system.endswith("one-sided")))
+            print(time_jaxdist(case, int(rank), given.seconds, system.endswith("one-sided")))
         return
     if not given.torch_python:
         parser.error("--torch-python is needed")
@@ -161,7 +168,7 @@ def main() -> None:
             row = {"case": case, "rank": rank}
             for _ in range(given.rounds):
                 for system in SYSTEMS:
-                    seconds = measure(given.torch_python, system, case, rank, given.turns)
+                    seconds = measure(given.torch_python, system, case, rank, given.seconds)
                     row[system] = min(row.get(system, seconds), seconds)
             rows.append(row)
             print(row, flush=True)

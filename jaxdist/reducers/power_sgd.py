@@ -56,7 +56,8 @@ def power_sgd(
     Args:
       rank: `r`, cut to `min(n, m)`. Higher is more accurate and sends more: 1 is for when bytes are everything, 4 for
         language models, 2 for convolutional nets; double it when the loss falls behind.
-      one_sided: see above. For slow links, where latency or bytes decide; two-sided is more accurate at equal rank.
+      one_sided: see above. For links whose latency decides. Take twice the rank, which costs the same bytes: at equal
+        rank it is less accurate, and at rank 1 it may stay far behind.
       min_compression_rate: a leaf is compressed if `(n+m)·r·rate < n·m`. Lower compresses more leaves; 0 compresses all
         matrices.
       start_step: plain means before it. Early gradients are the hardest to compress: try 10 % of training if the loss
