@@ -18,11 +18,12 @@ def test_without_loss_it_is_the_mean():
     np.testing.assert_allclose(owns["a"], updates["a"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_errors_add_up_with_every_station():
     """A code of known variance, ω = 1/3 with equality, on equal updates of equal entries."""
-    omega, size, steps = 1 / 3, 96, 400
+    omega, size, steps = 1 / 3, 96, 250
     spread = {}
-    for workers in (2, 8):
+    for workers in (2, 5):
         updates = np.ones((steps, workers, size), np.float32)
         for name, make in (("ring", ring), ("two", jd.two_shot)):
             code = jd.random_k(0.75, unbiased=True)._replace(shared_key=False)
@@ -32,8 +33,8 @@ def test_errors_add_up_with_every_station():
             variance = (1 + omega) * variance + omega * station**2
         assert spread["ring", workers] == pytest.approx(variance / workers**2, rel=0.1)
         assert spread["two", workers] == pytest.approx(omega * (1 + (1 + omega) / workers), rel=0.1)
-    assert spread["ring", 8] > 3 * spread["ring", 2]
-    assert spread["two", 8] < spread["two", 2]
+    assert spread["ring", 5] > 2 * spread["ring", 2]
+    assert spread["two", 5] < spread["two", 2]
 
 
 def test_a_biased_code_is_off_by_its_bias_at_every_station():
