@@ -321,23 +321,24 @@ CASES = {
         levels=2,
         unused=lambda w: 3 * 4 * -(-TOTAL // 4),
     ),
+    # Levels are a fit to sums, which processes may add up in another order.
     "alq": Case(
         lambda: jd.alq(3, bucket=32, norm="l2", solver="coordinate", block=16, every=2),
         lambda w: gathered(qsgd_bytes(3, 32)(TOTAL))(w) + all_reduced(240)(w),
         [GATHER, REDUCE],
-        tolerance=1e-4,
+        tolerance=1e-3,
     ),
     "alq exact": Case(
         lambda: jd.alq(4, symmetric=True, update_steps=(1,)),
         lambda w: gathered(qsgd_bytes(4, 8192)(TOTAL))(w) + all_reduced(4 * 257)(w),
         [GATHER, REDUCE],
-        tolerance=1e-4,
+        tolerance=1e-3,
     ),
     "amq": Case(
         lambda: jd.amq(2),
         lambda w: gathered(qsgd_bytes(2, 8192)(TOTAL))(w) + all_reduced(240)(w),
         [GATHER, REDUCE],
-        tolerance=1e-4,
+        tolerance=1e-3,
     ),
     "hierarchical": Case(
         lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(by_code("qsgd 4"))),
