@@ -1,14 +1,19 @@
-"""How fast the codes are: GB/s of float32 in and out, beside straightforward versions in numpy and jax.numpy.
+"""How fast the codes are: seconds beside those of a copy of the array, and beside PyTorch where it has the operation.
 
-    python benchmarks/codecs.py --out benchmarks/reports/NAME
+    python benchmarks/codecs.py --torch-python PYTHON --out benchmarks/reports/NAME
 
-A rate counts the bytes of the uncompressed array once. The contestants take turns, and the fastest of all turns counts,
-since noise only ever adds time. `copy` is the bound of anything that reads and writes the array.
+The yardstick is a warm copy in place, `jit(lambda x: -x)` with a donated argument: it reads and writes the array once.
+A ratio is the seconds of the copy over those of the code, so 1 is the speed of memory. The contestants take turns, and
+the fastest of all turns counts, since noise only ever adds time.
+
+With a GPU it measures that (`JAX_PLATFORMS=cuda`), and the record names the device; 128 MiB is `--size 33554432`.
 """
 
 import argparse
+import functools
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,59 +23,80 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-import jaxdist as jd
-from jaxdist.compressors import cast, uniform_threefry
+from jaxdist import compressors as jc
 
-BUCKET = 512
+# What the codes are held to on CPU: ratio to the copy, of compressing.
+TARGETS = {"sign()": 0.5, "int8()": 0.25, "qsgd(4)": 0.1}
 
 
-def codes() -> dict[str, Any]:
+def codes() -> dict[str, jc.Compressor]:
     return {
-        "cast(float16)": cast(jnp.float16),
-        "cast(bfloat16)": cast(jnp.bfloat16),
-        "qsgd(8)": jd.qsgd(8),
-        "qsgd(4)": jd.qsgd(4),
-        "qsgd(2)": jd.qsgd(2),
-        "qsgd(4), threefry noise": jd.qsgd(4, noise=uniform_threefry),
-        "scaled_sign()": jd.scaled_sign(),
-        "top_k(0.01)": jd.top_k(0.01),
-        "random_k(0.01)": jd.random_k(0.01),
+        "cast(bfloat16)": jc.cast(jnp.bfloat16),
+        "sign()": jc.sign(),
+        "scaled_sign()": jc.scaled_sign(),
+        "scaled_sign(bucket=1024)": jc.scaled_sign(bucket=1024),
+        "drive()": jc.drive(),
+        "terngrad()": jc.terngrad(),
+        "natural()": jc.natural(),
+        "int8()": jc.int8(),
+        "int8(stochastic)": jc.int8(rounding="stochastic"),
+        "int4()": jc.int4(),
+        "fp8()": jc.fp8(),
+        "mxfp8()": jc.mxfp8(),
+        "mxfp4()": jc.mxfp4(),
+        "min_max_uint8()": jc.min_max_uint8(),
+        "qsgd(8)": jc.qsgd(8),
+        "qsgd(4)": jc.qsgd(4),
+        "qsgd(2)": jc.qsgd(2),
     }
 
 
-def plain_qsgd(np_or_jnp, x, uniforms):
-    """Four bits as written in the paper, two codes to a byte."""
-    buckets = x.reshape(-1, BUCKET)
-    norms = np_or_jnp.abs(buckets).max(1, keepdims=True)
-    level = np_or_jnp.floor(np_or_jnp.abs(buckets) / norms * 7 + uniforms.reshape(-1, BUCKET)).astype("uint8")
-    bits = (level | ((buckets < 0).astype("uint8") << 3)).reshape(-1, 2)
-    return bits[:, 0] | (bits[:, 1] << 4), norms
+# Run by the other Python: the same yardstick and the same operations, written as its users do.
+IN_TORCH = """
+import json, sys, time, torch
+size, turns = int(sys.argv[1]), int(sys.argv[2])
+x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+powers = 2 ** torch.arange(8, dtype=torch.uint8)
+
+def int8(x):
+    blocks = x.view(-1, 256)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    return torch.round(blocks / scales).to(torch.int8), scales
+
+def int4_at_random(x):
+    buckets = x.view(-1, 512)
+    norms = buckets.abs().amax(1, keepdim=True)
+    levels = torch.floor(buckets / norms * 7 + torch.rand_like(buckets)).to(torch.int8) + 8
+    levels = levels.view(-1, 2).to(torch.uint8)
+    return levels[:, 0] | (levels[:, 1] << 4), norms
+
+def fp8(x):
+    blocks = x.view(-1, 128)
+    scales = blocks.abs().amax(1, keepdim=True) / 448
+    return (blocks / scales).to(torch.float8_e4m3fn), scales
+
+runs = {
+    "copy": lambda: x.neg_(),
+    "sign()": lambda: ((x >= 0).view(-1, 8) * powers).sum(1, dtype=torch.uint8),
+    "int8()": lambda: int8(x),
+    "qsgd(4)": lambda: int4_at_random(x),
+    "fp8()": lambda: fp8(x),
+    "cast(bfloat16)": lambda: x.bfloat16(),
+}
+best = {}
+for turn in range(turns + 1):
+    for name, run in runs.items():
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        if turn:
+            best[name] = min(best.get(name, seconds), seconds)
+print(json.dumps(best))
+"""
 
 
-def plain_versions(x: np.ndarray) -> dict[str, Callable[[], Any]]:
-    """What one would write first, random numbers included."""
-    on_device, kept = jnp.asarray(x), x.size // 100
-    random = np.random.default_rng(0)
-    half = jax.jit(lambda x: x.astype(jnp.float16))
-    quantised = jax.jit(lambda x, key: plain_qsgd(jnp, x, jax.random.uniform(key, x.shape)))
-    signs = jax.jit(lambda x: (jnp.packbits(x >= 0), jnp.abs(x).mean()))
-    largest = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), kept))
-    return {
-        "numpy float16": lambda: x.astype(np.float16),
-        "jnp float16": lambda: half(on_device),
-        "numpy qsgd 4 bit": lambda: plain_qsgd(np, x, random.random(x.size, np.float32)),
-        "jnp qsgd 4 bit": lambda: quantised(on_device, jax.random.key(0)),
-        "numpy sign": lambda: (np.packbits(x >= 0), np.abs(x).mean()),
-        "jnp sign": lambda: signs(on_device),
-        "numpy top-k 1 %": lambda: np.argpartition(np.abs(x), x.size - kept)[-kept:],
-        "jnp top-k 1 %": lambda: largest(on_device),
-        "copy": lambda: x.copy(),
-    }
-
-
-def best_times(contestants: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
+def best_times(contestants: dict[Any, Callable[[], Any]], turns: int) -> dict[Any, float]:
     best = {}
     for turn in range(turns + 1):
         for name, run in contestants.items():
@@ -82,43 +108,93 @@ def best_times(contestants: dict[str, Callable[[], Any]], turns: int) -> dict[st
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=2**24, help="elements")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
-    x = np.random.default_rng(0).standard_normal(given.size, np.float32)
-    on_device, key = jnp.asarray(x), jax.random.key(0)
-    contestants, ratios = {}, {}
+def copying(x: jax.Array) -> Callable[[], jax.Array]:
+    negated = jax.jit(lambda x: -x, donate_argnums=0)
+    held = [x + 0.0]
+
+    def run():
+        held[0] = negated(held[0])
+        return held[0]
+
+    return run
+
+
+def contestants(x: jax.Array, key: jax.Array) -> tuple[dict[tuple[str, str], Callable[[], Any]], dict[str, float]]:
+    """What to run, and how many times smaller each payload is."""
+    found, smaller = {}, {}
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     for name, code in codes().items():
         compress = jax.jit(code.compress)
-        decompress = jax.jit(
-            lambda payload, code=code: code.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        decompress = jax.jit(lambda payload, code=code: code.decompress(payload, like))
+        payload = compress(x, key)
+        smaller[name] = x.nbytes / sum(part.nbytes for part in jax.tree.leaves(payload))
+        found[name, "compress"] = functools.partial(compress, x, key)
+        found[name, "decompress"] = functools.partial(decompress, payload)
+    return found, smaller
+
+
+def torch_times(python: str, size: int, turns: int) -> dict[str, float]:
+    done = subprocess.run([python, "-c", IN_TORCH, str(size), str(turns)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def table(found: dict[str, Any]) -> str:
+    copy = found["copy_seconds"]
+    rate = 2 * found["bytes"] / copy / 1e9
+    device, turns = found["device"], found["turns"]
+    lines = [
+        f"{found['bytes'] / 2**20:.0f} MiB of float32 on {device}, jax {found['jax']}, the fastest of {turns} turns.",
+        f"The copy in place takes {1e3 * copy:.2f} ms, {rate:.0f} GB/s read and written.",
+        "",
+        "| code | smaller by | compress ms | of copy | decompress ms | of copy | torch compress ms |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in found["codes"]:
+        there, back = row["compress_seconds"], row["decompress_seconds"]
+        torch = f"{1e3 * row['torch_seconds']:.1f}" if "torch_seconds" in row else ""
+        lines.append(
+            f"| {row['code']} | {row['smaller']:.1f}x | {1e3 * there:.1f} | {copy / there:.2f} | {1e3 * back:.1f} | "
+            f"{copy / back:.2f} | {torch} |"
         )
-        payload = compress(on_device, key)
-        ratios[name] = x.nbytes / sum(part.nbytes for part in jax.tree.leaves(payload))
-        contestants[name, "compress"] = lambda compress=compress: compress(on_device, key)
-        contestants[name, "decompress"] = lambda decompress=decompress, payload=payload: decompress(payload)
-    contestants |= {(name, "compress"): run for name, run in plain_versions(x).items()}
-    rates = {name: x.nbytes / seconds / 1e9 for name, seconds in best_times(contestants, given.turns).items()}
-    print("| code | smaller by | compress GB/s | decompress GB/s |\n|---|--:|--:|--:|")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=2**24, help="elements, a multiple of 4096")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--torch-python", help="a Python with PyTorch, to measure beside")
+    parser.add_argument("--out", type=Path, help="the folder of the report")
+    given = parser.parse_args()
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (given.size,))
+    runs, smaller = contestants(x, key)
+    times = best_times({"copy": copying(x), **runs}, given.turns)
+    torch = torch_times(given.torch_python, given.size, given.turns) if given.torch_python else {}
     rows = []
-    for name, direction in rates:
-        if direction == "compress":
-            back = rates.get((name, "decompress"))
-            row = {"code": name, "ratio": ratios.get(name), "compress": rates[name, direction], "decompress": back}
-            rows.append(row)
-            cells = [
-                f"{row['ratio']:.1f}x" if row["ratio"] else "",
-                f"{row['compress']:.2f}",
-                f"{back:.2f}" if back else "",
-            ]
-            print(f"| {name} | " + " | ".join(cells) + " |")
+    for name, ratio in smaller.items():
+        row = {"code": name, "smaller": ratio}
+        row |= {f"{way}_seconds": times[name, way] for way in ("compress", "decompress")}
+        rows.append(row | ({"torch_seconds": torch[name]} if name in torch else {}))
+    device = jax.devices()[0]
+    found = {
+        "device": device.device_kind if device.platform != "cpu" else f"cpu, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+        "bytes": x.nbytes,
+        "turns": given.turns,
+        "copy_seconds": times["copy"],
+        "torch_copy_seconds": torch.get("copy"),
+        "codes": rows,
+    }
+    print(table(found))
+    if device.platform == "cpu":
+        for name, target in TARGETS.items():
+            reached = times["copy"] / times[name, "compress"]
+            print(f"{name}: {reached:.2f} of the copy, {target} wanted: {'reached' if reached >= target else 'missed'}")
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        found = {"elements": given.size, "gigabytes_per_second": rows, "jax": jax.__version__}
-        (given.out / "codecs.json").write_text(json.dumps(found, indent=1))
+        (given.out / "codecs.json").write_text(json.dumps(found, indent=1) + "\n")
+        (given.out / "codecs.md").write_text(table(found))
 
 
 if __name__ == "__main__":
