@@ -132,7 +132,7 @@ def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
 
 
 def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
-    console = Console()
+    console = _console()
     names = ["exact"] if chosen.baseline and chosen.reducer != "exact" else []
     runs = _runs([*names, chosen.reducer], chosen, workload, mesh)
     finished, log_path = [], _fresh(chosen.out, "log.jsonl")
@@ -151,7 +151,7 @@ def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
 
 
 def _compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> None:
-    console = Console()
+    console = _console()
     names = suite.reducers() if chosen.suite else chosen.reducers
     if not names:
         raise ValueError("--reducers needs at least one name")
@@ -179,6 +179,12 @@ def _compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> No
     console.print(f"\n{title}", style="dim", highlight=False)
     console.print(table)
     console.print(f"plot {plot}\nlog {log_path}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a file, wide enough for every column."""
+    console = Console()
+    return console if console.is_terminal else Console(width=132)
 
 
 def _runs(
@@ -269,10 +275,12 @@ def _close(console: Console, result: results.Result, baseline: results.Result | 
 
 def _title(options: Options, run: train.Run) -> str:
     size = f"{run.parameters / 1e6:.2f} M parameters"
+    last = options.seed + getattr(options, "seeds", 1) - 1
+    seeds = f"seed {options.seed}" if last == options.seed else f"seeds {options.seed} to {last}"
     what = {"text": "byte-level GPT", "digits": "convolutional net on digits"}[options.workload]
     if options.workload == "text":
         what += f" on {options.text or 'the standard library of Python'}"
-    return f"{what}, {size}, {run.workers} workers, batch {options.batch}, {options.optimizer}, seed {options.seed}"
+    return f"{what}, {size}, {run.workers} workers, batch {options.batch}, {options.optimizer}, {seeds}"
 
 
 def _unit(workload: Workload) -> str:

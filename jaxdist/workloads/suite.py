@@ -35,7 +35,12 @@ COMPRESSION: dict[str, tuple[str, ...]] = {
         "ef:power_sgd:2,one_sided=True",
     ),
     "sums": ("two_shot:qsgd:8", "two_shot:qsgd:4", "ef:two_shot:sign", "loco:int4", "intsgd:8", "integer_sum:8"),
-    "optimizers": ("demo:1e-3", "dion:1e-2,rank=4", "one_bit_adam:1e-3,freeze_step=50", "qadam:1e-3,warmup_steps=50"),
+    "optimizers": (
+        "demo:1e-3",
+        "dion:3e-2,rank=4",
+        "one_bit_adam:1e-3,freeze_step=50,b2=0.9",
+        "qadam:1e-3,warmup_steps=50,b2=0.9",
+    ),
 }
 MARKERS = "osD^vPX*"
 
@@ -119,7 +124,7 @@ def draw(spreads: Sequence[Spread], path: str | Path, *, title: str, unit: str) 
     Returns:
       The path.
     """
-    keys = list(spreads[0].held_out)
+    keys = sorted(spreads[0].held_out, key=lambda key: key != "loss")
     rows = max(8.2, 0.235 * len(spreads) + 1.2)
     figure = Figure(figsize=(7.2 * len(keys) + 2.4, rows), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
