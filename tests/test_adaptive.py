@@ -76,7 +76,8 @@ def test_the_mean_is_right_on_average(make):
     repeated = np.repeat(updates, 800, axis=0)
     means, _, states = trajectory(make(bucket=64, every=10_000), repeated)
     errors = means - updates.mean(1)
-    assert (np.abs(errors.mean(0)) <= 5 * errors.std(0) / np.sqrt(800) + 1e-6).all()
+    # All entries together: the error of one near a level is a rare event, of which its sample knows too little.
+    assert (errors.mean(0) ** 2).sum() <= 3 * (errors**2).sum(1).mean() / 800
     levels = jnp.asarray(np.asarray(states.levels)[0, 0])
     wanted = sum(float(jc.expected_variance(jnp.asarray(x), levels, bucket=64, zero_level=False)) for x in updates[0])
     assert (errors**2).sum(1).mean() == pytest.approx(wanted / 4, rel=0.1)  # of two workers: a quarter of the sum

@@ -16,26 +16,27 @@ SMALL = 2**16
 def concatenate(arrays: Sequence[Array]) -> Array:
     """The elements of arrays of one dtype in one vector.
 
-    On CPU small arrays are written into their places one by one: XLA would fuse what makes them into the concatenation,
-    and such a fusion computes all of them at every element of the result. A few bias gradients made a small step 15
-    times slower.
+    On CPU small vectors and codes are written into their places one by one: XLA would fuse the sums that make them into
+    the concatenation, and such a fusion computes all of them at every element of the result. A few bias gradients made
+    a small step 15 times slower. Floating matrices come out of products, which are not fused, and cost compile time.
     """
     vectors = [array.ravel() for array in arrays]
     if len(vectors) == 1:
         return vectors[0]
-    return lax.platform_dependent(*vectors, cpu=_into_places, default=lambda *vectors: jnp.concatenate(vectors))
+    apart = [
+        array.size < SMALL and (array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating)) for array in arrays
+    ]
 
+    def into_places(*vectors: Array) -> Array:
+        flat = jnp.concatenate([jnp.zeros_like(x) if is_apart else x for x, is_apart in zip(vectors, apart)])
+        start = 0
+        for x, is_apart in zip(vectors, apart):
+            if is_apart:
+                flat = lax.dynamic_update_slice(flat, x, (start,))
+            start += x.size
+        return flat
 
-def _into_places(*vectors: Array) -> Array:
-    """As `jnp.concatenate`; runs of large vectors in one go."""
-    small = [vector.size < SMALL for vector in vectors]
-    flat = jnp.concatenate([jnp.zeros_like(v) if is_small else v for v, is_small in zip(vectors, small)])
-    start = 0
-    for vector, is_small in zip(vectors, small):
-        if is_small:
-            flat = lax.dynamic_update_slice(flat, vector, (start,))
-        start += vector.size
-    return flat
+    return lax.platform_dependent(*vectors, cpu=into_places, default=lambda *vectors: jnp.concatenate(vectors))
 
 
 def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
