@@ -31,7 +31,8 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
 
     Example:
       >>> import jax.numpy as jnp
-      >>> closed_form_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.1).round(3).tolist()
+      >>> p = closed_form_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.1)
+      >>> [round(x, 3) for x in p.tolist()]
       [1.0, 1.0, 0.75, 0.375, 0.0]
     """
     if variance <= 0:
@@ -58,7 +59,8 @@ def greedy_probabilities(x: Float[Array, " size"], density: float | int, *, roun
 
     Example:
       >>> import jax.numpy as jnp
-      >>> greedy_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.6, rounds=0).round(3).tolist()
+      >>> p = greedy_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.6, rounds=0)
+      >>> [round(x, 3) for x in p.tolist()]
       [1.0, 0.9, 0.6, 0.3, 0.0]
     """
     if not 0 < density <= 1:
@@ -85,7 +87,8 @@ def water_filling_probabilities(x: Float[Array, " size"], count: float | int) ->
 
     Example:
       >>> import jax.numpy as jnp
-      >>> water_filling_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 3).round(3).tolist()
+      >>> p = water_filling_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 3)
+      >>> [round(x, 3) for x in p.tolist()]
       [1.0, 1.0, 0.667, 0.333, 0.0]
     """
     if not 0 < count <= x.shape[0]:

@@ -1,0 +1,119 @@
+"""How fast the largest entries are found: `top_k` and its peers, beside a copy of the same bytes in place.
+
+    python benchmarks/selection.py --torch-python PYTHON --out benchmarks/reports/NAME
+
+Milliseconds to compress, the fastest of all turns, since noise only ever adds time; the contestants take turns. `copy`
+is `x -> -x` into a buffer that is given away, warm: what the hardware needs to read and write the array once. The last
+column is its time divided by theirs: the part of that bandwidth which is reached.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdist as jd
+from jaxdist.compressors import block_top_k
+
+TORCH = """
+import json, sys, time, numpy, torch
+size, kept, turns = map(int, sys.argv[1:])
+x = torch.from_numpy(numpy.random.default_rng(0).standard_normal(size, numpy.float32))
+best = float("inf")
+for turn in range(turns + 1):
+    start = time.perf_counter()
+    torch.topk(x.abs(), kept)
+    if turn:
+        best = min(best, time.perf_counter() - start)
+print(json.dumps(best))
+"""
+
+
+def contestants(size: int, density: float) -> dict[str, Callable[[Any], Any]]:
+    kept = round(density * size)
+    key = jax.random.key(0)
+    codes = {
+        f"top_k({density})": jd.top_k(density),
+        f'top_k({density}, method="sampled")': jd.top_k(density, method="sampled"),
+        f'top_k({density}, method="exact")': jd.top_k(density, method="exact"),
+        "block_top_k(64 / 4096)": block_top_k(64 / 4096),
+        f"random_k({density})": jd.random_k(density),
+    }
+    runs = {name: jax.jit(partial(lambda code, x: code.compress(x, key), code)) for name, code in codes.items()}
+    runs["lax.top_k"] = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), kept))
+    runs["lax.approx_max_k"] = jax.jit(lambda x: jax.lax.approx_max_k(jnp.abs(x), kept))
+    return runs
+
+
+def timed(run: Callable[[Any], Any], x: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run(x))
+    return time.perf_counter() - start
+
+
+def measured(size: int, density: float, turns: int, torch_python: str | None) -> dict[str, float]:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(size, np.float32))
+    runs = contestants(size, density)
+    copy = jax.jit(jnp.negative, donate_argnums=0)
+    buffer = copy(x + 0)
+    best: dict[str, float] = {}
+    for turn in range(turns + 1):
+        for _ in range(5):
+            start = time.perf_counter()
+            buffer = jax.block_until_ready(copy(buffer))
+            best["copy"] = min(best.get("copy", 1e9), time.perf_counter() - start)
+        for name, run in runs.items():
+            seconds = timed(run, x)
+            if turn:  # the first compiles
+                best[name] = min(best.get(name, 1e9), seconds)
+    if torch_python:
+        arguments = [torch_python, "-c", TORCH, str(size), str(round(density * size)), str(turns)]
+        best["torch.topk"] = json.loads(subprocess.run(arguments, capture_output=True, check=True, text=True).stdout)
+    return best
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| entries | | ms | GB/s of float32 | of a copy's bandwidth |", "|--:|---|--:|--:|--:|"]
+    for row in rows:
+        cells = f"{row['ms']:.2f} | {row['gigabytes_per_second']:.2f} | {row['of_copy']:.3f}"
+        lines.append(f"| 2^{row['entries'].bit_length() - 1} | {row['name']} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24], help="entries, powers of two")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--torch-python", help="a Python with PyTorch, for torch.topk")
+    parser.add_argument("--out", type=Path, help="the folder of the report")
+    given = parser.parse_args()
+    rows = []
+    for size in given.sizes:
+        best = measured(size, given.density, given.turns, given.torch_python)
+        for name, seconds in sorted(best.items(), key=lambda item: item[1]):
+            rate = 4 * size / seconds / 1e9
+            row = {"entries": size, "name": name, "ms": 1e3 * seconds, "gigabytes_per_second": rate}
+            rows.append(row | {"of_copy": best["copy"] / seconds})
+    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "density": given.density, "rows": rows}
+    print(table(rows))
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "selection.json").write_text(json.dumps(found, indent=1) + "\n")
+        heading = f"# Finding the largest {given.density:.0%}\n\n{found['device']}, jax {found['jax']}.\n\n"
+        (given.out / "selection.md").write_text(heading + table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
