@@ -75,7 +75,10 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         count = capacity(x.size)
-        flat, magnitudes = x.reshape(-1), scaled_magnitudes(x.reshape(-1))
+        flat = x.reshape(-1)
+        if count == x.size:
+            return SparsePayload(flat, encode_positions(lax.iota(jnp.int32, count), x.size))
+        magnitudes = scaled_magnitudes(flat)
         units, certain = _units(magnitudes, count)
         where, chosen = _draw(units, certain, key_words(key)[0], count)
         wide = working_dtype(x.dtype)

@@ -90,7 +90,7 @@ def _cut(magnitudes: Float[Array, "rows width"], filled: Array) -> tuple[Array, 
     """For each row the least of its large magnitudes, `[rows, 1]`, and the means of small and large, `[rows, 2]`."""
     width = magnitudes.shape[1]
     if not width:
-        return jnp.zeros((1, 1)), jnp.zeros((1, 2))
+        return jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, 2), jnp.float32)
     falling = -jnp.sort(-magnitudes, axis=1)
     largest = falling[:, :1]
     # Scaled, so that squares neither vanish nor overflow.
