@@ -24,9 +24,10 @@ run() {
     imports) PYTHONPATH=. lint-imports ;;
     types) pyright --pythonpath "$(command -v python)" ;;
     docs) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "${SITE_DIR:-site}" ;;
-    # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it.
+    # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it. A file stays with
+    # one process: its tests share what they compile.
     # shellcheck disable=SC2086
-    tests) pytest -q -n "${WORKERS:-2}" --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
+    tests) pytest -q -n "${WORKERS:-2}" --dist loadfile --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
     *) echo "no check is called $1: format lint imports types docs tests" >&2; return 2 ;;
   esac
 }

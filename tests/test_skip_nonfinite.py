@@ -86,8 +86,8 @@ def test_statistics(mesh, run):
     square = sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(residual)) / 8
     np.testing.assert_allclose(found["residual_norm"], square**0.5, rtol=1e-5)
     assert (int(found["syncs"]), int(found["skips"]), int(found["empty"])) == (2, 0, 0)
-    # 6 of 24 and 1 of 4 elements kept: a float32 and an index of two bytes each, gathered from 7 others.
-    assert float(found["bytes"]) == 2 * 7 * (6 + 1) * 6
+    # 6 of 24 and 1 of 4 elements kept, gathered from 7 others: float32 values and 3 bytes and 1 of positions.
+    assert float(found["bytes"]) == 2 * 7 * (4 * (6 + 1) + 3 + 1)
     assert 0 < float(found["compression_error"]) < 1
     compiled = jax.jit(lambda opt: jd.stats(opt))(state.opt)
     assert_close(compiled, found, 1e-6)
