@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from optimizers import descend
+from optimizers_run import descend
 from reference import optimizers as reference
 
 import jaxdist as jd

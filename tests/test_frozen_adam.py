@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import OPTIMIZERS, descend, ran
+from optimizers_run import OPTIMIZERS, descend, ran
 from reference import optimizers as reference
 from tiny import assert_close
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from laws_run import gradients, params
-from optimizers import OPTIMIZERS, make_state, ran, train_step
+from optimizers_run import OPTIMIZERS, make_state, ran, train_step
 from tiny import assert_close, batch, fresh, loss, make_step
 
 import jaxdist as jd

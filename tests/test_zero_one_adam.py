@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import descend, ran
+from optimizers_run import descend, ran
 from reference import optimizers as reference
 from test_frozen_adam import rows
 
