@@ -5,6 +5,7 @@ from . import comm as comm
 from . import compressors as compressors
 from . import parallel as parallel
 from . import placement as placement
+from . import recipes as recipes
 from . import reducers as reducers
 from . import schedule as schedule
 from . import transforms as transforms
@@ -48,7 +49,9 @@ from .reducers import switch_at as switch_at
 from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce
+from .transforms import anchor as anchor
 from .transforms import dion as dion
+from .transforms import local_steps as local_steps
 from .transforms import one_bit_adam as one_bit_adam
 from .transforms import per_worker as per_worker
 from .transforms import qadam as qadam

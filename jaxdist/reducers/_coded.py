@@ -12,7 +12,7 @@ from ..compressors import scaled
 from ..compressors.base import Compressor
 
 
-def next_count(count: Int[Array, ""]) -> Int[Array, ""]:
+def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
     """One more, up to the largest number that there is."""
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
 

@@ -1,6 +1,13 @@
 """optax transformations that communicate, or that make communication safe."""
 
 from .all_reduce import all_reduce as all_reduce
+from .local_steps import Fragments as Fragments
+from .local_steps import anchor as anchor
+from .local_steps import balanced as balanced
+from .local_steps import due_fragments as due_fragments
+from .local_steps import local_steps as local_steps
+from .local_steps import slow_momentum as slow_momentum
+from .local_steps import strided as strided
 from .optimizers import demo as demo
 from .optimizers import dion as dion
 from .optimizers import one_bit_adam as one_bit_adam

@@ -2,16 +2,14 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from .._compat import mesh_axes_left_over
 from .._marks import bind
 from .._typing import Array, AxisNames, Int, PyTree, State
 from ..comm import over
 from ..reducers.base import Reducer
-from .local_gradients import check_leaves, check_local, scale
+from .local_gradients import check_leaves, check_local, reduce_weighted, refuse_model_axes
 from .model_axes import init_on_shards, reduce_on_shards
 
 
@@ -77,37 +75,15 @@ def all_reduce(
         agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
 
         def reduce(updates, reducer_state):
-            if specs is None:
-                _check_axes(reducer)
-                reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
-                return reduced.mean, new_state
-            return reduce_on_shards(reducer, updates, reducer_state, specs, axis, agreed)
+            if specs is not None:
+                return reduce_on_shards(reducer, updates, reducer_state, specs, axis, agreed)
+            refuse_model_axes(reducer, "pass all_reduce(..., specs=) with the PartitionSpec of each parameter")
+            reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
+            return reduced.mean, new_state
 
-        if examples is None:
-            mean, reducer_state = reduce(updates, state.reducer)
-            return mean, AllReduceState(reducer_state, state.empty)
-
-        examples = jnp.asarray(examples, jnp.float32)
-        if reducer.plain and specs is None:  # the count rides along with the gradients
-            (mean, count), reducer_state = reduce((scale(updates, examples), comm.varying(examples)), state.reducer)
-            some = count > 0
-            mean = scale(mean, 1 / jnp.where(some, count, 1))
-        else:
-            count = comm.mean(comm.varying(examples))
-            some = count > 0
-            mean, reducer_state = reduce(scale(updates, examples / jnp.where(some, count, 1)), state.reducer)
-        kept = jax.tree.map(lambda new, old: jnp.where(some, new, old), reducer_state, state.reducer)
-        mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
-        return mean, AllReduceState(kept, state.empty + jnp.where(some, 0, 1))
+        examples = None if examples is None else jnp.asarray(examples, jnp.float32)
+        plain = reducer.plain and specs is None
+        mean, reducer_state, some = reduce_weighted(reduce, updates, state.reducer, comm, examples, plain=plain)
+        return mean, AllReduceState(reducer_state, state.empty + jnp.where(some, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_axes(reducer: Reducer) -> None:
-    left = mesh_axes_left_over()
-    if left and not reducer.plain:
-        raise ValueError(
-            f"the mesh has further axes {left} that the compiler shards, and this reducer flattens leaves, "
-            f"which would gather "
-            "them: pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
-        )

@@ -1,0 +1,10 @@
+"""Workers step by themselves and meet every `H` steps: Local SGD, SlowMo, DiLoCo, streaming."""
+
+from .base import LocalStepsState as LocalStepsState
+from .base import anchor as anchor
+from .base import local_steps as local_steps
+from .fragments import Fragments as Fragments
+from .fragments import balanced as balanced
+from .fragments import strided as strided
+from .outer import slow_momentum as slow_momentum
+from .rounds import due_fragments as due_fragments

@@ -1,0 +1,70 @@
+"""What becomes of the inner optimizer's momentum when workers meet."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._typing import PyTree, State
+from ...comm import Comm
+from ...reducers import exact
+from .meeting import Flag, either
+
+Buffers = Literal["maintain", "reset", "average"]
+
+
+def reset(inner: optax.GradientTransformation, state: State, params: PyTree) -> State:
+    """Momentum and the like as `init` makes them, with the counts that belong to them; schedules go on counting."""
+    fresh = inner.init(params)
+    return jax.tree.map(lambda own, new, old: new if own else old, _buffers(inner, state, params), fresh, state)
+
+
+def average(comm: Comm, due: Flag, inner: optax.GradientTransformation, state: State, params: PyTree) -> State:
+    """If it is due: the mean over workers of momentum and the like; of the counts that belong to them the largest.
+
+    *On the wire*: one all-reduce of all buffers, `2(W-1)/W · 4` bytes an entry; one for the counts.
+    """
+    owned = _buffers(inner, state, params)
+
+    def chosen(floating: bool) -> PyTree:
+        return jax.tree.map(
+            lambda own, x: x if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None, owned, state
+        )
+
+    def talk(comm, state):
+        means, largest = exact().reduce(chosen(True), (), comm)[0].mean, comm.max(chosen(False))
+
+        def one(old, mean, most):
+            return comm.varying(old if mean is None and most is None else most if mean is None else mean)
+
+        return jax.tree.map(one, state, means, largest, is_leaf=lambda x: x is None)
+
+    return either(due, talk, lambda comm, state: comm.varying(state), comm, state)
+
+
+def _buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
+    """A tree of booleans: whether a leaf is a buffer shaped like the parameters, or a count that belongs to one.
+
+    Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
+    counts steps and must go on. They are told apart by where they stand: in the same NamedTuple as a buffer, or not.
+    """
+    alike = optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+    structure = jax.tree.structure(params)
+
+    def walk(node: Any, flags: Any) -> Any:
+        if jax.tree_util.all_leaves([node]):
+            return flags
+        children, outside = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        below = outside.flatten_up_to(flags)
+        if hasattr(node, "_fields") and any(_is_buffer(*pair, structure) for pair in zip(children, below, strict=True)):
+            return jax.tree.map(lambda _: True, flags)
+        return outside.unflatten([walk(*pair) for pair in zip(children, below, strict=True)])
+
+    return walk(state, alike)
+
+
+def _is_buffer(node: Any, flags: Any, structure: Any) -> bool:
+    marked = jax.tree.leaves(flags)
+    like_params = jax.tree.structure(node) == structure or not isinstance(node, tuple)
+    return bool(marked) and all(marked) and like_params

@@ -1,0 +1,45 @@
+"""Local SGD, SlowMo and (streaming) DiLoCo on quadratics, in float64."""
+
+import numpy as np
+
+
+def local_steps(
+    targets,
+    start,
+    *,
+    rate,
+    period,
+    outer_rate=1.0,
+    outer_momentum=0.0,
+    nesterov=False,
+    slow=False,
+    fragments=1,
+    delay=0,
+    alpha=0.0,
+):
+    """Workers on `|x - target|²/2` with plain gradient steps; entry `i` belongs to fragment `i mod fragments`.
+
+    `targets [steps, W, n]`, `rate` a number or one for each step -> parameters `[steps, W, n]`, anchors `[steps, n]`.
+    """
+    steps, workers, n = targets.shape
+    rates = np.broadcast_to(rate, steps)
+    anchor, local = start.astype(float), np.tile(start.astype(float), (workers, 1))
+    momentum = np.zeros(n)
+    out = []
+    for step in range(steps):
+        local = local - rates[step] * (local - targets[step])
+        for i in range(fragments):
+            mine = np.arange(n) % fragments == i
+            first = i * period // fragments or period
+            done = step + 1 - first
+            if done >= 0 and done % period == 0:
+                drift = (anchor - local.mean(0))[mine]
+                fast = rates[step] if slow else 1.0
+                momentum[mine] = outer_momentum * momentum[mine] + drift / fast
+                move = drift + outer_momentum * momentum[mine] if nesterov else momentum[mine]
+                anchor = anchor.copy()
+                anchor[mine] -= outer_rate * fast * move
+            if done >= delay and (done - delay) % period == 0:
+                local[:, mine] = alpha * local[:, mine] + (1 - alpha) * anchor[mine]
+        out.append((local.copy(), anchor.copy()))
+    return np.stack([x for x, _ in out]), np.stack([a for _, a in out])

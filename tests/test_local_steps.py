@@ -1,0 +1,387 @@
+"""Local SGD, SlowMo, DiLoCo and streaming against their papers' equations and numbers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from local_run import run, targets
+from reference.local_steps import local_steps as reference
+
+import jaxdist as jd
+from jaxdist.transforms import Fragments, due_fragments, slow_momentum, strided
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
+
+
+# ---- trajectories
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.2), optax.sgd(0.1, momentum=0.9), optax.sgd(0.1, 0.9, nesterov=True)])
+def test_a_round_a_step_is_synchronous_sgd(inner):
+    drawn = targets(30)
+    local, anchors, _ = run(jd.local_steps(inner, optax.sgd(1.0), sync_period=1), drawn)
+
+    def step(state, target):
+        updates, opt_state = inner.update(state[0] - target.mean(0), state[1])
+        params = state[0] + updates
+        return (params, opt_state), params
+
+    start = jnp.zeros(6)
+    _, expected = jax.lax.scan(step, (start, inner.init(start)), jnp.asarray(drawn))
+    assert_close([anchors, local], [expected, np.broadcast_to(expected[:, None], local.shape)])
+
+
+def test_a_round_a_step_with_adam_is_not_synchronous_adam():
+    """Each worker normalises by its own gradients: nobody should believe otherwise."""
+    drawn = targets(30)
+    _, kept, _ = run(jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=1), drawn)
+    _, met, _ = run(jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=1, warmup_steps=30), drawn)
+    assert np.abs(kept - met)[-1].max() > 0.01
+
+
+METHODS = {
+    "local_sgd": ({}, {}, optax.sgd(1.0)),
+    "diloco": ({}, {"outer_rate": 0.7, "outer_momentum": 0.9, "nesterov": True}, NESTEROV),
+    "slowmo": ({}, {"outer_momentum": 0.5, "slow": True}, slow_momentum(momentum=0.5)),
+    "streaming": (
+        {"delay": 2, "merge_alpha": 0.5},
+        {"outer_rate": 0.7, "outer_momentum": 0.9, "nesterov": True, "fragments": 3, "alpha": 0.5},
+        NESTEROV,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_thirty_rounds_equal_a_loop(name):
+    options, expected, outer = METHODS[name]
+    period, steps = 6, 180
+    rates = np.where(np.arange(steps) < 90, 0.2, 0.05).astype(np.float32)
+    number = expected.get("fragments", 1)
+    # A list of leaves, so that each entry has a fragment.
+    drawn = targets(steps)
+    split = [drawn[..., i] for i in range(6)]
+    by_number = Fragments(number, lambda tree: [i % number for i in range(6)])
+    tx = jd.local_steps(
+        optax.inject_hyperparams(optax.sgd)(lambda count: jnp.where(count < 90, 0.2, 0.05)),
+        outer,
+        sync_period=period,
+        fragments=by_number,
+        **options,
+    )
+    local, anchors, state = run(tx, split, learning_rate=rates)
+    loop = {**expected, **({"delay": options["delay"]} if "delay" in options else {})}
+    found = reference(drawn, np.zeros(6), rate=rates, period=period, **loop)
+    if (
+        "delay" in options
+    ):  # sent at the start of the next step: the anchor is seen a step later, the parameters are not
+        found = found[0], np.concatenate([found[1][:1] * 0, found[1][:-1]])
+    assert_close([np.stack(local, -1), np.stack(anchors, -1)], found)
+    assert int(np.asarray(state.rounds)[0].sum()) >= 30
+
+
+def test_diloco_by_hand():
+    """f = x²/2, gradient descent with rate 0.1, ten steps a round, outer Nesterov 0.7 and 0.9."""
+    tx = jd.local_steps(optax.sgd(0.1), NESTEROV, sync_period=10)
+    _, anchors, _ = run(tx, np.zeros((80, 2, 1), np.float32), jnp.ones(1))
+    expected = [0.133742, -0.351412, -0.428759, -0.271151, -0.070351, 0.060049, 0.096524, 0.070377]
+    np.testing.assert_allclose(anchors[9::10, 0], expected, atol=2e-6)
+
+
+def test_slowmo_by_hand():
+    """f = x²/2, a step a round, β = 0.5: u is in units of the direction, so it drops with the rate."""
+    rates = np.array([0.1, 0.1, 0.01, 0.01], np.float32)
+
+    def inner_update(updates, state, params=None, *, learning_rate, **extra_args):
+        return -learning_rate * updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), inner_update)
+    tx = jd.local_steps(inner, slow_momentum(momentum=0.5), sync_period=1)
+    _, anchors, state = run(tx, np.zeros((4, 1, 1), np.float32), jnp.ones(1), learning_rate=rates)
+    np.testing.assert_allclose(anchors[:, 0], [0.9, 0.76, 0.7454, 0.730646], atol=1e-6)
+    np.testing.assert_allclose(state.outer[0].momentum[0], 1.4754, atol=1e-5)
+    heavy_ball = jd.local_steps(inner, optax.sgd(1.0, momentum=0.5), sync_period=1)
+    _, anchors, _ = run(heavy_ball, np.zeros((4, 1, 1), np.float32), jnp.ones(1), learning_rate=rates)
+    np.testing.assert_allclose(anchors[:, 0], [0.9, 0.76, 0.6824, 0.636776], atol=1e-6)
+
+
+def test_slowmo_stands_still_at_a_rate_of_zero():
+    tx = jd.local_steps(optax.sgd(0.0), slow_momentum(), sync_period=2)
+    _, anchors, state = run(tx, targets(4), learning_rate=np.zeros(4, np.float32))
+    assert not anchors.any()
+    assert not np.asarray(state.outer[0].momentum).any()
+
+
+def test_special_cases_of_slowmo():
+    """β = 0 is Local SGD; one worker with α = ½ is Lookahead: half way to the fast weights every period."""
+    drawn = targets(20)
+    rates = np.full(20, 0.2, np.float32)
+    slow = jd.local_steps(optax.sgd(0.2), slow_momentum(momentum=0.0), sync_period=5)
+    plain = jd.local_steps(optax.sgd(0.2), optax.sgd(1.0), sync_period=5)
+    assert_close([run(slow, drawn, learning_rate=rates)[0]], [run(plain, drawn)[0]], 5e-7)
+
+    one = drawn[:, :1]
+    lookahead = jd.local_steps(optax.sgd(0.2), slow_momentum(learning_rate=0.5, momentum=0.0), sync_period=5)
+    _, anchors, _ = run(lookahead, one, learning_rate=rates)
+    slow_weights = fast = np.zeros(6)
+    for step in range(20):
+        fast = fast - 0.2 * (fast - one[step, 0])
+        if step % 5 == 4:
+            slow_weights = fast = slow_weights + 0.5 * (fast - slow_weights)
+            np.testing.assert_allclose(anchors[step], slow_weights, atol=1e-6)
+
+
+@pytest.mark.parametrize(("period", "expected"), [(1, 0.909091), (10, 0.713442), (50, 0.520006)])
+def test_fixed_point_of_unequal_quadratics(period, expected):
+    """f_i = a_i/2 (x - b_i)² with a = (1, 10), b = (0, 1), rate 0.05: rounds pull to the workers that converge fast."""
+    steps = 40 * period
+    drawn = np.broadcast_to(np.array([[[1.0, 0.0]], [[10.0, 1.0]]], np.float32)[None, :, 0], (steps, 2, 2))
+    tx = jd.local_steps(optax.sgd(0.05), optax.sgd(1.0), sync_period=period)
+    _, anchors, _ = run(tx, drawn, jnp.zeros(()), gradient=lambda x, target: target[0] * (x - target[1]))
+    np.testing.assert_allclose(anchors[-1], expected, atol=4e-6)
+
+
+def test_drift_of_pure_noise():
+    """After H steps of noise: Var(x_w) = Hγ²σ², Var(mean) = Hγ²σ²/K."""
+    noise = np.random.default_rng(0).normal(size=(16, 8, 4096)).astype(np.float32)
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=17)
+    local, _, _ = run(tx, noise, gradient=lambda x, target: target)
+    np.testing.assert_allclose(local[-1].var(), 0.16, rtol=0.03)
+    np.testing.assert_allclose(local[-1].mean(0).var(), 0.02, rtol=0.1)
+
+
+# ---- what stays in which precision
+
+
+def test_bfloat16_parameters_have_a_float32_anchor():
+    """Differences far below what bfloat16 resolves reach the anchor; averaging the parameters would lose them."""
+    start = jnp.full(64, 1.0, jnp.bfloat16)
+    drawn = np.zeros((40, 4, 64), np.float32).astype(jnp.bfloat16)
+    tiny = optax.stateless(lambda updates, params: jax.tree.map(lambda u: jnp.full_like(u, -1e-4), updates))
+    tx = jd.local_steps(optax.identity(), optax.chain(tiny), sync_period=2)
+    local, anchors, _ = run(tx, drawn, start, gradient=lambda x, target: jnp.zeros_like(x))
+    assert anchors.dtype == np.float32
+    np.testing.assert_allclose(anchors[-1], 1 - 20e-4, atol=1e-6)
+    np.testing.assert_array_equal(local[-1].astype(np.float32), np.float32(jnp.bfloat16(1 - 20e-4)))
+
+
+def test_without_gradients_nothing_moves():
+    tx = jd.local_steps(optax.sgd(0.1), NESTEROV, sync_period=2)
+    start = jnp.linspace(0.1, 1.0, 9, dtype=jnp.float32)
+    drawn = np.zeros((8, 4, 9), np.float32)
+    local, anchors, _ = run(tx, drawn, start, gradient=lambda x, target: jnp.zeros_like(x))
+    np.testing.assert_array_equal(local[-1, 0], start)
+    np.testing.assert_array_equal(anchors[-1], start)
+
+
+# ---- delay, fragments
+
+
+def test_no_merge_is_local_training():
+    """α close to 1: workers never receive anything."""
+    drawn = targets(24)
+    tx = jd.local_steps(optax.sgd(0.2), NESTEROV, sync_period=4, delay=1, merge_alpha=1 - 2**-24)
+    local, _, _ = run(tx, drawn)
+    x = np.zeros((4, 6))
+    for step in range(24):
+        x = x - 0.2 * (x - drawn[step])
+    np.testing.assert_allclose(local[-1], x, atol=1e-5)
+
+
+def test_one_fragment_without_delay_is_diloco():
+    drawn = [targets(24)[..., i] for i in range(6)]
+    plain = jd.local_steps(optax.sgd(0.2), NESTEROV, sync_period=4)
+    single = jd.local_steps(optax.sgd(0.2), NESTEROV, sync_period=4, fragments=1, delay=0, merge_alpha=0.0)
+    for x, y in zip(run(plain, drawn)[0], run(single, drawn)[0], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_fragments_cover_all_leaves_once():
+    tree = {f"block_{i}": jnp.zeros((i + 1, 8)) for i in range(7)} | {"head": jnp.zeros(3)}
+    for fragments in (jd.transforms.balanced(3), strided(3)):
+        groups = jax.tree.leaves(fragments.assign(tree))
+        assert set(groups) == {0, 1, 2}
+        assert len(groups) == 8
+    sizes = np.zeros(3)
+    np.add.at(sizes, jax.tree.leaves(jd.transforms.balanced(3).assign(tree)), [x.size for x in jax.tree.leaves(tree)])
+    assert sizes.max() <= 1.1 * sizes.mean()
+    with pytest.raises(ValueError, match=r"fragments \[1\] of strided\(2\) have no leaves"):
+        strided(2).assign({"kernel": jnp.zeros(3)})
+
+
+# ---- who counts how much
+
+
+def test_examples_weigh_the_drift():
+    drawn = targets(4, workers=2)
+    seen = np.array([[1, 3]] * 4, np.float32)
+    tx = jd.local_steps(optax.sgd(0.2), optax.sgd(1.0), sync_period=4)
+    _, anchors, state = run(tx, drawn, examples=seen)
+    x = np.zeros((2, 6))
+    for step in range(4):
+        x = x - 0.2 * (x - drawn[step])
+    np.testing.assert_allclose(anchors[-1], (x[0] + 3 * x[1]) / 4, atol=1e-6)
+    assert not np.asarray(state.examples.value).any()
+
+
+@pytest.mark.parametrize("reducer", [jd.exact(), jd.error_feedback(jd.compressed(jd.top_k(0.5)))])
+def test_a_round_without_examples_changes_nothing(reducer):
+    tx = jd.local_steps(optax.sgd(0.2), NESTEROV, sync_period=2, reducer=reducer)
+    seen = np.array([[1, 1], [1, 1], [0, 0], [0, 0]], np.float32)
+    local, anchors, _ = run(tx, targets(4, workers=2), examples=seen)
+    np.testing.assert_array_equal(anchors[3], anchors[1])
+    np.testing.assert_allclose(local[3], np.broadcast_to(anchors[1], (2, 6)), atol=1e-7)
+    assert anchors[1].any()
+
+
+def test_inactive_workers_take_no_step():
+    """Biased Local SGD: the slow worker takes one step of four, and weighs as much as the fast one."""
+    drawn = targets(4, workers=2)
+    active = np.array([[True, True], [True, False], [True, False], [True, False]])
+    tx = jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=4)
+    local, anchors, state = run(tx, drawn, active=active)
+    np.testing.assert_array_equal(local[2, 1], local[0, 1])
+    assert np.asarray(state.inner.value[0].count).tolist() == [4, 1]
+    expected = []
+    for worker, count in ((0, 4), (1, 1)):
+        x: Any = jnp.zeros(6)
+        opt = optax.adam(0.1)
+        opt_state = opt.init(x)
+        for step in range(count):
+            updates, opt_state = opt.update(x - drawn[step, worker], opt_state)
+            x = optax.apply_updates(x, updates)
+        expected.append(np.asarray(x))
+    np.testing.assert_allclose(anchors[-1], np.mean(expected, 0), atol=1e-6)
+
+
+# ---- momentum at a round
+
+
+def scheduled_adam():
+    return optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1 / (1 + count)))
+
+
+@pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
+def test_buffers(buffers):
+    tx = jd.local_steps(scheduled_adam(), optax.sgd(1.0), sync_period=4, buffers=buffers)
+    _, _, state = run(tx, targets(8), active=np.array([[True] * 3 + [i % 4 != 1] for i in range(8)]))
+    adam, schedule = state.inner.value
+    assert np.asarray(schedule.count).tolist() == [8, 8, 8, 6]  # rates go on counting, for each worker its own steps
+    spread = np.asarray(adam.mu).std(0).max()
+    if buffers == "maintain":
+        assert np.asarray(adam.count).tolist() == [8, 8, 8, 6]
+        assert spread > 0
+    if buffers == "reset":
+        assert not np.asarray(adam.count).any()
+        assert not np.asarray(adam.mu).any()
+        assert not np.asarray(adam.nu).any()
+    if buffers == "average":
+        assert np.asarray(adam.count).tolist() == [8, 8, 8, 8]
+        assert spread == 0
+        assert np.asarray(adam.mu).any()
+
+
+# ---- warm-up, periods, who decides
+
+
+def test_warm_up_is_data_parallel():
+    """Adam on the mean gradient while it lasts, which local steps with Adam are not; then the anchor is the model."""
+    drawn = targets(12)
+    tx = jd.local_steps(optax.adam(0.1), NESTEROV, sync_period=4, warmup_steps=6)
+    local, anchors, state = run(tx, drawn)
+    x: Any = jnp.zeros(6)
+    opt = optax.adam(0.1)
+    opt_state = opt.init(x)
+    for step in range(6):
+        updates, opt_state = opt.update(x - drawn[step].mean(0), opt_state)
+        x = optax.apply_updates(x, updates)
+        np.testing.assert_allclose(local[step], np.broadcast_to(x, (4, 6)), atol=1e-6)
+    np.testing.assert_allclose(anchors[5], x, atol=1e-6)
+    assert np.asarray(state.rounds)[0].tolist() == [1]
+    assert np.asarray(state.since)[0].tolist() == [2]
+
+
+def rounds_at(tx, steps=16, **extras):
+    """After which steps (from 1) the anchor moves."""
+    _, anchors, _ = run(tx, targets(steps), **extras)
+    moved = np.abs(np.diff(anchors, axis=0, prepend=np.zeros((1, 6)))).max(1) > 0
+    return (np.nonzero(moved)[0] + 1).tolist()
+
+
+def test_when_rounds_end():
+    def make(**options):
+        return jd.local_steps(optax.sgd(0.2), optax.sgd(1.0), **options)
+
+    assert rounds_at(make(sync_period=5)) == [5, 10, 15]
+    assert rounds_at(make(sync_period=5, offset=1)) == [1, 6, 11, 16]  # PyTorch's periodic averager
+    assert rounds_at(make(sync_period=lambda count: jnp.where(count < 6, 3, 5))) == [3, 6, 11, 16]
+    assert rounds_at(make(sync_period=100), sync_period=np.array([4] * 8 + [2] * 8)) == [4, 8, 10, 12, 14, 16]
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 3, "delay": 1, "merge_alpha": 0.5}, {"offset": 2}])
+def test_the_host_may_choose_the_program(options):
+    """`sync=` at the steps that `due_fragments` names is the condition's trajectory; other steps hold no collective."""
+    drawn = targets(14)
+    split = [drawn[..., i] for i in range(6)]
+    tx = jd.local_steps(optax.sgd(0.2), NESTEROV, sync_period=6, **options)
+    expected, _, _ = run(tx, split)
+    plan = {name: value for name, value in options.items() if name != "merge_alpha"}
+
+    def worker(params, opt_state, target, sync):
+        updates, opt_state = tx.update(jax.tree.map(jnp.subtract, params, target), opt_state, params, sync=sync)
+        return optax.apply_updates(params, updates), opt_state
+
+    def step(*operands, sync):
+        return jax.vmap(functools.partial(worker, sync=sync), axis_name="data")(*operands)
+
+    step = jax.jit(step, static_argnames="sync")
+    params = [jnp.zeros(4)] * 6
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), tx.init([jnp.zeros(())] * 6))
+    for i in range(14):
+        params, state = step(params, state, [x[i] for x in split], sync=due_fragments(i, sync_period=6, **plan))
+    assert_close(params, [x[-1] for x in expected])
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_period": 0}, "sync_period must be at least 1, got 0"),
+        ({"sync_period": 4, "delay": 4}, "delay must be less than sync_period=4, got 4"),
+        ({"sync_period": 4, "offset": -1}, "must not be negative, got -1 and 0"),
+        ({"sync_period": 4, "offset": 4}, "offset must be less than sync_period=4, got 4"),
+        ({"sync_period": 4, "merge_alpha": 1.0}, r"merge_alpha must be in \[0, 1\), got 1.0"),
+        ({"sync_period": 4, "buffers": "average", "delay": 1}, "cannot go with a delay"),
+        ({"sync_period": 4, "buffers": "reset", "fragments": 2}, "needs a single fragment"),
+        ({"sync_period": 4, "fragments": 5}, "5 fragments cannot each meet once in sync_period=4"),
+        ({"sync_period": lambda count: 4, "fragments": 2}, "sync_period must then be a number"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), **options)
+
+
+def test_what_update_refuses():
+    tx = jd.local_steps(optax.sgd(0.1), slow_momentum(), sync_period=1, axis=None)
+    state = tx.init(jnp.zeros(2))
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(jnp.zeros(2), state)
+    with pytest.raises(ValueError, match="slow_momentum divides the drift by the rate"):
+        tx.update(jnp.zeros(2), state, jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"sync names the fragments that talk, of 1, got \(1,\)"):
+        tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=(1,))
+    with pytest.raises(ValueError, match="sync chooses the program, so it must be static"):
+        tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))
+    with pytest.raises(ValueError, match="no local_steps inside"):
+        jd.anchor(optax.sgd(0.1).init(jnp.zeros(2)))
