@@ -171,6 +171,8 @@ CODES = {
     "mxfp8 e5m2 at random": Code(lambda: jc.mxfp8(format="e5m2", rounding="stochastic"), mx_bytes(8)),
     "mxfp4": Code(jc.mxfp4, mx_bytes(4)),
     "mxfp4 at random": Code(lambda: jc.mxfp4(rounding="stochastic"), mx_bytes(4)),
+    "e3m0": Code(lambda: jc.e3m0(block=16), qsgd_bytes(4, 16)),
+    "e3m0 at random": Code(lambda: jc.e3m0(rounding="stochastic"), qsgd_bytes(4, 256)),
     "min_max_uint8": Code(jc.min_max_uint8, lambda n: n + 8),
     "scaled": Code(lambda: jc.scaled(jc.qsgd(2, bucket=8)), qsgd_bytes(2, 8)),
     "scaled l2": Code(lambda: jc.scaled(jc.qsgd(2, norm="l2")), qsgd_bytes(2, 512)),

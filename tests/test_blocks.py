@@ -17,6 +17,7 @@ NEAREST = {
     "mxfp8": (jc.mxfp8(), "e4m3", 32, reference.mx_scale(8)),
     "mxfp8 e5m2": (jc.mxfp8(format="e5m2"), "e5m2", 32, reference.mx_scale(15)),
     "mxfp4": (jc.mxfp4(), "e2m1", 32, reference.mx_scale(2)),
+    "e3m0": (jc.e3m0(block=64), "e3m0", 64, lambda largest: largest / 16),
 }
 RANDOM = {
     "int8": jc.int8(rounding="stochastic"),
@@ -26,6 +27,7 @@ RANDOM = {
     "mxfp8": jc.mxfp8(rounding="stochastic"),
     "mxfp8 e5m2": jc.mxfp8(format="e5m2", rounding="stochastic"),
     "mxfp4": jc.mxfp4(rounding="stochastic"),
+    "e3m0": jc.e3m0(block=64, rounding="stochastic"),
 }
 each_name = pytest.mark.parametrize("name", NEAREST)
 
@@ -187,6 +189,6 @@ def test_arguments_are_checked():
 
 def test_gaussian_losses_are_as_stated():
     x = np.random.default_rng(0).standard_normal(2**16).astype(np.float32)
-    stated = {"int8": 5e-5, "int4": 0.009, "fp8": 7e-4, "mxfp4": 0.013}
+    stated = {"int8": 5e-5, "int4": 0.009, "fp8": 7e-4, "mxfp4": 0.013, "e3m0": 0.038}
     for name, loss in stated.items():
         assert relative_error(decoded(NEAREST[name][0], x), x) == pytest.approx(loss, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 from codes import KEY, assert_mean
 from reference import blocks as reference
 
-from jaxdist.compressors.minifloat import E2M1, E4M3, E5M2, decode, encode, magnitudes
+from jaxdist.compressors.minifloat import E2M1, E3M0, E4M3, E5M2, decode, encode, magnitudes
 
 FORMS = {
     "e4m3": (E4M3, ml_dtypes.float8_e4m3fn),
@@ -70,3 +70,22 @@ def test_everything_else_saturates_inside_its_bits(name):
         assert ((codes & (2 ** (form.bits - 1) - 1)) <= form.largest_code).all()
         found = np.asarray(decode(jnp.asarray(codes[:2]), form))
         np.testing.assert_array_equal(found, [magnitudes(form)[-1], -magnitudes(form)[-1]])
+
+
+def test_powers_of_two_have_no_last_digit():
+    """Without a mantissa: seven powers, ties to the larger, below half of the smallest nothing."""
+    np.testing.assert_array_equal(magnitudes(E3M0), [0, 0.25, 0.5, 1, 2, 4, 8, 16])
+    codes = jnp.asarray(codes_of(E3M0))
+    values = np.asarray(decode(codes, E3M0))
+    np.testing.assert_array_equal(np.abs(values), np.tile(magnitudes(E3M0), 2))
+    np.testing.assert_array_equal(encode(jnp.asarray(values), E3M0, "nearest", KEY), np.where(values == 0, 0, codes))
+    x = jnp.array([0.124, 0.125, 0.13, 0.37, 0.375, -0.74, -0.76, 3.0, 11.9, 12.0, 17.0])
+    found = decode(encode(x, E3M0, "nearest", KEY), E3M0)
+    np.testing.assert_array_equal(found, [0, 0, 0.25, 0.25, 0.5, -0.5, -1, 4, 8, 16, 16])
+    part = np.random.default_rng(0).random(7)
+    grid = magnitudes(E3M0)
+    x = (grid[:-1] + part * np.diff(grid)).astype(np.float32)
+    round_trip = jax.jit(jax.vmap(lambda key: decode(encode(jnp.asarray(x), E3M0, "stochastic", key), E3M0)))
+    found = np.asarray(round_trip(jax.random.split(KEY, 2000)), np.float64)
+    assert ((found == grid[:-1]) | (found == grid[1:])).all()
+    assert_mean(found, x)

@@ -1,6 +1,7 @@
 """One array to a payload and back: what crosses the network, with no state and no collective."""
 
 from .base import Compressor as Compressor
+from .block_floats import e3m0 as e3m0
 from .block_floats import fp8 as fp8
 from .block_floats import mxfp4 as mxfp4
 from .block_floats import mxfp8 as mxfp8

@@ -13,7 +13,7 @@ from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor, largest_exponent
 from .blocks import BlockPayload, inverse
 from .buckets import from_buckets, sent, to_buckets
-from .minifloat import BIAS, E2M1, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
+from .minifloat import BIAS, E2M1, E3M0, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
 from .packing import pack, unpack
 from .rounding import Rounding, check_block, largest_error, with_error
 from .rows import largest_magnitude
@@ -75,17 +75,7 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     References:
       P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
     """
-    check_block(block, rounding)
-    form = _format(format)
-    grid = magnitudes(form)
-    most = float(grid[-1])
-
-    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
-        del dtype
-        scales = largest / most
-        return scales, inverse(scales)
-
-    return _floats(form, block, rounding, Scaling(make, lambda scales: scales, grid, most))
+    return _largest_exact(_format(format), block, rounding)
 
 
 def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nearest") -> Compressor:
@@ -157,10 +147,63 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     return _mx(E2M1, rounding)
 
 
+def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
+    """Rounds each block to powers of two of 4 bits: `C(x)_i = ± s 2^e` with e = -2 to 4, or 0, and `s = max|x| / 16`.
+
+    Seven magnitudes, each half of the next, down to a 64th of the largest entry: for blocks with entries of very
+    different size, such as what workers have moved in a round of local steps. To nearest, entries from an 85th of the
+    largest on are off by at most a third of themselves, and those below a 128th become 0: δ = 0.89 for blocks of 256
+    entries, 0.80 for 4096. For Gaussian entries the loss is 0.038, where `mxfp4` has 0.013. At random ω = 0.124, for
+    4096 entries 0.207.
+
+    Arithmetic is float32 whatever the dtype of x. Blocks below 2e-37 decode to zeros; a block with NaN or infinity
+    decodes to such.
+
+    On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
+    block: 4.125 bits an entry, 7.8 times less than float32.
+
+    Args:
+      block: entries that share a scale, 4 bytes each: 64 to 4096. An outlier costs its neighbours no digits while it
+        is less than 64 times as large.
+      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+
+    Returns:
+      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
+
+    Raises:
+      ValueError: `block` is below 1, or there is no such rounding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = e3m0(), jnp.array([16.0, -5.0, 0.3, 0.1])
+      >>> code.decompress(code.compress(x, jax.random.key(0)), x)
+      Array([16.  , -4.  ,  0.25,  0.  ], dtype=float32)
+
+    References:
+      A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, 2025 (the format; how it
+      is scaled is not said there, and a scale for each block is ours).
+    """
+    return _largest_exact(E3M0, block, rounding)
+
+
 def _format(name: str) -> Minifloat:
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]
+
+
+def _largest_exact(form: Minifloat, block: int, rounding: Rounding) -> Compressor:
+    """Scales are floats, with which the largest entry of a block becomes the largest number of the format."""
+    check_block(block, rounding)
+    grid = magnitudes(form)
+    most = float(grid[-1])
+
+    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
+        del dtype
+        scales = largest / most
+        return scales, inverse(scales)
+
+    return _floats(form, block, rounding, Scaling(make, lambda scales: scales, grid, most))
 
 
 def _mx(form: Minifloat, rounding: Rounding) -> Compressor:

@@ -29,6 +29,8 @@ class Minifloat(NamedTuple):
 E4M3 = Minifloat(bits=8, mantissa=3, emin=-6, emax=8, largest_code=0x7E)
 E5M2 = Minifloat(bits=8, mantissa=2, emin=-14, emax=15, largest_code=0x7B)
 E2M1 = Minifloat(bits=4, mantissa=1, emin=0, emax=2, largest_code=0x7)
+# Powers of two and zero. With no mantissa whose last digit could be even, ties go to the larger of two powers.
+E3M0 = Minifloat(bits=4, mantissa=0, emin=-2, emax=4, largest_code=0x7)
 
 
 def magnitudes(form: Minifloat) -> np.ndarray:

@@ -1,3 +1,12 @@
 """Static plans of what travels when. No devices."""
 
+from .ada_comm import AdaComm as AdaComm
+from .ada_comm import AdaCommState as AdaCommState
+from .ada_comm import ada_comm as ada_comm
 from .buckets import assign_buckets as assign_buckets
+from .periods import constant as constant
+from .periods import doubling as doubling
+from .periods import linear as linear
+from .periods import post_local as post_local
+from .periods import proportional_steps as proportional_steps
+from .periods import quadratic as quadratic

@@ -40,6 +40,7 @@ REDUCERS: dict[str, tuple[Callable[..., Reducer | Compressor], str, str]] = {
     "fp8": (compressors.fp8, "fp8[:block=N,format=e5m2]", "8-bit floats, a scale for each block; wants ef:"),
     "mxfp8": (compressors.mxfp8, "mxfp8[:format=e5m2]", "8-bit floats in MX blocks; wants ef:"),
     "mxfp4": (compressors.mxfp4, "mxfp4[:rounding=stochastic]", "4-bit floats in MX blocks; wants ef:"),
+    "e3m0": (compressors.e3m0, "e3m0[:block=N,rounding=stochastic]", "powers of two of 4 bits; wants ef:"),
     "int8": (compressors.int8, "int8[:block=N,rounding=stochastic]", "8-bit integers, a scale for each block"),
     "int4": (
         compressors.int4,

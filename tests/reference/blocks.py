@@ -13,6 +13,7 @@ def grid(mantissa, emin, largest):
 
 
 GRIDS = {"e4m3": grid(3, -6, 448.0), "e5m2": grid(2, -14, 57344.0), "e2m1": grid(1, 0, 6.0)}
+GRIDS["e3m0"] = np.array([0.0, *2.0 ** np.arange(-2, 5)])
 GRIDS |= {"int8": np.arange(128.0), "int4": np.arange(8.0)}
 
 

@@ -1,0 +1,82 @@
+"""AdaComm: rounds become shorter as the loss falls."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from .._typing import Array, Float, Int
+
+
+class AdaCommState(NamedTuple):
+    """The period to use now, and the loss and rate of the first and the last interval; NaN before the first. Agreed."""
+
+    period: Int[Array, ""]
+    first_loss: Float[Array, ""]
+    first_rate: Float[Array, ""]
+    last_rate: Float[Array, ""]
+
+
+class AdaComm(NamedTuple):
+    """`init() -> state`; `update(state, *, loss, learning_rate) -> state` at the end of each interval."""
+
+    init: Callable[..., AdaCommState]
+    update: Callable[..., AdaCommState]
+
+
+def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
+    """Chooses `H` anew after each interval: `H_l = ceil(H_0 sqrt(γ_0 / γ_l · F_l / F_0))`, halved if it will not fall.
+
+    Early, when the loss is high, long rounds save most time; late, short ones leave less noise. While the learning rate
+    stays as it is and the formula gives no fewer steps than there are, `H` is halved. Where the rate has dropped the
+    formula holds even if it gives more.
+
+    *State*: four agreed numbers. Pass `state.period` to the update of `local_steps` as `sync_period=`.
+
+    Args:
+      period: `H_0`. Start where communication takes a tenth of the time.
+      most: no round is longer.
+
+    Returns:
+      The rule. Intervals are the user's: each epoch, or each minute, as all workers agree; `loss` must be their mean.
+      The first update, with the loss at the start, sets what the others are compared with.
+
+    Raises:
+      ValueError: `period` is below 1, or `most` below `period`.
+
+    Example:
+      >>> from jaxdist.schedule import ada_comm
+      >>> rule = ada_comm(20)
+      >>> state, periods = rule.init(), []
+      >>> for loss in (2.0, 0.5, 0.6, 0.1):
+      ...     state = rule.update(state, loss=loss, learning_rate=0.1)
+      ...     periods.append(int(state.period))
+      >>> periods
+      [20, 10, 5, 2]
+
+    References:
+      Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update SGD",
+      arXiv 1810.08313, 2019.
+    """
+    if not 1 <= period <= most:
+        raise ValueError(f"period must be in [1, most={most}], got {period}")
+
+    def init() -> AdaCommState:
+        # Four arrays, not one: a step may donate them.
+        return AdaCommState(jnp.asarray(period, jnp.int32), *(jnp.full((), jnp.nan, jnp.float32) for _ in range(3)))
+
+    def update(state, *, loss, learning_rate) -> AdaCommState:
+        loss, rate = jnp.asarray(loss, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
+        first = jnp.isnan(state.first_loss)
+        first_loss = jnp.where(first, loss, state.first_loss)
+        first_rate = jnp.where(first, rate, state.first_rate)
+        ratio = (first_rate / rate) * (loss / first_loss)
+        wanted = jnp.ceil(jnp.clip(period * jnp.sqrt(ratio) * (1 - 1e-6), 1.0, float(most)))
+        # A loss or a rate of zero, or one that is not finite, says nothing.
+        wanted = jnp.where(jnp.isfinite(ratio), wanted, state.period).astype(jnp.int32)
+        halved = jnp.maximum(state.period // 2, 1)
+        stuck = (wanted >= state.period) & (rate == state.last_rate)
+        new = jnp.where(first, period, jnp.where(stuck, halved, wanted)).astype(jnp.int32)
+        return AdaCommState(new, first_loss, first_rate, rate)
+
+    return AdaComm(init, update)

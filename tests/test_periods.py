@@ -1,0 +1,99 @@
+"""Schedules of the number of local steps against their papers' formulas."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import schedule
+
+
+def values(period, steps):
+    """Traced once, as in a training step."""
+    found = jax.jit(jax.vmap(period))(jnp.asarray(steps, jnp.int32))
+    assert found.dtype == jnp.int32
+    return found.tolist()
+
+
+def test_schedules_of_the_step():
+    steps = range(12)
+    assert values(schedule.constant(7), steps) == [7] * 12
+    assert values(schedule.post_local(3, 16), steps) == [1] * 3 + [16] * 9
+    assert values(schedule.doubling(2, 11), steps) == [1, 1, 2, 2, 4, 4, 8, 8, 11, 11, 11, 11]
+    assert values(schedule.linear(9, 5), steps) == [1 + min(4 * t // 9, 4) for t in steps]
+    # Far beyond any training, where powers of two and products would overflow.
+    far = [2**31 - 1]
+    assert values(schedule.doubling(1, 500), far) == [500]
+    assert values(schedule.linear(10**6, 500), far) == [500]
+
+
+def test_the_quadratic_rule():
+    rates = np.array([0.008, 0.004, 0.002, 0.001, 0.0035, 0.0175, 0.05, 1e-12, 0.0], np.float32)
+    rule = schedule.quadratic(lambda step: jnp.asarray(rates)[step], 0.0175, 4, most=10**6)
+    # The fifth is a whole number, 5² = 25, which float32 alone makes 24.99.
+    assert values(rule, range(9)) == [4, 19, 76, 306, 25, 4, 4, 10**6, 10**6]
+
+
+def ada_comm(first, observed):
+    """The paper's rule on `(loss, rate)` after each interval."""
+    (loss0, rate0), period, last, found = observed[0], first, observed[0][1], [first]
+    for loss, rate in observed[1:]:
+        wanted = math.ceil(first * math.sqrt(rate0 / rate * loss / loss0))
+        period = max(period // 2, 1) if wanted >= period and rate == last else max(wanted, 1)
+        last = rate
+        found.append(period)
+    return found
+
+
+def test_ada_comm_follows_its_formula():
+    observed = [(2.3, 0.1), (1.9, 0.1), (1.2, 0.1), (1.25, 0.1), (0.6, 0.1), (0.6, 0.01), (0.5, 0.01), (1e-9, 0.01)]
+    observed += [(3.0, 0.01)] * 3
+    rule = schedule.ada_comm(24)
+    state, update = rule.init(), jax.jit(rule.update)
+    found = []
+    for loss, rate in observed:
+        state = update(state, loss=jnp.float32(loss), learning_rate=jnp.float32(rate))
+        found.append(int(state.period))
+    assert found == ada_comm(24, observed)
+    assert update._cache_size() == 1
+
+
+def test_ada_comm_ignores_what_is_not_a_number():
+    rule = schedule.ada_comm(8, most=10)
+    state = rule.update(rule.init(), loss=jnp.nan, learning_rate=0.1)  # says nothing, and is not the first loss
+    state = rule.update(state, loss=1.0, learning_rate=0.1)
+    for loss, rate in ((jnp.inf, 0.01), (jnp.nan, 0.02), (1.0, 0.0)):
+        assert int(rule.update(state, loss=loss, learning_rate=rate).period) == 8
+    assert int(rule.update(state, loss=4.0, learning_rate=0.05).period) == 10
+
+
+def test_proportional_steps():
+    seconds = np.array([0.58, 0.75, 1.51, 3.33])
+    assert schedule.proportional_steps(1 / seconds, 20).tolist() == [20, 15, 8, 3]
+    assert schedule.proportional_steps(1 / seconds, 20, minimum=5, rounding="down").tolist() == [20, 15, 7, 5]
+    # The fast ones of Biased Local SGD take 32 steps while the slow one takes one.
+    assert schedule.proportional_steps([32.0, 1.0, 0.01], 32).tolist() == [32, 1, 1]
+    # 10 · 0.7 / 1.0 is a little less than 7 in float64 for some speeds; the number of steps is not.
+    speeds = np.arange(1, 100) / 99 * 0.3
+    assert schedule.proportional_steps(speeds, 99, rounding="down").tolist() == list(range(1, 100))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedule.constant(0), "period must be at least 1, got 0"),
+        (lambda: schedule.post_local(-1, 2), "switch_step must not be negative, got -1"),
+        (lambda: schedule.quadratic(lambda step: 0.1, 0, 2), "alpha must be positive, got 0"),
+        (lambda: schedule.quadratic(lambda step: 0.1, 1, 8, most=4), r"most must be in \[base=8"),
+        (lambda: schedule.linear(2**20, 2**20), "must be less than"),
+        (lambda: schedule.doubling(0, 2), "every must be at least 1"),
+        (lambda: schedule.ada_comm(0), "period must be in"),
+        (lambda: schedule.proportional_steps([1.0, 0.0], 4), "speeds must be positive"),
+        (lambda: schedule.proportional_steps([1.0], 4, rounding="up"), "rounding must be"),
+    ],
+)
+def test_arguments_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
