@@ -100,8 +100,8 @@ def test_slowmo_by_hand():
     """f = x²/2, a step a round, β = 0.5: u is in units of the direction, so it drops with the rate."""
     rates = np.array([0.1, 0.1, 0.01, 0.01], np.float32)
 
-    def inner_update(updates, state, params=None, *, learning_rate, **extra_args):
-        return -learning_rate * updates, state
+    def inner_update(updates, state, params=None, **extra_args):
+        return -extra_args["learning_rate"] * updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), inner_update)
     tx = jd.local_steps(inner, slow_momentum(momentum=0.5), sync_period=1)
