@@ -58,5 +58,6 @@ from .transforms import qadam as qadam
 from .transforms import skip_nonfinite as skip_nonfinite
 from .transforms import stats as stats
 from .transforms import zero_one_adam as zero_one_adam
+from .transforms import zero_redundancy as zero_redundancy
 
 __version__ = "0.1.0"

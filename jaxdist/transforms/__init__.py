@@ -16,3 +16,4 @@ from .optimizers import zero_one_adam as zero_one_adam
 from .per_worker import per_worker as per_worker
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats
+from .zero import zero_redundancy as zero_redundancy

@@ -77,7 +77,9 @@ def all_reduce(
         def reduce(updates, reducer_state):
             if specs is not None:
                 return reduce_on_shards(reducer, updates, reducer_state, specs, axis, agreed)
-            refuse_model_axes(reducer, "pass all_reduce(..., specs=) with the PartitionSpec of each parameter")
+            if not reducer.plain:
+                advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
+                refuse_model_axes("this reducer", advice)
             reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
             return reduced.mean, new_state
 

@@ -10,7 +10,6 @@ from .._marks import Sharded, axis_tuple, is_mark
 from .._typing import Array, AxisNames, PyTree, State, Updates
 from ..comm import Comm, over
 from ..compressors.base import working_dtype
-from ..reducers.base import Reducer
 
 
 def check_leaves(tree: PyTree) -> None:
@@ -88,20 +87,26 @@ def reduce_weighted(
         some = count > 0
         mean = scale(mean, 1 / jnp.where(some, count, 1))
     else:
-        count = comm.mean(comm.varying(examples))
-        some = count > 0
-        mean, new_state = reduce(scale(updates, examples / jnp.where(some, count, 1)), state)
+        weight, some = weight_of(examples, comm)
+        mean, new_state = reduce(scale(updates, weight), state)
     mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
     return mean, jax.tree.map(lambda new, old: jnp.where(some, new, old), new_state, state), some
 
 
-def refuse_model_axes(reducer: Reducer, advice: str) -> None:
-    """Raises where the mesh has further axes that the compiler shards and a reducer would gather them."""
+def weight_of(examples: Array | int, comm: Comm) -> tuple[Array, Array]:
+    """`examples / mean(examples)`, four bytes on the wire, and whether any worker has any."""
+    count = jnp.asarray(examples, jnp.float32)
+    mean = comm.mean(comm.varying(count))
+    return count / jnp.where(mean > 0, mean, 1), mean > 0
+
+
+def refuse_model_axes(what: str, advice: str) -> None:
+    """Raises where the mesh has further axes that the compiler shards: flattening leaves would gather them."""
     left = mesh_axes_left_over()
-    if left and not reducer.plain:
+    if left:
         raise ValueError(
-            f"the mesh has further axes {left} that the compiler shards, and this reducer flattens leaves, which would "
-            f"gather them: {advice}, or use exact()"
+            f"the mesh has further axes {left} that the compiler shards, and {what} flattens leaves, which would "
+            f"gather them: {advice}"
         )
 
 
@@ -119,15 +124,8 @@ def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | N
     check_leaves(updates)
     comm = over(axis)
     check_local(updates, axis)
-    left = mesh_axes_left_over()
-    if left:
-        raise ValueError(
-            f"the mesh has further axes {left} that the compiler shards, and this optimizer flattens leaves, which "
-            "would gather them: use all_reduce(reducer, specs=) and an optimizer of optax"
-        )
+    refuse_model_axes("this optimizer", "use all_reduce(reducer, specs=) and an optimizer of optax")
     updates = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), updates)
     if examples is not None:
-        count = jnp.asarray(examples, jnp.float32)
-        mean = comm.mean(comm.varying(count))
-        updates = scale(updates, count / jnp.where(mean > 0, mean, 1))
+        updates = scale(updates, weight_of(examples, comm)[0])
     return updates, comm

@@ -172,7 +172,8 @@ def local_steps(
         check_leaves(updates)
         check_local(updates, axis)
         check_per_worker(params, axis)
-        refuse_model_axes(carrier, "shard the model over an axis that is mapped by hand")
+        if not carrier.plain:
+            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
         ledger: list[comms.Sent] = []
         comm = comms.counted(over(axis), ledger)
         groups = dealt.assign(state.anchor)

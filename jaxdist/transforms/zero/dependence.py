@@ -1,10 +1,9 @@
 """What an optimizer looks at: proven from its trace, before its state is cut."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend import core
 
@@ -15,11 +14,12 @@ Reach = Literal["entry", "leaf", "tree"]
 # Entry `i` of the result depends on entry `i` of the operands, whose shapes are equal or ().
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max
-    min mul ne neg nextafter not optimization_barrier or pow pvary real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt
+    max min mul ne neg nextafter not optimization_barrier or pow pvary real reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor
+    """.split()  # noqa: SIM905
 )
 
 
@@ -34,8 +34,10 @@ NOTHING = _Seen(frozenset(), True)
 
 
 def reach(inner: optax.GradientTransformation, params: PyTree) -> Reach:
-    """How far an optimizer looks: `"entry"`: each entry of an update depends on that entry alone; `"leaf"`: on its leaf
-    (norms, factors, orthogonalisation); `"tree"`: on other leaves too (a global norm).
+    """How far an optimizer looks: what an entry of an update depends on.
+
+    `"entry"`: that entry alone; `"leaf"`: its leaf (norms, factors, orthogonalisation); `"tree"`: other leaves too (a
+    global norm).
 
     Nothing is computed: the update is traced, and each operation followed. What is not known to be entry by entry
     counts as looking at the whole of its operands. Decisions that Python takes on shapes (masks by `ndim`) show in that

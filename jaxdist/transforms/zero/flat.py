@@ -11,7 +11,6 @@ from ..._typing import Array, Like, PyTree
 from ...comm import Comm
 from ...reducers._fused import fused
 
-
 # Pieces are padded to a multiple of this: XLA:CPU is many times slower for odd lengths.
 MULTIPLE = 8
 
@@ -40,9 +39,7 @@ def reduce_scatter(leaves: Sequence[Array], buckets: Sequence[Sequence[int]], co
 def gather(pieces: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[Array]:
     """Everybody's pieces of each leaf, put together again; one collective for each dtype."""
     gathered = fused(comm.all_gather, pieces)
-    return [
-        whole.reshape(-1)[: like.size].reshape(like.shape) for whole, like in zip(gathered, likes, strict=True)
-    ]
+    return [whole.reshape(-1)[: like.size].reshape(like.shape) for whole, like in zip(gathered, likes, strict=True)]
 
 
 def cut(tree: PyTree, beside: PyTree) -> PyTree:

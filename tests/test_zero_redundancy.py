@@ -1,0 +1,177 @@
+"""ZeRO stages 1 and 2 against the optimizer itself; what is sent and what is kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import TrainState, assert_close
+
+import jaxdist as jd
+from jaxdist import analysis
+from jaxdist.transforms.zero.dependence import reach
+
+ELEMENTWISE = {
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "inject": optax.inject_hyperparams(optax.adamw)(1e-2),
+    "partition": optax.partition(
+        {"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"w": "a", "b": "b", "s": "a", "e": "b"}
+    ),
+}
+LEAFWISE = {
+    "adafactor": optax.adafactor(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "novograd": optax.novograd(1e-2),
+    "masked": optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+}
+
+
+def params(dtype=jnp.float32):
+    """No leaf divides among the workers; one is empty."""
+    w = jax.random.normal(jax.random.key(0), (7, 5), dtype)
+    return {"w": w, "b": jnp.ones(3, dtype), "s": jnp.zeros((), dtype), "e": jnp.zeros((0, 4), dtype)}
+
+
+def gradient(params, batch):
+    """Of `|params - batch|²/2`, `batch` a number for each worker."""
+    return jax.tree.map(lambda p: jnp.sin(3 * p) + p - batch.mean().astype(p.dtype), params)
+
+
+def make(tx):
+    def step(state, batch):
+        updates, opt = tx.update(gradient(state.params, batch), state.opt, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    return step
+
+
+def batches(steps):
+    return np.random.default_rng(0).normal(size=(steps, 8)).astype(np.float32)
+
+
+def plain(tx, steps=20, dtype=jnp.float32):
+    """The optimizer on the mean gradient."""
+    tx = optax.chain(tx)
+    found = params(dtype)
+    state = tx.init(found)
+    update = jax.jit(tx.update)
+    for batch in batches(steps):
+        updates, state = update(gradient(found, batch), state, found)
+        found = optax.apply_updates(found, updates)
+    return found
+
+
+def run(tx, place, steps=20, dtype=jnp.float32):
+    state = jd.place(TrainState(params(dtype), tx.init(params(dtype))), place)
+    step = jd.simulate(make(tx), place) if isinstance(place, int) else jd.distribute(make(tx), place)
+    for batch in batches(steps):
+        state, _ = step(state, batch)
+    return state
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_equals_the_optimizer(name):
+    found = run(jd.zero_redundancy(ELEMENTWISE[name]), 4)
+    assert_close(found.params, plain(ELEMENTWISE[name]), 1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_any_number_of_workers(workers):
+    mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
+    tx = jd.zero_redundancy(optax.adamw(1e-2), stage=2, clip_norm=0.5)
+    expected = plain(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+    assert_close(run(tx, mesh).params, expected, 1e-6)
+
+
+def test_after_a_full_mean():
+    tx = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adamw(1e-2), reduced=True))
+    assert_close(run(tx, 4).params, plain(optax.adamw(1e-2)), 1e-6)
+
+
+def test_master_parameters_take_what_bfloat16_loses():
+    """A thousand steps of 1e-4 of what bfloat16 resolves: the parameters stand still without a master."""
+    tiny = optax.sgd(1e-5)
+    with_master = run(jd.zero_redundancy(tiny, master_dtype=jnp.float32), 2, 300, jnp.bfloat16)
+    without = run(jd.zero_redundancy(tiny), 2, 300, jnp.bfloat16)
+    np.testing.assert_array_equal(without.params["b"], params(jnp.bfloat16)["b"])
+    master = jd.consensus(with_master.opt.master)
+    assert master["b"].dtype == jnp.float32
+    assert (np.abs(master["b"] - 1) > 1e-3).all()
+    np.testing.assert_array_equal(with_master.params["b"], master["b"].astype(jnp.bfloat16))
+
+
+def test_bytes_and_memory():
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    big = {"w": jnp.zeros((64, 256)), "b": jnp.zeros(100)}
+    entries = 64 * 256 + 128  # padded
+
+    def compiled(tx):
+        def step(state, batch):
+            grads = jax.tree.map(lambda p: p + batch.mean(), state.params)
+            updates, opt = tx.update(grads, state.opt, state.params)
+            return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.place(TrainState(big, tx.init(big)), mesh)
+        return jd.distribute(step, mesh).lower(state, np.zeros(8, np.float32)).compile()
+
+    program = compiled(jd.zero_redundancy(optax.adam(1e-2)))
+    found = analysis.collectives(program)
+    assert found.wire_bytes == 2 * 3 / 4 * 4 * entries
+    assert [op.kind for op in found.ops] == ["all-to-all", "all-gather"]
+    full = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adam(1e-2), reduced=True))
+    assert analysis.collectives(compiled(full)).wire_bytes == 3 / 4 * 4 * (2 * (64 * 256 + 100) + entries)
+    arguments = program.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(4 * (entries + 2 * entries / 4), rel=0.02)
+
+
+def test_examples_weigh_and_none_changes_nothing():
+    tx = jd.zero_redundancy(optax.adam(1e-2))
+
+    def step(state, batch):
+        grads = gradient(state.params, batch[:, 0])
+        updates, opt = tx.update(grads, state.opt, state.params, examples=batch[0, 1])
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    state = jd.place(TrainState(params(), tx.init(params())), 2)
+    simulated = jd.simulate(step, 2)
+    weighted, _ = simulated(state, jnp.array([[1.0, 1.0], [5.0, 3.0]]))
+    optimizer = optax.adam(1e-2)
+    updates, _ = optimizer.update(gradient(params(), jnp.array(4.0)), optimizer.init(params()))
+    assert_close(weighted.params, optax.apply_updates(params(), updates), 1e-6)
+    idle, _ = simulated(weighted, jnp.array([[1.0, 0.0], [5.0, 0.0]]))
+    assert_close(idle.params, weighted.params, 0)
+    assert_close(idle.opt.inner, weighted.opt.inner, 0)
+    assert int(idle.opt.empty) == 1
+
+
+@pytest.mark.parametrize("name", LEAFWISE)
+def test_what_looks_at_whole_leaves_is_refused(name):
+    with pytest.raises(ValueError, match="looks at whole leaves"):
+        jd.zero_redundancy(LEAFWISE[name]).init({"w": jnp.zeros((7, 5)), "b": jnp.zeros(3)})
+
+
+def test_what_looks_at_all_leaves_is_refused():
+    with pytest.raises(ValueError, match=r"depends on others .* zero_redundancy\(\.\.\., clip_norm=\)"):
+        jd.zero_redundancy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))).init(params())
+
+
+def test_reach():
+    assert reach(optax.chain(optax.clip(1.0), optax.nadam(1e-2)), params()) == "entry"
+    per_leaf = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u - u.mean(), updates))
+    assert reach(per_leaf, params()) == "leaf"
+    shifted = optax.stateless(lambda updates, params: jax.tree.map(lambda u: jnp.roll(u, 1), updates))
+    assert reach(shifted, params()) == "leaf"
+    first = optax.stateless(lambda updates, params: {**updates, "b": updates["b"] + updates["s"]})
+    assert reach(first, params()) == "tree"
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="clip_norm must be positive, got 0"):
+        jd.zero_redundancy(optax.adam(1e-2), clip_norm=0)
+    tx = jd.zero_redundancy(optax.adam(1e-2), axis=None)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(params(), tx.init(params()))
