@@ -49,6 +49,24 @@ def seen(tree: Updates, variance: Updates) -> Updates:
     return jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros_like(x)), tree, variance)
 
 
+def units(variance: Updates, eps: float | int) -> Updates:
+    """`√v + ε`, which all workers have: in this unit entries are of one size, and one scale may serve them all.
+
+    It is at least the least normal number, so that an `eps` of 0 divides nothing by zero.
+    """
+    return jax.tree.map(lambda v: jnp.maximum(jnp.sqrt(v) + eps, jnp.finfo(v.dtype).tiny), variance)
+
+
+def divide(tree: Updates, by: Updates) -> Updates:
+    """`tree / by`, entry by entry."""
+    return jax.tree.map(jnp.divide, tree, by)
+
+
+def multiply(tree: Updates, by: Updates) -> Updates:
+    """`tree · by`, entry by entry."""
+    return jax.tree.map(jnp.multiply, tree, by)
+
+
 def descend(
     direction: Updates, rate: Array, weight_decay: float | int, params: PyTree | None, like: Updates
 ) -> Updates:

@@ -14,7 +14,18 @@ from ...reducers.base import Reducer
 from ...reducers.exact import exact
 from ...reducers.tracked import add_bytes
 from ..local_gradients import check_leaves, local_gradients
-from .base import LearningRate, check_adam, descend, moving_average, rate_at, seen, zeros_like
+from .base import (
+    LearningRate,
+    check_adam,
+    descend,
+    divide,
+    moving_average,
+    multiply,
+    rate_at,
+    seen,
+    units,
+    zeros_like,
+)
 
 
 class FrozenAdamState(NamedTuple):
@@ -42,8 +53,9 @@ def frozen_adam(
     reducer: Reducer,
     axis: AxisNames,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam of mean gradients for `freeze_step` steps; then `m = reduce(β₁ m + (1-β₁) g_w)` over a variance at rest.
+    """Adam of mean gradients for `freeze_step` steps; then `m = d · reduce((β₁ m + (1-β₁) g_w) / d)`, `d = √v + ε`.
 
+    The variance `v` rests by then, so `d` is agreed and does not change, and residuals of the reducer keep their unit.
     `corrected`: divide by `1 - βᵗ` as Adam does, for the variance with the `t` at which it stopped.
     """
     check_adam(b1, b2, eps, weight_decay)
@@ -61,6 +73,11 @@ def frozen_adam(
             reducer=bind(reducer.init(zeros), axis),
         )
 
+    def unit(variance, count):
+        if corrected:
+            variance = jax.tree.map(lambda v: v / (1 - b2 ** jnp.minimum(count, freeze_step).astype(v.dtype)), variance)
+        return units(variance, eps)
+
     def warm_up(comm, gradients, state, agreed):
         del agreed
         reduced, _ = exact().reduce(gradients, (), comm)
@@ -69,9 +86,11 @@ def frozen_adam(
         return momentum, variance, state.reducer
 
     def compress(comm, gradients, state, agreed):
-        local = seen(moving_average(state.momentum, gradients, b1), state.variance)
+        # The paper sends m itself: one scale for all entries, which those of small variance are then divided out of.
+        by = unit(state.variance, freeze_step)
+        local = seen(divide(moving_average(state.momentum, gradients, b1), by), state.variance)
         reduced, reducer_state = reducer.reduce(local, state.reducer, comm, **agreed)
-        return seen(reduced.mean, state.variance), state.variance, reducer_state
+        return multiply(seen(reduced.mean, state.variance), by), state.variance, reducer_state
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
         del extra_args
@@ -86,13 +105,10 @@ def frozen_adam(
             )
             count = next_count(state.count)
 
-            def direction(m, v):
-                if corrected:
-                    m = m / (1 - b1 ** count.astype(m.dtype))
-                    v = v / (1 - b2 ** jnp.minimum(count, freeze_step).astype(v.dtype))
-                return m / (jnp.sqrt(v) + eps)
-
-            out = descend(jax.tree.map(direction, momentum, variance), rate, weight_decay, params, updates)
+            direction = divide(momentum, unit(variance, count))
+            if corrected:
+                direction = jax.tree.map(lambda m: m / (1 - b1 ** count.astype(m.dtype)), direction)
+            out = descend(direction, rate, weight_decay, params, updates)
             sent = add_bytes(state.sent, comms.total_bytes(ledger))
             return out, FrozenAdamState(count, sent, momentum, variance, reducer_state)
 
