@@ -38,7 +38,7 @@ COMPRESSION: dict[str, tuple[str, ...]] = {
     "optimizers": (
         "demo:1e-3",
         "dion:3e-2,rank=4",
-        "one_bit_adam:1e-3,freeze_step=50,eps=1e-4",
+        "one_bit_adam:1e-3,freeze_step=50",
         "qadam:1e-3,warmup_steps=50",
     ),
 }

@@ -71,14 +71,15 @@ def residuals(x):
 
 
 def one_bit_adam(gradients, x, rate, freeze, b1, b2, eps):
-    """Tang et al., arXiv 2102.02888, for one vector."""
+    """Tang et al., arXiv 2102.02888, for one vector; what is sent is in units of `√v + ε`, unlike there."""
     xs, m, v, (e, s) = [], np.zeros_like(x), np.zeros_like(x), residuals(gradients[0])
     for t, gradient in enumerate(gradients, 1):
         if t <= freeze:
             m = b1 * m + (1 - b1) * gradient.mean(0)
             v = b2 * v + (1 - b2) * gradient.mean(0) ** 2
         else:
-            m = by_signs(b1 * m + (1 - b1) * gradient, e, s)
+            d = np.sqrt(v) + eps
+            m = d * by_signs((b1 * m + (1 - b1) * gradient) / d, e, s)
         x = x - rate * m / (np.sqrt(v) + eps)
         xs.append(x)
     return np.array(xs)
@@ -98,14 +99,18 @@ def qadam(gradients, x, rate, warmup, b1, b2, eps):
 
 
 def zero_one_adam(gradients, x, rate, freeze, refreshes, doubling, longest, b1, b2, eps):
-    """Lu et al., arXiv 2202.06009, for one vector: parameters `[steps, W, n]` and what each step sent."""
+    """Lu et al., arXiv 2202.06009, for one vector: parameters `[steps, W, n]` and what each step sent.
+
+    What is sent is in units of `√v + ε`, unlike there, and so are residuals.
+    """
     xs, sent, w, m, v = [], [], np.tile(x, (len(gradients[0]), 1)), 0 * gradients[0], 0 * x
     (e, s), k, h, done, local, total = residuals(w), 1, 1, 0, 0, 0.0
     for t, gradient in enumerate(gradients, 1):
         if t <= freeze:
-            exact = t % k == 0
-            mean = gradient.mean(0) if exact else by_signs(gradient, e, s)
+            exact, d = t % k == 0, np.sqrt(v) + eps
+            mean = gradient.mean(0) if exact else d * by_signs(gradient / d, e, s)
             v = b2 * v + (1 - b2) * mean**2 if exact else v
+            e, s = (r * (d / (np.sqrt(v) + eps)).reshape(-1, r.shape[1]) for r in (e, s))
             done, k = (0, 2 * k) if exact and done + 1 == refreshes else (done + exact, k)
             sent.append("floats" if exact else "signs")
         elif t == freeze + 1:
@@ -116,9 +121,9 @@ def zero_one_adam(gradients, x, rate, freeze, refreshes, doubling, longest, b1, 
             total, local = total + rate, local + 1
             sent.append("nothing" if t % h else "signs")
             if t % h == 0:
-                u = by_signs((w - x) * (np.sqrt(v) + eps), e, s)
-                x, m, total = x + u / (np.sqrt(v) + eps), np.tile(-u / total, (len(w), 1)), 0.0
-                w = np.tile(x, (len(w), 1))
+                u = by_signs(w - x, e, s)
+                m, total = np.tile(-u * (np.sqrt(v) + eps) / total, (len(w), 1)), 0.0
+                x, w = x + u, np.tile(x + u, (len(w), 1))
             local, h = (0, min(2 * h, longest)) if local == doubling else (local, h)
         xs.append(w)
     return np.array(xs), sent

