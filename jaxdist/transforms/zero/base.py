@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._marks import bind
+from ..._marks import Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
 from ...compressors.base import working_dtype
 from ...schedule import assign_buckets
 from ..local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
 from ..optimizers.base import NO_PARAMS
-from .dependence import owner_of, reach
-from .flat import closed, cut, gather, opened, piece, reduce_scatter
+from .flat import MULTIPLE, gather, piece, reduce_scatter
+from .parts import Part, on_parts
 
 # That of DDP. The gradients of a bucket are given up as soon as it has been sent.
 BUCKET_BYTES = 25 * 2**20
@@ -38,7 +38,6 @@ def zero_redundancy(
     stage: Literal[1, 2] = 1,
     reduced: bool = False,
     master_dtype: Any | None = None,
-    clip_norm: float | int | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts the optimizer's state over the workers: each updates its part of the parameters, and all gather the updates.
@@ -46,33 +45,33 @@ def zero_redundancy(
     `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_part)`, `updates = all_gather(u)`: the bytes of an all-reduce, and
     `K/W` instead of `K` bytes of state a parameter. It replaces `all_reduce`.
 
-    Leaves are cut flat, wherever the cuts fall, so `inner` must treat every entry by itself. That is proven from its
-    trace: Adam, SGD, Lion and the like pass; what looks at whole leaves (LAMB, Adafactor, Muon, masks by `ndim`) or at
-    all of them (clipping by the global norm: `clip_norm=` does that here) is refused.
+    Leaves are cut flat, wherever the cuts fall, and yet any optimizer gives the result that it would give uncut: its
+    trace is evaluated on the parts. What it does entry by entry (Adam, SGD, Lion) stays so; norms of whole leaves or of
+    all of them (LAMB, LARS, clipping by the global norm) are sums over the workers, of four bytes each; what looks at
+    leaves in any other way (the rows and columns of Adafactor, the products of Muon) gathers them first.
 
     *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes sent (padded);
-    on the CPU backend the reduce-scatter is an all-to-all. With `clip_norm` or `examples` four bytes more each. With
-    `reduced`, the all-gather alone, but `all_reduce` before it sends twice as much.
+    on the CPU backend the reduce-scatter is an all-to-all. With `examples` four bytes more. With `reduced`, the
+    all-gather alone, but `all_reduce` before it sends twice as much. Muon gathers its momentum and not its updates, the
+    same bytes; Adafactor one array more for each leaf that it factors.
 
     *State*: cut over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters.
 
     Args:
-      inner: an elementwise optimizer, `optax.adamw(3e-4)`, with its schedules.
+      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay.
       stage: 1: one collective for all gradients. 2: one for each 25 MiB of them, so that gradients need not all exist
         at once.
       reduced: the gradients are means already, `optax.chain(jd.all_reduce(...), jd.zero_redundancy(...,
         reduced=True))`.
       master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
         parameters, which lose small updates. The gather then sends the new parameters in their own dtype.
-      clip_norm: gradients are scaled down to this global norm.
       axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: arguments are out of range; in `init`, `inner` is not elementwise; at trace time, what `all_reduce`
-        raises, or if `params` are missing.
+      ValueError: `stage` is not 1 or 2; at trace time, what `all_reduce` raises, or if `params` are missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -93,21 +92,18 @@ def zero_redundancy(
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see parallel.gathered")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be positive, got {clip_norm}")
     inner = optax.with_extra_args_support(inner)
 
-    def held(x):
-        return jnp.array(x, master_dtype or x.dtype)
+    def kept(params):
+        return jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
 
     def init(params) -> State:
         check_leaves(params)
-        _check_elementwise(inner, params)
-        shapes = jax.tree.map(held, params)
-        state = inner.init(shapes)
-        inner_state = cut(state, owner_of(inner, state, shapes))
-        master = () if master_dtype is None else cut(shapes, jax.tree.map(lambda _: 0, shapes))
-        return ZeroState(bind(inner_state, axis), bind(master, axis), jnp.zeros((), jnp.int32))
+        held = kept(params)
+        beside = _beside(inner, inner.init(held), held)
+        state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, inner.init(held), beside)
+        master = () if master_dtype is None else jax.tree.map(_sharded, held)
+        return ZeroState(bind(state, axis), bind(master, axis), jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
         if params is None:
@@ -128,51 +124,104 @@ def zero_redundancy(
                 cap = sum(leaf.nbytes for leaf in leaves) + 1 if stage == 1 else BUCKET_BYTES
                 buckets = assign_buckets([leaf.nbytes for leaf in leaves], bucket_bytes=cap)
                 mine = reduce_scatter(leaves, buckets, comm)
-            if clip_norm is not None:
-                mine = _clipped(mine, clip_norm, comm)
-            mine = [g.astype(master_dtype or g.dtype) for g in mine]
-            kept = opened(state.master) if master_dtype else jax.tree.map(lambda p: piece(p, comm), params)
-            steps, inner_state = inner.update(tree.unflatten(mine), opened(state.inner), kept, **extra_args)
-            steps = jax.tree.map(lambda u: jnp.where(some, u, jnp.zeros_like(u)), steps)
+
+            like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype or p.dtype), params)
+            gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), tree.unflatten(mine), like)
             if master_dtype is None:
-                out = tree.unflatten(gather(jax.tree.leaves(steps), leaves, comm))
-                master = ()
+                held = jax.tree.map(lambda p: Part(piece(p, comm), p.shape, p), params)
             else:
-                master = optax.apply_updates(kept, steps)
-                out = _differences(master, params, comm)
-            inner_state = jax.tree.map(lambda new, old: jnp.where(some, new, old), inner_state, opened(state.inner))
-        return out, ZeroState(
-            closed(inner_state, state.inner), closed(master, state.master), state.empty + jnp.where(some, 0, 1)
-        )
+                held = _as_parts(state.master)
+            steps, new = on_parts(
+                lambda *trees: inner.update(*trees, **extra_args),
+                comm,
+                (like, _logical(state.inner), like),
+                (gradients, _as_parts(state.inner), held),
+            )
+            inner_state = _like_before(new, state.inner, some, comm)
+            if master_dtype is None:
+                return _gathered(steps, some, comm), ZeroState(inner_state, (), _counted(state.empty, some))
+            moved = jax.tree.map(
+                lambda x, u: x.value + jnp.where(some, _local(u, comm), 0).astype(x.value.dtype),
+                held,
+                steps,
+                is_leaf=_is_part,
+            )
+            out = _differences(moved, params, comm)
+            master = jax.tree.map(with_value, state.master, moved, is_leaf=is_mark)
+        return out, ZeroState(inner_state, master, _counted(state.empty, some))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_elementwise(inner: optax.GradientTransformation, params: PyTree) -> None:
-    found = reach(inner, params)
-    if found == "tree":
-        raise ValueError(
-            "the optimizer's update of one leaf depends on others (clipping by the global norm?), and a worker sees a "
-            "part of each only: use zero_redundancy(..., clip_norm=) and leave the clipping out of the chain"
-        )
-    if found == "leaf":
-        raise ValueError(
-            "the optimizer looks at whole leaves (norms, factors, orthogonalisation, masks by shape), and a worker "
-            "sees a flat part of each only: use an elementwise one, a mask by name, or all_reduce alone"
-        )
+def _is_part(x: Any) -> bool:
+    return isinstance(x, Part)
 
 
-def _clipped(pieces: list[Array], norm: float | int, comm: Comm) -> list[Array]:
-    square = comm.sum(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in pieces), jnp.zeros(())))
-    factor = jnp.minimum(1.0, norm / jnp.maximum(jnp.sqrt(square), jnp.finfo(jnp.float32).tiny))
-    return [x * factor.astype(x.dtype) for x in pieces]
+def _beside(inner: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
+    """A tree of booleans: which leaves of a state stand beside a parameter and have its shape."""
+
+    def one(leaf, param):
+        return leaf if isinstance(leaf, optax.MaskedNode) else leaf.shape == param.shape
+
+    return optax.tree.map_params(
+        inner,
+        one,
+        state,
+        params,
+        transform_non_params=lambda x: jax.tree.map(lambda _: False, x),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+
+def _sharded(x: Array) -> Sharded:
+    return Sharded(x, multiple=MULTIPLE)
+
+
+def _logical(tree: PyTree) -> PyTree:
+    """The shapes of the whole state."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.value.dtype) if is_mark(x) else x, tree, is_leaf=is_mark
+    )
+
+
+def _as_parts(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: Part(x.value, x.shape) if is_mark(x) else x, tree, is_leaf=is_mark)
+
+
+def _local(x: Any, comm: Comm) -> Array:
+    return x.value if _is_part(x) else piece(x, comm)
+
+
+def _like_before(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> PyTree:
+    """The state with its marks; the old one if there was no example."""
+
+    def one(before, after):
+        if is_mark(before):
+            return with_value(before, jnp.where(some, _local(after, comm), before.value))
+        return jnp.where(some, after.whole(comm) if _is_part(after) else after, before)
+
+    return jax.tree.map(one, old, new, is_leaf=lambda x: is_mark(x) or _is_part(x))
+
+
+def _gathered(steps: PyTree, some: Array | bool, comm: Comm) -> PyTree:
+    """The updates of all workers; what every worker has computed whole is not sent."""
+    leaves, tree = jax.tree.flatten(steps, is_leaf=_is_part)
+    known = [x.full if _is_part(x) else x for x in leaves]
+    cut = [x for x, full in zip(leaves, known, strict=True) if full is None]
+    arrived = iter(gather([x.value for x in cut], [x.shape for x in cut], comm))
+    out = [next(arrived) if full is None else full for full in known]
+    return tree.unflatten([jnp.where(some, x, jnp.zeros_like(x)) for x in out])
+
+
+def _counted(empty: Array, some: Array | bool) -> Array:
+    return empty + jnp.where(some, 0, 1)
 
 
 def _differences(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
     """The updates that make the parameters the master in their own dtype; sent in that dtype."""
     leaves, tree = jax.tree.flatten(params)
     own = [x.astype(p.dtype) for x, p in zip(jax.tree.leaves(master), leaves, strict=True)]
-    new = gather(own, leaves, comm)
+    new = gather(own, [p.shape for p in leaves], comm)
     return tree.unflatten([_difference(x, p) for x, p in zip(new, leaves, strict=True)])
 
 

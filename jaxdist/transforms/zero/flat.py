@@ -1,13 +1,12 @@
 """Trees as the flat pieces that workers own, and back."""
 
+import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._marks import Sharded, is_mark, with_value
-from ..._typing import Array, Like, PyTree
+from ..._typing import Array, Shape
 from ...comm import Comm
 from ...reducers._fused import fused
 
@@ -36,22 +35,12 @@ def reduce_scatter(leaves: Sequence[Array], buckets: Sequence[Sequence[int]], co
     return [out[i] for i in range(len(leaves))]
 
 
-def gather(pieces: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[Array]:
+def whole(x: Array, shape: Shape, comm: Comm) -> Array:
+    """`[n] -> [*s]`: everybody's pieces, put together again."""
+    return comm.all_gather(x).reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def gather(pieces: Sequence[Array], shapes: Sequence[Shape], comm: Comm) -> list[Array]:
     """Everybody's pieces of each leaf, put together again; one collective for each dtype."""
     gathered = fused(comm.all_gather, pieces)
-    return [whole.reshape(-1)[: like.size].reshape(like.shape) for whole, like in zip(gathered, likes, strict=True)]
-
-
-def cut(tree: PyTree, beside: PyTree) -> PyTree:
-    """Marks as `Sharded` the leaves of a state that stand beside a parameter (whose number is not negative)."""
-    return jax.tree.map(lambda x, owner: x if owner < 0 else Sharded(x, multiple=MULTIPLE), tree, beside)
-
-
-def opened(tree: PyTree) -> PyTree:
-    """Without the marks."""
-    return jax.tree.map(lambda x: x.value if is_mark(x) else x, tree, is_leaf=is_mark)
-
-
-def closed(tree: PyTree, like: PyTree) -> PyTree:
-    """With the marks of `like` again."""
-    return jax.tree.map(lambda mark, x: with_value(mark, x) if is_mark(mark) else x, like, tree, is_leaf=is_mark)
+    return [rows.reshape(-1)[: math.prod(shape)].reshape(shape) for rows, shape in zip(gathered, shapes, strict=True)]

@@ -1,0 +1,207 @@
+"""Any function of whole arrays, computed on the parts that workers own: its trace, evaluated another way.
+
+What is elementwise in the trace runs on the part. A sum, a largest or a smallest over a whole leaf is that of the part,
+and then over the workers. For everything else the leaf is gathered first: right for any function, at the price of the
+bytes.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from ..._typing import Array, PyTree, Shape
+from ...comm import Comm
+from .flat import MULTIPLE, piece, whole
+
+# Entry `i` of the result depends on entry `i` of the operands.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max
+    min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+# They keep the order of entries.
+RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
+
+
+@jax.tree_util.register_pytree_node_class
+class Part:
+    """Stands for an array of this shape: the `[n]` entries of it that this worker has, in row-major order, padded.
+
+    `full`, where it is known, is the array itself: what needs it need not gather it. The one that nobody uses in the
+    end is never computed.
+    """
+
+    def __init__(self, value: Any, shape: Shape, full: Any = None):
+        self.value, self.shape, self.full = value, shape, full
+
+    def tree_flatten(self):
+        """The two arrays are the children."""
+        return (self.value, self.full), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        """The inverse."""
+        return cls(children[0], aux, children[1])
+
+    def whole(self, comm: Comm) -> Array:
+        """The array itself, gathered if it must be."""
+        return whole(self.value, self.shape, comm) if self.full is None else self.full
+
+
+class Uniform(NamedTuple):
+    """One number, meant as an array of this shape."""
+
+    value: Array
+    shape: Shape
+
+
+def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], arguments: Sequence[PyTree]) -> PyTree:
+    """`f(*arguments)`, where a `Part` stands for the whole array.
+
+    Args:
+      f: any function of arrays.
+      comm: the workers.
+      likes: the shapes and dtypes of the whole arguments.
+      arguments: like `likes`, with a `Part` for some arrays.
+
+    Returns:
+      What `f` returns, with a `Part` for what could be computed on parts alone.
+    """
+    closed, out = jax.make_jaxpr(f, return_shape=True)(*likes)
+    values = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, Part))
+    found = _run(closed.jaxpr, closed.consts, values, comm)
+    return jax.tree.structure(out).unflatten([_plain(x) for x in found])
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], comm: Comm) -> list[Any]:
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+
+    def of(atom):
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = _apply(equation, [of(atom) for atom in equation.invars], comm)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
+    name, parameters = equation.primitive.name, equation.params
+    shape = equation.outvars[0].aval.shape if equation.outvars else ()
+    if name == "broadcast_in_dim" and not isinstance(operands[0], Part) and jnp.size(_plain_value(operands[0])) == 1:
+        return [Uniform(jnp.reshape(_plain_value(operands[0]), ()), shape)]
+    if not any(isinstance(x, Part | Uniform) for x in operands):
+        return _bind(equation, operands)
+    inside = list(_jaxprs(parameters.values()))
+    if len(inside) == 1 and name not in ("scan", "while"):  # a call
+        return _run(inside[0].jaxpr, inside[0].consts, operands, comm)
+    if name == "cond":
+        branches = [lambda *xs, at=at: _branch(at, xs, comm) for at in inside]
+        return lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *map(_carried, operands[1:]))
+    if not any(isinstance(x, Part) for x in operands):
+        if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
+            return [Uniform(_bind(equation, [_plain_value(x) for x in operands])[0], shape)]
+        return _bind(equation, [_plain(x) for x in operands])
+    if name in ELEMENTWISE:
+        return [_elementwise(equation, operands, comm)]
+    part = operands[0]
+    if name in RESHAPES and len(operands) == 1 and math.prod(shape) == math.prod(part.shape):
+        full = None if part.full is None else _bind(equation, [part.full])[0]
+        return [Part(part.value, shape, full)]
+    if name in REDUCTIONS and part.full is None and set(parameters["axes"]) == set(range(len(part.shape))):
+        return [REDUCTIONS[name](part, comm)]
+    return _bind(equation, [x.whole(comm) if isinstance(x, Part) else _plain(x) for x in operands])
+
+
+def _elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Part:
+    shape = equation.outvars[0].aval.shape
+    length = (-(-math.prod(shape) // (comm.size * MULTIPLE)) * MULTIPLE,)
+    # Their condition and their bounds may be numbers beside arrays.
+    mixed = equation.primitive.name in ("select_n", "clamp") and bool(shape)
+
+    def local(x):
+        if isinstance(x, Part) and x.shape == shape:
+            return x.value
+        if isinstance(x, Uniform):
+            return jnp.broadcast_to(x.value, length)
+        x = x.whole(comm) if isinstance(x, Part) else jnp.asarray(x)
+        if x.ndim == 0:
+            return x if mixed else jnp.broadcast_to(x, length)
+        return piece(jnp.broadcast_to(x, shape), comm)  # dimensions of one entry may meet longer ones
+
+    fulls = [x.full if isinstance(x, Part) else _plain(x) for x in operands]
+    full = None if any(x is None for x in fulls) else _bind(equation, fulls)[0]
+    return Part(_bind(equation, [comm.varying(local(x)) for x in operands])[0], shape, full)
+
+
+def _reduce(of_part: Callable[[Array], Array], of_workers: Callable[[Comm], Callable], neutral: Callable) -> Callable:
+    def reduction(part: Part, comm: Comm) -> Array:
+        entry = comm.index * part.value.size + jnp.arange(part.value.size)
+        inside = jnp.where(entry < math.prod(part.shape), part.value, neutral(part.value.dtype))
+        return of_workers(comm)(of_part(inside))
+
+    return reduction
+
+
+def _lowest(dtype: Any) -> Array:
+    return jnp.array(-jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+
+
+def _highest(dtype: Any) -> Array:
+    return jnp.array(jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
+
+
+REDUCTIONS: dict[str, Callable[[Part, Comm], Array]] = {
+    "reduce_sum": _reduce(jnp.sum, lambda comm: comm.sum, lambda dtype: jnp.zeros((), dtype)),
+    "reduce_max": _reduce(jnp.max, lambda comm: comm.max, _lowest),
+    "reduce_min": _reduce(jnp.min, lambda comm: lambda x: -comm.max(-x), _highest),
+    "reduce_or": _reduce(jnp.any, lambda comm: lambda x: comm.max(x.astype(jnp.int32)) > 0, lambda dtype: False),
+    "reduce_and": _reduce(jnp.all, lambda comm: lambda x: comm.max((~x).astype(jnp.int32)) == 0, lambda dtype: True),
+}
+
+
+def _branch(closed: Any, operands: Sequence[Any], comm: Comm) -> list[Any]:
+    """A branch's results in a form that every branch has: numbers, and this worker's part of arrays."""
+
+    def one(x):
+        if isinstance(x, Part):
+            return Part(x.value, x.shape) if x.shape else x.whole(comm)
+        x = _plain(x)
+        return Part(piece(x, comm), x.shape) if jnp.shape(x) else x
+
+    return [one(x) for x in _run(closed.jaxpr, closed.consts, operands, comm)]
+
+
+def _carried(x: Any) -> Any:
+    return x if isinstance(x, Part) else _plain(x)
+
+
+def _plain(x: Any) -> Any:
+    return jnp.broadcast_to(x.value, x.shape) if isinstance(x, Uniform) else x
+
+
+def _plain_value(x: Any) -> Any:
+    return x.value if isinstance(x, Uniform) else x
+
+
+def _bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return out if equation.primitive.multiple_results else [out]
+
+
+def _jaxprs(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, core.ClosedJaxpr):
+            yield value
+        elif isinstance(value, core.Jaxpr):
+            yield core.ClosedJaxpr(value, ())
+        elif isinstance(value, tuple | list):
+            yield from _jaxprs(value)
