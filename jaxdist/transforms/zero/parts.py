@@ -94,13 +94,13 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], comm: Comm) -
 
 
 def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
-    name, parameters = equation.primitive.name, equation.params
+    name = equation.primitive.name
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name == "broadcast_in_dim" and not isinstance(operands[0], Part) and jnp.size(_plain_value(operands[0])) == 1:
         return [Uniform(jnp.reshape(_plain_value(operands[0]), ()), shape)]
     if not any(isinstance(x, Part | Uniform) for x in operands):
         return _bind(equation, operands)
-    inside = list(_jaxprs(parameters.values()))
+    inside = list(_jaxprs(equation.params.values()))
     if len(inside) == 1 and name not in ("scan", "while"):  # a call
         return _run(inside[0].jaxpr, inside[0].consts, operands, comm)
     if name == "cond":
@@ -116,8 +116,8 @@ def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
     if name in RESHAPES and len(operands) == 1 and math.prod(shape) == math.prod(part.shape):
         full = None if part.full is None else _bind(equation, [part.full])[0]
         return [Part(part.value, shape, full)]
-    if name in REDUCTIONS and part.full is None and set(parameters["axes"]) == set(range(len(part.shape))):
-        return [REDUCTIONS[name](part, comm)]
+    if name in REDUCTIONS and part.full is None and math.prod(shape) == 1:  # other dimensions have one entry
+        return [REDUCTIONS[name](part, comm).reshape(shape)]
     return _bind(equation, [x.whole(comm) if isinstance(x, Part) else _plain(x) for x in operands])
 
 
