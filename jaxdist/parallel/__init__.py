@@ -3,6 +3,9 @@
 from .agreement import disagreement as disagreement
 from .distribute import distribute as distribute
 from .distribute import evaluate as evaluate
+from .gathered import gathered as gathered
+from .gathered import gathered_scan as gathered_scan
+from .gathered import shard as shard
 from .grads import local_value_and_grad as local_value_and_grad
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh

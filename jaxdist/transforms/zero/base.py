@@ -55,6 +55,9 @@ def zero_redundancy(
     all-gather alone, but `all_reduce` before it sends twice as much. Muon gathers its momentum and not its updates, the
     same bytes; Adafactor one array more for each leaf that it factors.
 
+    Parameters that are `Sharded` themselves (stage 3, `parallel.gathered`) have gradients that are cut and averaged
+    already; for them nothing is sent here, unless `inner` asks for more than entries.
+
     *State*: cut over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters.
 
     Args:
@@ -94,43 +97,51 @@ def zero_redundancy(
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see parallel.gathered")
     inner = optax.with_extra_args_support(inner)
 
-    def kept(params):
-        return jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
-
     def init(params) -> State:
+        params = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
         check_leaves(params)
-        held = kept(params)
-        beside = _beside(inner, inner.init(held), held)
-        state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, inner.init(held), beside)
+        held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
+        state = inner.init(held)
+        beside = _beside(inner, state, held)
+        state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, state, beside)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)
         return ZeroState(bind(state, axis), bind(master, axis), jnp.zeros((), jnp.int32))
+
+    def mean_parts(leaves, examples, comm):
+        """The part of the mean of each gradient that is this worker's, and whether there was any example."""
+        if reduced:
+            return [piece(leaf, comm) for leaf in leaves], True
+        some = True
+        check_local(leaves, axis)
+        if examples is not None:
+            weight, some = weight_of(examples, comm)
+            leaves = scale(leaves, weight)
+        sizes = [leaf.nbytes for leaf in leaves]
+        buckets = assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
+        return reduce_scatter(leaves, buckets, comm), some
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
         if params is None:
             raise ValueError(NO_PARAMS)
-        check_leaves(updates)
         refuse_model_axes("zero_redundancy", "use placement.zero_shardings with plain jit")
         comm = over(axis)
         with jax.named_scope("zero_redundancy"):
-            leaves, tree = jax.tree.flatten(updates)
-            some = True
-            if reduced:
-                mine = [piece(leaf, comm) for leaf in leaves]
-            else:
-                check_local(updates, axis)
-                if examples is not None:
-                    weight, some = weight_of(examples, comm)
-                    leaves = jax.tree.leaves(scale(updates, weight))
-                cap = sum(leaf.nbytes for leaf in leaves) + 1 if stage == 1 else BUCKET_BYTES
-                buckets = assign_buckets([leaf.nbytes for leaf in leaves], bucket_bytes=cap)
-                mine = reduce_scatter(leaves, buckets, comm)
+            leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
+            uncut = [leaf for leaf in leaves if not is_mark(leaf)]
+            check_leaves(uncut)
+            if examples is not None and len(uncut) < len(leaves):
+                raise ValueError("gradients of Sharded parameters are means already: weigh the loss by the examples")
+            means, some = mean_parts(uncut, examples, comm)
+            means = iter(means)
+            mine = tree.unflatten([leaf.value if is_mark(leaf) else next(means) for leaf in leaves])
 
-            like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype or p.dtype), params)
-            gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), tree.unflatten(mine), like)
-            if master_dtype is None:
-                held = jax.tree.map(lambda p: Part(piece(p, comm), p.shape, p), params)
-            else:
-                held = _as_parts(state.master)
+            like = jax.tree.map(
+                lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype or (p.value if is_mark(p) else p).dtype),
+                params,
+                is_leaf=is_mark,
+            )
+            gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), mine, like)
+            held = _as_parts(params, comm) if master_dtype is None else _as_parts(state.master)
             steps, new = on_parts(
                 lambda *trees: inner.update(*trees, **extra_args),
                 comm,
@@ -138,17 +149,14 @@ def zero_redundancy(
                 (gradients, _as_parts(state.inner), held),
             )
             inner_state = _like_before(new, state.inner, some, comm)
-            if master_dtype is None:
-                return _gathered(steps, some, comm), ZeroState(inner_state, (), _counted(state.empty, some))
-            moved = jax.tree.map(
-                lambda x, u: x.value + jnp.where(some, _local(u, comm), 0).astype(x.value.dtype),
-                held,
-                steps,
-                is_leaf=_is_part,
-            )
-            out = _differences(moved, params, comm)
-            master = jax.tree.map(with_value, state.master, moved, is_leaf=is_mark)
-        return out, ZeroState(inner_state, master, _counted(state.empty, some))
+            steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=_is_part)
+            master = state.master
+            if master_dtype is not None:
+                moved = jax.tree.map(lambda x, u: x.value + _local(u, comm), held, steps, is_leaf=_is_part)
+                master = jax.tree.map(with_value, master, moved, is_leaf=is_mark)
+                steps = moved
+            out = (_taken if master_dtype is None else _differences)(steps, params, comm)
+        return out, ZeroState(inner_state, master, state.empty + jnp.where(some, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -184,8 +192,15 @@ def _logical(tree: PyTree) -> PyTree:
     )
 
 
-def _as_parts(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: Part(x.value, x.shape) if is_mark(x) else x, tree, is_leaf=is_mark)
+def _as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
+    """What is marked as its part; with `comm`, what is not as a part that is known whole."""
+
+    def one(x):
+        if is_mark(x):
+            return Part(x.value, x.shape)
+        return x if comm is None else Part(piece(x, comm), x.shape, x)
+
+    return jax.tree.map(one, tree, is_leaf=is_mark)
 
 
 def _local(x: Any, comm: Comm) -> Array:
@@ -203,28 +218,41 @@ def _like_before(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> Py
     return jax.tree.map(one, old, new, is_leaf=lambda x: is_mark(x) or _is_part(x))
 
 
-def _gathered(steps: PyTree, some: Array | bool, comm: Comm) -> PyTree:
-    """The updates of all workers; what every worker has computed whole is not sent."""
-    leaves, tree = jax.tree.flatten(steps, is_leaf=_is_part)
-    known = [x.full if _is_part(x) else x for x in leaves]
-    cut = [x for x, full in zip(leaves, known, strict=True) if full is None]
-    arrived = iter(gather([x.value for x in cut], [x.shape for x in cut], comm))
-    out = [next(arrived) if full is None else full for full in known]
-    return tree.unflatten([jnp.where(some, x, jnp.zeros_like(x)) for x in out])
+def _masked(x: Any, some: Array | bool) -> Any:
+    return jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), x)
 
 
-def _counted(empty: Array, some: Array | bool) -> Array:
-    return empty + jnp.where(some, 0, 1)
+def _taken(steps: PyTree, params: PyTree, comm: Comm) -> PyTree:
+    """The updates: cut where the parameters are, else of all workers; what each has computed whole is not sent."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
+    steps = jax.tree.leaves(steps, is_leaf=_is_part)
+    known = [x.full if _is_part(x) else x for x in steps]
+    sent = [not is_mark(p) and full is None for p, full in zip(leaves, known, strict=True)]
+    missing = [x for x, is_sent in zip(steps, sent, strict=True) if is_sent]
+    arrived = iter(gather([x.value for x in missing], [x.shape for x in missing], comm))
+
+    def one(p, x, full, is_sent):
+        return next(arrived) if is_sent else with_value(p, _local(x, comm)) if is_mark(p) else full
+
+    return tree.unflatten([one(*each) for each in zip(leaves, steps, known, sent, strict=True)])
 
 
 def _differences(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
     """The updates that make the parameters the master in their own dtype; sent in that dtype."""
-    leaves, tree = jax.tree.flatten(params)
-    own = [x.astype(p.dtype) for x, p in zip(jax.tree.leaves(master), leaves, strict=True)]
-    new = gather(own, [p.shape for p in leaves], comm)
-    return tree.unflatten([_difference(x, p) for x, p in zip(new, leaves, strict=True)])
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
+    pairs = list(zip(jax.tree.leaves(master), leaves, strict=True))
+    sent = [(x.astype(p.dtype), p.shape) for x, p in pairs if not is_mark(p)]
+    arrived = iter(gather([x for x, _ in sent], [shape for _, shape in sent], comm))
+
+    def one(x, p):
+        if is_mark(p):
+            return with_value(p, _difference(x.astype(p.value.dtype), p.value))
+        return _difference(next(arrived), p)
+
+    return tree.unflatten([one(*pair) for pair in pairs])
 
 
 def _difference(new: Array, old: Array) -> Array:
+    # In float32, unlike other updates: added to a bfloat16 parameter it gives the new one exactly.
     wide = working_dtype(old.dtype)
-    return (new.astype(wide) - old.astype(wide)).astype(old.dtype)
+    return new.astype(wide) - old.astype(wide)
