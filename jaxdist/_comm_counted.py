@@ -1,7 +1,7 @@
 """Counting what a group sends, as it is traced: a second count beside the one read from compiled programs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,25 @@ def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *oper
     Raises:
       ValueError: the predicate differs between workers.
     """
+    return _conditional("cond", lax.cond, agreed, (on_true, on_false), comm, operands)
+
+
+def switch(agreed: Array, branches: Sequence[Callable], comm: Comm, *operands: Any) -> Any:
+    """`lax.switch` whose branches may communicate: `branches[agreed](comm, *operands)`.
+
+    Raises:
+      ValueError: the number of the branch differs between workers.
+    """
+
+    def choose(agreed, *rest):
+        return lax.switch(agreed, rest[: len(branches)], *rest[len(branches) :])
+
+    return _conditional("switch", choose, agreed, branches, comm, operands)
+
+
+def _conditional(
+    name: str, choose: Callable, agreed: Array, branches: Sequence[Callable], comm: Comm, operands: Sequence[Any]
+) -> Any:
     if jax.typeof(agreed).manual_axis_type.varying:
         raise ValueError(
             "a condition around a collective must be agreed, but this predicate differs between workers: "
@@ -90,9 +109,9 @@ def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *oper
         )
     plain, outer_ledger = comm.uncounted, comm.ledger
     if plain is None or outer_ledger is None:
-        return lax.cond(agreed, lambda *xs: on_true(comm, *xs), lambda *xs: on_false(comm, *xs), *operands)
+        return choose(agreed, *(lambda *xs, f=f: f(comm, *xs) for f in branches), *operands)
 
-    def branch(f):
+    def counting(f):
         def run(*xs):
             ledger: list[Sent] = []
             out = f(counted(plain, ledger), *xs)
@@ -100,6 +119,6 @@ def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *oper
 
         return run
 
-    out, sent = lax.cond(agreed, branch(on_true), branch(on_false), *operands)
-    outer_ledger.append(Sent("cond", sent))
+    out, sent = choose(agreed, *map(counting, branches), *operands)
+    outer_ledger.append(Sent(name, sent))
     return out

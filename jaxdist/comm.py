@@ -23,6 +23,7 @@ from ._comm_base import Sent as Sent
 from ._comm_base import check_permutation
 from ._comm_counted import cond as cond
 from ._comm_counted import counted as counted
+from ._comm_counted import switch as switch
 from ._comm_counted import total_bytes as total_bytes
 from ._comm_groups import alone as alone
 from ._comm_groups import grouped as grouped

@@ -5,8 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from local_run import run
 
+import jaxdist as jd
 from jaxdist import schedule
 
 
@@ -78,6 +81,25 @@ def test_proportional_steps():
     # 10 · 0.7 / 1.0 is a little less than 7 in float64 for some speeds; the number of steps is not.
     speeds = np.arange(1, 100) / 99 * 0.3
     assert schedule.proportional_steps(speeds, 99, rounding="down").tolist() == list(range(1, 100))
+
+
+@pytest.mark.parametrize(("steps", "expected"), [((10, 10), 0.713442), ((20, 10), None), ((20, 1), None)])
+def test_unequal_steps_move_the_optimum(steps, expected):
+    """Losses `a_i/2 (x - b_i)²`: rounds of `H_i` steps come to rest at weights `1 - (1 - γ a_i)^H_i`."""
+    rate, a, b = 0.05, np.array([1.0, 10.0]), np.array([0.0, 1.0])
+    assert schedule.proportional_steps(np.array(steps) / 7, max(steps)).tolist() == list(steps)
+    weights = 1 - (1 - rate * a) ** np.array(steps)
+    if expected is not None:
+        assert (weights @ b) / weights.sum() == pytest.approx(expected, abs=1e-6)
+    expected = (weights @ b) / weights.sum()
+    period, rounds = max(steps), 30
+    drawn = {name: np.tile(np.float32(x), (period * rounds, 1)) for name, x in (("a", a), ("b", b))}
+    active = np.arange(period * rounds)[:, None] % period < np.array(steps)
+    tx = jd.recipes.local_sgd(optax.sgd(rate), sync_period=period)
+    _, anchors, _ = run(
+        tx, drawn, jnp.zeros(()), gradient=lambda x, worker: worker["a"] * (x - worker["b"]), active=active
+    )
+    assert anchors[-1] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from .local_steps import anchor as anchor
 from .local_steps import balanced as balanced
 from .local_steps import due_fragments as due_fragments
 from .local_steps import local_steps as local_steps
+from .local_steps import pulled as pulled
 from .local_steps import slow_momentum as slow_momentum
 from .local_steps import strided as strided
+from .no_lo_co import no_lo_co as no_lo_co
 from .optimizers import demo as demo
 from .optimizers import dion as dion
 from .optimizers import one_bit_adam as one_bit_adam

@@ -8,12 +8,13 @@ import optax
 from .._typing import PyTree
 from .all_reduce import AllReduceState
 from .local_steps.base import LocalStepsState
+from .no_lo_co import NoLoCoState
 from .optimizers.demo import DemoState
 from .optimizers.dion import DionState
 from .optimizers.frozen_adam import FrozenAdamState
 from .optimizers.zero_one_adam import ZeroOneAdamState
 
-COMMUNICATING = (AllReduceState, DemoState, DionState, FrozenAdamState, LocalStepsState, ZeroOneAdamState)
+COMMUNICATING = (AllReduceState, DemoState, DionState, FrozenAdamState, LocalStepsState, NoLoCoState, ZeroOneAdamState)
 
 
 def wrapped_communication(state: PyTree) -> str | None:

@@ -7,4 +7,5 @@ from .fragments import Fragments as Fragments
 from .fragments import balanced as balanced
 from .fragments import strided as strided
 from .outer import slow_momentum as slow_momentum
+from .pulled import pulled as pulled
 from .rounds import due_fragments as due_fragments

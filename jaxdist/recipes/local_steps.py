@@ -1,14 +1,14 @@
-"""Named methods as compositions of a few lines: read them, and write your own."""
+"""Local SGD, SlowMo and DiLoCo."""
 
 import optax
 
-from ._typing import AxisNames
-from .reducers import Reducer
-from .transforms import local_steps, slow_momentum
-from .transforms.local_steps.buffers import Buffers
-from .transforms.local_steps.fragments import Fragments
-from .transforms.local_steps.rounds import SyncPeriod
-from .transforms.optimizers.base import LearningRate, rate_at
+from .._typing import AxisNames
+from ..reducers import Reducer
+from ..transforms import local_steps, slow_momentum
+from ..transforms.local_steps.buffers import Buffers
+from ..transforms.local_steps.fragments import Fragments
+from ..transforms.local_steps.rounds import SyncPeriod
+from ..transforms.optimizers.base import LearningRate, rate_at
 
 
 def local_sgd(
