@@ -83,6 +83,20 @@ def test_proportional_steps():
     assert schedule.proportional_steps(speeds, 99, rounding="down").tolist() == list(range(1, 100))
 
 
+def test_local_steps_meet_when_a_schedule_says():
+    """A round ends as soon as it is as long as the rule of that step wants; what is passed to the update wins."""
+    rule = schedule.quadratic(lambda step: jnp.where(jnp.asarray(step) < 8, 0.008, 0.004), 0.0175, 4)
+    drawn = np.random.default_rng(0).standard_normal((60, 2, 1)).astype(np.float32)
+
+    def rounds_at(**given):
+        _, anchors, _ = run(jd.recipes.local_sgd(optax.sgd(0.1), sync_period=rule), drawn, **given)
+        moved = np.diff(anchors[:, 0], prepend=0) != 0
+        return (np.flatnonzero(moved) + 1).tolist()
+
+    assert rounds_at() == [4, 8, 27, 46]
+    assert rounds_at(sync_period=np.where(np.arange(60) < 30, 10, 15)) == [10, 20, 30, 45, 60]
+
+
 @pytest.mark.parametrize(("steps", "expected"), [((10, 10), 0.713442), ((20, 10), None), ((20, 1), None)])
 def test_unequal_steps_move_the_optimum(steps, expected):
     """Losses `a_i/2 (x - b_i)²`: rounds of `H_i` steps come to rest at weights `1 - (1 - γ a_i)^H_i`."""
