@@ -10,25 +10,21 @@ from typing import Annotated, Any, Literal, TextIO
 
 try:
     import jax
-    import numpy as np
     import tyro
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Table
 
     from .parallel import make_mesh, use_cpu_devices
-    from .workloads import parse, plots, results, saved, suite, train
+    from .workloads import parse, plots, results, saved, suite, sweep, sync, tables, train
     from .workloads.base import Workload
 except ModuleNotFoundError as missing:
     raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
 
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 SIMULATED_DEVICES = 4
-CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
-SEEDS_CAPTION = (
-    """Mean over the seeds and half of their range. *: nothing else has both fewer bytes and a lower loss."""
-)
-COMPARED = "The first is what the others are measured against.\n"
+REDUCER = "Default: ef:power_sgd:4, or exact with --sync, where it carries what a round sends.\n"
+SYNC = "Workers step by themselves and meet every H steps, each with the --optimizer:\n"
+COMPARED = "The first is what the others are measured against. Also SYNC/REDUCER, as in diloco:H=50/ef:qsgd:4.\n"
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,8 @@ class Options:
 class Train(Options):
     """The options of `jaxdist train`."""
 
-    reducer: Annotated[str, tyro.conf.arg(help=parse.describe())] = "ef:power_sgd:4"
+    reducer: Annotated[str | None, tyro.conf.arg(help=REDUCER + parse.describe())] = None
+    sync: Annotated[str | None, tyro.conf.arg(help=SYNC + sync.describe())] = None
     baseline: bool = True
     """Train with plain all-reduce too, to compare with."""
     out: Path = Path("runs/train")
@@ -69,13 +66,18 @@ class Compare(Options):
     """The options of `jaxdist compare`."""
 
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(help=COMPARED + parse.describe())] = DEMO
-    suite: Literal["compression"] | None = None
-    """Instead of --reducers: the whole compression family. Try it with --workload digits --seeds 3."""
+    suite: Literal["compression", "local"] | None = None
+    """Instead of --reducers: the whole compression family (try it with --workload digits --seeds 3), or all methods
+    that talk every H steps, against bytes and against tokens."""
+    workers: tuple[int, ...] = (4, 8)
+    """For --suite local, instead of --devices: a comparison with each of these numbers of workers."""
+    periods: tuple[int, ...] = sweep.PERIODS
+    """For --suite local: the values of H."""
     seeds: int = 1
     """How many seeds to repeat everything with, counted from --seed. From 2 on, or with a suite, the drawing has the
     mean and the range of the held-out loss against the bytes of a step."""
     out: Path = Path("runs/compare")
-    """Where log.jsonl and the drawing (compare.png, or pareto.png of several seeds) go."""
+    """Where log.jsonl and the drawing (compare.png, pareto.png of several seeds, local-WORKERS.png) go."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,11 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
     )
     try:
-        work = _set_up(chosen)
         if isinstance(chosen, Train):
-            _train(chosen, *work)
+            _train(chosen, *_set_up(chosen))
+        elif chosen.suite == "local":
+            _compare_periods(chosen)
         else:
-            _compare(chosen, *work)
+            _compare(chosen, *_set_up(chosen))
     except (ValueError, OSError) as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
@@ -114,8 +117,9 @@ def _subcommands() -> Any:
     )
 
 
-def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
-    """The workload and a mesh over the devices; on a machine with a CPU alone its devices are made here."""
+def _set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.sharding.Mesh]:
+    """The workload and a mesh over the devices; on a machine with a CPU alone its devices are made here, so many."""
+    devices = devices or options.devices
     for name in ("steps", "batch", "devices"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -123,7 +127,7 @@ def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
     told = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not told:
         with contextlib.suppress(ValueError):  # JAX runs already: take the devices that it has
-            use_cpu_devices(options.devices or SIMULATED_DEVICES)
+            use_cpu_devices(devices or SIMULATED_DEVICES)
     count = options.devices or jax.device_count()
     if count > jax.device_count():
         raise ValueError(f"--devices {count}: there are {jax.device_count()}")
@@ -133,8 +137,11 @@ def _set_up(options: Options) -> tuple[Workload, jax.sharding.Mesh]:
 
 def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
     console = _console()
-    names = ["exact"] if chosen.baseline and chosen.reducer != "exact" else []
-    runs = _runs([*names, chosen.reducer], chosen, workload, mesh)
+    if chosen.sync is not None and not sync.is_sync(chosen.sync):
+        sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is
+    spelled = sync.spell(chosen.sync, chosen.reducer, default="ef:power_sgd:4")
+    names = ["exact"] if chosen.baseline and spelled != "exact" else []
+    runs = _runs([*names, spelled], chosen, workload, mesh)
     finished, log_path = [], _fresh(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in runs:
@@ -145,7 +152,7 @@ def _train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
     plot = plots.draw_train(
         finished[-1], baseline, chosen.out / "loss.png", title=_title(chosen, run), unit=_unit(workload)
     )
-    console.print(_table(finished, baseline))
+    console.print(tables.runs_table(finished, baseline))
     _close(console, finished[-1], baseline)
     console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {where}", highlight=False, soft_wrap=True)
 
@@ -171,14 +178,42 @@ def _compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> No
     if chosen.suite or chosen.seeds > 1:
         spreads = [suite.spread(one, finished[0]) for one in finished]
         plot = suite.draw(spreads, chosen.out / "pareto.png", title=title, unit=_unit(workload))
-        table = _seeds_table(spreads)
+        table = tables.seeds_table(spreads)
     else:
         single = [one[0] for one in finished]
         plot = plots.draw_compare(single, chosen.out / "compare.png", title=title, unit=_unit(workload))
-        table = _table(single, single[0])
+        table = tables.runs_table(single, single[0])
     console.print(f"\n{title}", style="dim", highlight=False)
     console.print(table)
     console.print(f"plot {plot}\nlog {log_path}", highlight=False, soft_wrap=True)
+
+
+def _compare_periods(chosen: Compare) -> None:
+    """`--suite local`: each method at each `H`, for each number of workers."""
+    console = _console()
+    sweep.check(chosen.periods, chosen.workers, chosen.seeds)
+    workload, _ = _set_up(chosen, devices=max(chosen.workers))
+    log_path = _fresh(chosen.out, "log.jsonl")
+    every = sweep.evaluate_every(chosen.steps, chosen.periods)
+    with log_path.open("w") as log:
+        for workers in chosen.workers:
+            if workers > jax.device_count():
+                raise ValueError(f"--workers {workers}: there are {jax.device_count()} devices")
+            mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
+            settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed}
+            cells: list[sweep.Cell] = []
+            for method, period, name, run in sweep.runs(workload, chosen.optimizer, chosen.periods, **settings):
+                finished = []
+                for seed in range(chosen.seed, chosen.seed + chosen.seeds):
+                    options, seeded = replace(chosen, seed=seed), run.with_seed(seed)
+                    finished.append(_run(name, seeded, options, workload, log, console, evaluate_every=every)[0])
+                cells.append(sweep.cell(method, period, finished, cells[0] if cells else None, run))
+            title = _title(chosen, run)
+            plot = sweep.draw(cells, chosen.out / f"local-{workers}.png", title=title, unit=_unit(workload))
+            console.print(f"\n{title}", style="dim", highlight=False)
+            console.print(tables.periods_table(cells))
+            console.print(f"plot {plot}", highlight=False, soft_wrap=True)
+    console.print(f"log {log_path}", highlight=False, soft_wrap=True)
 
 
 def _console() -> Console:
@@ -191,73 +226,44 @@ def _runs(
     names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh
 ) -> Iterator[tuple[str, train.Run]]:
     """Checks all spellings now; compiles one run after the other later, so that only one state is alive."""
-    optimizer = parse.parse_optimizer(options.optimizer)
-    spelled = [(name, parse.parse_method(name, optimizer)) for name in names]
+    spelled = [(name, sync.parse_method(name, options.optimizer)) for name in names]
     settings = {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
-    return ((name, train.prepare(workload, *method, **settings)) for name, method in spelled)
+    return ((name, train.prepare(workload, **method._asdict(), **settings)) for name, method in spelled)
 
 
 def _run(
-    name: str, run: train.Run, options: Options, workload: Workload, log: TextIO, console: Console
+    name: str,
+    run: train.Run,
+    options: Options,
+    workload: Workload,
+    log: TextIO,
+    console: Console,
+    *,
+    evaluate_every: int | None = None,
 ) -> tuple[results.Result, train.TrainState]:
     """Trains to the end behind a progress bar and writes every step to the log."""
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
     settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
     results.write_line(log, results.header(run, **settings))
-    records, state = [], run.state
+    records, evaluations, state = [], [], run.state
     columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(name, total=options.steps, now="")
-        for record, state in train.steps(run, options.steps):  # noqa: B007
+        for record, state in train.steps(run, options.steps):
             records.append(record)
             results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
             speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
+            if evaluate_every and record.step % evaluate_every == 0:
+                found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))
+                evaluations.append(found)
+                results.write_line(log, {"kind": "evaluation", "reducer": name, **found._asdict()})
         sent = records[-1].total_wire_bytes / len(records)
-        result = results.Result(name, tuple(records), run.evaluate(state), sent, run.compile_seconds)
+        held_out = run.evaluate(state)
+        result = results.Result(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
     results.write_line(log, {"kind": "summary", "reducer": name, **results.summarise(result)._asdict()})
     return result, state
-
-
-def _table(finished: Sequence[results.Result], baseline: results.Result | None) -> Table:
-    table = Table(box=None, caption=CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
-    table.add_column("reducer", no_wrap=True)
-    extra = [name for name in finished[0].held_out if name != "loss"]
-    versus = [f"against {baseline.name}"] if baseline else []
-    fewer = ["fewer bytes"] if baseline else []
-    headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
-    for result in finished:
-        summary = results.summarise(result, baseline)
-        cells = [plots.in_bytes(summary.wire_bytes_per_step)]
-        cells += [f"{summary.times_fewer_bytes:,.1f}x"] if baseline else []
-        cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]
-        cells += [f"{summary.difference:+.4f}"] if baseline else []
-        cells += [f"{summary.held_out[name]:.4f}" for name in extra]
-        table.add_row(result.name, *cells, f"{summary.step_milliseconds:,.0f}")
-    return table
-
-
-def _seeds_table(spreads: Sequence[suite.Spread]) -> Table:
-    table = Table(box=None, caption=SEEDS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
-    table.add_column("reducer", no_wrap=True)
-    extra = [name for name in spreads[0].held_out if name != "loss"]
-    headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
-    best = suite.front(spreads)
-    for one in spreads:
-        ratio = spreads[0].wire_bytes / one.wire_bytes if one.wire_bytes else 1.0
-        cells = [plots.in_bytes(one.wire_bytes), f"{ratio:,.1f}x", _with_range(one.held_out["loss"])]
-        cells += [f"{one.difference.mean():+.4f}", *(_with_range(one.held_out[name]) for name in extra)]
-        table.add_row(f"{'*' if one in best else ' '} {one.name}", *cells, f"{one.milliseconds:,.0f}")
-    return table
-
-
-def _with_range(values: np.ndarray) -> str:
-    return f"{values.mean():.4f} ±{(values.max() - values.min()) / 2:.4f}"
 
 
 def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:

@@ -120,7 +120,7 @@ def _literal(text: str) -> Any:
         return text.strip()
 
 
-def _call(kind: str, text: str, factory: Callable, values: list, keywords: dict) -> Any:
+def call(kind: str, text: str, factory: Callable, values: list, keywords: dict) -> Any:
     """Calls the factory; arguments that it does not take are a `ValueError` that shows those that it does."""
     signature = inspect.signature(factory)
     try:
@@ -164,9 +164,9 @@ def parse_reducer(text: str) -> Reducer:
     if prefix in FEEDBACK:
         if not rest:
             raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
-        return _call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
+        return call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
     if prefix in COLLECTIVES:
-        return _call("reducer", text, COLLECTIVES[prefix][0], [parse_code(rest)], {})
+        return call("reducer", text, COLLECTIVES[prefix][0], [parse_code(rest)], {})
     made = _parse_plain(text)
     return reducers.compressed(made) if isinstance(made, Compressor) else made
 
@@ -188,12 +188,12 @@ def parse_code(text: str) -> Compressor:
 def _parse_plain(text: str) -> Reducer | Compressor:
     first, *rest = re.split(r"\+(?=[a-z])", text, maxsplit=1)
     if rest:
-        return _call("reducer", text, compressors.chained, [parse_code(first), parse_code(rest[0])], {})
+        return call("reducer", text, compressors.chained, [parse_code(first), parse_code(rest[0])], {})
     name, values, keywords = parse_call(text)
     if name not in REDUCERS:
         known = ", ".join([*REDUCERS, *OPTIMIZERS])
         raise ValueError(f"unknown reducer {text!r}; known: {known}, reducers also as ef:NAME or ef21:NAME")
-    return _call("reducer", text, REDUCERS[name][0], values, keywords)
+    return call("reducer", text, REDUCERS[name][0], values, keywords)
 
 
 def parse_method(
@@ -210,7 +210,7 @@ def parse_method(
     name, values, keywords = parse_call(text)
     if name not in OPTIMIZERS:
         return parse_reducer(text), optimizer
-    return None, _call("optimizer", text, OPTIMIZERS[name][0], values, keywords)
+    return None, call("optimizer", text, OPTIMIZERS[name][0], values, keywords)
 
 
 def optimizers() -> list[str]:
@@ -220,6 +220,18 @@ def optimizers() -> list[str]:
 
 def _first_argument(thing: Any) -> str | None:
     return next(iter(inspect.signature(thing).parameters), None) if inspect.isfunction(thing) else None
+
+
+def learning_rate(text: str) -> float:
+    """The learning rate in the spelling of an optimizer.
+
+    Example:
+      >>> from jaxdist.workloads.parse import learning_rate
+      >>> learning_rate("sgd:0.1,momentum=0.9")
+      0.1
+    """
+    _, values, keywords = parse_call(text)
+    return float(keywords["learning_rate"] if "learning_rate" in keywords else values[0])
 
 
 def parse_optimizer(text: str) -> optax.GradientTransformation:
@@ -234,7 +246,7 @@ def parse_optimizer(text: str) -> optax.GradientTransformation:
         raise ValueError(f"unknown optimizer {text!r}; optax has {', '.join(optimizers())}")
     if not values and "learning_rate" not in keywords:
         raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
-    return _call("optimizer", text, getattr(optax, name), values, keywords)
+    return call("optimizer", text, getattr(optax, name), values, keywords)
 
 
 def parse_workload(name: str, model: str | None = None, *, path: str | Path | None = None) -> Workload:
@@ -259,10 +271,10 @@ def parse_workload(name: str, model: str | None = None, *, path: str | Path | No
             raise ValueError("--text is for the workload 'text'")
         from .digits import digits_workload
 
-        return _call("model", model, digits_workload, values, keywords)
+        return call("model", model, digits_workload, values, keywords)
     from .text import text_workload
 
-    return text_workload(_call("model", model, gpt_config, values, keywords), path=path)
+    return text_workload(call("model", model, gpt_config, values, keywords), path=path)
 
 
 def gpt_config(size: str = "demo", **sizes: int) -> gpt.GPTConfig:

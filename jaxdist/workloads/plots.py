@@ -27,7 +27,7 @@ def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, uni
     Returns:
       The path.
     """
-    figure, (by_bytes, by_step) = _panels(title)
+    figure, (by_bytes, by_step) = panels(title)
     ends = []
     for result, colour in zip(results, _colours(len(results)), strict=True):
         loss = _smooth(result)
@@ -49,8 +49,8 @@ def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, uni
     by_step.tick_params(labelleft=False)
     _limit(by_bytes, results)
     by_step.set_ylim(by_bytes.get_ylim())
-    _label_ends(by_step, ends)
-    return _write(figure, path)
+    label_ends(by_step, ends)
+    return write(figure, path)
 
 
 def draw_train(
@@ -68,7 +68,7 @@ def draw_train(
     Returns:
       The path.
     """
-    figure, (by_loss, by_bytes) = _panels(title)
+    figure, (by_loss, by_bytes) = panels(title)
     runs = [(result, COLOURS[1])] if baseline is None else [(baseline, COLOURS[0]), (result, COLOURS[1])]
     losses, totals = [], []
     for run, colour in runs:
@@ -91,11 +91,12 @@ def draw_train(
     by_bytes.set_ylim(0, None)
     by_bytes.set_xlabel("step")
     by_bytes.set_title("sent by each worker so far", loc="left")
-    _label_ends(by_bytes, totals)
-    return _write(figure, path)
+    label_ends(by_bytes, totals)
+    return write(figure, path)
 
 
-def _panels(title: str) -> tuple[Figure, Sequence[Axes]]:
+def panels(title: str) -> tuple[Figure, Sequence[Axes]]:
+    """Two empty panels side by side."""
     figure = Figure(figsize=(11.5, 4.6), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
     panels = figure.subplots(1, 2)
@@ -124,7 +125,7 @@ def _limit(axes: Axes, results: Sequence[Result]) -> None:
         axes.set_ylim(finite.min() - margin, starts.max() + margin)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Writes each name beside the end of its curve, pushed apart so that none covers another."""
     low, high = axes.get_ylim()
     gap = 0.062 * (high - low)
@@ -155,7 +156,8 @@ def in_bytes(count: float) -> str:
     return EngFormatter(unit="B", places=1 if count >= 1000 else 0)(count)
 
 
-def _write(figure: Figure, path: str | Path) -> Path:
+def write(figure: Figure, path: str | Path) -> Path:
+    """Writes the PNG and returns its path."""
     path = Path(path)
     figure.savefig(path, dpi=150)
     return path

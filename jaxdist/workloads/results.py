@@ -15,6 +15,20 @@ from .train import Record, Run
 LAST_SHARE = 10  # the final loss is the mean over the last tenth of the steps
 
 
+class Evaluation(NamedTuple):
+    """What the model could do on the way.
+
+    Attributes:
+      step: after how many.
+      total_wire_bytes: sent by one worker until then.
+      held_out: what the evaluation reported.
+    """
+
+    step: int
+    total_wire_bytes: float
+    held_out: dict[str, float]
+
+
 class Result(NamedTuple):
     """A finished run.
 
@@ -24,6 +38,7 @@ class Result(NamedTuple):
       held_out: what the evaluation reported, `"loss"` first.
       wire_bytes: sent by one worker in one step, on average.
       compile_seconds: what tracing and compiling took.
+      evaluations: those before the end, if any were asked for.
     """
 
     name: str
@@ -31,6 +46,7 @@ class Result(NamedTuple):
     held_out: dict[str, float]
     wire_bytes: float
     compile_seconds: float
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 class Summary(NamedTuple):

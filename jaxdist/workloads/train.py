@@ -12,9 +12,9 @@ import optax
 from .. import analysis
 from .._typing import PyTree
 from ..parallel import distribute, evaluate, global_batch, local_value_and_grad
-from ..placement import consensus, init_state
+from ..placement import PerWorker, init_state
 from ..reducers import Reducer, tracked
-from ..transforms import all_reduce, stats
+from ..transforms import all_reduce, anchor, stats
 from .base import Workload
 
 AXIS = "data"
@@ -24,7 +24,7 @@ class TrainState(NamedTuple):
     """All that a run needs to go on.
 
     Attributes:
-      params: the model.
+      params: the model; `PerWorker` where each worker steps by itself.
       opt_state: the optimizer's state, residuals and keys of the reducer included.
     """
 
@@ -42,12 +42,13 @@ class Run(NamedTuple):
       evaluate: `evaluate(state) -> {"loss": float, ...}`, the mean over the held-out split.
       workers: how many there are.
       parameters: how many numbers the model has.
-      wire_bytes: what one worker sends in one step, read from the compiled program; in the worst one, where the program
-        decides from step to step.
+      wire_bytes: what one worker sends in one step, read from the compiled program: the mean over a round, where
+        workers meet every so many steps; the worst one, where the program decides from step to step.
       sent: `sent(state, n)`, what one worker has sent in all after `n` steps; counted step by step where it differs.
       units_per_step: tokens or images in a step, all workers together.
       compile_seconds: what tracing and compiling took.
       with_seed: `with_seed(n) -> Run`, the same compiled step from other parameters and on other batches.
+      with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None where `H` is fixed.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
@@ -61,6 +62,7 @@ class Run(NamedTuple):
     units_per_step: int
     compile_seconds: float
     with_seed: Callable[[int], "Run"]
+    with_period: Callable[[int], "Run"] | None
 
 
 class Record(NamedTuple):
@@ -91,8 +93,10 @@ def prepare(
     mesh: jax.sharding.Mesh,
     batch_size: int,
     seed: int = 0,
+    sync_period: int | None = None,
+    any_period: bool = False,
 ) -> Run:
-    """Builds and compiles one run. The reducer is the only thing that differs between runs that are compared.
+    """Builds and compiles one run. How workers agree is the only thing that differs between runs that are compared.
 
     Args:
       workload: what to train.
@@ -101,6 +105,10 @@ def prepare(
       mesh: a mesh with an axis `"data"`.
       batch_size: examples in a step, all workers together; a multiple of the number of workers.
       seed: draws the parameters and the batches.
+      sync_period: `H`, if the optimizer lets workers step by themselves and meet every `H` steps: each then has
+        parameters of its own, and the model that is evaluated is the one that they agreed on last.
+      any_period: makes `H` an argument of the compiled step, for `with_period`. The optimizer must take `sync_period=`
+        in its update, as `local_steps` with a single fragment does.
 
     Returns:
       A `Run`.
@@ -121,49 +129,64 @@ def prepare(
     def first_state(seed: int) -> TrainState:
         def make_state() -> TrainState:
             params = workload.init(jax.random.key(seed))
-            return TrainState(params, transformation.init(params))
+            held = PerWorker(params, resize="mean") if sync_period else params
+            return TrainState(held, transformation.init(params))
 
         return init_state(make_state, mesh, axis=AXIS)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state: TrainState, batch: Any, **asked: Any) -> tuple[TrainState, dict[str, Any]]:
         loss, gradients = local_value_and_grad(workload.loss, axis=AXIS)(state.params, batch)
-        updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params, **asked)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, AXIS)}
+
+    def train_step_of_any_period(state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, dict[str, Any]]:
+        return train_step(state, batch[0], sync_period=batch[1])
 
     def batch(seed: int, step: int) -> Any:
         return _place(workload.batch(seed, step, batch_size), mesh)
 
-    def with_seed(seed: int) -> Run:
-        return run._replace(state=first_state(seed), batch=partial(batch, seed))
-
     start = time.perf_counter()
-    state = first_state(seed)
-    compiled = distribute(train_step, mesh, axis=AXIS).lower(state, batch(seed, 0)).compile()
+    state, rows = first_state(seed), batch(seed, 0)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(seed))))
+    if any_period:
+        specs = jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
+        distributed = distribute(train_step_of_any_period, mesh, axis=AXIS, batch_specs=specs)
+        compiled = distributed.lower(state, (rows, np.int32(1))).compile()
+    else:
+        compiled = distribute(train_step, mesh, axis=AXIS).lower(state, rows).compile()
     compile_seconds = time.perf_counter() - start
-    wire_bytes = float(analysis.collectives(compiled).wire_bytes)
-    fixed = wire_bytes == analysis.collectives(compiled, branch="min").wire_bytes
-    if not fixed and "bytes" not in stats(state.opt_state):
+    most, least = (float(analysis.collectives(compiled, branch=branch).wire_bytes) for branch in ("max", "min"))
+    counted = most > least and "bytes" in stats(state.opt_state)
+    if most > least and not counted and not sync_period:
         if reducer is None:
             raise ValueError("the bytes of this optimizer differ from step to step, and it does not count them")
         return prepare(workload, tracked(reducer), optimizer, mesh=mesh, batch_size=batch_size, seed=seed)
+    evaluation = _evaluation(workload, mesh, batch_size, local=sync_period is not None)
 
-    def sent(state: TrainState, count: int) -> float:
-        return count * wire_bytes if fixed else float(stats(state.opt_state)["bytes"])
+    def run_of(state: TrainState, seed: int, sync_period: int | None) -> Run:
+        # Each fragment of the model meets once in a round; between rounds there is the least.
+        wire_bytes = most if sync_period is None else least + (most - least) / sync_period
+        period = None if sync_period is None else np.int32(sync_period)
 
-    run = Run(
-        step=compiled,
-        state=state,
-        batch=partial(batch, seed),
-        evaluate=_evaluation(workload, mesh, batch_size),
-        workers=workers,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(consensus(state.params))),
-        wire_bytes=wire_bytes,
-        sent=sent,
-        units_per_step=batch_size * workload.units_per_example,
-        compile_seconds=compile_seconds,
-        with_seed=with_seed,
-    )
-    return run
+        def sent(state: TrainState, count: int) -> float:
+            return float(stats(state.opt_state)["bytes"]) if counted else count * wire_bytes
+
+        return Run(
+            step=(lambda state, rows: compiled(state, (rows, period))) if any_period else compiled,
+            state=state,
+            batch=partial(batch, seed),
+            evaluate=evaluation,
+            workers=workers,
+            parameters=parameters,
+            wire_bytes=wire_bytes,
+            sent=sent,
+            units_per_step=batch_size * workload.units_per_example,
+            compile_seconds=compile_seconds,
+            with_seed=lambda seed: run_of(first_state(seed), seed, sync_period),
+            with_period=(lambda period: run_of(first_state(seed), seed, period)) if any_period else None,
+        )
+
+    return run_of(state, seed, sync_period)
 
 
 def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
@@ -191,10 +214,14 @@ def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, Tra
 
 
 def _evaluation(
-    workload: Workload, mesh: jax.sharding.Mesh, batch_size: int
+    workload: Workload, mesh: jax.sharding.Mesh, batch_size: int, *, local: bool = False
 ) -> Callable[[TrainState], dict[str, float]]:
     workers = mesh.shape[AXIS]
-    metrics = evaluate(lambda state, batch: jax.lax.pmean(workload.metrics(state.params, batch), AXIS), mesh, axis=AXIS)
+
+    def of_one_worker(state: TrainState, batch: Any) -> dict[str, Any]:
+        return jax.lax.pmean(workload.metrics(_agreed(state) if local else state.params, batch), AXIS)
+
+    metrics = evaluate(of_one_worker, mesh, axis=AXIS)
 
     def held_out() -> Iterator[Any]:
         for batch in workload.held_out(batch_size):
@@ -209,6 +236,14 @@ def _evaluation(
         return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
 
     return mean_over_batches
+
+
+def _agreed(state: TrainState) -> PyTree:
+    """The one model of workers that step by themselves, as one of them sees it: what they agreed on last."""
+    try:
+        return anchor(state.opt_state)
+    except ValueError:  # only pairs of workers ever agree
+        return jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), state.params)
 
 
 def _place(batch: Any, mesh: jax.sharding.Mesh) -> Any:

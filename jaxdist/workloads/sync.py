@@ -1,0 +1,134 @@
+"""`diloco:H=50` on a command line: workers that step by themselves and meet every `H` steps.
+
+The grammar is that of `parse`: a name, then after a colon `key=value` pairs. A reducer after a slash carries the
+difference, as in `diloco:H=50/ef:qsgd:4`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from .. import recipes
+from ..reducers import Reducer
+from . import parse
+
+
+class Method(NamedTuple):
+    """How workers learn from each other: the arguments of `train.prepare` that say it.
+
+    Attributes:
+      reducer: what averages gradients in every step; None if the optimizer communicates by itself.
+      optimizer: what is called with this worker's gradients, or, with a reducer, with their mean.
+      sync_period: `H`, if workers step by themselves and meet every `H` steps; None if they agree in every step.
+    """
+
+    reducer: Reducer | None
+    optimizer: optax.GradientTransformation
+    sync_period: int | None = None
+
+
+class _Entry(NamedTuple):
+    """`factory` makes the transformation; `spelling` and `purpose` are for the help."""
+
+    factory: Callable[..., optax.GradientTransformation]
+    spelling: str
+    purpose: str
+
+
+_SPELLED = {
+    "local_sgd": ("H=N[,buffers=reset]", "the mean of the workers' models every N steps"),
+    "post_local_sgd": ("H=N,switch_step=S", "plain all-reduce for S steps, then local_sgd"),
+    "slowmo": ("H=N[,slow_momentum=B]", "local_sgd with a momentum of its own, one step of it a round"),
+    "diloco": ("H=N[,learning_rate=R,momentum=M]", "an outer Nesterov step every N steps"),
+    "streaming_diloco": ("H=N,fragments=P[,delay=D]", "diloco by fragments that meet at steps of their own"),
+    "sparse_loco": ("H=N", "the largest few of each block, in 2 bits with feedback, and no outer momentum"),
+    "noloco": ("H=N", "pairs at random instead of all workers"),
+    "palsgd": ("H=N,probability=P,pull=E", "diloco whose workers are pulled back to where they started"),
+    "muloco": ("H=N,muon=R", "diloco with Muon for matrices"),
+}
+# Those of the recipes above that this version of the library has.
+SYNCS: dict[str, _Entry] = {
+    name: _Entry(getattr(recipes, name), f"{name}:{arguments}", purpose)
+    for name, (arguments, purpose) in _SPELLED.items()
+    if hasattr(recipes, name)
+}
+
+
+def describe() -> str:
+    """The ways to talk every H steps, one a line, for `--help`."""
+    return "\n".join(f"{entry.spelling}: {entry.purpose}" for entry in SYNCS.values())
+
+
+def is_sync(text: str) -> bool:
+    """Whether a spelling begins with the name of one of `SYNCS`.
+
+    Example:
+      >>> from jaxdist.workloads.sync import is_sync
+      >>> is_sync("diloco:H=50/qsgd:4"), is_sync("qsgd:4")
+      (True, False)
+    """
+    return text.partition(":")[0].partition("/")[0].strip() in SYNCS
+
+
+def spell(sync: str | None, reducer: str | None, default: str) -> str:
+    """Joins `--sync` and `--reducer` to one spelling; without both it is the default.
+
+    Example:
+      >>> from jaxdist.workloads.sync import spell
+      >>> spell("diloco:H=50", "ef:qsgd:4", "exact"), spell("diloco:H=50", None, "exact"), spell(None, "f16", "exact")
+      ('diloco:H=50/ef:qsgd:4', 'diloco:H=50', 'f16')
+    """
+    if sync is None:
+        return default if reducer is None else reducer
+    return sync if reducer is None else f"{sync}/{reducer}"
+
+
+def parse_method(text: str, optimizer: str) -> Method:
+    """Makes what `text` spells: workers that meet every `H` steps, a reducer, or an optimizer that communicates.
+
+    Args:
+      text: `SYNC[/REDUCER]`, with a name of `SYNCS`, or what `parse.parse_method` takes.
+      optimizer: the optimizer of each worker, as `parse.parse_optimizer` takes it. Methods that need its rate read it
+        from here.
+
+    Returns:
+      A `Method`.
+
+    Example:
+      >>> from jaxdist.workloads.sync import parse_method
+      >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period
+      50
+    """
+    return (
+        parse_sync(text, optimizer)
+        if is_sync(text)
+        else Method(*parse.parse_method(text, parse.parse_optimizer(optimizer)))
+    )
+
+
+def parse_sync(text: str, optimizer: str) -> Method:
+    """Makes the method that `text` spells, which must begin with a name of `SYNCS`; arguments as for `parse_method`."""
+    call, slash, carrier = text.partition("/")
+    name, values, keywords = parse.parse_call(call)
+    if name not in SYNCS:
+        raise ValueError(f"unknown sync {text!r}; known: {', '.join(SYNCS)}, each with H=, as in diloco:H=50")
+    factory = SYNCS[name].factory
+    takes = inspect.signature(factory).parameters
+    period = keywords.pop("H", None)
+    if values or period is None:
+        raise ValueError(f"sync {text!r}: say how many steps lie between two rounds by name, as in {name}:H=50")
+    if type(period) is not int or period < 1:
+        raise ValueError(f"sync {text!r}: H must be a positive whole number, got {period!r}")
+    given: dict[str, Any] = {"sync_period": period}
+    if slash:
+        if "reducer" not in takes:
+            raise ValueError(f"sync {text!r}: {name} says by itself what is sent, and takes no reducer")
+        given["reducer"] = parse.parse_reducer(carrier)
+    inner = parse.parse_optimizer(optimizer)
+    if "learning_rate" in takes and takes["learning_rate"].default is inspect.Parameter.empty:
+        given["learning_rate"] = parse.learning_rate(optimizer)  # the method divides by the rate of the inner steps
+    made = parse.call("sync", text, functools.partial(factory, inner), [], given | keywords)
+    return Method(None, made, period)

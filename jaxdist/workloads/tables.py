@@ -1,0 +1,79 @@
+"""What a comparison prints at its end. Needs rich, of the extra `cli`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from .plots import in_bytes
+from .results import Result, summarise
+from .suite import Spread, front
+from .sweep import Cell
+
+CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
+SEEDS_CAPTION = (
+    """Mean over the seeds and half of their range. *: nothing else has both fewer bytes and a lower loss."""
+)
+PERIODS_CAPTION = (
+    "H: steps between two rounds. Held-out loss of what workers agreed on last, mean over the seeds and half of their\n"
+    "range. Bytes: sent by one worker in a step, on average."
+)
+
+
+def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
+    """Single runs, each beside the baseline where there is one."""
+    table = Table(box=None, caption=CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column("reducer", no_wrap=True)
+    extra = [name for name in finished[0].held_out if name != "loss"]
+    versus = [f"against {baseline.name}"] if baseline else []
+    fewer = ["fewer bytes"] if baseline else []
+    headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    for result in finished:
+        summary = summarise(result, baseline)
+        cells = [in_bytes(summary.wire_bytes_per_step)]
+        cells += [f"{summary.times_fewer_bytes:,.1f}x"] if baseline else []
+        cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]
+        cells += [f"{summary.difference:+.4f}"] if baseline else []
+        cells += [f"{summary.held_out[name]:.4f}" for name in extra]
+        table.add_row(result.name, *cells, f"{summary.step_milliseconds:,.0f}")
+    return table
+
+
+def seeds_table(spreads: Sequence[Spread]) -> Table:
+    """Runs of several seeds; the first is the baseline."""
+    table = Table(box=None, caption=SEEDS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column("reducer", no_wrap=True)
+    extra = [name for name in spreads[0].held_out if name != "loss"]
+    headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    best = front(spreads)
+    for one in spreads:
+        ratio = spreads[0].wire_bytes / one.wire_bytes if one.wire_bytes else 1.0
+        cells = [in_bytes(one.wire_bytes), f"{ratio:,.1f}x", _with_range(one.held_out["loss"])]
+        cells += [f"{one.difference.mean():+.4f}", *(_with_range(one.held_out[name]) for name in extra)]
+        table.add_row(f"{'*' if one in best else ' '} {one.name}", *cells, f"{one.milliseconds:,.0f}")
+    return table
+
+
+def _with_range(values: np.ndarray) -> str:
+    return f"{values.mean():.4f} ±{(values.max() - values.min()) / 2:.4f}"
+
+
+def periods_table(cells: Sequence[Cell]) -> Table:
+    """Methods that talk every `H` steps; the first cell is the baseline."""
+    table = Table(box=None, caption=PERIODS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column("method", no_wrap=True)
+    headings = ["H", "bytes a step", "fewer bytes", "held-out loss", "against exact", "in %", "ms/step"]
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom")
+    exact = cells[0].spread
+    for cell in cells:
+        one = cell.spread
+        ratio = exact.wire_bytes / one.wire_bytes if one.wire_bytes else 1.0
+        percent = 100 * one.difference.mean() / exact.held_out["loss"].mean()
+        row = [str(cell.period or ""), in_bytes(one.wire_bytes), f"{ratio:,.1f}x", _with_range(one.held_out["loss"])]
+        table.add_row(cell.method, *row, f"{one.difference.mean():+.4f}", f"{percent:+.1f}", f"{one.milliseconds:,.0f}")
+    return table
