@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from .. import recipes
+from .. import recipes, transforms
 from ..reducers import Reducer
 from . import parse
 
@@ -41,20 +41,26 @@ class _Entry(NamedTuple):
 _SPELLED = {
     "local_sgd": ("H=N[,buffers=reset]", "the mean of the workers' models every N steps"),
     "post_local_sgd": ("H=N,switch_step=S", "plain all-reduce for S steps, then local_sgd"),
-    "slowmo": ("H=N[,slow_momentum=B]", "local_sgd with a momentum of its own, one step of it a round"),
+    "slowmo": ("H=N[,momentum=B]", "local_sgd with a momentum of its own, one step of it a round"),
     "diloco": ("H=N[,learning_rate=R,momentum=M]", "an outer Nesterov step every N steps"),
     "streaming_diloco": ("H=N,fragments=P[,delay=D]", "diloco by fragments that meet at steps of their own"),
     "sparse_loco": ("H=N", "the largest few of each block, in 2 bits with feedback, and no outer momentum"),
-    "noloco": ("H=N", "pairs at random instead of all workers"),
-    "palsgd": ("H=N,probability=P,pull=E", "diloco whose workers are pulled back to where they started"),
-    "muloco": ("H=N,muon=R", "diloco with Muon for matrices"),
+    "no_lo_co": ("H=N", "diloco in pairs drawn at random, instead of all workers together"),
+    "palsgd": ("H=N[,probability=P,pull=E]", "diloco whose workers are pulled to where they started"),
+    "muloco": ("H=N,learning_rate=R", "diloco with Muon of rate R for matrices, and Adam at the rate of --optimizer"),
 }
-# Those of the recipes above that this version of the library has.
-SYNCS: dict[str, _Entry] = {
-    name: _Entry(getattr(recipes, name), f"{name}:{arguments}", purpose)
-    for name, (arguments, purpose) in _SPELLED.items()
-    if hasattr(recipes, name)
-}
+
+
+def _entries() -> dict[str, _Entry]:
+    found = {name: getattr(recipes, name, getattr(transforms, name, None)) for name in _SPELLED}
+    return {
+        name: _Entry(factory, f"{name}:{_SPELLED[name][0]}", _SPELLED[name][1])
+        for name, factory in found.items()
+        if factory is not None
+    }
+
+
+SYNCS = _entries()
 
 
 def describe() -> str:
@@ -128,7 +134,11 @@ def parse_sync(text: str, optimizer: str) -> Method:
             raise ValueError(f"sync {text!r}: {name} says by itself what is sent, and takes no reducer")
         given["reducer"] = parse.parse_reducer(carrier)
     inner = parse.parse_optimizer(optimizer)
-    if "learning_rate" in takes and takes["learning_rate"].default is inspect.Parameter.empty:
-        given["learning_rate"] = parse.learning_rate(optimizer)  # the method divides by the rate of the inner steps
-    made = parse.call("sync", text, functools.partial(factory, inner), [], given | keywords)
-    return Method(None, made, period)
+    rate = (
+        "learning_rate" if "inner" in takes else "adam_learning_rate"
+    )  # of the steps in between, where it is asked for
+    if rate in takes and takes[rate].default is inspect.Parameter.empty:
+        given[rate] = parse.learning_rate(optimizer)
+    if "inner" in takes:
+        factory = functools.partial(factory, inner)
+    return Method(None, parse.call("sync", text, factory, [], given | keywords), period)

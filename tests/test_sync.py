@@ -1,0 +1,171 @@
+"""Workers that meet every H steps, from the command line: spelled, trained, counted, evaluated, drawn."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxdist as jd
+from jaxdist import cli
+from jaxdist.workloads import digits, parse, results, saved, sweep, sync, train
+
+WORK = digits.digits_workload(2)
+OPTIMIZER = "sgd:0.1,momentum=0.9"
+TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", OPTIMIZER]
+
+
+def _prepare(spelling, workers=2, **settings):
+    mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
+    method = sync.parse_method(spelling, OPTIMIZER)
+    return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
+
+
+@pytest.fixture(scope="module")
+def any_period():
+    return _prepare("diloco:H=2", any_period=True)
+
+
+@pytest.fixture(scope="module")
+def trained(any_period):
+    """Five steps with H=2: the records, and the state in the middle of the third round."""
+    pairs = list(train.steps(any_period.with_period(2), 5))
+    return [record for record, _ in pairs], pairs[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ("dilco:H=50", r"unknown sync 'dilco:H=50'; known: local_sgd, post_local_sgd, slowmo, diloco"),
+        ("diloco", r"say how many steps lie between two rounds by name, as in diloco:H=50"),
+        ("diloco:50", r"by name, as in diloco:H=50"),
+        ("diloco:H=0", r"H must be a positive whole number, got 0"),
+        ("diloco:H=many", r"H must be a positive whole number, got 'many'"),
+        ("diloco:H=50,rate=1", r"'rate'; it takes .*learning_rate=0.7"),
+        ("diloco:H=50/nothing", r"unknown reducer 'nothing'; known: exact"),
+        ("post_local_sgd:H=50", r"missing a required argument: 'switch_step'"),
+        ("slowmo:H=2,momentum=2.0", r"momentum must be in \[0, 1\), got 2.0"),
+        ("streaming_diloco:H=2,fragments=4", r"4 fragments cannot each meet once in sync_period=2"),
+    ],
+)
+def test_spellings_that_cannot_work_say_why(spelling, message):
+    with pytest.raises(ValueError, match=message):
+        sync.parse_sync(spelling, OPTIMIZER)
+
+
+def test_every_cell_of_the_suite_can_be_built():
+    spelled = sweep.spellings(sweep.PERIODS)
+    assert spelled[0] == ("exact", 0, "exact")
+    assert {method for method, _, _ in spelled} >= {"Local SGD", "SlowMo", "DiLoCo", "streaming DiLoCo"}
+    for _, period, spelling in spelled:
+        assert (sync.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
+
+
+def test_bytes_are_sent_in_rounds_alone(any_period, trained):
+    records, _ = trained
+    a_round = 2 * 1 / 2 * 4 * any_period.parameters
+    assert [record.wire_bytes for record in records] == [0, a_round, 0, a_round, 0]
+    loss = 2 * 1 / 2 * 4  # the mean loss, which every step reports
+    assert any_period.with_period(2).wire_bytes == a_round / 2 + loss
+    assert any_period.with_period(5).wire_bytes == a_round / 5 + loss
+
+
+def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
+    _, state = trained
+    batches = WORK.held_out(8)
+    wanted = np.mean([WORK.metrics(jd.anchor(state.opt_state), batch)["loss"] for batch in batches])
+    own = np.mean([WORK.metrics(jd.consensus(state.params), batch)["loss"] for batch in batches])
+    assert any_period.evaluate(state)["loss"] == pytest.approx(wanted, abs=1e-5)
+    assert abs(wanted - own) > 1e-3  # workers are a step further
+
+
+def test_a_period_as_an_argument_is_the_period(any_period):
+    moved, fixed = any_period.with_period(3).with_seed(1), _prepare("diloco:H=3", seed=1)
+    *_, (record, state) = train.steps(moved, 4)
+    *_, (other, again) = train.steps(fixed, 4)
+    assert record.total_wire_bytes == other.total_wire_bytes
+    assert record.loss == pytest.approx(other.loss, rel=1e-5)
+    one, two = jd.anchor(state.opt_state), jd.anchor(again.opt_state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one, two)
+
+
+def test_fragments_send_in_all_what_the_program_says_of_a_round():
+    run = _prepare("streaming_diloco:H=4,fragments=2,delay=0,merge_alpha=0.0/f16")
+    records = [record for record, _ in train.steps(run, 8)]
+    assert [record.wire_bytes > 0 for record in records] == [False, True] * 4
+    assert records[-1].total_wire_bytes == pytest.approx(8 * run.wire_bytes, rel=0.02)  # and the losses
+    assert run.wire_bytes < 0.6 * 2 * 1 / 2 * 4 * run.parameters / 4  # half precision, once in a round
+
+
+def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
+    arguments = ["train", *TINY, "--steps", "4", "--devices", "2", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--sync", "diloco:H=2", "--reducer", "ef:qsgd:4"]) == 0
+    name, lines = "diloco:H=2/ef:qsgd:4", results.read_log(tmp_path / "log.jsonl")
+    own = [line for line in lines if line["reducer"] == name]
+    exact = [line for line in lines if line["reducer"] == "exact"]
+    assert exact[1]["loss"] == pytest.approx(own[1]["loss"], rel=1e-6)  # the same parameters and images
+    assert [line["wire_bytes"] > 0 for line in own[1:5]] == [False, True, False, True]
+    ratio = exact[4]["total_wire_bytes"] / own[4]["total_wire_bytes"]
+    assert ratio > 2 * 7
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{name} sent {ratio:,.1f} times fewer bytes than plain all-reduce" in printed
+
+    run = _prepare(name)
+    state = saved.restore(tmp_path / "checkpoint", run.state)
+    assert run.evaluate(state)["loss"] == pytest.approx(own[-1]["held_out_loss"], abs=1e-6)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
+    assert cli.main(["train", *TINY, "--sync", "qsgd:4", "--out", str(tmp_path)]) == 2
+    assert "unknown sync 'qsgd:4'; known: local_sgd" in capsys.readouterr().err
+
+
+def test_compare_local_suite(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "METHODS", {key: sweep.METHODS[key] for key in ("exact", "Local SGD")})
+    arguments = ["compare", "--suite", "local", *TINY, "--workers", "2", "--periods", "1", "2", "--seeds", "2"]
+    assert cli.main([*arguments, "--steps", "8", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "local-2.png").read_bytes().startswith(b"\x89PNG")
+    lines = results.read_log(tmp_path / "log.jsonl")
+    runs = [(line["reducer"], line["seed"]) for line in lines if line["kind"] == "run"]
+    assert runs == [(name, seed) for name in ("exact", "local_sgd:H=1", "local_sgd:H=2") for seed in (0, 1)]
+    summaries = [line for line in lines if line["kind"] == "summary"]
+    assert summaries[2]["held_out_loss"] != summaries[3]["held_out_loss"]  # seeds
+    # With H = 1 and momentum SGD, whose update is linear, averaging models is averaging gradients.
+    assert summaries[2]["held_out_loss"] == pytest.approx(summaries[0]["held_out_loss"], abs=1e-3)
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [2, 4, 6, 8] * 6
+    assert "2.0x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--periods", "0"], "--periods needs positive numbers, got (0,)"),
+        (["--workers", "99"], "--workers 99: there are 8 devices"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+    ],
+)
+def test_bad_sweeps_are_one_clear_line(arguments, message, capsys, tmp_path):
+    assert cli.main(["compare", "--suite", "local", *TINY, *arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
+    def cell(method, period, loss, baseline=None):
+        found = results.Evaluation(4, 10.0, {"loss": loss})
+        records = (train.Record(4, loss, 0.1, 10.0, 1.0, 10.0),)
+        one = results.Result(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
+        return sweep.cell(method, period, [one], baseline, any_period)
+
+    exact = cell("exact", 0, 1.0)
+    cells = [exact, cell("DiLoCo", 8, np.nan, exact), cell("SlowMo", 8, 1.1, exact)]
+    assert cells[2].spread.difference.tolist() == pytest.approx([0.1])
+    path = sweep.draw(cells, tmp_path / "local.png", title="three", unit="nats", counted="images")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluations_come_when_all_methods_have_just_met():
+    assert sweep.evaluate_every(768, (1, 8, 32, 128)) == 128
+    assert sweep.evaluate_every(100, (1, 128)) == 12
+    assert parse.learning_rate("adamw:3e-4,b2=0.95") == 3e-4
+    assert sync.parse_method("f16", "adam:1e-3").sync_period is None
+    assert isinstance(sync.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)
