@@ -23,7 +23,7 @@ except ModuleNotFoundError as missing:
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 SIMULATED_DEVICES = 4
 REDUCER = "Default: ef:power_sgd:4, or exact with --sync, where it carries what a round sends.\n"
-SYNC = "Workers step by themselves and meet every H steps, each with the --optimizer:\n"
+SYNC = "Workers step by themselves and meet every H steps, each with the --optimizer:\n" + sync.describe()
 COMPARED = "The first is what the others are measured against. Also SYNC/REDUCER, as in diloco:H=50/ef:qsgd:4.\n"
 
 
@@ -54,7 +54,7 @@ class Train(Options):
     """The options of `jaxdist train`."""
 
     reducer: Annotated[str | None, tyro.conf.arg(help=REDUCER + parse.describe())] = None
-    sync: Annotated[str | None, tyro.conf.arg(help=SYNC + sync.describe())] = None
+    sync: Annotated[str | None, tyro.conf.arg(help=SYNC)] = None
     baseline: bool = True
     """Train with plain all-reduce too, to compare with."""
     out: Path = Path("runs/train")
@@ -193,12 +193,12 @@ def _compare_periods(chosen: Compare) -> None:
     console = _console()
     sweep.check(chosen.periods, chosen.workers, chosen.seeds)
     workload, _ = _set_up(chosen, devices=max(chosen.workers))
+    if max(chosen.workers) > jax.device_count():
+        raise ValueError(f"--workers {max(chosen.workers)}: there are {jax.device_count()} devices")
     log_path = _fresh(chosen.out, "log.jsonl")
     every = sweep.evaluate_every(chosen.steps, chosen.periods)
     with log_path.open("w") as log:
         for workers in chosen.workers:
-            if workers > jax.device_count():
-                raise ValueError(f"--workers {workers}: there are {jax.device_count()} devices")
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
             settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed}
             cells: list[sweep.Cell] = []
@@ -209,7 +209,8 @@ def _compare_periods(chosen: Compare) -> None:
                     finished.append(_run(name, seeded, options, workload, log, console, evaluate_every=every)[0])
                 cells.append(sweep.cell(method, period, finished, cells[0] if cells else None, run))
             title = _title(chosen, run)
-            plot = sweep.draw(cells, chosen.out / f"local-{workers}.png", title=title, unit=_unit(workload))
+            names = {"title": title, "unit": _unit(workload), "counted": workload.unit}
+            plot = sweep.draw(cells, chosen.out / f"local-{workers}.png", **names)
             console.print(f"\n{title}", style="dim", highlight=False)
             console.print(tables.periods_table(cells))
             console.print(f"plot {plot}", highlight=False, soft_wrap=True)
