@@ -22,9 +22,9 @@ METHODS: dict[str, tuple[str, int]] = {
     "exact": ("exact", 0),
     "Local SGD": ("local_sgd:H={H}", 1),
     "SlowMo": ("slowmo:H={H},momentum=0.5,buffers=maintain", 1),
-    "DiLoCo": ("diloco:H={H}", 1),
+    "DiLoCo": ("diloco:H={H},learning_rate=0.4", 1),
     "streaming DiLoCo": ("streaming_diloco:H={H},fragments=4,delay=1,merge_alpha=0.5", 4),
-    "DiLoCo, 4 bits": ("diloco:H={H}/two_shot:qsgd:4", 1),
+    "DiLoCo, 4 bits": ("diloco:H={H},learning_rate=0.4/two_shot:qsgd:4", 1),
     "SparseLoCo": ("sparse_loco:H={H}", 1),
 }
 MARKERS = "osD^vPX*"

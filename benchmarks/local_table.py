@@ -1,0 +1,67 @@
+"""Markdown tables from the log of `jaxdist compare --suite local`, and the log without its single steps.
+
+python benchmarks/local_table.py runs/local/log.jsonl --out benchmarks/reports/NAME
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.workloads.plots import in_bytes
+from jaxdist.workloads.results import read_log
+
+HEAD = "| method | bytes a step | fewer bytes | held-out loss | against synchronous |"
+
+
+def runs(lines: list[dict]) -> dict[tuple[int, str], list[tuple[int, float, float]]]:
+    """(workers, spelling): one (seed, bytes a step, held-out loss) for each seed."""
+    found, head = defaultdict(list), {}
+    for line in lines:
+        if line["kind"] == "run":
+            head = line
+        if line["kind"] == "summary":
+            loss = float("nan") if line["held_out_loss"] is None else line["held_out_loss"]
+            found[head["workers"], line["name"]].append((head["seed"], line["wire_bytes_per_step"], loss))
+    return found
+
+
+def table(found: dict[tuple[int, str], list[tuple[int, float, float]]], workers: int) -> str:
+    exact = {seed: (sent, loss) for seed, sent, loss in found[workers, "exact"]}
+    rows = [HEAD, "|---|--:|--:|--:|--:|"]
+    for (count, name), values in found.items():
+        if count != workers:
+            continue
+        values = [(seed, sent, loss) for seed, sent, loss in values if seed in exact]
+        losses = np.array([loss for _, _, loss in values])
+        ratio = np.mean([exact[seed][0] / sent for seed, sent, _ in values])
+        worse = 100 * np.mean([loss / exact[seed][1] - 1 for seed, _, loss in values])
+        spread = f" ±{(losses.max() - losses.min()) / 2:.3f}" if len(losses) > 1 else ""
+        sent = in_bytes(float(np.mean([sent for _, sent, _ in values])))
+        rows.append(f"| `{name}` | {sent} | {ratio:,.1f}x | {losses.mean():.3f}{spread} | {worse:+.1f} % |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--name", default="local", help="what the files of the report are called")
+    parser.add_argument("--out", type=Path, help="the folder of the report")
+    given = parser.parse_args()
+    lines = read_log(given.log)
+    found = runs(lines)
+    text = "\n\n".join(
+        f"{workers} workers\n\n{table(found, workers)}" for workers in dict.fromkeys(count for count, _ in found)
+    )
+    print(text)
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"{given.name}.md").write_text(text + "\n")
+        kept = [json.dumps(line) for line in lines if line["kind"] != "step"]
+        (given.out / f"{given.name}.jsonl").write_text("\n".join(kept) + "\n")
+
+
+if __name__ == "__main__":
+    main()
