@@ -164,8 +164,8 @@ def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluations_come_when_all_methods_have_just_met():
-    assert sweep.evaluate_every(768, (1, 8, 32, 128)) == 128
+def test_evaluations_come_after_whole_rounds():
+    assert sweep.evaluate_every(768, (1, 8, 32, 128)) == 96
     assert sweep.evaluate_every(100, (1, 128)) == 12
     assert parse.learning_rate("adamw:3e-4,b2=0.95") == 3e-4
     assert sync.parse_method("f16", "adam:1e-3").sync_period is None

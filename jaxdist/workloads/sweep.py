@@ -61,9 +61,9 @@ def check(periods: Sequence[int], workers: Sequence[int], seeds: int) -> None:
 
 
 def evaluate_every(steps: int, periods: Sequence[int]) -> int:
-    """The longest `H` where the run has a few of them, so that every method has just met; else an eighth of the run."""
-    longest = max(periods)
-    return longest if steps >= 4 * longest else max(1, steps // 8)
+    """About an eighth of the run: after whole rounds of the `H` that is drawn, where the run has a few of them."""
+    shown = _shown(sorted(periods))
+    return max(shown, steps // 8 // shown * shown) if steps >= 4 * shown else max(1, steps // 8)
 
 
 def spellings(periods: Sequence[int]) -> list[tuple[str, int, str]]:
