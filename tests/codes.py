@@ -1,5 +1,7 @@
 """Round trips of codes, shared by their tests."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,25 @@ KEY = jax.random.key(7)
 X = np.array([3.0, -4.0, 0.0, 12.0], np.float32)
 
 
+@functools.lru_cache(maxsize=64)
+def round_trip(code):
+    """Compiled once for a code and a shape, however often a test asks."""
+    return jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))
+
+
+@functools.lru_cache(maxsize=64)
+def round_trips(code):
+    """The same for many keys."""
+    return jax.jit(jax.vmap(lambda x, key: code.decompress(code.compress(x, key), x), in_axes=(None, 0)))
+
+
 def decoded(code, x, key=KEY):
-    x = jnp.asarray(x)
-    compiled = jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))
-    return np.asarray(compiled(x, key), np.float64)
+    return np.asarray(round_trip(code)(jnp.asarray(x), key), np.float64)
 
 
 def draws(code, x, count, key=KEY):
     """What `count` independent round trips give, `[count, *x.shape]`."""
-    x = jnp.asarray(x)
-    over_keys = jax.jit(jax.vmap(lambda key: code.decompress(code.compress(x, key), x)))
-    return np.asarray(over_keys(jax.random.split(key, count)), np.float64)
+    return np.asarray(round_trips(code)(jnp.asarray(x), jax.random.split(key, count)), np.float64)
 
 
 def relative_error(found, x):

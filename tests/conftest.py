@@ -1,9 +1,16 @@
 """Eight simulated CPU devices, runtime type checks on the library, and a switch for slow tests."""
 
 import os
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Most of the suite's time is the compiler's, on programs that run once: the least effort that leaves the collectives as
+# they are. `--slow` compiles as users do. The processes of xdist inherit the flags.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    little = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    little += "--xla_cpu_use_fusion_emitters=false"
+    flags = ["" if "--slow" in sys.argv else little, os.environ.get("XLA_FLAGS", "")]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 
 # With a thread for each device, those that wait in a collective can starve those that they wait for.
 os.environ.setdefault("NPROC", "32")

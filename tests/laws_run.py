@@ -75,10 +75,9 @@ def ran(name) -> Ran:
         return State(params(), tx.init(params()))
 
     states = [jd.init_state(make_state, mesh, axis=axis)]
-    compiled = jd.distribute(step, mesh, axis=axis, donate=False).lower(states[0], gradients(0)).compile()
-    logical = jd.analysis.logical_collectives(
-        jd.distribute(step, mesh, axis=axis), states[0], gradients(0), platform="cpu"
-    )
+    # Both counts see one trace.
+    traced = jd.distribute(step, mesh, axis=axis, donate=False).trace(states[0], gradients(0))
+    compiled, logical = traced.lower().compile(), jd.analysis.logical_collectives(traced.jaxpr, platform="cpu")
     traces.clear()
     simulate = jd.simulate(step, workers, axis=axis)
     simulated = [jd.init_state(make_state, workers, axis=axis)]

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from codes import KEY, decoded
 from jax.sharding import PartitionSpec as P
 from reference import compressors as reference
 
 from jaxdist import compressors as jc
 from jaxdist.testing import assert_compressor_laws
 
-KEY = jax.random.key(7)
 X = np.array([3.0, -4.0, 0.0, 12.0], np.float32)
 
 CODES = {
@@ -30,12 +30,6 @@ CODES = {
     "scaled qsgd": jc.scaled(jc.qsgd(2, norm="l2")),
 }
 each_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-
-
-def decoded(code, x, key=KEY):
-    x = jnp.asarray(x)
-    compiled = jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))
-    return np.asarray(compiled(x, key), np.float64)
 
 
 def payload_bytes(code, size, dtype=jnp.float32):

@@ -11,6 +11,7 @@ from laws_run import STEPS, ran
 from tiny import assert_close
 
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
+from jaxdist.workloads import saved
 
 each_case = pytest.mark.parametrize("name", CASES)
 each_code = pytest.mark.parametrize("name", CODES)
@@ -33,9 +34,13 @@ def test_compressors_send_what_they_say(name, size):
 
 
 @each_code
-def test_compressors_keep_their_types(name, mesh):
-    """Strict promotion, shapes of every kind, float64, and keys that are agreed or differ under `shard_map`."""
-    code = CODES[name].make()
+def test_compressors_keep_their_types(name, mesh, request):
+    """Strict promotion, shapes of every kind, float64, and keys that are agreed or differ under `shard_map`.
+
+    By default every shape with one dtype, another for the next code; all pairs with `--slow`.
+    """
+    code, turn = CODES[name].make(), list(CODES).index(name)
+    dtypes = (jnp.bfloat16, jnp.float16, jnp.float64)
 
     def round_trip(x, key):
         return code.decompress(code.compress(x, key), x)
@@ -45,8 +50,8 @@ def test_compressors_keep_their_types(name, mesh):
 
     key = jax.random.key(0)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        for shape in ((), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)):
-            for dtype in (jnp.bfloat16, jnp.float16, jnp.float64):
+        for number, shape in enumerate(((), (1,), (0,), (0, 4), (2, 1, 3, 2, 2))):
+            for dtype in dtypes if request.config.getoption("--slow") else [dtypes[(turn + number) % 3]]:
                 out = jax.eval_shape(round_trip, jax.ShapeDtypeStruct(shape, dtype), key)
                 assert (out.shape, out.dtype) == (shape, dtype)
     mapped = jax.shard_map(one_worker, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
@@ -55,8 +60,11 @@ def test_compressors_keep_their_types(name, mesh):
 
 
 @each_case
-def test_reducers_keep_their_laws(name):
-    case = CASES[name]
+def test_reducers_keep_their_laws(name, request):
+    """Those on dtypes for one half precision in turn, those on values in float32; all with `--slow`."""
+    case, turn = CASES[name], list(CASES).index(name)
+    half = (jnp.bfloat16, jnp.float16)
+    dtypes = (jnp.float32, *half) if request.config.getoption("--slow") else half[turn % 2 :][:1]
     like = {"e": jax.ShapeDtypeStruct((0, 4), jnp.float32), "n": None}
     like |= {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     assert_reducer_laws(
@@ -64,6 +72,7 @@ def test_reducers_keep_their_laws(name):
         workers=4 if case.levels == 1 else {"pod": 2, "chip": 2},
         like=like,
         tolerance=max(case.tolerance, 1e-5),
+        dtypes=dtypes,
     )
 
 
@@ -98,3 +107,12 @@ def test_traced_once_and_the_state_stays_as_it_is(name):
             jax.tree.leaves(shardings[0]), jax.tree.leaves(shardings[-1]), jax.tree.leaves(found.mesh[0]), strict=True
         )
     )
+
+
+def test_a_checkpoint_gives_every_state_back(tmp_path):
+    """By orbax; bit for bit, typed keys too, and in its place on the mesh."""
+    states = {name: ran(name).mesh[-1] for name in CASES}
+    saved.save(tmp_path / "states", states)
+    restored = saved.restore(tmp_path / "states", states)
+    assert_close(restored, states, tolerance=0)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, states))

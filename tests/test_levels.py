@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from codes import KEY, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,6 @@ from jaxdist import compressors as jc
 from jaxdist.compressors.level_variance import worst_variance
 from jaxdist.compressors.levels import powers
 
-KEY = jax.random.key(7)
 X = np.array([3.0, -4.0, 0.0, 12.0], np.float32)
 PAPER = [0, 1 / 8, 1 / 4, 1 / 2, 1]
 # What ALQ learned for a ResNet-32 with its authors' code.
@@ -30,11 +30,6 @@ TABLES = {
 }
 each_table = pytest.mark.parametrize(("table", "bits", "zero_level"), TABLES.values(), ids=TABLES)
 each_norm = pytest.mark.parametrize("norm", ["max", "l2"])
-
-
-def decoded(code, x, key=KEY):
-    x = jnp.asarray(x)
-    return np.asarray(jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))(x, key), np.float64)
 
 
 def gaussian(*shape, seed=0):
