@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, runtime type checks on the library, and a switch for slow tests."""
 
+import gc
 import os
 import sys
 
@@ -25,6 +26,9 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# A trace makes many objects and few cycles: looking for them less often takes a tenth off.
+gc.set_threshold(20_000, 10, 10)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
@@ -35,6 +39,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
