@@ -26,7 +26,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A trace makes many objects and few cycles: looking for them less often takes a tenth off.
+# A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
 
 
