@@ -4,13 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from codes import KEY, decoded
 from laws import CODES, block_bytes
 from reference import compressors as reference
 from reference import sparse
 
 from jaxdist import compressors as jc
 from jaxdist.compressors.two_means import _worst_energy
+
+KEY = jax.random.key(3)
+
+
+def decoded(code, x, key=KEY):
+    compiled = jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))
+    return np.asarray(compiled(jnp.asarray(x), key), np.float64)
 
 
 def payload_bytes(code, size, dtype=jnp.float32):
