@@ -15,18 +15,19 @@ Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._marks import OnHost as OnHost
 from ._marks import PerWorker as PerWorker
 from ._marks import Sharded as Sharded
 from ._marks import axis_tuple, bind, is_mark, map_marked
-from ._typing import Array, AxisNames, PyTree, State
+from ._typing import Array, AxisNames, PyTree, Shape, State
 
 
 def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
@@ -247,16 +248,44 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """
 
     def one(marks, leaf):
-        marks = [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
-        for dimension, mark in enumerate(marks):
-            count = workers(mesh, mark.axis)
-            leaf = jnp.moveaxis(leaf, dimension, 0)
-            leaf = _recut(leaf, mark, count) if isinstance(mark, Sharded) else _rework(leaf, mark, count)
-            leaf = jnp.moveaxis(leaf, 0, dimension)
-        return leaf
+        marks = cutting(marks)
+        counts = [workers(mesh, mark.axis) for mark in marks]
+        lengths = [padded(mark, n) if isinstance(mark, Sharded) else n for mark, n in zip(marks, counts, strict=True)]
+        return refit(marks, leaf, (*lengths, *leaf.shape[len(marks) :]))
 
     state = map_marked(one, bind(state, axis))
     return _put(state, mesh, axis)
+
+
+def cutting(marks: Sequence[Any]) -> list[Any]:
+    """Those of a leaf's marks, bound to axes, that stand for a leading dimension of its global array."""
+    return [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
+
+
+def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
+    """The global array of one leaf, for as many workers as `shape` says: each mark's dimension by the mark's rule.
+
+    Args:
+      marks: the marks around the leaf, from the outermost inwards, bound to axes.
+      leaf: its global array; one of numpy stays in host memory.
+      shape: the global shape on the new mesh.
+
+    Returns:
+      The new global array, of the same kind.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> marks = [jd.PerWorker(None, axis="data")]
+      >>> jd.placement.refit(marks, jnp.array([[1.0], [3.0]]), (3, 1)).tolist()
+      [[2.0], [2.0], [2.0]]
+    """
+    xp = _numpy_of(leaf)
+    for dimension, mark in enumerate(cutting(marks)):
+        leaf = xp.moveaxis(leaf, dimension, 0)
+        length = shape[dimension]
+        leaf = _recut(leaf, mark, length) if isinstance(mark, Sharded) else _rework(leaf, mark, length)
+        leaf = xp.moveaxis(leaf, 0, dimension)
+    return leaf
 
 
 def _put(state: State, mesh: Place, axis: AxisNames) -> State:
@@ -267,23 +296,28 @@ def _put(state: State, mesh: Place, axis: AxisNames) -> State:
     return jax.tree.map(jax.device_put, copies, shardings(state, mesh, axis=axis))
 
 
-def _recut(leaf: Array, mark: Sharded, count: int) -> Array:
+def _numpy_of(leaf: Array | np.ndarray) -> Any:
+    return np if isinstance(leaf, np.ndarray) else jnp
+
+
+def _recut(leaf: Array | np.ndarray, mark: Sharded, length: int) -> Any:
     """`[W·n, ...]` -> `[W'·n', ...]`: the padding goes, new padding comes."""
     size = math.prod(mark.shape)
-    return jnp.pad(leaf[:size], [(0, padded(mark, count) - size)] + [(0, 0)] * (leaf.ndim - 1))
+    return _numpy_of(leaf).pad(leaf[:size], [(0, length - size)] + [(0, 0)] * (leaf.ndim - 1))
 
 
-def _rework(leaf: Array, mark: PerWorker, count: int) -> Array:
+def _rework(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
     """`[W, ...]` -> `[W', ...]` by the mark's rule; integers and keys have no mean and are copied."""
     if leaf.shape[0] == count:
         return leaf
+    xp = _numpy_of(leaf)
     if mark.resize == "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.broadcast_to(
-            leaf.mean(0, dtype=jnp.promote_types(leaf.dtype, jnp.float32)).astype(leaf.dtype), (count, *leaf.shape[1:])
-        )
+        wide = np.float64 if xp is np else jnp.promote_types(leaf.dtype, jnp.float32)
+        mean = leaf.mean(0, dtype=wide).astype(leaf.dtype)
+        return xp.broadcast_to(mean, (count, *leaf.shape[1:]))
     if mark.resize == "zero":
-        return jnp.zeros((count, *leaf.shape[1:]), leaf.dtype)
-    return leaf[jnp.arange(count) % leaf.shape[0]]
+        return xp.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    return leaf[xp.arange(count) % leaf.shape[0]]
 
 
 def consensus(state: State) -> State:
