@@ -5,7 +5,8 @@
 Each system runs in a process of its own, and they take turns; the fastest step counts, since noise only ever adds time.
 PyTorch does what its communication hook does for one bucket: feedback of the reduced approximation, a normalised `Q`,
 Gram-Schmidt up to rank 2 and QR above. jaxdist's mean hides behind a barrier, so that the compiler cannot merge what
-differs between several workers: it does the product for the residual that PyTorch's form does without.
+differs between several workers: it does the product for the residual that PyTorch's form does without. "paper" is
+`own="paper"`, the same arithmetic as PyTorch's.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = {"1024x1024": (1, 4, 32), "4096x1024": (1, 4, 32), "512x4608": (1, 4, 32), "ResNet-18": (1, 2, 4)}
-SYSTEMS = ("torch", "jaxdist", "jaxdist one-sided")
+SYSTEMS = ("torch", "jaxdist", "jaxdist paper", "jaxdist one-sided")
 THREADS = "2"
 # Otherwise every step gives its memory back and pays for fresh pages, PyTorch's as much as ours.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
@@ -52,7 +53,7 @@ def fastest(step: Callable[[], Any], seconds: float) -> float:
     return best
 
 
-def time_jaxdist(case: str, rank: int, seconds: float, one_sided: bool) -> float:
+def time_jaxdist(case: str, rank: int, seconds: float, form: str) -> float:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import numpy as np
@@ -61,7 +62,9 @@ def time_jaxdist(case: str, rank: int, seconds: float, one_sided: bool) -> float
 
     rng = np.random.default_rng(0)
     gradients = [jax.device_put(rng.standard_normal(shape, np.float32)) for shape in shapes_of(case)]
-    reducer = jd.error_feedback(jd.power_sgd(rank, min_compression_rate=0, one_sided=one_sided))
+    own = "paper" if form == "paper" else "local"
+    one_sided = form == "one-sided"
+    reducer = jd.error_feedback(jd.power_sgd(rank, min_compression_rate=0, one_sided=one_sided, own=own))
     comm = jd.comm.alone()._replace(mean=lambda tree: jax.lax.optimization_barrier(tree))
 
     def step(gradients, state):
@@ -158,7 +161,7 @@ def main() -> None:
         if system == "torch":
             print(time_torch(case, int(rank), given.seconds))
         else:
-            print(time_jaxdist(case, int(rank), given.seconds, system.endswith("one-sided")))
+            print(time_jaxdist(case, int(rank), given.seconds, system.removeprefix("jaxdist").strip()))
         return
     if not given.torch_python:
         parser.error("--torch-python is needed")

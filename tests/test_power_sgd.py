@@ -42,6 +42,18 @@ def test_follows_the_paper(float64, own):
     np.testing.assert_allclose(states.residual.value, residuals, atol=1e-11)
 
 
+def test_stacks_of_unequal_heights_keep_their_matrices_apart(float64):
+    """Sixteen leaves with rows of zeros below the smaller ones, each as the paper has it alone."""
+    rows = {f"{i:02}": gradients(2, 2, n=11 + i % 2, seed=i) for i in range(16)}
+    feedback = jd.error_feedback(reducer(2))
+    start = feedback.init(jax.tree.map(lambda x: jnp.zeros(x.shape[2:]), rows))
+    means, _, states = trajectory(feedback, rows, state=start)
+    for name, leaf in rows.items():
+        expected, residuals = reference.power_sgd(leaf, np.asarray(start.reducer.q[name]))
+        np.testing.assert_allclose(means[name], expected, atol=1e-11)
+        np.testing.assert_allclose(states.residual.value[name], residuals, atol=1e-11)
+
+
 def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
     rows = {"w": gradients(50, 4), "b": gradients(50, 4)[..., 0]}
     feedback = jd.error_feedback(reducer(2))

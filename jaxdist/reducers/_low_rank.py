@@ -1,4 +1,4 @@
-"""Leaves as matrices: which to compress, small ones of one shape stacked, and the way back from their factors."""
+"""Leaves as matrices: which to compress, small ones of similar shapes stacked, and the way back from their factors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,24 +6,28 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._typing import Array, Like, PyTree, Shape
 from ..compressors.base import working_dtype
 
-# Up to this many elements, matrices of one shape are stacked: every product of its own adds to the compile time. Larger
-# ones stay apart, since stacking copies them.
+# Up to this many elements, matrices of similar shapes are stacked: every product of its own adds to the compile time.
+# Larger ones stay apart, since stacking copies them.
 STACKED_SIZE = 2**16
+
+# Stacks of fewer matrices are taken apart by slices at constant places.
+MANY = 16
 
 # `(n, m, r)` of a leaf to compress, from its shape; None for one to send whole.
 View = Callable[[Shape], tuple[int, int, int] | None]
 
 
 class Group(NamedTuple):
-    """Leaves with one matrix shape, to be stacked; or a single large one."""
+    """Leaves whose matrices `[n, m]` are stacked: equally wide and nearly equally tall; or a single large one."""
 
     leaves: list[int]
-    shape: tuple[int, int]
+    shapes: list[tuple[int, int]]
     dtype: jnp.dtype
 
 
@@ -65,7 +69,7 @@ def draw(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
 
 
 def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[Group], list[int]]:
-    """Leaves to compress, small ones by matrix shape, and the others."""
+    """Leaves to compress, small ones by similar matrix shape, and the others."""
     groups: dict[tuple, Group] = {}
     rest = []
     for i, leaf in enumerate(leaves):
@@ -73,16 +77,70 @@ def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[Group], list
         if found is None:
             rest.append(i)
             continue
-        n, m, _ = found
-        dtype = jnp.dtype(working_dtype(leaf.dtype))
+        n, m, r = found
         alone = i if n * m > STACKED_SIZE else None
-        groups.setdefault((found, dtype, alone), Group([], (n, m), dtype)).leaves.append(i)
+        dtype = jnp.dtype(working_dtype(leaf.dtype))
+        group = groups.setdefault((_rounded(n), m, r, dtype, alone), Group([], [], dtype))
+        group.leaves.append(i)
+        group.shapes.append((n, m))
     return list(groups.values()), rest
 
 
+def _rounded(size: int) -> int:
+    """Heights that count as nearly equal: less than a quarter of the smaller one is added to it."""
+    step = max(1, (1 << (size - 1).bit_length()) // 8)
+    return -(-size // step) * step
+
+
 def stack(leaves: Sequence[Array], group: Group) -> Array:
-    """`[k, n, m]`."""
-    return jnp.stack([leaves[i].reshape(group.shape).astype(group.dtype) for i in group.leaves])
+    """The matrices `[k, n, m]`."""
+    return _stacked([leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)])
+
+
+def stack_factors(factors: Sequence[Array], group: Group) -> Array:
+    """The factors `[k, n, r]` or `[k, m, r]`."""
+    return _stacked([factors[i] for i in group.leaves])
+
+
+def _stacked(matrices: Sequence[Array]) -> Array:
+    """With rows of zeros below the smaller ones. Not `jnp.pad`, which needs code for each matrix; this copies bytes."""
+    height = max(len(matrix) for matrix in matrices)
+    blocks = [x for y in matrices for x in (y, jnp.zeros_like(y, shape=(height - len(y), y.shape[1]))) if len(x)]
+    return jnp.concatenate(blocks).reshape(len(matrices), height, -1)
+
+
+def to_send(groups: Sequence[Group], stacks: Sequence[Array], side: int) -> list[Array]:
+    """Stacked factors, of which only left ones, `[k, n, r]`, have padding; it is left out.
+
+    By an index of their rows, one kernel for a group: slices would be one for each shape.
+    """
+    out = []
+    for group, stacked in zip(groups, stacks, strict=True):
+        filled = _filled(group)
+        if side == 0 and not filled.all():
+            rows = stacked.reshape(-1, stacked.shape[2])
+            stacked = rows.at[np.flatnonzero(filled).astype(np.int32)].get(mode="promise_in_bounds")
+        out.append(stacked)
+    return out
+
+
+def received(groups: Sequence[Group], arrived: Sequence[Array], side: int) -> list[Array]:
+    """The inverse of `to_send`; there may be more arrays after those of the groups."""
+    stacks = []
+    for group, array in zip(groups, arrived):
+        filled = _filled(group)
+        if side == 0 and not filled.all():
+            # Past the end there are zeros.
+            places = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, len(array)).astype(np.int32)
+            array = array.at[places].get(mode="fill", fill_value=0)
+        stacks.append(array)
+    return stacks
+
+
+def _filled(group: Group) -> np.ndarray:
+    """Which rows of stacked matrices are no padding, `[k, n]`."""
+    heights = np.array([n for n, _ in group.shapes])
+    return np.arange(heights.max()) < heights[:, None]
 
 
 def wide(leaf: Array) -> Array:
@@ -96,13 +154,42 @@ def outer(left: Array, right: Array) -> Array:
     return jnp.einsum("knr,krm->knm", lax.optimization_barrier(left), right)
 
 
-def keep_alive(new: Array, old: Array) -> Array:
-    """The new factors `[k, s, r]`, except where they are zero: such say nothing about the next gradient."""
-    return jnp.where(jnp.any(new != 0, axis=(1, 2), keepdims=True), new, old)
+def places(groups: Sequence[Group], always: Array) -> list[Array]:
+    """`0, 1, ...`, for the largest group; on CPU as scalars that the compiler does not know to be constant.
+
+    XLA:CPU compiles equal kernels once. Slices of a stack at constant places are all different, and hundreds of them
+    were most of the compile time; at places that are arguments they are equal. `always` is true and agreed on, but not
+    a constant either.
+    """
+    number = max((len(group.leaves) for group in groups), default=0)
+
+    def constants():
+        return tuple(jnp.asarray(k, jnp.uint32) for k in range(number))
+
+    def hidden(always):
+        return lax.cond(always, constants, lambda: tuple(jnp.zeros((), jnp.uint32) for _ in range(number)))
+
+    if number < MANY:
+        return list(constants())
+    return list(lax.platform_dependent(always, cpu=hidden, default=lambda always: constants()))
 
 
-def put_back(leaves: list[Array], groups: Sequence[Group], stacks: Sequence[Array]) -> None:
+def put_back(leaves: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array]) -> None:
     """Writes each matrix of the stacks `[k, n, m]` into its place of `leaves`, in that leaf's shape and dtype."""
     for group, matrices in zip(groups, stacks, strict=True):
-        for k, i in enumerate(group.leaves):
-            leaves[i] = matrices[k].reshape(leaves[i].shape).astype(leaves[i].dtype)
+        for k, i, (n, _) in zip(at, group.leaves, group.shapes):
+            matrix = lax.dynamic_index_in_dim(matrices, k, keepdims=False)[:n]
+            leaves[i] = matrix.reshape(leaves[i].shape).astype(leaves[i].dtype)
+
+
+def put_back_factors(
+    factors: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array]
+) -> None:
+    """Writes each factor of the stacks `[k, s, r]` into its place of `factors`; a zero one leaves the old one there."""
+    for group, new in zip(groups, stacks, strict=True):
+        # Zero factors say nothing about the next gradient.
+        alive = jnp.any(new != 0, axis=(1, 2))
+        for k, i in zip(at, group.leaves):
+            # Not from a stack of the old ones: XLA:CPU would put the code of all of them into that of each.
+            kept, factor = (lax.dynamic_index_in_dim(x, k, keepdims=False) for x in (alive, new))
+            factors[i] = jnp.where(kept, factor[: len(factors[i])], factors[i])

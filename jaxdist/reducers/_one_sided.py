@@ -8,7 +8,20 @@ import jax.numpy as jnp
 
 from .. import comm as comms
 from .._typing import Array, Bool, PyTree
-from ._low_rank import View, draw, group_leaves, keep_alive, outer, put_back, stack, wide
+from ._low_rank import (
+    View,
+    draw,
+    group_leaves,
+    outer,
+    places,
+    put_back,
+    put_back_factors,
+    received,
+    stack,
+    stack_factors,
+    to_send,
+    wide,
+)
 from ._orthonormal import orthonormal
 from .base import Reduced, Reducer, Wire, drive
 
@@ -32,18 +45,20 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
         return OneSidedState(jnp.ones((), bool), left, right)
 
     def step(from_right: bool) -> Callable:
-        def rounds(updates, old, new, comm):
-            """`old` is what to project on, `new` the factors to renew."""
+        def rounds(updates, old, new, always, comm):
+            """`old` is what to project on, `new` the factors to renew; `always` is true."""
             leaves, structure = jax.tree.flatten(updates)
             groups, rest = group_leaves(leaves, view)
             fixed, renewed = structure.flatten_up_to(old), structure.flatten_up_to(new)
             matrices = [stack(leaves, group) for group in groups]
+            sought = 0 if from_right else 1
             # Known before the gradient is: it needs nothing from this step.
-            bases = orthonormal([jnp.stack([fixed[i] for i in group.leaves]) for group in groups])
+            bases = orthonormal([stack_factors(fixed, group) for group in groups])
             product = "knm,krm->knr" if from_right else "knm,krn->krm"
             local = [jnp.einsum(product, m, basis) for m, basis in zip(matrices, bases)]
-            received = yield Wire(mean=[*local, *(wide(leaves[i]) for i in rest)])
-            mean = received.mean[: len(groups)]
+            sent = to_send(groups, local, sought)
+            arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
+            mean = received(groups, arrived.mean, sought)
 
             def approximate(factors):
                 pairs = zip(factors, bases)
@@ -51,21 +66,20 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
 
             means, owns = list(leaves), list(leaves)
             approximations = approximate(mean)
-            put_back(means, groups, approximations)
-            put_back(owns, groups, approximations if own == "paper" else approximate(local))
-            for i, whole in zip(rest, received.mean[len(groups) :], strict=True):
+            at = places(groups, always)
+            put_back(means, groups, approximations, at)
+            put_back(owns, groups, approximations if own == "paper" else approximate(local), at)
+            for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
                 means[i] = whole.astype(leaves[i].dtype)
-            for group, factor in zip(groups, mean):
-                columns = factor if from_right else jnp.swapaxes(factor, 1, 2)
-                kept = keep_alive(columns, jnp.stack([renewed[i] for i in group.leaves]))
-                for k, i in enumerate(group.leaves):
-                    renewed[i] = kept[k]
+            columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
+            put_back_factors(renewed, groups, columns, at)
             reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
             return reduced, structure.unflatten(renewed)
 
         def reduce(comm, updates, state):
+            always = state.from_right == from_right
             sides = (state.right, state.left) if from_right else (state.left, state.right)
-            reduced, renewed = drive(rounds(updates, *sides, comm), comm)
+            reduced, renewed = drive(rounds(updates, *sides, always, comm), comm)
             left, right = (renewed, state.right) if from_right else (state.left, renewed)
             return reduced, OneSidedState(~state.from_right, left, right)
 

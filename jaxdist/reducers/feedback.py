@@ -93,7 +93,7 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
         factor = jnp.where(rate == 0, 0, decay / jnp.where(rate == 0, 1, rate)) if with_learning_rate else decay
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _times(e, factor), updates, old)
         reduced, inner_state = yield from rounds_of(inner, corrected, state.reducer, comm, **agreed)
-        residual = jax.tree.map(jnp.subtract, corrected, reduced.own)
+        residual = jax.tree.map(_left, corrected, reduced.own)
         if with_learning_rate:
             residual = jax.tree.map(lambda new, e: jnp.where(rate == 0, e, _times(new, rate)), residual, old)
         state = ErrorFeedbackState(inner_state, with_value(state.residual, residual))
@@ -118,6 +118,11 @@ def _rate(agreed) -> Array:
             "error_feedback(with_learning_rate=True) needs the rate of this step: pass learning_rate= to the update"
         )
     return jnp.asarray(agreed["learning_rate"])
+
+
+def _left(corrected: Array, own: Array) -> Array:
+    """What did not get through. The very leaf that was handed over leaves nothing, and needs no code for it."""
+    return jnp.zeros_like(corrected) if own is corrected else corrected - own
 
 
 def _times(x: Array, factor: Array | float) -> Array:

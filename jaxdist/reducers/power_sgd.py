@@ -5,10 +5,25 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._typing import Array, Int, PyTree, Shape
 from ._coded import next_count
-from ._low_rank import View, draw, group_leaves, keep_alive, outer, put_back, stack, view_of, wide
+from ._low_rank import (
+    View,
+    draw,
+    group_leaves,
+    outer,
+    places,
+    put_back,
+    put_back_factors,
+    received,
+    stack,
+    stack_factors,
+    to_send,
+    view_of,
+    wide,
+)
 from ._low_rank import squarest_view as squarest_view
 from ._one_sided import one_sided_power_sgd
 from ._orthonormal import orthonormal
@@ -113,26 +128,28 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         factors = structure.flatten_up_to(state.q if warm_start else draw_right(updates, state.count))
         groups, rest = group_leaves(leaves, view)
         matrices = [stack(leaves, group) for group in groups]
-        right = [jnp.stack([factors[i] for i in group.leaves]) for group in groups]
+        right = [stack_factors(factors, group) for group in groups]
 
-        left = yield Wire(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
-        bases = orthonormal(left.mean)  # the mean's scale does not matter
+        left = [jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)]
+        arrived = yield Wire(mean=to_send(groups, left, 0))
+        bases = orthonormal(received(groups, arrived.mean, 0))  # the mean's scale does not matter
+        # The barrier: XLA:CPU would fold the transposition into the products and do those slower.
+        columns = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("krn,knm->krm", basis, m) for basis, m in zip(bases, matrices)]
-        received = yield Wire(mean=[*local, *(wide(leaves[i]) for i in rest)])
-        mean = received.mean[: len(groups)]
+        local = [jnp.einsum("knr,knm->krm", p, m) for p, m in zip(columns, matrices)]
+        sent = to_send(groups, local, 1)
+        arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
+        mean = received(groups, arrived.mean, 1)
 
         means, owns, new_factors = list(leaves), list(leaves), list(factors)
-        columns = [jnp.swapaxes(basis, 1, 2) for basis in bases]
         approximations = [outer(p, q) for p, q in zip(columns, mean)]
-        put_back(means, groups, approximations)
-        put_back(owns, groups, approximations if own == "paper" else [outer(p, q) for p, q in zip(columns, local)])
-        for i, whole in zip(rest, received.mean[len(groups) :], strict=True):
+        at = places(groups, state.count >= 0)
+        put_back(means, groups, approximations, at)
+        owned = approximations if own == "paper" else [outer(p, q) for p, q in zip(columns, local)]
+        put_back(owns, groups, owned, at)
+        for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
             means[i] = whole.astype(leaves[i].dtype)
-        for group, q, q_old in zip(groups, mean, right):
-            kept = keep_alive(jnp.swapaxes(q, 1, 2), q_old)
-            for k, i in enumerate(group.leaves):
-                new_factors[i] = kept[k]
+        put_back_factors(new_factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at)
         reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
 
