@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from local_run import run, targets
 
 import jaxdist as jd
@@ -101,6 +102,27 @@ def test_a_worker_that_rests_neither_steps_nor_pulls():
     found, _, state = run(tx, drawn, active=active)
     np.testing.assert_array_equal(found[1, 1], found[4, 1])
     assert np.asarray(state.inner.value.count).tolist() == [8, 5]
+
+
+@pytest.mark.parametrize("name", ["palsgd", pytest.param("muloco", marks=pytest.mark.slow)])
+def test_simulation_equals_the_mesh(name):
+    """Keys and counts of each worker, and states of some leaves only, are placed as any other."""
+    if name == "palsgd":
+        tx = jd.recipes.palsgd(optax.adam(0.05), learning_rate=0.05, probability=0.5, warmup_steps=1, sync_period=2)
+    else:
+        tx = jd.recipes.muloco(0.04, adam_learning_rate=0.01, sync_period=2)
+
+    def state_of(place):
+        return jd.init_state(lambda: tiny.TrainState(jd.PerWorker(tiny.params()), tx.init(tiny.params())), place)
+
+    mesh = jd.make_mesh({"data": 2})
+    step, simulate = jd.distribute(tiny.make_step(tx), mesh, donate=False), jd.simulate(tiny.make_step(tx), 2)
+    on_mesh, simulated = state_of(mesh), state_of(2)
+    for i in range(4):
+        on_mesh, _ = step(on_mesh, tiny.batch(seed=i))
+        simulated, _ = simulate(simulated, tiny.batch(seed=i))
+    tiny.assert_close(on_mesh, simulated, 1e-4 if name == "muloco" else 2e-5)
+    assert int(jd.stats(on_mesh.opt)["rounds"]) == (1 if name == "palsgd" else 2)
 
 
 def test_what_is_missing_is_named():
