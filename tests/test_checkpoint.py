@@ -187,6 +187,28 @@ def test_a_save_that_was_killed_is_never_seen(tmp_path):
     assert checkpoint.latest(tmp_path) == step + 1
 
 
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    """The data are random bits, which no decoder can tell from other random bits."""
+    state = {"noise": jnp.asarray(RNG.integers(0, 2**32, 1 << 14, np.uint32)), "w": jnp.ones(3)}
+    folder = checkpoint.save(tmp_path, state, step=1)
+    data = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    good = data.read_bytes()
+    assert 1 << 16 <= len(good) < 9 << 13
+    for place in (len(good) // 5, len(good) // 2, len(good) * 4 // 5):
+        data.write_bytes(good[:place] + bytes([good[place] ^ 16]) + good[place + 1 :])
+        with pytest.raises(ValueError, match=r"leaf `noise` of .* is damaged"):
+            checkpoint.restore(tmp_path, state)
+    data.write_bytes(good)
+    assert_close(checkpoint.restore(tmp_path, state), state, tolerance=0)
+    for name in ("_METADATA", "_CHECKPOINT_METADATA"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(ValueError, match="cannot be read, a file is damaged or missing"):
+            checkpoint.restore(tmp_path, state, step=1)
+        (folder / name).write_bytes(content)
+    assert_close(checkpoint.restore(tmp_path, state), state, tolerance=0)
+
+
 def test_what_does_not_fit_is_named(tmp_path):
     state = jd.place({"w": jnp.ones((2, 3)), "e": jd.PerWorker(jnp.ones(2))}, 4)
     checkpoint.save(tmp_path / "run", state, step=0)
