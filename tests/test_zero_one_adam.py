@@ -78,6 +78,17 @@ def test_residuals_are_cleared_when_their_unit_changes():
     assert float(after) < 1e-2 * float(before)
 
 
+def test_estimates_start_anew_when_their_unit_changes():
+    """EF21 without loss sends what an exact mean sends, if all that it knows of gradients goes, not the half of it."""
+    gradients = jnp.asarray(rows(12), jnp.float32)
+    lossless = jd.ef21(jd.compressed(jd.compressors.identity()))
+    found, expected = (
+        descend(jd.zero_one_adam(1e-2, freeze_step=4, reducer=one), jnp.zeros(64), gradients, drifts=True)[0][-1].value
+        for one in (lossless, jd.exact())
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_entries_without_variance_stay():
     gradients = rows(16).astype(np.float32)
     gradients[:6, :, :10] = 0

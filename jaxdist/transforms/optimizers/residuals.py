@@ -12,15 +12,15 @@ from ...reducers.feedback import ErrorFeedbackState
 from ...reducers.two_shot import TwoShotState
 
 
-def cleared(state: State, when: Array) -> State:
-    """Zeroes the residuals of a reducer: all that is marked and floating."""
+def cleared(state: State, fresh: State, when: Array) -> State:
+    """Makes a reducer forget: residuals are zero again, agreed floating leaves those of a `fresh` state as written."""
 
-    def one(marks, leaf):
-        return (
-            jnp.where(when, jnp.zeros_like(leaf), leaf) if marks and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        )
+    def one(marks, leaf, new):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(when, jnp.zeros_like(leaf) if marks else new, leaf)
 
-    return map_marked(one, state)
+    return map_marked(one, state, fresh)
 
 
 def rescaled(state: State, factor: PyTree, comm: Comm) -> State:

@@ -191,7 +191,8 @@ def zero_one_adam(
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), payload)
             return zeros, state.variance, reducer_state
 
-        kept = cleared(state.reducer, state.count == freeze_step)
+        fresh = coder.init(zeros_like(payload))
+        kept = cleared(state.reducer, fresh, state.count == freeze_step)
         return comms.cond(meet, either, silent, comm, gradients, payload, kept)
 
     def ahead(momentum, variance, rate):
