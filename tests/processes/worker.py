@@ -1,6 +1,6 @@
-"""One of two real processes, with two devices each: every registered reducer against its simulation.
+"""One of two real processes, with two devices each: registered reducers against their simulation.
 
-    python worker.py PROCESS PORT
+    python worker.py PROCESS PORT NAME...
 
 Prints, as JSON, how far this process's part of each state is from the simulated one.
 """
@@ -71,12 +71,13 @@ def compare(chains, axis, mesh, workers):
 
 
 def main():
-    process, port = int(sys.argv[1]), sys.argv[2]
+    process, port, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     jax.config.update("jax_num_cpu_devices", LOCAL)
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process, initialization_timeout=60)
     assert (jax.process_count(), len(jax.devices())) == (PROCESSES, WORKERS)
     levels = {1: {}, 2: {}}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         axis = "data" if case.levels == 1 else tuple(PODS)
         levels[case.levels][name] = optax.chain(jd.all_reduce(case.make(), axis=axis), optax.sgd(1.0))
     guarded = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1)))
