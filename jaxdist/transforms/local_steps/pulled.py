@@ -65,12 +65,12 @@ def pulled(
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.transforms.pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
-      >>> x, state = jnp.array(3.0), tx.init(jnp.array(3.0))
-      >>> for _ in range(4):  # pulls are -0.1 · 0.5 / 0.5 · (3 - 1), steps -0.1 · 4 / 0.5
+      >>> x, state, seen = jnp.array(3.0), tx.init(jnp.array(3.0)), set()
+      >>> for _ in range(20):  # a pull is 0.1 · 0.5 / 0.5 · (1 - 3), a step -0.1 · 4 / 0.5
       ...     update, state = tx.update(jnp.array(4.0), state, x, anchor=jnp.array(1.0), learning_rate=0.1)
-      ...     print(round(float(update), 3))
-      -0.8
-      -0.2
+      ...     seen.add(round(float(update), 3))
+      >>> sorted(seen)
+      [-0.8, -0.2]
 
     References:
       Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
