@@ -78,7 +78,7 @@ def test_a_step_is_right_on_average():
             )
             return updates
 
-        found = np.asarray(jax.vmap(one, axis_name="data")(jnp.zeros(20000)), np.float64)
+        found = np.asarray(jax.jit(jax.vmap(one, axis_name="data"))(jnp.zeros(20000)), np.float64)
         assert len(np.unique(found)) == 2
         expected = -rate * gradient - rate * pull * (x - a)
         assert abs(found.mean() - expected) < 5 * found.std() / np.sqrt(found.size)
