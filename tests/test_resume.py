@@ -60,7 +60,7 @@ def wait(condition, pair, logs):
 
 def test_killed_and_resumed_is_the_same_in_every_bit(start, tmp_path):
     pair, folder = start("train"), tmp_path / "run"
-    wait(lambda: (checkpoint.latest(folder) or 0) >= 6, pair, sorted(tmp_path.glob("*.log")))
+    wait(lambda: (checkpoint.latest(folder) or 0) >= 3, pair, sorted(tmp_path.glob("*.log")))
     pair[1].send_signal(signal.SIGKILL)  # between two rounds, or while it saves
     pair[1].wait()
     time.sleep(0.2)
@@ -73,7 +73,7 @@ def test_killed_and_resumed_is_the_same_in_every_bit(start, tmp_path):
     for log in logs:
         result = json.loads(log.read_text().split("RESULT ")[1].splitlines()[0])
         last = result["from"] + 5
-        assert result["from"] >= 6
+        assert result["from"] >= 3
         assert result["from"] % 3 == 0
         assert result["differ"] == []
         assert result["differ_inside"] == []
