@@ -69,51 +69,55 @@ def test_bytes_are_sent_in_rounds_alone(any_period, trained):
     assert any_period.with_period(5).wire_bytes == a_round / 5 + loss
 
 
+def _loss(params):
+    metrics = jax.jit(WORK.metrics)
+    return np.mean([metrics(params, batch)["loss"] for batch in WORK.held_out(8)])
+
+
 def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
     _, state = trained
-    batches = WORK.held_out(8)
-    wanted = np.mean([WORK.metrics(jd.anchor(state.opt_state), batch)["loss"] for batch in batches])
-    own = np.mean([WORK.metrics(jd.consensus(state.params), batch)["loss"] for batch in batches])
+    wanted = _loss(jd.anchor(state.opt_state))
     assert any_period.evaluate(state)["loss"] == pytest.approx(wanted, abs=1e-5)
-    assert abs(wanted - own) > 1e-3  # workers are a step further
+    assert abs(wanted - _loss(jd.consensus(state.params))) > 1e-3  # workers are a step further
 
 
 def test_a_period_as_an_argument_is_the_period(any_period):
-    moved, fixed = any_period.with_period(3).with_seed(1), _prepare("diloco:H=3", seed=1)
-    *_, (record, state) = train.steps(moved, 4)
-    *_, (other, again) = train.steps(fixed, 4)
-    assert record.total_wire_bytes == other.total_wire_bytes
-    assert record.loss == pytest.approx(other.loss, rel=1e-5)
-    one, two = jd.anchor(state.opt_state), jd.anchor(again.opt_state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), one, two)
+    longer = any_period.with_period(3).with_seed(1)
+    records = [record for record, _ in train.steps(longer, 4)]
+    assert [record.wire_bytes > 0 for record in records] == [False, False, True, False]
+    np.testing.assert_array_equal(longer.batch(0).images, WORK.batch(1, 0, 8).images)
 
 
 def test_fragments_send_in_all_what_the_program_says_of_a_round():
-    run = _prepare("streaming_diloco:H=4,fragments=2,delay=0,merge_alpha=0.0/f16")
+    run = _prepare("streaming_diloco:H=4,fragments=2,delay=0,merge_alpha=0.0")
     records = [record for record, _ in train.steps(run, 8)]
     assert [record.wire_bytes > 0 for record in records] == [False, True] * 4
     loss = 2 * 1 / 2 * 4
-    assert records[-1].total_wire_bytes == pytest.approx(8 * (run.wire_bytes - loss), rel=0.01)
-    assert run.wire_bytes < 0.6 * 2 * 1 / 2 * 4 * run.parameters / 4  # half precision, once in a round
+    assert records[-1].total_wire_bytes == 8 * (run.wire_bytes - loss)
+    assert run.wire_bytes == 2 * 1 / 2 * 4 * run.parameters / 4 + loss
 
 
 def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
     arguments = ["train", *TINY, "--steps", "4", "--devices", "2", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--sync", "diloco:H=2", "--reducer", "ef:qsgd:4"]) == 0
-    name, lines = "diloco:H=2/ef:qsgd:4", results.read_log(tmp_path / "log.jsonl")
+    assert cli.main([*arguments, "--sync", "diloco:H=2", "--reducer", "f16"]) == 0
+    name, lines = "diloco:H=2/f16", results.read_log(tmp_path / "log.jsonl")
     own = [line for line in lines if line["reducer"] == name]
     exact = [line for line in lines if line["reducer"] == "exact"]
     assert exact[1]["loss"] == pytest.approx(own[1]["loss"], rel=1e-5)  # the same parameters and images
     assert [line["wire_bytes"] > 0 for line in own[1:5]] == [False, True, False, True]
     ratio = exact[4]["total_wire_bytes"] / own[4]["total_wire_bytes"]
-    assert ratio > 2 * 4
+    assert ratio == pytest.approx(2 * 2, rel=0.01)
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{name} sent {ratio:,.1f} times fewer bytes than plain all-reduce" in printed
-
-    run = _prepare(name)
-    state = saved.restore(tmp_path / "checkpoint", run.state)
-    assert run.evaluate(state)["loss"] == pytest.approx(own[-1]["held_out_loss"], abs=1e-6)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    def first():
+        params = WORK.init(jax.random.key(0))
+        return train.TrainState(jd.PerWorker(params), sync.parse_method(name, OPTIMIZER).optimizer.init(params))
+
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    state = saved.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
+    assert _loss(jd.anchor(state.opt_state)) == pytest.approx(own[-1]["held_out_loss"], abs=1e-5)
 
 
 def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
