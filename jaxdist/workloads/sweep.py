@@ -196,7 +196,7 @@ def _legend_of_periods(axes: Axes, markers: dict[int, str]) -> None:
         Line2D([], [], color=GREY, marker=marker, linestyle="", label=names[period])
         for period, marker in markers.items()
     ]
-    axes.legend(handles=handles, frameon=False, fontsize=8, labelcolor=GREY)
+    axes.legend(handles=handles, framealpha=0.9, edgecolor="none", fontsize=8, labelcolor=GREY)
 
 
 def _limits(cells: Sequence[Cell]) -> tuple[float, float]:

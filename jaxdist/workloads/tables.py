@@ -15,8 +15,8 @@ SEEDS_CAPTION = (
     """Mean over the seeds and half of their range. *: nothing else has both fewer bytes and a lower loss."""
 )
 PERIODS_CAPTION = (
-    "H: steps between two rounds. Held-out loss of what workers agreed on last, mean over the seeds and half of their\n"
-    "range. Bytes: sent by one worker in a step, on average."
+    "H: steps between two rounds. Held-out loss of what workers agreed on last.\n"
+    "Bytes: sent by one worker in a step, on average."
 )
 
 
@@ -59,7 +59,8 @@ def seeds_table(spreads: Sequence[Spread]) -> Table:
 
 
 def _with_range(values: np.ndarray) -> str:
-    return f"{values.mean():.4f} ±{(values.max() - values.min()) / 2:.4f}"
+    spread = f" ±{(values.max() - values.min()) / 2:.4f}" if len(values) > 1 else ""
+    return f"{values.mean():.4f}{spread}"
 
 
 def periods_table(cells: Sequence[Cell]) -> Table:
