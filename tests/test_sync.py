@@ -81,6 +81,7 @@ def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
     assert abs(wanted - _loss(jd.consensus(state.params))) > 1e-3  # workers are a step further
 
 
+@pytest.mark.slow
 def test_a_period_as_an_argument_is_the_period(any_period):
     longer = any_period.with_period(3).with_seed(1)
     records = [record for record, _ in train.steps(longer, 4)]
@@ -97,6 +98,7 @@ def test_fragments_send_in_all_what_the_program_says_of_a_round():
     assert run.wire_bytes == 2 * 1 / 2 * 4 * run.parameters / 4 + loss
 
 
+@pytest.mark.slow
 def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
     arguments = ["train", *TINY, "--steps", "4", "--devices", "2", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--sync", "diloco:H=2", "--reducer", "f16"]) == 0
@@ -125,6 +127,7 @@ def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
     assert "unknown sync 'qsgd:4'; known: local_sgd" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compare_local_suite(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "METHODS", {key: sweep.METHODS[key] for key in ("exact", "Local SGD")})
     arguments = ["compare", "--suite", "local", *TINY, "--workers", "2", "--periods", "1", "2", "--seeds", "2"]
