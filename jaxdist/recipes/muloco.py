@@ -1,7 +1,7 @@
 """MuLoCo: DiLoCo whose workers run Muon."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ def muloco(
         return jax.tree_util.tree_map_with_path(one, params)
 
     # Not muon's own Adam for the rest, which is Nesterov's wherever Muon is.
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon(learning_rate, weight_decay=weight_decay),
         "adam": optax.adamw(adam_learning_rate, weight_decay=weight_decay),
     }
