@@ -105,8 +105,8 @@ def zero_shardings(
       >>> mesh, params = jd.make_mesh({"data": 1}), {"w": jnp.zeros((4, 8)), "b": jnp.zeros(3)}
       >>> state = optax.adam(0.1).init(params)
       >>> found = jd.placement.zero_shardings(params, state, mesh, stage=1, smallest=0)
-      >>> found.opt_state[0].mu["w"].spec == (None, "data"), found.params["w"].spec == ()
-      (True, True)
+      >>> tuple(found.opt_state[0].mu["w"].spec), tuple(found.params["w"].spec)
+      ((None, 'data'), ())
 
     References:
       Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
