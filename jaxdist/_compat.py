@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from ._typing import Array
+
+Jaxpr = core.Jaxpr
+Literal = core.Literal
+# Type checkers do not see it in jax 0.12.
+ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 
 def mesh_axes_being_mapped() -> frozenset[str]:

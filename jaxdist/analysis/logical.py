@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .._compat import ClosedJaxpr, Jaxpr
 from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarise
 from .hlo import bits_of
 

@@ -1,5 +1,7 @@
 """Where the entries of a sparse payload were: ascending positions in about as few bits as there can be."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -69,7 +71,7 @@ def _coded_bytes(count: int, size: int, bits: int) -> int:
     return packed_size(count, bits) + packed_size(_high_size(count, size, bits), 1)
 
 
-def _plain_dtype(size: int) -> type:
+def _plain_dtype(size: int) -> Any:
     return jnp.uint16 if size <= 2**16 else jnp.uint32
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
+from ..._compat import ClosedJaxpr, Jaxpr, Literal
 from ..._typing import Array, PyTree, Shape
 from ...comm import Comm
 from .flat import MULTIPLE, piece, whole
@@ -85,7 +85,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], comm: Comm) -
     known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
     def of(atom):
-        return atom.val if isinstance(atom, core.Literal) else known[atom]
+        return atom.val if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         results = _apply(equation, [of(atom) for atom in equation.invars], comm)
@@ -199,9 +199,9 @@ def _bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 def _jaxprs(values: Iterable[Any]) -> Iterable[Any]:
     for value in values:
-        if isinstance(value, core.ClosedJaxpr):
+        if isinstance(value, ClosedJaxpr):
             yield value
-        elif isinstance(value, core.Jaxpr):
-            yield core.ClosedJaxpr(value, ())
+        elif isinstance(value, Jaxpr):
+            yield ClosedJaxpr(value, ())
         elif isinstance(value, tuple | list):
             yield from _jaxprs(value)
