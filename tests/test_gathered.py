@@ -116,10 +116,12 @@ def test_bytes_and_memory():
 
     cut = compiled(jd.zero_redundancy(optax.adam(1e-2)), shard(whole, smallest=0), in_a_loop)
     found = analysis.collectives(cut)
-    # The backward pass of the head follows at once, and the compiler keeps what was gathered: 256 entries less.
-    assert found.wire_bytes == 3 / 4 * 4 * (3 * entries - width) + 2 * 3 / 4 * 4
     kinds = {kind: sum(op.count for op in found.ops if op.kind == kind) for kind in ("all-gather", "all-to-all")}
-    assert kinds == {"all-gather": 2 * 2 * LAYERS + 1, "all-to-all": 2 * LAYERS + 1}
+    # The backward pass of the head follows at once: a compiler may keep what was gathered, `width` entries less.
+    kept = 2 * 2 * LAYERS + 2 - kinds["all-gather"]
+    assert kept in (0, 1)
+    assert kinds["all-to-all"] == 2 * LAYERS + 1
+    assert found.wire_bytes == 3 / 4 * 4 * (3 * entries - kept * width) + 2 * 3 / 4 * 4
     plain = compiled(optax.chain(jd.all_reduce(jd.exact()), optax.adam(1e-2)), whole, plainly)
     memory, before = analysis.memory(cut), analysis.memory(plain)
     assert memory.arguments == pytest.approx(3 * 4 * entries / 4, rel=0.05)

@@ -42,7 +42,7 @@ def trained(any_period):
         ("diloco:H=many", r"H must be a positive whole number, got 'many'"),
         ("diloco:H=50,rate=1", r"'rate'; it takes .*learning_rate=0.7"),
         ("diloco:H=50/nothing", r"unknown reducer 'nothing'; known: exact"),
-        ("post_local_sgd:H=50", r"missing a required argument: 'switch_step'"),
+        ("post_local_sgd:H=50", r"missing a required (keyword-only )?argument: 'switch_step'"),
         ("slowmo:H=2,momentum=2.0", r"momentum must be in \[0, 1\), got 2.0"),
         ("streaming_diloco:H=2,fragments=4", r"4 fragments cannot each meet once in sync_period=2"),
     ],
