@@ -1,6 +1,5 @@
 """Parameters that are cut over the workers (ZeRO stage 3), whole only while a layer needs them."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +10,7 @@ from jax import lax
 from .._marks import Sharded, is_mark
 from .._typing import AxisNames, PyTree
 from ..comm import over
-
-# Parts are padded to a multiple of this: XLA:CPU is many times slower for odd lengths.
-MULTIPLE = 8
+from ..transforms.zero.flat import MULTIPLE, joined
 
 
 def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
@@ -134,7 +131,6 @@ def _whole(params: PyTree, axis: AxisNames) -> PyTree:
     def one(leaf):
         if not is_mark(leaf):
             return leaf
-        size = math.prod(leaf.shape)
-        return comm.all_gather(leaf.value, agreed=False).reshape(-1)[:size].reshape(leaf.shape)
+        return joined(comm.all_gather(leaf.value, agreed=False), leaf.shape)
 
     return jax.tree.map(one, params, is_leaf=is_mark)

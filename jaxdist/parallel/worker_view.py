@@ -8,20 +8,21 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._compat import varying_axes
-from .._marks import OnHost, PerWorker, axis_tuple, is_mark, map_marked, with_value
+from .._marks import PerWorker, axis_tuple, is_mark, map_marked, with_value
 from .._typing import PyTree, State
+from ..placement import cutting
 
 
 def manual_specs(state: State, axes: Sequence[str]) -> PyTree:
     """The PartitionSpecs over these axes alone: what lies along others is left to the compiler."""
-    return map_marked(lambda marks, _: PartitionSpec(*(_along(mark, axes) for mark in _cutting(marks))), state)
+    return map_marked(lambda marks, _: PartitionSpec(*(_along(mark, axes) for mark in cutting(marks))), state)
 
 
 def open_state(state: State, axes: Sequence[str]) -> State:
     """Inside the mapped function: takes off the worker dimensions of length 1 and the marks around whole fields."""
 
     def one(marks, leaf):
-        gone = [i for i, mark in enumerate(_cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
+        gone = [i for i, mark in enumerate(cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
         return jnp.squeeze(leaf, gone)
 
     return _map_fields(lambda field: field.value if is_mark(field) else field, map_marked(one, state))
@@ -34,15 +35,10 @@ def close_state(new: State, like: State, axes: Sequence[str]) -> State:
     )
 
     def one(marks, leaf):
-        back = [i for i, mark in enumerate(_cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
+        back = [i for i, mark in enumerate(cutting(marks)) if isinstance(mark, PerWorker) and _along(mark, axes)]
         return jnp.expand_dims(leaf, back)
 
     return map_marked(one, marked)
-
-
-def _cutting(marks: Sequence[Any]) -> list[Any]:
-    """The marks that stand for a leading dimension."""
-    return [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
 
 
 def _along(mark: Any, axes: Sequence[str]) -> Any:
@@ -88,7 +84,7 @@ def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -
 
     def one(marks, named):
         path, leaf = named
-        over = {name for mark in _cutting(marks) for name in axis_tuple(mark.axis)}
+        over = {name for mark in cutting(marks) for name in axis_tuple(mark.axis)}
         differs = varying_axes(leaf) & set(axes) - over
         if differs:
             name = f"{what} `{leaf_name(path)}`" if path else what

@@ -15,7 +15,7 @@ from ..reducers._coded import next_count
 from ..reducers._fused import fused
 from ..reducers.tracked import add_bytes
 from .local_gradients import check_leaves, check_local
-from .local_steps.meeting import as_held, check_per_worker, choose, either, take_over, told_to_talk
+from .local_steps.meeting import as_held, check_per_worker, either, inner_step, take_over, told_to_talk
 from .local_steps.rounds import SyncPeriod, check_period, period_at
 from .optimizers.base import NO_PARAMS, check_range
 
@@ -165,11 +165,7 @@ def no_lo_co(
         slow, velocity = state.slow.value, state.momentum.value
         with jax.named_scope("no_lo_co"):
             given = {"step": state.count, **extra_args, "anchor": slow}
-            steps, inner_state = inner.update(updates, state.inner.value, params, **given)
-            if active is not None:
-                steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
-                inner_state = choose(active, inner_state, state.inner.value)
-            local = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, steps)
+            steps, inner_state, local = inner_step(inner, updates, state.inner.value, params, active=active, **given)
             since = state.since + 1
             told = told_to_talk(sync, 1)
             due = since >= period_at(sync_period, state.count) if told is None else bool(told)

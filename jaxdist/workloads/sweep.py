@@ -13,7 +13,7 @@ from .base import Workload
 from .plots import COLOURS, GREY, label_ends, panels, write
 from .results import Result
 from .suite import Spread, spread
-from .sync import SYNCS, parse_method
+from .sync import parse_method
 from .train import Run, prepare
 
 PERIODS = (1, 8, 32, 128)
@@ -67,7 +67,7 @@ def evaluate_every(steps: int, periods: Sequence[int]) -> int:
 
 
 def spellings(periods: Sequence[int]) -> list[tuple[str, int, str]]:
-    """Method, `H` and spelling of all runs; a method that this version of the library lacks is left out.
+    """Method, `H` and spelling of all runs.
 
     Example:
       >>> from jaxdist.workloads.sweep import spellings
@@ -76,9 +76,6 @@ def spellings(periods: Sequence[int]) -> list[tuple[str, int, str]]:
     """
     found = []
     for method, (template, least) in METHODS.items():
-        name = template.partition(":")[0]
-        if name != "exact" and name not in SYNCS:
-            continue
         some = [period for period in sorted(periods) if period >= least] if least else [0]
         found += [(method, period, template.format(H=period)) for period in some]
     return found

@@ -38,29 +38,45 @@ class _Entry(NamedTuple):
     purpose: str
 
 
-_SPELLED = {
-    "local_sgd": ("H=N[,buffers=reset]", "the mean of the workers' models every N steps"),
-    "post_local_sgd": ("H=N,switch_step=S", "plain all-reduce for S steps, then local_sgd"),
-    "slowmo": ("H=N[,momentum=B]", "local_sgd with a momentum of its own, one step of it a round"),
-    "diloco": ("H=N[,learning_rate=R,momentum=M]", "an outer Nesterov step every N steps"),
-    "streaming_diloco": ("H=N,fragments=P[,delay=D]", "diloco by fragments that meet at steps of their own"),
-    "sparse_loco": ("H=N", "the largest few of each block, in 2 bits with feedback, and no outer momentum"),
-    "no_lo_co": ("H=N", "diloco in pairs drawn at random, instead of all workers together"),
-    "palsgd": ("H=N[,probability=P,pull=E]", "diloco whose workers are pulled to where they started"),
-    "muloco": ("H=N,learning_rate=R", "diloco with Muon of rate R for matrices, and Adam at the rate of --optimizer"),
+SYNCS = {
+    name: _Entry(factory, f"{name}:{spelling}", purpose)
+    for name, factory, spelling, purpose in (
+        ("local_sgd", recipes.local_sgd, "H=N[,buffers=reset]", "the mean of the workers' models every N steps"),
+        ("post_local_sgd", recipes.post_local_sgd, "H=N,switch_step=S", "plain all-reduce for S steps, then local_sgd"),
+        ("slowmo", recipes.slowmo, "H=N[,momentum=B]", "local_sgd with a momentum of its own, one step of it a round"),
+        ("diloco", recipes.diloco, "H=N[,learning_rate=R,momentum=M]", "an outer Nesterov step every N steps"),
+        (
+            "streaming_diloco",
+            recipes.streaming_diloco,
+            "H=N,fragments=P[,delay=D]",
+            "diloco by fragments that meet at steps of their own",
+        ),
+        (
+            "sparse_loco",
+            recipes.sparse_loco,
+            "H=N",
+            "the largest few of each block, in 2 bits with feedback, and no outer momentum",
+        ),
+        (
+            "no_lo_co",
+            transforms.no_lo_co,
+            "H=N",
+            "diloco in pairs drawn at random, instead of all workers together",
+        ),
+        (
+            "palsgd",
+            recipes.palsgd,
+            "H=N[,probability=P,pull=E]",
+            "diloco whose workers are pulled to where they started",
+        ),
+        (
+            "muloco",
+            recipes.muloco,
+            "H=N,learning_rate=R",
+            "diloco with Muon of rate R for matrices, and Adam at the rate of --optimizer",
+        ),
+    )
 }
-
-
-def _entries() -> dict[str, _Entry]:
-    found = {name: getattr(recipes, name, getattr(transforms, name, None)) for name in _SPELLED}
-    return {
-        name: _Entry(factory, f"{name}:{_SPELLED[name][0]}", _SPELLED[name][1])
-        for name, factory in found.items()
-        if factory is not None
-    }
-
-
-SYNCS = _entries()
 
 
 def describe() -> str:

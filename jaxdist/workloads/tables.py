@@ -22,14 +22,11 @@ PERIODS_CAPTION = (
 
 def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
     """Single runs, each beside the baseline where there is one."""
-    table = Table(box=None, caption=CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
-    table.add_column("reducer", no_wrap=True)
     extra = [name for name in finished[0].held_out if name != "loss"]
     versus = [f"against {baseline.name}"] if baseline else []
     fewer = ["fewer bytes"] if baseline else []
     headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
+    table = _empty(CAPTION, "reducer", headings)
     for result in finished:
         summary = summarise(result, baseline)
         cells = [in_bytes(summary.wire_bytes_per_step)]
@@ -43,18 +40,24 @@ def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
 
 def seeds_table(spreads: Sequence[Spread]) -> Table:
     """Runs of several seeds; the first is the baseline."""
-    table = Table(box=None, caption=SEEDS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
-    table.add_column("reducer", no_wrap=True)
     extra = [name for name in spreads[0].held_out if name != "loss"]
     headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
+    table = _empty(SEEDS_CAPTION, "reducer", headings)
     best = front(spreads)
     for one in spreads:
         ratio = spreads[0].wire_bytes / one.wire_bytes if one.wire_bytes else 1.0
         cells = [in_bytes(one.wire_bytes), f"{ratio:,.1f}x", _with_range(one.held_out["loss"])]
         cells += [f"{one.difference.mean():+.4f}", *(_with_range(one.held_out[name]) for name in extra)]
         table.add_row(f"{'*' if one in best else ' '} {one.name}", *cells, f"{one.milliseconds:,.0f}")
+    return table
+
+
+def _empty(caption: str, first: str, numbers: Sequence[str]) -> Table:
+    """A table without rows: one column of names, and the others of numbers."""
+    table = Table(box=None, caption=caption, caption_justify="left", header_style="bold", padding=(0, 1))
+    table.add_column(first, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", vertical="bottom")
     return table
 
 
@@ -65,11 +68,8 @@ def _with_range(values: np.ndarray) -> str:
 
 def periods_table(cells: Sequence[Cell]) -> Table:
     """Methods that talk every `H` steps; the first cell is the baseline."""
-    table = Table(box=None, caption=PERIODS_CAPTION, caption_justify="left", header_style="bold", padding=(0, 1))
-    table.add_column("method", no_wrap=True)
     headings = ["H", "bytes a step", "fewer bytes", "held-out loss", "against exact", "in %", "ms/step"]
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom")
+    table = _empty(PERIODS_CAPTION, "method", headings)
     exact = cells[0].spread
     for cell in cells:
         one = cell.spread

@@ -18,7 +18,17 @@ from ..local_gradients import check_leaves, check_local, refuse_model_axes
 from ..optimizers.base import NO_PARAMS, check_range
 from .buffers import Buffers, average, reset
 from .fragments import Fragments, as_fragments, merge, part
-from .meeting import Group, check_per_worker, choose, one_round, set_anchor, take_over, told_to_talk, warm_mean
+from .meeting import (
+    Group,
+    check_per_worker,
+    choose,
+    inner_step,
+    one_round,
+    set_anchor,
+    take_over,
+    told_to_talk,
+    warm_mean,
+)
 from .rounds import SyncPeriod, check_period, first_round, is_due, period_at
 
 
@@ -221,11 +231,7 @@ def local_steps(
             passed = _given(learning_rate=learning_rate, examples=examples)
             passed = {"step": state.count, **extra_args, **passed, "anchor": anchor}
             gradients = warm_mean(comm, warm, updates, examples)
-            steps, inner_state = inner.update(gradients, state.inner.value, params, **passed)
-            if active is not None:
-                steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
-                inner_state = choose(active, inner_state, state.inner.value)
-            local = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, steps)
+            steps, inner_state, local = inner_step(inner, gradients, state.inner.value, params, active=active, **passed)
 
             counts = (~jnp.asarray(warm)).astype(jnp.int32)
             state = state._replace(

@@ -25,6 +25,23 @@ class Group(NamedTuple):
     reducer: State
 
 
+def inner_step(
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: Updates,
+    state: State,
+    params: PyTree,
+    *,
+    active: Array | None,
+    **given: Any,
+) -> tuple[Updates, State, PyTree]:
+    """One step of a worker on its own: its updates, the inner state and where they lead; an inactive worker stays."""
+    steps, new = inner.update(gradients, state, params, **given)
+    if active is not None:
+        steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
+        new = choose(active, new, state)
+    return steps, new, jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, steps)
+
+
 def one_round(
     comm: Comm,
     due: Flag,

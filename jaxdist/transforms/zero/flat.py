@@ -37,10 +37,15 @@ def reduce_scatter(leaves: Sequence[Array], buckets: Sequence[Sequence[int]], co
 
 def whole(x: Array, shape: Shape, comm: Comm) -> Array:
     """`[n] -> [*s]`: everybody's pieces, put together again."""
-    return comm.all_gather(x).reshape(-1)[: math.prod(shape)].reshape(shape)
+    return joined(comm.all_gather(x), shape)
+
+
+def joined(rows: Array, shape: Shape) -> Array:
+    """`[W, n] -> [*s]`: everybody's pieces in a row, without the padding."""
+    return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def gather(pieces: Sequence[Array], shapes: Sequence[Shape], comm: Comm) -> list[Array]:
     """Everybody's pieces of each leaf, put together again; one collective for each dtype."""
     gathered = fused(comm.all_gather, pieces)
-    return [rows.reshape(-1)[: math.prod(shape)].reshape(shape) for rows, shape in zip(gathered, shapes, strict=True)]
+    return [joined(rows, shape) for rows, shape in zip(gathered, shapes, strict=True)]
