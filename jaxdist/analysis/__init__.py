@@ -1,5 +1,6 @@
 """What a step will do, known before it runs: collectives and their bytes, memory, operations."""
 
+from . import pods as pods
 from .base import Collective as Collective
 from .base import Collectives as Collectives
 from .collectives import collectives as collectives
