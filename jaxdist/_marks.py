@@ -1,4 +1,4 @@
-"""The three marks, and how to map over a tree that carries them. `placement.py` says what they mean."""
+"""The three marks, and how to map over a tree that carries them. `placement` says what they mean."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -179,3 +179,13 @@ def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         return with_value(node, jax.tree.map(lambda *nodes: walk((*marks, node), *nodes), *inside, is_leaf=is_mark))
 
     return jax.tree.map(lambda *nodes: walk((), *nodes), tree, *rest, is_leaf=is_mark)
+
+
+class _Named(tuple):
+    """A (path, leaf) pair that is a leaf of pytrees itself."""
+
+
+def map_marked_with_path(f: Callable[..., Any], tree: PyTree) -> PyTree:
+    """As `map_marked` of a single tree; the function gets the path too: `f(marks, path, leaf)`."""
+    named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
+    return map_marked(lambda marks, pair: f(marks, *pair), named)

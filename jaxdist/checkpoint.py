@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ._hashing import hashes
-from ._marks import map_marked
+from ._marks import map_marked_with_path
 from ._typing import Array, Like, Shape, State
 from .placement import refit
 
@@ -136,8 +136,8 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
         target = {name: _struct(wanted[name]) for name, shape in shapes.items() if shape == wanted[name].shape}
         unchanged = read(target, ocp.checkpoint_utils.construct_restore_args(target))
 
-        def one(marks: tuple[Any, ...], named: "_Named") -> Array:
-            (name,) = named
+        def one(marks: tuple[Any, ...], path: Any, _: Array) -> Array:
+            name = _name(path)
             leaf = wanted[name]
             if not leaf.size:
                 return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
@@ -147,11 +147,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
             found = read({name: 0}, {name: ocp.RestoreArgs(restore_type=np.ndarray)})[name]
             return _refitted(marks, found, leaf, name)
 
-        return map_marked(one, jax.tree_util.tree_map_with_path(lambda path, _: _Named((_name(path),)), like))
-
-
-class _Named(tuple):
-    """The name of a leaf, in the place of the leaf."""
+        return map_marked_with_path(one, like)
 
 
 def _orbax() -> Any:

@@ -10,7 +10,8 @@ from jax import lax
 from .._marks import Sharded, is_mark
 from .._typing import AxisNames, PyTree
 from ..comm import over
-from ..transforms.zero.flat import MULTIPLE, joined
+from ..reducers._flat import MULTIPLE
+from ..transforms.zero.flat import joined
 
 
 def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._compat import varying_axes
-from .._marks import PerWorker, axis_tuple, is_mark, map_marked, with_value
+from .._marks import PerWorker, axis_tuple, is_mark, map_marked, map_marked_with_path, with_value
 from .._typing import PyTree, State
 from ..placement import cutting
 
@@ -82,20 +82,14 @@ def check_same(new: State, old: State) -> None:
 def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -> None:
     """Raises where a leaf outside marks is typed as differing between workers."""
 
-    def one(marks, named):
-        path, leaf = named
+    def one(marks, path, leaf):
         over = {name for mark in cutting(marks) for name in axis_tuple(mark.axis)}
         differs = varying_axes(leaf) & set(axes) - over
         if differs:
             name = f"{what} `{leaf_name(path)}`" if path else what
             raise ValueError(f"{name} differs between workers (axis {', '.join(sorted(differs))}): {advice}")
 
-    named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
-    map_marked(one, named)
-
-
-class _Named(tuple):
-    """A (path, leaf) pair that is a leaf of pytrees itself."""
+    map_marked_with_path(one, tree)
 
 
 def leaf_name(path: Any) -> str:

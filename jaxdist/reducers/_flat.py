@@ -11,6 +11,9 @@ from jax import lax
 from .._typing import Array, Like
 
 SMALL = 2**16
+# What each worker gets of a vector is padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower
+# for odd lengths.
+MULTIPLE = 8
 
 
 def concatenate(arrays: Sequence[Array]) -> Array:

@@ -12,11 +12,8 @@ from .._typing import Array, Int, Key, Payload
 from ..comm import Comm
 from ..compressors.base import Compressor, working_dtype
 from ._coded import contraction_form, mean_of_decoded, next_count, step_key
-from ._flat import from_vectors, vector_likes, vectors
+from ._flat import MULTIPLE, from_vectors, vector_likes, vectors
 from .base import Law, Reduced, Reducer, Wire, cast_like, from_rounds, is_stand_in
-
-# Chunks are padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower for odd lengths.
-MULTIPLE = 8
 
 
 class TwoShotState(NamedTuple):

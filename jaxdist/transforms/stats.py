@@ -10,7 +10,7 @@ from .._typing import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
 from .all_reduce import AllReduceState
-from .local_steps.base import LocalStepsState
+from .local_steps.state import LocalStepsState
 from .no_lo_co import NoLoCoState
 from .optimizers.frozen_adam import FrozenAdamState
 from .optimizers.zero_one_adam import ZeroOneAdamState

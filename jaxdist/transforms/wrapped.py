@@ -7,7 +7,7 @@ import optax
 
 from .._typing import PyTree
 from .all_reduce import AllReduceState
-from .local_steps.base import LocalStepsState
+from .local_steps.state import LocalStepsState
 from .no_lo_co import NoLoCoState
 from .optimizers.demo import DemoState
 from .optimizers.dion import DionState

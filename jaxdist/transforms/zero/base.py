@@ -10,10 +10,11 @@ from ..._marks import Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
 from ...compressors.base import working_dtype
+from ...reducers._flat import MULTIPLE
 from ...schedule import assign_buckets
 from ..local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
 from ..optimizers.base import NO_PARAMS
-from .flat import MULTIPLE, gather, piece, reduce_scatter
+from .flat import gather, piece, reduce_scatter
 from .parts import Part, on_parts
 
 # That of DDP. The gradients of a bucket are given up as soon as it has been sent.

@@ -8,10 +8,8 @@ from jax import lax
 
 from ..._typing import Array, Shape
 from ...comm import Comm
+from ...reducers._flat import MULTIPLE
 from ...reducers._fused import fused
-
-# Pieces are padded to a multiple of this: XLA:CPU is many times slower for odd lengths.
-MULTIPLE = 8
 
 
 def rows(x: Array, workers: int) -> Array:

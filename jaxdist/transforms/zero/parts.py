@@ -16,7 +16,8 @@ from jax import lax
 from ..._compat import ClosedJaxpr, Jaxpr, Literal
 from ..._typing import Array, PyTree, Shape
 from ...comm import Comm
-from .flat import MULTIPLE, piece, whole
+from ...reducers._flat import MULTIPLE
+from .flat import piece, whole
 
 # Entry `i` of the result depends on entry `i` of the operands.
 ELEMENTWISE = frozenset(

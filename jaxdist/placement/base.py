@@ -1,33 +1,16 @@
-"""Whose state is it, and where does it lie? Three marks on leaves of a train state, and what follows from them.
-
-A leaf without a mark is *agreed*: every worker holds the same value. `PerWorker` marks what differs, `Sharded` what is
-cut over the workers, `OnHost` what lies in host memory. A state is written as one worker means it (a residual has the
-shape of its parameter); `init_state` and `place` turn it into the global arrays of a mesh:
-
-| mark | as written | global array | a worker sees |
-|---|---|---|---|
-| none | `[*s]` | `[*s]` | `[*s]` |
-| `PerWorker` | `[*s]` | `[W, *s]` | `[*s]` |
-| `Sharded` | `[*s]` | `[W·n]`, padded | `[n]` |
-| `OnHost` | as inside | as inside, memory kind `pinned_host` | a host array |
-
-Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n]`.
-"""
+"""Which array of a mesh each leaf of a state is, and how it gets there."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._marks import OnHost as OnHost
-from ._marks import PerWorker as PerWorker
-from ._marks import Sharded as Sharded
-from ._marks import axis_tuple, bind, is_mark, map_marked
-from ._typing import Array, AxisNames, PyTree, Shape, State
+from .._marks import OnHost, PerWorker, Sharded, axis_tuple, bind, is_mark, map_marked
+from .._typing import Array, AxisNames, PyTree, Shape, State
 
 
 def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
@@ -63,72 +46,6 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
         return NamedSharding(mesh, spec_of(marks), memory_kind="pinned_host" if host else None)
 
     return map_marked(one, bind(state, axis))
-
-
-class ZeroShardings(NamedTuple):
-    """The `NamedSharding` of every leaf; `gradients` is for `jax.lax.with_sharding_constraint` inside the step."""
-
-    params: PyTree
-    gradients: PyTree
-    opt_state: PyTree
-
-
-def zero_shardings(
-    params: PyTree, opt_state: State, mesh: Mesh, *, stage: int, axis: str = "data", smallest: int = 100_000
-) -> ZeroShardings:
-    """ZeRO for steps under plain `jit`: where each leaf lies, and the compiler inserts what must be sent.
-
-    Each array is cut along its largest dimension that the axis divides; one without such a dimension stays whole. The
-    state may be of any optimizer: what counts is the shape of each of its leaves.
-
-    What compilers make of it: GPUs and TPUs turn the mean of cut gradients into a reduce-scatter. XLA:CPU sends an
-    all-reduce and a gather, 3Ψ, and keeps no gradient cut: use `zero_redundancy` where bytes count. For stage 3
-    constrain activations to the batch after each layer (`with_sharding_constraint(x, P(axis))`), or the compiler may
-    rather cut the contraction and exchange activations.
-
-    Args:
-      params: the parameters, or their shapes.
-      opt_state: the optimizer's state, or its shapes.
-      mesh: the mesh.
-      stage: 0: nothing is cut; 1: the state; 2: and gradients; 3: and parameters.
-      axis: the mesh axis of the workers.
-      smallest: arrays with fewer entries stay whole.
-
-    Returns:
-      The shardings, for `in_shardings`, `out_shardings` and `device_put`.
-
-    Raises:
-      ValueError: there is no such stage, or no such axis.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> mesh, params = jd.make_mesh({"data": 1}), {"w": jnp.zeros((4, 8)), "b": jnp.zeros(3)}
-      >>> state = optax.adam(0.1).init(params)
-      >>> found = jd.placement.zero_shardings(params, state, mesh, stage=1, smallest=0)
-      >>> tuple(found.opt_state[0].mu["w"].spec), tuple(found.params["w"].spec)
-      ((None, 'data'), ())
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020. Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv
-      2004.13336, 2020.
-    """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage}")
-    count = workers(mesh, axis)
-
-    def one(leaf, is_cut):
-        whole = NamedSharding(mesh, PartitionSpec())
-        fitting = [d for d, length in enumerate(leaf.shape) if length and length % count == 0]
-        if not is_cut or not fitting or math.prod(leaf.shape) < smallest:
-            return whole
-        largest = max(fitting, key=lambda d: leaf.shape[d])
-        return NamedSharding(mesh, PartitionSpec(*(None,) * largest, axis))
-
-    def of(tree, first):
-        return jax.tree.map(lambda leaf: one(leaf, stage >= first), tree)
-
-    return ZeroShardings(of(params, 3), of(params, 2), of(opt_state, 1))
 
 
 # Where a state lies: a mesh, or for simulation the number of workers (along each axis).
