@@ -8,6 +8,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import cli
+from jaxdist.cli.options import DEMO
 from jaxdist.workloads import parse, results, saved, train
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
@@ -141,7 +142,7 @@ def test_help_lists_the_reducers(command, capsys):
     assert "power_sgd:RANK" in printed
 
 
-@pytest.mark.parametrize("name", [*cli.DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
+@pytest.mark.parametrize("name", [*DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
 def test_every_spelling_makes_a_reducer(name):
     assert isinstance(parse.parse_reducer(name), jd.Reducer)
 

@@ -1,0 +1,50 @@
+"""From the arguments to the command that they name."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from .compare import compare, compare_periods
+from .options import Compare, Train
+from .running import set_up
+from .train import train
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: what follows `jaxdist`; None for those of this process.
+
+    Returns:
+      The exit code: 0, or 2 for arguments that cannot work, with one line on stderr that says why. With
+      `JAXDIST_TRACEBACK=1` in the environment they raise instead.
+    """
+    chosen = tyro.cli(
+        _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
+    )
+    try:
+        if isinstance(chosen, Train):
+            train(chosen, *set_up(chosen))
+        elif chosen.suite == "local":
+            compare_periods(chosen)
+        else:
+            compare(chosen, *set_up(chosen))
+    except (ValueError, OSError) as problem:
+        if os.environ.get("JAXDIST_TRACEBACK"):
+            raise
+        print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _subcommands() -> Any:
+    def command(options: type, name: str, purpose: str) -> Any:
+        return Annotated[options, tyro.conf.subcommand(name, description=purpose)]
+
+    return command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.") | command(
+        Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes."
+    )

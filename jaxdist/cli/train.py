@@ -1,0 +1,44 @@
+"""`jaxdist train`."""
+
+import jax
+from rich.console import Console
+
+from ..workloads import plots, results, saved, sync, tables
+from ..workloads.base import Workload
+from .options import Train
+from .running import finish, fresh, new_console, prepared_runs, title_of, unit_of
+
+
+def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
+    console = new_console()
+    if chosen.sync is not None and not sync.is_sync(chosen.sync):
+        sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is
+    spelled = sync.spell(chosen.sync, chosen.reducer, default="ef:power_sgd:4")
+    names = ["exact"] if chosen.baseline and spelled != "exact" else []
+    runs = prepared_runs([*names, spelled], chosen, workload, mesh)
+    finished, log_path = [], fresh(chosen.out, "log.jsonl")
+    with log_path.open("w") as log:
+        for name, run in runs:
+            result, state = finish(name, run, chosen, workload, log, console)
+            finished.append(result)
+    where = saved.save(chosen.out / "checkpoint", state)
+    baseline = finished[0] if names else None
+    plot = plots.draw_train(
+        finished[-1], baseline, chosen.out / "loss.png", title=title_of(chosen, run), unit=unit_of(workload)
+    )
+    console.print(tables.runs_table(finished, baseline))
+    _close(console, finished[-1], baseline)
+    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {where}", highlight=False, soft_wrap=True)
+
+
+def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:
+    """The closing line of `jaxdist train`."""
+    if baseline is None:
+        return
+    summary = results.summarise(result, baseline)
+    less = plots.in_bytes(summary.steps * (baseline.wire_bytes - result.wire_bytes))
+    console.print(
+        f"{result.name} sent {summary.times_fewer_bytes:,.1f} times fewer bytes than plain all-reduce ({less} less from"
+        f" each worker) on the same data; its held-out loss differs by {summary.difference:+.4f}.",
+        highlight=False,
+    )
