@@ -9,6 +9,7 @@ from . import placement as placement
 from . import recipes as recipes
 from . import reducers as reducers
 from . import schedule as schedule
+from . import topology as topology
 from . import transforms as transforms
 from .compressors import nuqsgd as nuqsgd
 from .compressors import qsgd as qsgd

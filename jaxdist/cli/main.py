@@ -10,6 +10,7 @@ import tyro
 from .compare import compare, compare_periods
 from .options import Compare, Train
 from .running import set_up
+from .topology import ShowTopology, show
 from .train import train
 
 
@@ -27,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
     )
     try:
-        if isinstance(chosen, Train):
+        if isinstance(chosen, ShowTopology):
+            print("\n".join(show(chosen)))
+        elif isinstance(chosen, Train):
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
             compare_periods(chosen)
@@ -45,6 +48,6 @@ def _subcommands() -> Any:
     def command(options: type, name: str, purpose: str) -> Any:
         return Annotated[options, tyro.conf.subcommand(name, description=purpose)]
 
-    return command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.") | command(
-        Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes."
-    )
+    train = command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.")
+    compare = command(Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes.")
+    return train | compare | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")

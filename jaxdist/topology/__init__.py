@@ -1,0 +1,31 @@
+"""Graphs over the workers, for decentralised training. numpy only, no devices."""
+
+from .base import Message as Message
+from .base import Round as Round
+from .base import Topology as Topology
+from .base import from_edges as from_edges
+from .base import from_matrix as from_matrix
+from .base import matrix as matrix
+from .graphs import binary_tree as binary_tree
+from .graphs import complete as complete
+from .graphs import digraph as digraph
+from .graphs import exponential as exponential
+from .graphs import hypercube as hypercube
+from .graphs import path as path
+from .graphs import ring as ring
+from .graphs import star as star
+from .graphs import torus as torus
+from .matcha import Matchings as Matchings
+from .matcha import matcha as matcha
+from .matcha import matchings as matchings
+from .spectrum import expected_mixing_rate as expected_mixing_rate
+from .spectrum import is_doubly_stochastic as is_doubly_stochastic
+from .spectrum import is_symmetric as is_symmetric
+from .spectrum import lazy as lazy
+from .spectrum import mixing_rate as mixing_rate
+from .spectrum import smallest_eigenvalue as smallest_eigenvalue
+from .spectrum import spectral_gap as spectral_gap
+from .varying import one_peer_exponential as one_peer_exponential
+from .varying import random_matchings as random_matchings
+from .varying import relabelled_ring as relabelled_ring
+from .varying import shift_one as shift_one

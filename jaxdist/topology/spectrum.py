@@ -1,0 +1,179 @@
+"""How fast a graph mixes."""
+
+import numpy as np
+
+from .base import TOLERANCE, Topology, matrices, matrix
+
+ROUNDING = 1e-13
+
+
+def mixing_rate(topology: Topology) -> float:
+    """`ρ`: the consensus error shrinks by this factor in a step, on average over one turn of the rounds.
+
+    For one matrix `‖W - J‖_2`, `J` the matrix of the mean; for several `‖Π_t W_t - J‖_2^(1/T)`. 0: exact after one
+    turn; 1: never. Of a matrix that is only column-stochastic (push-sum), the second largest eigenvalue.
+
+    Args:
+      topology: the graph.
+
+    Returns:
+      A number in [0, 1].
+
+    Example:
+      >>> from jaxdist import topology
+      >>> round(topology.mixing_rate(topology.ring(16)), 4), topology.mixing_rate(topology.one_peer_exponential(16))
+      (0.9493, 0.0)
+
+    References:
+      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
+    """
+    workers, turn = topology.workers, len(topology.order)
+    if workers == 1:
+        return 0.0
+    if not is_doubly_stochastic(topology):
+        product = np.linalg.multi_dot([np.eye(workers), *(matrix(topology, t) for t in reversed(range(turn)))])
+        return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2] ** (1 / turn))
+    centre, left, logarithm = np.full((workers, workers), 1 / workers), np.eye(workers), 0.0
+    different = [one - centre for one in matrices(topology)]
+    for which in topology.order:  # (W - J)(V - J) = WV - J; scaled on the way, since the product underflows
+        left = different[which] @ left
+        norm = np.linalg.norm(left, 2)
+        if norm < ROUNDING:
+            return 0.0
+        left, logarithm = left / norm, logarithm + np.log(norm)
+    return float(np.exp(logarithm / turn))
+
+
+def expected_mixing_rate(topology: Topology) -> float:
+    """`√λ_max(E[W'W] - J)`: the factor on the consensus error if each step draws a round, at most.
+
+    That is how papers state the rate of random graphs. For a single matrix it is `mixing_rate`.
+
+    Args:
+      topology: the graph; its rounds stand for the draws.
+
+    Returns:
+      A number in [0, 1].
+
+    Example:
+      >>> from jaxdist import topology
+      >>> round(topology.expected_mixing_rate(topology.ring(16)), 4)
+      0.9493
+
+    References:
+      Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
+    """
+    different = matrices(topology)
+    squares = np.array([one.T @ one for one in different])
+    counts = np.bincount(topology.order, minlength=len(different)) / len(topology.order)
+    centre = np.full(squares.shape[1:], 1 / topology.workers)
+    return float(np.sqrt(max(np.linalg.eigvalsh(np.tensordot(counts, squares, 1) - centre)[-1], 0.0)))
+
+
+def spectral_gap(topology: Topology) -> float:
+    """`1 - ρ`: 1 for the complete graph, near 0 for a long ring. The larger, the faster workers agree.
+
+    Args:
+      topology: the graph.
+
+    Returns:
+      A number in [0, 1].
+
+    Example:
+      >>> from jaxdist import topology
+      >>> round(topology.spectral_gap(topology.torus(16)), 4)
+      0.4
+
+    References:
+      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
+    """
+    return 1 - mixing_rate(topology)
+
+
+def smallest_eigenvalue(topology: Topology) -> float:
+    """`λ_min`, over all rounds. `d2` needs more than `-1/3`.
+
+    Args:
+      topology: a graph with symmetric weights.
+
+    Returns:
+      A number in [-1, 1].
+
+    Raises:
+      ValueError: a matrix is not symmetric.
+
+    Example:
+      >>> from jaxdist import topology
+      >>> round(topology.smallest_eigenvalue(topology.hypercube(8)), 4)
+      -0.5
+
+    References:
+      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv 1803.07068, 2018.
+    """
+    if not is_symmetric(topology):
+        raise ValueError(f"only symmetric weights have ordered eigenvalues: those of {topology.name} are not")
+    return float(min(np.linalg.eigvalsh(one)[0] for one in matrices(topology)))
+
+
+def is_symmetric(topology: Topology) -> bool:
+    """Whether what `i` gives to `j` is what `j` gives to `i`, in every round.
+
+    Args:
+      topology: the graph.
+
+    Returns:
+      The answer.
+
+    Example:
+      >>> from jaxdist import topology
+      >>> topology.is_symmetric(topology.ring(8)), topology.is_symmetric(topology.exponential(8))
+      (True, False)
+
+    References:
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+    """
+    return all(np.allclose(one, one.T, rtol=0, atol=TOLERANCE) for one in matrices(topology))
+
+
+def is_doubly_stochastic(topology: Topology) -> bool:
+    """Whether all rows and columns sum to 1 in every round: mixing then keeps the mean and ends in it.
+
+    Args:
+      topology: the graph.
+
+    Returns:
+      The answer.
+
+    Example:
+      >>> from jaxdist import topology
+      >>> topology.is_doubly_stochastic(topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)]))
+      False
+
+    References:
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+    """
+    return all(np.allclose(one.sum(axis), 1, rtol=0, atol=TOLERANCE) for one in matrices(topology) for axis in (0, 1))
+
+
+def lazy(topology: Topology) -> Topology:
+    """`(I + W) / 2` in place of `W`: half as fast, and no eigenvalue below 0.
+
+    Args:
+      topology: the graph.
+
+    Returns:
+      The same messages with other weights.
+
+    Example:
+      >>> from jaxdist import topology
+      >>> topology.matrix(topology.lazy(topology.ring(4))).round(3).tolist()[0]
+      [0.667, 0.167, 0.0, 0.167]
+
+    References:
+      Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv 1702.05122, 2019.
+    """
+    rounds = []
+    for one in topology.rounds:
+        messages = tuple(m._replace(weights=tuple(w / 2 for w in m.weights)) for m in one.messages)
+        rounds.append(one._replace(messages=messages, self_weights=tuple((1 + w) / 2 for w in one.self_weights)))
+    return topology._replace(name=f"lazy {topology.name}", rounds=tuple(rounds))
