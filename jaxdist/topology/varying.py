@@ -55,8 +55,8 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
 
     Example:
       >>> from jaxdist import topology
-      >>> round(topology.expected_mixing_rate(topology.random_matchings(8, rounds=2000)) ** 2, 1)
-      0.4
+      >>> topology.random_matchings(4).rounds[0].messages[0].pairs
+      ((0, 2), (1, 3), (2, 0), (3, 1))
 
     References:
       Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
@@ -91,8 +91,8 @@ def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolog
 
     Example:
       >>> from jaxdist import topology
-      >>> round(topology.expected_mixing_rate(topology.relabelled_ring(16, rounds=500)), 1)
-      0.5
+      >>> round(topology.expected_mixing_rate(topology.relabelled_ring(16, rounds=500)), 2)
+      0.56
 
     References:
       Zhang, Cui, Kayi et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", 2020.
