@@ -5,6 +5,13 @@ from typing import Any, NamedTuple
 
 from .._typing import Array, Metrics, PRNGKeyArray, PyTree
 
+Layer = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def plain(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer as it is."""
+    return f
+
 
 class Workload(NamedTuple):
     """A model, its loss and its data, as pure functions.
@@ -16,8 +23,11 @@ class Workload(NamedTuple):
     Attributes:
       name: what the log and the plots call it.
       init: `init(key) -> params`.
-      loss: `loss(params, batch) -> scalar`, the mean over the batch.
-      metrics: `metrics(params, batch) -> {"loss": ..., ...}`, what an evaluation reports; means over the batch.
+      loss: `loss(params, batch, layer=plain) -> scalar`, the mean over the batch. `layer` wraps the functions
+        `f(params, *args)` of the layers, or of the whole model if it is small: `parallel.gathered` where parameters
+        are cut over the workers.
+      metrics: `metrics(params, batch, layer=plain) -> {"loss": ..., ...}`, what an evaluation reports; means over the
+        batch.
       batch: `batch(seed, step, size) -> Batch` of the training split.
       held_out: `held_out(size) -> list of batches` of at most `size` examples, never trained on, always the same.
       unit: what throughput counts, `"tokens"` or `"images"`.
@@ -26,8 +36,8 @@ class Workload(NamedTuple):
 
     name: str
     init: Callable[[PRNGKeyArray], PyTree]
-    loss: Callable[[PyTree, Any], Array]
-    metrics: Callable[[PyTree, Any], Metrics]
+    loss: Callable[..., Array]
+    metrics: Callable[..., Metrics]
     batch: Callable[[int, int, int], Any]
     held_out: Callable[[int], list[Any]]
     unit: str

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from sklearn.datasets import load_digits
 
 from .._typing import Metrics, PRNGKeyArray, PyTree
-from .base import Workload
+from .base import Layer, Workload, plain
+from .partition import dirichlet_partition, own_batches
 
 HELD_OUT_IMAGES = 360
 _SPLIT_SEED = 0
@@ -47,13 +48,16 @@ def splits() -> tuple[Digits, Digits]:
     return Digits(images[:cut], labels[:cut]), Digits(images[cut:], labels[cut:])
 
 
-def digits_workload(width: int = 32) -> Workload:
+def digits_workload(width: int = 32, *, workers: int = 1, concentration: float | None = None) -> Workload:
     """A small convolutional network on scikit-learn's digits.
 
     A batch is drawn with replacement from `(seed, step)`.
 
     Args:
       width: channels of the first convolution; the model has about `80 * width**2` parameters.
+      workers: with `concentration`, how many there are: each then has images of its own, always the same.
+      concentration: how alike the workers' labels are, as in `dirichlet_partition`: 0.1 is very different. None: every
+        batch is drawn from all images.
 
     Returns:
       A `Workload` that also reports `accuracy`.
@@ -67,22 +71,28 @@ def digits_workload(width: int = 32) -> Workload:
         raise ValueError(f"width must be at least 1, got {width}")
     train, held = splits()
     model = ConvNet(width)
+    mine = None
+    if concentration is not None:
+        mine = own_batches(dirichlet_partition(train.labels, workers, concentration=concentration))
 
     def init(key: PRNGKeyArray) -> PyTree:
         return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
 
-    def loss(params: PyTree, batch: Digits) -> Float[Array, ""]:
-        return metrics(params, batch)["loss"]
+    def loss(params: PyTree, batch: Digits, *, layer: Layer = plain) -> Float[Array, ""]:
+        return metrics(params, batch, layer=layer)["loss"]
 
-    def metrics(params: PyTree, batch: Digits) -> Metrics:
-        logits = model.apply({"params": params}, batch.images)
+    def metrics(params: PyTree, batch: Digits, *, layer: Layer = plain) -> Metrics:
+        logits = layer(lambda params, images: model.apply({"params": params}, images))(params, batch.images)
         return {
             "loss": jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)),
             "accuracy": jnp.mean((jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)),
         }
 
     def batch(seed: int, step: int, size: int) -> Digits:
-        chosen = np.random.default_rng((seed, step)).integers(0, len(train.labels), size)
+        if mine is None:
+            chosen = np.random.default_rng((seed, step)).integers(0, len(train.labels), size)
+        else:
+            chosen = mine(seed, step, size)
         return Digits(train.images[chosen], train.labels[chosen])
 
     def held_out(size: int) -> list[Digits]:

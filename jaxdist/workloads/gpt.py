@@ -1,6 +1,7 @@
 """A byte-level GPT: 256 tokens, no tokenizer, nothing to download."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 
 from .._typing import PRNGKeyArray, PyTree
+from .base import Layer, plain
 
 Tokens = UInt8[Array | np.ndarray, "batch length"] | Int[Array | np.ndarray, "batch length"]
 
@@ -67,21 +69,37 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, `config.layers` blocks, a norm and the output layer."""
+    """Embeddings, `config.layers` blocks, a norm and the output layer, each to be had with its own parameters alone."""
 
     config: GPTConfig
 
-    @nn.compact
-    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
+    def setup(self) -> None:
         config = self.config
-        length = tokens.shape[1]
-        embed = nn.Embed(config.vocabulary, config.width, embedding_init=nn.initializers.normal(0.1), name="tokens")
-        position = self.param("positions", nn.initializers.normal(0.02), (config.context, config.width))
-        x = embed(tokens) + position[None, :length]
+        self.tokens = nn.Embed(config.vocabulary, config.width, embedding_init=nn.initializers.normal(0.1))
         for layer in range(config.layers):
-            x = Block(config, name=f"block_{layer}")(x)
-        x = nn.LayerNorm(use_bias=False, name="final_norm")(x)
-        return nn.Dense(config.vocabulary, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="out")(x)
+            setattr(self, f"block_{layer}", Block(config))
+        self.final_norm = nn.LayerNorm(use_bias=False)
+        self.out = nn.Dense(config.vocabulary, use_bias=False, kernel_init=nn.initializers.normal(0.02))
+
+    @nn.compact
+    def embed(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length width"]:
+        """Where the residual stream begins."""
+        position = self.param("positions", nn.initializers.normal(0.02), (self.config.context, self.config.width))
+        return self.tokens(tokens) + position[None, : tokens.shape[1]]
+
+    def block(self, x: Float[Array, "batch length width"], layer: int) -> Float[Array, "batch length width"]:
+        """The block with this number."""
+        return getattr(self, f"block_{layer}")(x)
+
+    def head(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length vocabulary"]:
+        """From the residual stream to the logits of the next token."""
+        return self.out(self.final_norm(x))
+
+    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
+        x = self.embed(tokens)
+        for layer in range(self.config.layers):
+            x = self.block(x, layer)
+        return self.head(x)
 
 
 def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
@@ -106,13 +124,15 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
     return GPT(config).init(key, jnp.zeros((1, config.context), jnp.int32))["params"]
 
 
-def loss(config: GPTConfig, params: PyTree, batch: Tokens) -> Float[Array, ""]:
+def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layer: Layer = plain) -> Float[Array, ""]:
     """Mean cross-entropy, in nats per byte, of every byte given the ones before it.
 
     Args:
       config: the sizes that `params` were drawn with.
       params: from `init`.
       batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
+      layer: what the functions `f(params, x)` of the embedding, of each block and of the head are wrapped in, such as
+        `parallel.gathered`.
 
     Returns:
       The mean over all positions; `log(256) = 5.545` for a model that knows nothing.
@@ -122,5 +142,15 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens) -> Float[Array, ""]:
             f"a context of {config.context} takes at most {config.context + 1} tokens, got {batch.shape[1]}"
         )
     tokens = jnp.asarray(batch, jnp.int32)
-    logits = GPT(config).apply({"params": params}, tokens[:, :-1])
+
+    def part(names: Sequence[str], method: Callable, x: Array, *args: Any) -> Array:
+        def f(params, x):
+            return GPT(config).apply({"params": params}, x, *args, method=method)
+
+        return layer(f)({name: params[name] for name in names}, x)
+
+    x = part(("tokens", "positions"), GPT.embed, tokens[:, :-1])
+    for number in range(config.layers):
+        x = part((f"block_{number}",), GPT.block, x, number)
+    logits = part(("final_norm", "out"), GPT.head, x)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
