@@ -4,6 +4,7 @@ from . import analysis as analysis
 from . import checkpoint as checkpoint
 from . import comm as comm
 from . import compressors as compressors
+from . import offload as offload
 from . import parallel as parallel
 from . import placement as placement
 from . import recipes as recipes

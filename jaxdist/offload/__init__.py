@@ -1,0 +1,7 @@
+"""Models larger than a device: what is not needed now lies elsewhere, or is computed piece by piece."""
+
+from .tiled import Tiled as Tiled
+from .tiled import tile as tile
+from .tiled import tiled_dense as tiled_dense
+from .tiled import tiled_mlp as tiled_mlp
+from .tiled_flax import tiled_layers as tiled_layers

@@ -1,0 +1,305 @@
+"""Linear layers of any width, computed in tiles: only one tile of the weights is whole at a time."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._marks import OnHost, Sharded, is_mark
+from .._typing import Array, AxisNames, PyTree, Shape
+from ..comm import over
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Tiled:
+    """A kernel `[n, m]` as a grid of equal tiles, each a leaf of its own; `tile` makes it.
+
+    Args:
+      tiles: `in_splits` rows of `out_splits` tiles, `[⌈n/in_splits⌉, ⌈m/out_splits⌉]` each, or a mark around one.
+      shape: `(n, m)`; what lies beyond it in the last tiles is zero and stays zero.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> grid = offload.tile(jnp.ones((4, 6)), out_splits=3)
+      >>> len(grid.tiles), len(grid.tiles[0]), grid.tiles[0][0].shape
+      (1, 3, (4, 2))
+    """
+
+    __slots__ = ("shape", "tiles")
+
+    def __init__(self, tiles: Any, *, shape: Shape):
+        self.tiles, self.shape = tiles, tuple(shape)
+
+    def tree_flatten_with_keys(self):
+        """The grid is the only child."""
+        return ((jax.tree_util.GetAttrKey("tiles"), self.tiles),), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        """The inverse."""
+        return cls(children[0], shape=aux)
+
+    def __repr__(self) -> str:
+        return f"Tiled({self.tiles!r}, shape={self.shape})"
+
+
+def tile(kernel: Any, *, in_splits: int = 1, out_splits: int = 1) -> Tiled:
+    """Cuts a kernel into a grid of tiles, padded with zeros to equal sizes.
+
+    Args:
+      kernel: `[n, m]`, as `flax.linen.Dense` has it: `y = x @ kernel`.
+      in_splits: into how many pieces to cut the `n` inputs. The results of these tiles are added, in float32 or better.
+      out_splits: into how many to cut the `m` outputs.
+
+    Returns:
+      The tiles, for a tree of parameters. `parallel.shard(tiles)` cuts each over the workers (ZeRO stage 3): the layer
+      then gathers tile by tile, and its largest whole array is a tile. As many tiles as needed for one to fit; each
+      costs a collective.
+
+    Raises:
+      ValueError: the kernel is not a matrix, or there are fewer rows or columns than splits.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> offload.tile(jnp.ones((4, 7)), in_splits=2, out_splits=2).tiles[1][1].tolist()
+      [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+
+    References:
+      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
+      2104.07857, 2021 (memory-centric tiling).
+    """
+    if len(kernel.shape) != 2:
+        raise ValueError(f"tile needs a kernel [n, m], got shape {tuple(kernel.shape)}")
+    for name, splits, length in zip(("in_splits", "out_splits"), (in_splits, out_splits), kernel.shape, strict=True):
+        if not 1 <= splits <= max(length, 1):
+            raise ValueError(f"{name} must be between 1 and the {length} entries to split, got {splits}")
+    rows, columns = -(-kernel.shape[0] // in_splits), -(-kernel.shape[1] // out_splits)
+    missing = (rows * in_splits - kernel.shape[0], columns * out_splits - kernel.shape[1])
+    if any(missing):
+        kernel = jnp.pad(kernel, tuple((0, count) for count in missing))
+    cut = [jnp.split(row, out_splits, axis=1) for row in jnp.split(kernel, in_splits, axis=0)]
+    return Tiled(cut, shape=(kernel.shape[0] - missing[0], kernel.shape[1] - missing[1]))
+
+
+def tiled_dense(
+    x: Array,
+    kernel: Any,
+    bias: Any = None,
+    *,
+    in_splits: int = 1,
+    out_splits: int = 1,
+    axis: AxisNames = "data",
+    remat: bool = True,
+) -> Array:
+    """`x @ kernel + bias`, tile by tile: tiles that are cut over the workers or on the host are whole one at a time.
+
+    `y[..., k] = Σ_j x[..., j] W_jk`: a loop over `k` and in it one over `j`. A `Sharded` tile is gathered, one `OnHost`
+    copied to the device, inside the loop and again in the backward pass, whose gradient for a cut tile is the mean over
+    workers by a reduce-scatter, as in `parallel.gathered`.
+
+    Where the whole kernel lies on the device anyway, tiles save nothing: the loop needs them stacked, which is a copy,
+    and a matrix product has no temporary that they would shrink. Use `tiled_mlp` there, which does.
+
+    *On the wire* for `Sharded` tiles of `n` entries in all, float32: two gathers and a reduce-scatter for each tile,
+    together `3(W-1)/W · 4n` bytes sent (without `remat` one gather less). None otherwise.
+
+    *Memory*: one tile with its gradient, and this worker's pieces of all tiles once more, stacked for the loop.
+
+    Args:
+      x: `[..., n]`.
+      kernel: what `tile` returned, as it is or with its tiles marked (`parallel.shard`); or a plain `[n, m]`.
+      bias: `[m]` or `None`; may be `Sharded`.
+      in_splits: for a plain kernel, as in `tile`.
+      out_splits: for a plain kernel, as in `tile`.
+      axis: the mesh axis of the workers, where tiles are `Sharded`.
+      remat: fetch each tile again in the backward pass. Without it all of them live from forward to backward pass.
+
+    Returns:
+      `[..., m]`, in the dtype of the product of `x` and a tile.
+
+    Raises:
+      ValueError: `x` does not fit the kernel; splits for a kernel that is tiled already; a mark that cannot be fetched.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> offload.tiled_dense(jnp.ones((2, 4)), jnp.ones((4, 6)), jnp.ones(6), out_splits=3)[0].tolist()
+      [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+
+    References:
+      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
+      2104.07857, 2021 (memory-centric tiling).
+    """
+    grid = _grid("tiled_dense", kernel, in_splits, out_splits)
+    pieces = [_columns(x, grid, j) for j in range(len(grid.tiles))]
+
+    def column(column_tiles):
+        def add(total, each):
+            part, leaf = each
+            return total + _product(part, fetched(leaf, axis)).astype(total.dtype), None
+
+        if len(pieces) == 1:
+            return _product(pieces[0], fetched(column_tiles[0], axis))
+        first = jax.eval_shape(lambda: _product(pieces[0], _whole_like(column_tiles[0])))
+        wide = jnp.promote_types(first.dtype, jnp.float32)
+        start = jnp.zeros(first.shape, wide) + _nothing((x, column_tiles)).astype(wide)
+        body = jax.checkpoint(add, prevent_cse=False) if remat else add
+        return lax.scan(body, start, (jnp.stack(pieces), _stacked(column_tiles)))[0].astype(first.dtype)
+
+    by_column = [[row[k] for row in grid.tiles] for k in range(len(grid.tiles[0]))]
+    with jax.named_scope("tiled_dense"):
+        if len(by_column) == 1:
+            y = (jax.checkpoint(column) if remat else column)(by_column[0])
+        else:
+            body = jax.checkpoint(column, prevent_cse=False) if remat else column
+            _, y = lax.scan(lambda _, tiles: (None, body(tiles)), None, _stacked(by_column))
+            y = jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)
+        y = y[..., : grid.shape[1]]
+        return y if bias is None else y + fetched(bias, axis).astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+def tiled_mlp(
+    x: Array,
+    w_in: Any,
+    w_out: Any,
+    activation: Callable[..., Array] = jax.nn.gelu,
+    *,
+    bias_in: Any = None,
+    bias_out: Any = None,
+    splits: int = 1,
+    axis: AxisNames = "data",
+) -> Array:
+    """`activation(x @ w_in + bias_in) @ w_out + bias_out`, piece by piece of the hidden layer, which is never whole.
+
+    `y += act(x A_k + a_k) B_k` in a loop over `k`, computed again in the backward pass: neither the hidden activations
+    `[..., h]` nor a whole kernel is kept, but for kernels that lie on the device anyway.
+
+    *On the wire*: as `tiled_dense`, for both kernels.
+
+    *Memory*: `[..., h/splits]` for the hidden layer, and one tile of each kernel.
+
+    Args:
+      x: `[..., n]`.
+      w_in: `[n, h]`, or what `tile(w_in, out_splits=splits)` returned, its tiles marked or not. A tuple of such kernels
+        for gated layers: the activation then gets as many arguments.
+      w_out: `[h, m]`, or `tile(w_out, in_splits=splits)`.
+      activation: works entry by entry.
+      bias_in: `[h]` or `None`; a tuple of them for several `w_in`. `Sharded` ones are gathered at once.
+      bias_out: `[m]` or `None`.
+      splits: into how many pieces to cut the hidden layer, for plain kernels. More save memory, until the products
+        become too narrow for the device: keep `h/splits` at 512 or more on accelerators.
+      axis: the mesh axis of the workers, where tiles are `Sharded`.
+
+    Returns:
+      `[..., m]`, in the dtype of the product.
+
+    Raises:
+      ValueError: the kernels do not fit each other or `x`, or are tiled in different ways.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> y = offload.tiled_mlp(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.ones((8, 4)), jax.nn.relu, splits=4)
+      >>> y[0].tolist()
+      [32.0, 32.0, 32.0, 32.0]
+
+    References:
+      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
+      2104.07857, 2021 (memory-centric tiling).
+    """
+    several = isinstance(w_in, tuple)
+    ins = [_grid("tiled_mlp", kernel, 1, splits) for kernel in (w_in if several else (w_in,))]
+    out = _grid("tiled_mlp", w_out, splits, 1)
+    hidden, count = out.shape[0], len(out.tiles)
+    for grid in ins:
+        if len(grid.tiles) != 1 or len(grid.tiles[0]) != count or len(out.tiles[0]) != 1 or grid.shape[1] != hidden:
+            raise ValueError(
+                f"tiled_mlp needs w_in [n, h] cut by out_splits and w_out [h, m] cut by as many in_splits, got "
+                f"{grid.shape} in {len(grid.tiles)} x {len(grid.tiles[0])} tiles and {out.shape} in {count} x "
+                f"{len(out.tiles[0])}"
+            )
+    width = -(-hidden // count)
+    x = _columns(x, ins[0], 0)
+    biases = [] if bias_in is None else [fetched(b, axis) for b in (bias_in if several else (bias_in,))]
+    biases = [jnp.pad(b, (0, width * count - hidden)).reshape(count, width) for b in biases]
+
+    def add(total, each):
+        number, tiles, offsets, last = each
+        h = [_product(x, fetched(leaf, axis)) for leaf in tiles]
+        if offsets:
+            h = [y + b.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,)) for y, b in zip(h, offsets, strict=True)]
+        h = activation(*h)
+        if width * count > hidden:  # an activation of nothing need not be nothing
+            inside = number * width + jnp.arange(width) < hidden
+            h = jnp.where(inside.reshape((1,) * (h.ndim - 1) + (-1,)), h, jnp.zeros_like(h))
+        return total + _product(h, fetched(last, axis)).astype(total.dtype), None
+
+    each = (
+        jnp.arange(count),
+        _stacked([[grid.tiles[0][k] for grid in ins] for k in range(count)]),
+        biases,
+        _stacked([row[0] for row in out.tiles]),
+    )
+    dtype = jnp.result_type(x, *(leaf.dtype for leaf in jax.tree.leaves((each[1], each[3]))))
+    wide = jnp.promote_types(dtype, jnp.float32)
+    with jax.named_scope("tiled_mlp"):
+        start = jnp.zeros((*x.shape[:-1], out.shape[1]), wide) + _nothing((x, each)).astype(wide)
+        y = lax.scan(jax.checkpoint(add, prevent_cse=False), start, each)[0].astype(dtype)
+        return y if bias_out is None else y + fetched(bias_out, axis).astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+def fetched(leaf: Any, axis: AxisNames) -> Array:
+    """The whole array on the device: what is on the host comes from there, what is cut is gathered."""
+    if isinstance(leaf, OnHost):
+        return fetched(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaf.value), axis)
+    if isinstance(leaf, Sharded):
+        rows = over(leaf.axis or axis).all_gather(leaf.value, agreed=False)
+        return rows.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
+    if is_mark(leaf):
+        raise ValueError("a PerWorker kernel is whole already: pass its value")
+    return leaf
+
+
+def _grid(name: str, kernel: Any, in_splits: int, out_splits: int) -> Tiled:
+    if not isinstance(kernel, Tiled):
+        if is_mark(kernel):
+            raise ValueError(f"{name} needs tiles that are marked, not a mark: parallel.shard(tile(kernel, ...))")
+        return tile(kernel, in_splits=in_splits, out_splits=out_splits)
+    found = len(kernel.tiles), len(kernel.tiles[0])
+    if (in_splits, out_splits) not in ((1, 1), found):
+        raise ValueError(f"{name} got splits {(in_splits, out_splits)} for a kernel in {found[0]} x {found[1]} tiles")
+    return kernel
+
+
+def _columns(x: Array, grid: Tiled, j: int) -> Array:
+    """The inputs of the `j`-th row of tiles, padded as they are."""
+    if x.ndim == 0 or x.shape[-1] != grid.shape[0]:
+        raise ValueError(f"an input of shape {tuple(x.shape)} does not fit a kernel {grid.shape}")
+    width = -(-grid.shape[0] // len(grid.tiles))
+    part = x[..., j * width : (j + 1) * width]
+    return jnp.pad(part, [(0, 0)] * (x.ndim - 1) + [(0, width - part.shape[-1])])
+
+
+def _product(x: Array, w: Array) -> Array:
+    return jnp.einsum("...n,nm->...m", x, w)
+
+
+def _stacked(trees: Any) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _whole_like(leaf: Any) -> Array:
+    while isinstance(leaf, OnHost):
+        leaf = leaf.value
+    return jnp.zeros(leaf.shape, leaf.value.dtype if isinstance(leaf, Sharded) else leaf.dtype)
+
+
+def _nothing(tree: PyTree) -> Array:
+    """Zero, with a type that varies over the workers wherever any of the leaves does: the start of a loop's sum."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(lax.stop_gradient(x.ravel()[:0]).sum().astype(jnp.float32) for x in leaves) + jnp.zeros(())
