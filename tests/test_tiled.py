@@ -70,8 +70,8 @@ def test_mlp_equals_untiled(activation, splits):
         return tiled_mlp(x, w, out, activation, bias_in=b, bias_out=c, splits=splits)
 
     assert_close(value_and_grads(tiled, X, W, B, OUT, C), value_and_grads(plain, X, W, B, OUT, C), 1e-5)
-    grids = tile(W, out_splits=4), tile(OUT, in_splits=4)
-    gradients = jax.jit(jax.grad(lambda grids: tiled_mlp(X, *grids, activation, bias_in=B).sum()))(grids)
+    grids: Any = (tile(W, out_splits=4), tile(OUT, in_splits=4))
+    gradients = jax.jit(jax.grad(lambda grids: tiled_mlp(X, grids[0], grids[1], activation, bias_in=B).sum()))(grids)
     assert not gradients[0].tiles[0][3][:, 2:].any()
     assert not gradients[1].tiles[3][0][2:].any()
 
@@ -176,7 +176,8 @@ def test_flax():
             x = nn.gelu(nn.Dense(20, dtype=jnp.float32, name="wide")(x))
             return nn.Dense(3, name="last")(x)
 
-    model, x = Model(), normal(4, 6)
+    model: Any = Model()
+    x = normal(4, 6)
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     kernel = params["wide"]["kernel"]
     tiled = params | {"wide": params["wide"] | {"kernel": tile(kernel, out_splits=4)}}

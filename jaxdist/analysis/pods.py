@@ -49,6 +49,8 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     """
     # Else libtpu asks the metadata server of a cloud machine that this is not.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # A lock keeps a chip to one process; here there is no chip.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # what the plugin raises differs between versions
