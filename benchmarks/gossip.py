@@ -1,0 +1,172 @@
+"""Decentralised methods on data that differ between workers: accuracy against an all-reduce at equal steps.
+
+    python benchmarks/gossip.py --out benchmarks/reports/NAME
+
+Sixteen simulated workers train a convolutional net on handwritten digits; each has images of its own, of one to three
+digits mostly (a Dirichlet partition of concentration 0.1). The learning rate of each method is the best of `RATES` on a
+seed of its own; the others count. The accuracy is that of the mean of the workers' models, on held-out images.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import jaxdist as jd
+from jaxdist import topology
+from jaxdist.workloads.digits import digits_workload
+
+WORKERS, CONCENTRATION, TUNING_SEED = 16, 0.1, 100
+RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+GRAPHS = {
+    "ring": topology.ring(WORKERS),
+    "exponential": topology.exponential(WORKERS),
+    "one-peer exponential": topology.one_peer_exponential(WORKERS),
+    "path": topology.path(WORKERS),
+}
+STATIC, ALL = ("ring", "exponential"), ("ring", "exponential", "one-peer exponential")
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+    rate: Any
+
+
+class Entry(NamedTuple):
+    """A method of `gossip`, the momentum of the inner optimizer, and the graphs that it is tried on."""
+
+    method: Callable[[], Any]
+    momentum: float = 0.0
+    graphs: tuple[str, ...] = ALL
+
+
+METHODS = {
+    "D-PSGD": Entry(jd.d_psgd),
+    "D-PSGD, combine then adapt": Entry(lambda: jd.d_psgd(order="combine_then_adapt")),
+    "D-PSGD, local momentum": Entry(jd.d_psgd, momentum=0.9),
+    "SGP": Entry(jd.sgp),
+    "D2": Entry(jd.d2, graphs=("ring",)),
+    "gradient tracking": Entry(jd.gradient_tracking, graphs=STATIC),
+    "quasi-global momentum": Entry(lambda: jd.qg_momentum(nesterov=True)),
+    "RelaySGD": Entry(jd.relay_sgd, graphs=("path",)),
+    "CHOCO, top 10 %": Entry(lambda: jd.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
+    "CHOCO, 4 bits": Entry(lambda: jd.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
+    "DCD, 8 bits": Entry(lambda: jd.dcd(jd.qsgd(8)), graphs=("ring",)),
+}
+
+
+def by_rate(momentum: float) -> optax.GradientTransformationExtraArgs:
+    """SGD whose rate is an argument of the update, so that one program serves all rates."""
+
+    def update(updates, state, params=None, *, learning_rate, **_):
+        state = jax.tree.map(lambda m, g: momentum * m + g, state, updates)
+        return jax.tree.map(lambda m: -learning_rate * m, state), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def trainer(tx: Any, workload: Any, *, local: bool, steps: int, batch: int) -> Callable[[int, float], tuple]:
+    """`run(seed, rate)`: the accuracy of the mean model, the mean of the models' accuracies, and their distance."""
+
+    def step(state: TrainState, rows: Any) -> tuple[TrainState, dict]:
+        gradients = jd.local_value_and_grad(workload.loss)(state.params, rows)[1]
+        updates, opt_state = tx.update(gradients, state.opt_state, state.params, learning_rate=state.rate)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.rate), {}
+
+    many = jax.jit(jd.simulate(step, workers=WORKERS), donate_argnums=0)
+    held = workload.held_out(360)[0]
+    accuracy = jax.jit(lambda params: workload.metrics(params, held)["accuracy"])
+    each = jax.jit(jax.vmap(lambda params: workload.metrics(params, held)["accuracy"]))
+
+    def run(seed: int, rate: float) -> tuple[float, float, float]:
+        params = workload.init(jax.random.key(seed))
+        state = TrainState(jd.PerWorker(params) if local else params, tx.init(params), jnp.zeros(()))
+        state = jd.place(state, WORKERS)
+        for i in range(steps):
+            # Down to nothing in the last quarter, as one trains.
+            state = state._replace(rate=jnp.float32(rate * min(1.0, 4 * (1 - i / steps))))
+            state, _ = many(state, workload.batch(seed, i, batch))
+        if not local:
+            return float(accuracy(state.params)), float(accuracy(state.params)), 0.0
+        mean = float(accuracy(jd.consensus(state.params)))
+        apart = float(jd.transforms.consensus_distance(state.params))
+        return mean, float(each(state.params.value).mean()), apart
+
+    return run
+
+
+def measure(name: str, graph: str, run: Callable[[int, float], tuple], seeds: int) -> dict:
+    tuned = {rate: run(TUNING_SEED, rate)[0] for rate in RATES}
+    rate = max(tuned, key=lambda rate: (tuned[rate], -rate))
+    found = np.array([run(seed, rate) for seed in range(seeds)])
+    row = {"method": name, "graph": graph, "rate": rate, "tuning": tuned, "accuracy": found[:, 0].tolist()}
+    row |= {"accuracy of each": found[:, 1].tolist(), "distance": found[:, 2].tolist()}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| method | graph | rate | mean model | mean of the models | distance |", "|---|---|--:|--:|--:|--:|"]
+    for row in rows:
+        mean, each = (100 * np.array(row[key]) for key in ("accuracy", "accuracy of each"))
+        cells = f"{mean.mean():.1f} ±{(mean.max() - mean.min()) / 2:.1f} | {each.mean():.1f}"
+        lines.append(f"| {row['method']} | {row['graph']} | {row['rate']} | {cells} | {np.mean(row['distance']):.2f} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """One line a method and graph: the range over seeds and its middle."""
+    figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1), layout="constrained")
+    colours = {"all": "black", "ring": "#1b6ca8", "exponential": "#d1495b", "one-peer exponential": "#edae49"}
+    for at, row in enumerate(reversed(rows)):
+        values = 100 * np.array(row["accuracy"])
+        colour = colours.get(row["graph"], "#5b8c5a")
+        axes.plot([values.min(), values.max()], [at, at], color=colour, linewidth=2)
+        axes.plot([values.mean()], [at], "o", color=colour)
+    names = [f"{row['method']} ({row['graph']})" if row["graph"] != "all" else row["method"] for row in rows]
+    axes.set_yticks(range(len(rows)), reversed(names))
+    axes.axvline(100 * np.mean(rows[0]["accuracy"]), color="black", linewidth=0.5, linestyle=":")
+    axes.set_xlabel("held-out accuracy of the mean model in %, range over seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=256, help="images in a step, all workers together")
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--out", type=Path, help="the folder of the report")
+    given = parser.parse_args()
+    workload = digits_workload(given.width, workers=WORKERS, concentration=CONCENTRATION)
+    sizes = {"steps": given.steps, "batch": given.batch}
+    rows = []
+    for momentum in (0.0, 0.9):
+        tx = optax.chain(jd.all_reduce(jd.exact()), by_rate(momentum))
+        name = "all-reduce, momentum" if momentum else "all-reduce"
+        rows.append(measure(name, "all", trainer(tx, workload, local=False, **sizes), given.seeds))
+    for name in given.methods:
+        entry = METHODS[name]
+        for graph in entry.graphs:
+            tx = jd.gossip(by_rate(entry.momentum), GRAPHS[graph], method=entry.method())
+            rows.append(measure(name, graph, trainer(tx, workload, local=True, **sizes), given.seeds))
+    print(table(rows))
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "gossip.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (given.out / "gossip.md").write_text(table(rows) + "\n")
+        draw(rows, given.out / "gossip.png")
+
+
+if __name__ == "__main__":
+    main()
