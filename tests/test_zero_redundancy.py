@@ -1,5 +1,7 @@
 """ZeRO stages 1 and 2 against the optimizer itself; what is sent and what is kept."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from tiny import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
+from jaxdist.transforms.zero import means
 from jaxdist.transforms.zero.flat import piece, whole
 from jaxdist.transforms.zero.parts import Part, on_parts
 
@@ -88,7 +91,7 @@ def test_any_number_of_workers(workers):
 
 
 def test_after_a_full_mean():
-    tx = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adamw(1e-2), reduced=True))
+    tx = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adamw(1e-2), reducer=None))
     assert_close(run(tx, 4).params, plain(optax.adamw(1e-2)), 1e-6)
 
 
@@ -122,6 +125,8 @@ def test_bytes_and_memory():
     found = analysis.collectives(program)
     assert found.wire_bytes == 2 * 3 / 4 * 4 * entries
     assert [op.kind for op in found.ops] == ["all-to-all", "all-gather"]
+    in_buckets = analysis.collectives(compiled(jd.zero_redundancy(optax.adam(1e-2), stage=2)))
+    assert in_buckets.wire_bytes == found.wire_bytes
     clipped = analysis.collectives(
         compiled(jd.zero_redundancy(optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1))))
     )
@@ -129,7 +134,7 @@ def test_bytes_and_memory():
     muon = analysis.collectives(compiled(jd.zero_redundancy(optax.contrib.muon(1e-2))))
     # Its momentum is gathered, and so the update need not be; a sum for its norm.
     assert muon.wire_bytes == found.wire_bytes + 2 * 3 / 4 * 4
-    full = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adam(1e-2), reduced=True))
+    full = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.adam(1e-2), reducer=None))
     assert analysis.collectives(compiled(full)).wire_bytes == 3 / 4 * 4 * (2 * (64 * 256 + 100) + entries)
     assert analysis.memory(program).arguments == pytest.approx(4 * (entries + 2 * entries / 4), rel=0.02)
 
@@ -154,11 +159,12 @@ def test_examples_weigh_and_none_changes_nothing():
     assert int(idle.opt.empty) == 1
 
 
-def run_tree(tx, start, workers):
+def run_tree(tx, start, workers, *, mean_first=False):
     """Twenty steps of `tx` on the gradients of another model."""
 
     def step(state, batch):
-        grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p - batch.mean(), state.params)
+        mean = jax.lax.pmean(batch.mean(), "data") if mean_first else batch.mean()
+        grads = jax.tree.map(lambda p: jnp.sin(3 * p) + p - mean, state.params)
         updates, opt = tx.update(grads, state.opt, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt), {}
 
@@ -175,6 +181,24 @@ def test_what_looks_at_more_than_entries(name):
     tx = LEAFWISE[name]
     expected = run_tree(optax.chain(jd.all_reduce(jd.exact()), tx), start, 4)
     assert_close(run_tree(jd.zero_redundancy(tx), start, 4), expected, 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "lion", "adafactor", "lamb", "muon"])
+def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
+    """Twenty steps with leaves that divide nowhere; in stage 3 their gradients are means, cut."""
+    monkeypatch.setattr(means, "BUCKET_BYTES", 200)
+    start: Any = {name: x for name, x in params().items() if x.size} | {"m": jnp.ones((129, 130)) * 0.1}
+    inner = (ELEMENTWISE | LEAFWISE)[name]
+    expected = run_tree(optax.chain(jd.all_reduce(jd.exact()), inner), start, 8)
+    tx = jd.zero_redundancy(inner, stage=1 if stage == 3 else stage)
+    for workers in (1, 2, 4, 8):
+        if stage < 3:
+            found = run_tree(tx, start, workers)
+        else:
+            found = jd.consensus(run_tree(tx, jd.parallel.shard(start, smallest=0), workers, mean_first=True))
+        assert_close(found, expected, 2e-6)
 
 
 def test_on_parts():

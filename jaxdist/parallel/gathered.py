@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._marks import Sharded, is_mark
+from .._marks import Sharded, axis_tuple
 from .._typing import AxisNames, PyTree
-from ..comm import over
+from ..compressors.base import Compressor
+from ..reducers import Reducer, exact
 from ..reducers._flat import MULTIPLE
-from ..transforms.zero.flat import joined
+from ..reducers.base import scatter_form
+from ._assembled import assembler
+
+EXACT = exact()
 
 
 def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
@@ -43,7 +47,15 @@ def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
     return jax.tree.map(lambda x: Sharded(x, multiple=MULTIPLE) if x.size >= smallest else x, params)
 
 
-def gathered(f: Callable[..., Any], *, axis: AxisNames = "data", remat: bool = True) -> Callable[..., Any]:
+def gathered(
+    f: Callable[..., Any],
+    *,
+    axis: AxisNames = "data",
+    remat: bool = True,
+    reducer: Reducer = EXACT,
+    compressor: Compressor | None = None,
+    secondary: bool = False,
+) -> Callable[..., Any]:
     """`f(params, *args)`, a layer or a model, for parameters that are cut: whole while `f` runs, and then dropped.
 
     The forward pass gathers the `Sharded` parameters. The backward pass gathers them again instead of keeping them, and
@@ -53,14 +65,37 @@ def gathered(f: Callable[..., Any], *, axis: AxisNames = "data", remat: bool = T
     *On the wire* for `n` entries in float32: two all-gathers and a reduce-scatter, `3(W-1)/W · 4n` bytes sent (without
     `remat` one all-gather less, and then all whole parameters live from the forward to the backward pass).
 
+    The three parts of ZeRO++ make that cheap where groups of workers have slow links between them, over
+    `axis=(slow, fast)` with `P` groups of `L`. Between groups a worker sends per layer of `n` float32 entries, beside
+    `3(P-1)/P · 4n/L` for gathers and reduce-scatters of two levels:
+
+    - `compressor=int8()` (qwZ): all compute with what a code of the parameters decodes to, `bytes(n/W)` instead of
+      `4n/W` from each owner; forward and backward pass with the same. The owner updates its exact part, with the
+      gradient for the decoded one: nothing piles up.
+    - `secondary=True` (hpZ): what came over the slow links stays until the backward pass, which gathers over fast links
+      alone. It costs `n/L` entries of memory a layer (or their code), which is why it is not the default.
+    - `reducer=hierarchical(inner=two_shot(int4()), outer=two_shot(int4()))` (qgZ): gradients are coded, averaged in
+      each group, coded again and averaged between groups, `(P-1)/P · bytes(n/L)` between them.
+
+    Random codes draw by the bits of what they code: equal parameters get equal draws whenever they are gathered, other
+    ones get others.
+
     Args:
       f: `f(params, *args)`; it sees whole arrays. `params` is a tree that contains marks, not a mark itself, which a
         step does not see.
       axis: the mesh axis of the workers.
       remat: compute `f` again in the backward pass.
+      reducer: averages the gradients of cut parameters, in its reduce-scatter form; nothing of it outlives the step,
+        so error feedback is refused.
+      compressor: the code of the parameters; fine blocks, and 8 bits at first: 4 bits hurt small models.
+      secondary: gather over the fast links alone in the backward pass; for two axes.
 
     Returns:
       The function of cut parameters.
+
+    Raises:
+      ValueError: the reducer has no reduce-scatter form or keeps something from step to step (at trace time);
+        `secondary` without two axes or without `remat`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -76,17 +111,34 @@ def gathered(f: Callable[..., Any], *, axis: AxisNames = "data", remat: bool = T
     References:
       Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
       1910.02054, 2020. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv
-      2304.11277, 2023.
+      2304.11277, 2023. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
+      arXiv 2306.10209, 2023.
     """
+    if secondary and len(axis_tuple(axis)) < 2:
+        raise ValueError(f"secondary=True is for two levels of workers, axis=(slow, fast), got axis={axis!r}")
+    if secondary and not remat:
+        raise ValueError("secondary=True gathers again in the backward pass, which remat=False does not: leave one out")
+    form = scatter_form(reducer, "gathered(..., reducer=exact())")
+    keep, assemble = assembler(axis, form, compressor, secondary)
 
-    def run(params, *args):
-        return f(_whole(params, axis), *args)
+    def run(params, kept, *args):
+        return f(assemble(params, kept), *args)
 
     # Between layers nothing may be merged: a gather shared by forward and backward pass would live through both.
-    return jax.checkpoint(run, prevent_cse=True) if remat else run
+    again = jax.checkpoint(run, prevent_cse=True) if remat else run
+    return lambda params, *args: again(params, keep(params), *args)
 
 
-def gathered_scan(f: Callable[..., Any], layers: Sequence[PyTree], x: Any, *args: Any, axis: AxisNames = "data") -> Any:
+def gathered_scan(
+    f: Callable[..., Any],
+    layers: Sequence[PyTree],
+    x: Any,
+    *args: Any,
+    axis: AxisNames = "data",
+    reducer: Reducer = EXACT,
+    compressor: Compressor | None = None,
+    secondary: bool = False,
+) -> Any:
     """`x = f(layer, x, *args)` for each layer in turn, one layer whole at a time, compiled once for all.
 
     *On the wire*: as `gathered`, once for each layer.
@@ -98,6 +150,9 @@ def gathered_scan(f: Callable[..., Any], layers: Sequence[PyTree], x: Any, *args
       x: what goes through the layers.
       args: passed to each.
       axis: the mesh axis of the workers.
+      reducer: as in `gathered`.
+      compressor: as in `gathered`.
+      secondary: as in `gathered`.
 
     Returns:
       The last `x`.
@@ -122,16 +177,5 @@ def gathered_scan(f: Callable[..., Any], layers: Sequence[PyTree], x: Any, *args
     if len(kinds) != 1:
         raise ValueError(f"gathered_scan needs at least one layer, and all alike, got {len(kinds)} kinds")
     stacked = jax.tree.map(lambda *pieces: jnp.stack(pieces), *layers)
-    layer = gathered(f, axis=axis)
+    layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary=secondary)
     return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
-
-
-def _whole(params: PyTree, axis: AxisNames) -> PyTree:
-    comm = over(axis)
-
-    def one(leaf):
-        if not is_mark(leaf):
-            return leaf
-        return joined(comm.all_gather(leaf.value, agreed=False), leaf.shape)
-
-    return jax.tree.map(one, params, is_leaf=is_mark)

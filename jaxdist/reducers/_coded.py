@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array, Int, Key, Payload
+from .._typing import Array, Int, Key, Payload, State
 from ..comm import Comm
 from ..compressors import scaled
 from ..compressors.base import Compressor
@@ -15,6 +15,15 @@ from ..compressors.base import Compressor
 def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
     """One more, up to the largest number that there is."""
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
+
+
+def fold_keys(state: State, data: Array | int) -> State:
+    """The keys of a reducer's state, folded with a number; all else stays."""
+
+    def one(leaf):
+        return jax.random.fold_in(leaf, data) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+    return jax.tree.map(one, state)
 
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:

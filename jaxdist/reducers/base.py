@@ -37,6 +37,7 @@ class Wire(NamedTuple):
       exchange: arrays `[W, *s]`, row `j` for worker `j`; they come back as `[W, *s]`, row `j` from worker `j`.
       sum: arrays to add up, integers too, in their own dtype: who sends them sees to it that they cannot overflow.
       max: arrays of which to find the largest entries.
+      scatter: arrays `[W, *s]`; they come back as `[*s]`, the mean of everybody's row for this worker.
     """
 
     mean: Sequence[Array] = ()
@@ -44,6 +45,7 @@ class Wire(NamedTuple):
     exchange: Sequence[Array] = ()
     sum: Sequence[Array] = ()
     max: Sequence[Array] = ()
+    scatter: Sequence[Array] = ()
 
 
 Rounds = Generator[Wire, Wire, tuple[Reduced, State]]
@@ -56,7 +58,10 @@ class Reducer(NamedTuple):
       init: `init(like) -> state` from the shapes of what will be reduced. It never communicates.
       reduce: `reduce(updates, state, comm, **agreed) -> (Reduced, state)`. `agreed` are extras equal on all workers
         (`step`, `learning_rate`).
-      scatter: the reduce-scatter form, where there is one.
+      scatter: gives the reduce-scatter form, a reducer whose `mean` has this worker's piece `[n]` of each leaf, cut as
+        `Sharded(leaf, multiple=8)` is, and whose `own` is whole; or raises `ValueError` saying why there is none. With
+        `reduce(..., pods=P)` the group is one of `P`, cut over all their workers: worker `i` gets, one after the
+        other, what the workers at place `i` of all groups own. `None`: there is none.
       law: `"exact"`: `mean == comm.mean(own)`. `"telescoping"`: the same plus what servers held before and less what
         they hold after. `"unbiased"`: that, plus noise of mean zero which nobody makes up for. `"none"`: none of these,
         and error feedback refuses it.
@@ -69,7 +74,7 @@ class Reducer(NamedTuple):
 
     init: Callable[[PyTree[Like]], State]
     reduce: Callable[..., tuple[Reduced, State]]
-    scatter: Callable | None = None
+    scatter: Callable[[], "Reducer"] | None = None
     law: Law = "exact"
     rounds: Callable[..., Rounds] | None = None
     plain: bool = False
@@ -135,6 +140,7 @@ def send(wire: Wire, comm: Comm) -> Wire:
         exchange=fused_bytes(comm.all_to_all, wire.exchange, rows=True),
         sum=fused(comm.sum, wire.sum),
         max=fused(comm.max, wire.max),
+        scatter=fused(comm.reduce_scatter_mean, wire.scatter, rows=True),
     )
 
 
@@ -161,6 +167,16 @@ def feedback_form(reducer: Reducer) -> Reducer:
             "a biased second code whose error nobody keeps) cannot say: use it without feedback"
         )
     return reducer if reducer.for_feedback is None else reducer.for_feedback()
+
+
+def scatter_form(reducer: Reducer, advice: str = "reduce in full") -> Reducer:
+    """The reduce-scatter form of a reducer; `ValueError` with the advice where none exists."""
+    if reducer.scatter is None:
+        raise ValueError(
+            "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
+            f"such, error_feedback and loco around two_shot, and by_leaf of them: use one, or {advice}"
+        )
+    return reducer.scatter()
 
 
 def already_corrected() -> Reducer:

@@ -1,10 +1,9 @@
 """Flat buckets: leaves are concatenated, and each bucket is reduced by itself."""
 
 import jax
-import jax.numpy as jnp
 
-from .._typing import Updates
 from ..schedule import assign_buckets
+from ._coded import fold_keys
 from ._flat import concatenate, from_vectors, vector_likes
 from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
 
@@ -54,7 +53,8 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
         if is_stand_in(like):
             return 0
         leaves = jax.tree.leaves(like)
-        return tuple(_apart(reducer.init(_flat_like(leaves, members)), i) for i, members in enumerate(plan(leaves)))
+        # Buckets must not share their draws.
+        return tuple(fold_keys(reducer.init(_flat_like(leaves, members)), i) for i, members in enumerate(plan(leaves)))
 
     def reduce(updates, state, comm, **agreed):
         leaves, structure = jax.tree.flatten(updates)
@@ -90,12 +90,3 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
 
 def _flat_like(leaves: list, members: list[int]) -> jax.ShapeDtypeStruct:
     return vector_likes([leaves[i] for i in members])[0]
-
-
-def _apart(state: Updates, bucket: int) -> Updates:
-    """Buckets must not share their draws: each bucket's keys are folded with its number."""
-
-    def one(leaf):
-        return jax.random.fold_in(leaf, bucket) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-    return jax.tree.map(one, state)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Hashable, Mapping
 import jax
 import jax.numpy as jnp
 
-from .._typing import Like
-from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, together, weakest
+from .._typing import Array, Like
+from ._pieces import length
+from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, scatter_form, together, weakest
 
 
 def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
@@ -56,7 +57,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
         labels = labels_of(like)
         return {label: reducer.init(part(like, labels, label)) for label, reducer in parts.items()}
 
-    def rounds(updates, state, comm, **agreed):
+    def rounds(updates, state, comm, *, zero=_zero, **agreed):
         labels = labels_of(updates)
         results = yield from together(
             [
@@ -71,14 +72,25 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
 
         def join(which, leaves):
             chosen = [reduced[label][which][i] if label in parts else None for i, label in enumerate(labels)]
-            return structure.unflatten([new if new is not None else zero(leaf) for new, leaf in zip(chosen, leaves)])
+            nothing = (zero, _zero)[which]
+            return structure.unflatten([nothing(leaf) if new is None else new for new, leaf in zip(chosen, leaves)])
 
         leaves = jax.tree.leaves(updates)
         new_state = {label: result[1] for label, result in zip(parts, results)}
         return Reduced(join(0, leaves), join(1, leaves)), new_state
 
-    def zero(leaf):  # not zeros_like, which would be typed varying: nothing was sent, and all agree on it
-        return jnp.zeros(leaf.shape, leaf.dtype)
+    def scatter():
+        forms = {label: None if reducer is None else scatter_form(reducer) for label, reducer in reducers.items()}
+        form = by_leaf(label_fn, forms)
+
+        def to_pieces(updates, state, comm, *, pods=1, **agreed):
+            def zero(leaf):
+                return jnp.zeros(pods * length(leaf.size, pods * comm.size), leaf.dtype)
+
+            assert form.rounds is not None
+            return form.rounds(updates, state, comm, zero=zero, pods=pods, **agreed)
+
+        return from_rounds("by_leaf_scatter", form.init, to_pieces, law=form.law)
 
     def held(state, like, comm):
         labels, structure = labels_of(like), jax.tree.structure(like)
@@ -87,7 +99,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
             for label, reducer in parts.items()
         }
         leaves = enumerate(zip(jax.tree.leaves(like), labels))
-        return structure.unflatten([trees[label][i] if label in trees else zero(leaf) for i, (leaf, label) in leaves])
+        return structure.unflatten([trees[label][i] if label in trees else _zero(leaf) for i, (leaf, label) in leaves])
 
     return from_rounds(
         "by_leaf",
@@ -99,4 +111,9 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
             {label: None if reducer is None else feedback_form(reducer) for label, reducer in reducers.items()},
         ),
         held=held,
+        scatter=scatter,
     )
+
+
+def _zero(leaf: Like) -> Array:  # not zeros_like, which would be typed varying: nothing was sent, and all agree on it
+    return jnp.zeros(leaf.shape, leaf.dtype)

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from .._marks import PerWorker, with_value
 from .._typing import Array, Like, State, Updates
 from ..compressors.base import working_dtype
-from .base import Reduced, Reducer, already_corrected, cast_like, feedback_form, from_rounds, held_by, rounds_of
+from .base import (
+    Reduced,
+    Reducer,
+    already_corrected,
+    cast_like,
+    feedback_form,
+    from_rounds,
+    held_by,
+    rounds_of,
+    scatter_form,
+)
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -80,8 +90,10 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
     """
     if not 0 < decay <= 1:
         raise ValueError(f"decay must be in (0, 1], got {decay}")
-    inner = feedback_form(reducer)
+    return _with_feedback(feedback_form(reducer), decay, with_learning_rate)
 
+
+def _with_feedback(inner: Reducer, decay: float, with_learning_rate: bool) -> Reducer:
     def init(like):
         wide = jax.tree.map(_wide, like)
         return ErrorFeedbackState(inner.init(wide), PerWorker(jax.tree.map(_zeros, like)))
@@ -109,6 +121,9 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
         law=inner.law,
         for_feedback=already_corrected,
         held=held,
+        scatter=None
+        if inner.scatter is None
+        else lambda: _with_feedback(scatter_form(inner), decay, with_learning_rate),
     )
 
 

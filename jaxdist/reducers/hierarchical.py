@@ -1,12 +1,16 @@
 """Two levels: exact over fast links, any reducer on a shard over slow ones."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from .._marks import INNER, OUTER, PerWorker, Sharded, is_mark
-from .._typing import Array, State
-from ._flat import from_vectors, vector_likes, vectors
-from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of
+from .._typing import Array, Like, State, Updates
+from ..comm import Comm
+from ._coded import fold_keys
+from ._flat import MULTIPLE, from_vectors, vector_likes, vectors
+from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of, scatter_form
 
 
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
@@ -16,21 +20,25 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     that crosses between pods. Error feedback belongs inside, on the shard: `outer=error_feedback(...)`.
 
     *On the wire* for `n` elements: on the fast axis a reduce-scatter and an all-gather, `2(L-1)/L · itemsize · n`
-    bytes; on the slow axes what `outer` sends for a vector of `n/L`.
+    bytes; on the slow axes what `outer` sends for a vector of `n/L`. With `inner=two_shot(code)` the reduce-scatter is
+    coded too, and the gather is not. The reduce-scatter form has no gather: with `two_shot` for both levels it is the
+    quantised reduce-scatter of ZeRO++ (qgZ), and sends `(L-1)/L · bytes(n)` and `(P-1)/P · bytes(n/L)` between `P`
+    pods.
 
     *State*: that of `outer`, cut over the fast axis where it is shaped like the vector, else one for each place on it.
     What `outer` cuts itself (the server residual of `two_shot`) is cut over both; when the number of workers changes,
     such entries move within the padding, by fewer places than `8 W`, unless `n` is a multiple of that.
 
     Args:
-      inner: over the fast axis; `exact()`.
-      outer: over the slow axes; sees one flat vector for each dtype.
+      inner: over the fast axis: `exact()`, or another one that has a reduce-scatter form, `two_shot(int8())`.
+      outer: over the slow axes; sees one flat vector for each dtype. Of the reduce-scatter form it must not keep
+        anything per worker: error feedback is for `inner` there.
 
     Returns:
       The reducer, for `all_reduce(..., axis=(slow, fast))`.
 
     Raises:
-      ValueError: `inner` is not a plain mean, or the group has not two levels.
+      ValueError: `inner` has no reduce-scatter form, or the group has not two levels.
 
     Example:
       >>> import jaxdist as jd
@@ -41,32 +49,58 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209,
       2023.
     """
-    if not inner.plain:
-        raise ValueError("hierarchical(inner=...) must be exact(): compress on the slow links, with outer=...")
+    first = scatter_form(inner, "hierarchical(inner=exact(), outer=...), which compresses on the slow links alone")
+    multiple = 1 if inner.plain else MULTIPLE
 
     def init(like):
         if is_stand_in(like):
             return 0
         likes = vector_likes(jax.tree.leaves(like))
-        return _spread(outer.init(likes), {flat.shape for flat in likes})
+        spread = _spread(outer.init(likes), {flat.shape for flat in likes}, multiple)
+        return spread if inner.plain else (first.init(likes), spread)
 
     def reduce(updates, state, comm, **agreed):
-        if comm.inner is None or comm.outer is None:
-            raise ValueError(
-                "hierarchical() needs two levels of workers: all_reduce(..., axis=(slow, fast)) with both names, "
-                f"but this group of {comm.size} has one"
-            )
+        fast, slow = _levels(comm)
         leaves, structure = jax.tree.flatten(updates)
-        chunks = [comm.inner.reduce_scatter_mean(_rows(flat, comm.inner.size)) for flat in vectors(leaves)]
-        reduced, plain = drive(rounds_of(outer, chunks, unmarked(state, leaves), comm.outer, **agreed), comm.outer)
+        flats = vectors(leaves)
+        if inner.plain:
+            inner_state, chunks = None, [fast.reduce_scatter_mean(_rows(flat, fast.size)) for flat in flats]
+        else:
+            inner_state, state = state
+            chunks, inner_state = _in_pods(first, flats, inner_state, fast, slow, agreed)
+        reduced, plain = drive(rounds_of(outer, chunks, unmarked(state, leaves), slow, **agreed), slow)
         state = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
         mean, own = (structure.unflatten(whole(parts, leaves, comm)) for parts in reduced)
-        return Reduced(mean, comm.varying(own)), state
+        return Reduced(mean, comm.varying(own)), state if inner.plain else (inner_state, state)
+
+    def scatter():
+        last = scatter_form(outer)
+
+        def start(like):
+            if is_stand_in(like):
+                return 0
+            state = last.init(jax.tree.map(_flat, like))
+            if any(map(is_mark, jax.tree.leaves(state, is_leaf=is_mark))):
+                raise ValueError(
+                    "the reduce-scatter form of hierarchical() has no place for what outer= keeps of each shard: put "
+                    "error feedback around inner=, or use an unbiased code for outer=, two_shot(qsgd(4))"
+                )
+            return first.init(like), state
+
+        def to_pieces(updates, state, comm, **agreed):
+            fast, slow = _levels(comm)
+            agreed = {**agreed, "pods": slow.size}
+            chunks, inner_state = _in_pods(first, updates, state[0], fast, slow, agreed)
+            reduced, outer_state = drive(rounds_of(last, chunks, state[1], slow, **(agreed | {"pods": 1})), slow)
+            return Reduced(reduced.mean, updates), (inner_state, outer_state)
+
+        return Reducer(start, to_pieces, law="none")
 
     def held(state, like, comm):
         leaves, structure = jax.tree.flatten(like)
-        chunks = [jax.ShapeDtypeStruct((-(-x.size // comm.inner.size),), x.dtype) for x in vector_likes(leaves)]
-        parts = held_by(outer, unmarked(state, leaves), chunks, comm.outer)
+        lengths = [-(-x.size // (comm.inner.size * multiple)) * multiple for x in vector_likes(leaves)]
+        chunks = [jax.ShapeDtypeStruct((n,), x.dtype) for n, x in zip(lengths, vector_likes(leaves), strict=True)]
+        parts = held_by(outer, unmarked(state if inner.plain else state[1], leaves), chunks, comm.outer)
         return structure.unflatten(whole(parts, leaves, comm))
 
     def unmarked(state, leaves):
@@ -83,18 +117,47 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "inside, hierarchical(inner=exact(), outer=error_feedback(...))"
         )
 
-    return Reducer(init, reduce, law=outer.law, for_feedback=for_feedback, held=held)
+    has_scatter = outer.scatter is not None
+    return Reducer(
+        init, reduce, law=outer.law, for_feedback=for_feedback, held=held, scatter=scatter if has_scatter else None
+    )
+
+
+def _levels(comm: Comm) -> tuple[Comm, Comm]:
+    if comm.inner is None or comm.outer is None:
+        raise ValueError(
+            "hierarchical() needs two levels of workers: all_reduce(..., axis=(slow, fast)) with both names, "
+            f"but this group of {comm.size} has one"
+        )
+    return comm.inner, comm.outer
+
+
+def _in_pods(
+    form: Reducer, updates: Updates, state: State, fast: Comm, slow: Comm, agreed: dict
+) -> tuple[Updates, State]:
+    """The pieces of the mean of each pod. Pods draw different numbers, of keys that all agree on."""
+
+    def is_key(leaf):
+        return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    reduced, new = drive(rounds_of(form, updates, fold_keys(state, slow.index), fast, **agreed), fast)
+    return reduced.mean, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
+
+
+def _flat(like: Like) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((math.prod(like.shape),), like.dtype)
 
 
 def _rows(flat: Array, count: int) -> Array:
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
-def _spread(state: State, lengths: set) -> State:
+def _spread(state: State, lengths: set, multiple: int) -> State:
     """Marks the outer reducer's state: its own marks are over slow axes, and all leaves differ along the fast one."""
 
     def inside(leaf):
-        return Sharded(leaf, axis=INNER) if leaf.shape in lengths else PerWorker(leaf, axis=INNER, resize="copy")
+        is_vector = leaf.shape in lengths
+        return Sharded(leaf, axis=INNER, multiple=multiple) if is_vector else PerWorker(leaf, axis=INNER, resize="copy")
 
     def one(node):
         if isinstance(node, PerWorker):

@@ -10,7 +10,17 @@ from .._marks import PerWorker, with_value
 from .._typing import Array, Int, Like, State
 from ..compressors.base import working_dtype
 from ._coded import next_count
-from .base import Reduced, Reducer, already_corrected, cast_like, feedback_form, from_rounds, held_by, rounds_of
+from .base import (
+    Reduced,
+    Reducer,
+    already_corrected,
+    cast_like,
+    feedback_form,
+    from_rounds,
+    held_by,
+    rounds_of,
+    scatter_form,
+)
 
 LEVELS = 127
 
@@ -66,8 +76,10 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
         raise ValueError(f"reset_every must be at least 1, got {reset_every}")
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    inner = feedback_form(reducer)
+    return _with_memory(feedback_form(reducer), beta, reset_every, block)
 
+
+def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> Reducer:
     def init(like):
         wide = jax.tree.map(_wide, like)
         error = jax.tree.map(lambda x: _store(jnp.zeros(x.shape, x.dtype), block), wide)
@@ -91,7 +103,15 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
     def held(state, like, comm):
         return held_by(inner, state.reducer, jax.tree.map(_wide, like), comm)
 
-    return from_rounds("loco", init, rounds, law=inner.law, for_feedback=already_corrected, held=held)
+    return from_rounds(
+        "loco",
+        init,
+        rounds,
+        law=inner.law,
+        for_feedback=already_corrected,
+        held=held,
+        scatter=None if inner.scatter is None else lambda: _with_memory(scatter_form(inner), beta, reset_every, block),
+    )
 
 
 def _wide(like: Like) -> jax.ShapeDtypeStruct:

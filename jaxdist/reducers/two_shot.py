@@ -1,6 +1,6 @@
 """Two shots: a coded reduce-scatter, then a coded gather. The bytes of an all-reduce, for any code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,7 +12,8 @@ from .._typing import Array, Int, Key, Payload
 from ..comm import Comm
 from ..compressors.base import Compressor, working_dtype
 from ._coded import contraction_form, mean_of_decoded, next_count, step_key
-from ._flat import MULTIPLE, from_vectors, vector_likes, vectors
+from ._flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
+from ._pieces import apart, joined, length, rows, side_by_side
 from .base import Law, Reduced, Reducer, Wire, cast_like, from_rounds, is_stand_in
 
 
@@ -42,7 +43,8 @@ def two_shot(
     *On the wire* for a vector of `n` entries, cut into chunks of `c = 8⌈n / 8W⌉`: one all-to-all and one all-gather,
     `(W-1) (bytes(c) + bytes₂(c))` sent, with the bytes of both codes; about `2(W-1)/W · bytes(n)`, like an all-reduce,
     where `compressed` sends `(W-1) · bytes(n)`. Scales travel with the codes. With two workers both send the same, and
-    `compressed` loses less and is faster (on CPU, whose all-to-all is half duplex, by far): prefer it there.
+    `compressed` loses less and is faster (on CPU, whose all-to-all is half duplex, by far): prefer it there. The
+    reduce-scatter form is the first shot alone, `(W-1) bytes(c)`, with one code for each worker and dtype.
 
     *State*: a key and a count, agreed; with server feedback, a float32 (or better) residual of `n`, cut over the
     workers.
@@ -93,17 +95,9 @@ def two_shot(
         del agreed
         leaves, tree = jax.tree.flatten(updates)
         flats = vectors(leaves)
-        cut = [_rows(flat, comm.size) for flat in flats]
+        cut = [rows(flat, comm.size) for flat in flats]
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
-        keys = [jax.random.split(jax.random.fold_in(key, 2 * i), comm.size) for i in range(len(cut))]
-        payloads = [jax.vmap(compressor.compress)(rows, draws) for rows, draws in zip(cut, keys, strict=True)]
-        arrays, structure = jax.tree.flatten(payloads)
-        received = yield Wire(exchange=arrays)
-
-        means = [
-            mean_of_decoded(_decoder(compressor, rows), arrived)
-            for arrived, rows in zip(structure.unflatten(received.exchange), cut, strict=True)
-        ]
+        payloads, means = yield from _first_shot(compressor, cut, key, comm)
         if keeps:
             means = [mean + _fit(e.value, mean.size) for mean, e in zip(means, state.residuals, strict=True)]
         key = step_key(state.key, state.count, comm, shared=last.shared_key)
@@ -126,26 +120,63 @@ def two_shot(
         mean, own = (cast_like(tree.unflatten(from_vectors(x, leaves)), updates) for x in (delivered, owns))
         return Reduced(mean, own), TwoShotState(state.key, next_count(state.count), residuals)
 
+    def to_pieces(updates, state, comm, *, pods=1, **agreed):
+        del agreed
+        leaves, tree = jax.tree.flatten(updates)
+        groups = alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
+        cut = [side_by_side([leaves[i] for i in members], comm.size, pods=pods) for members in groups]
+        key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
+        payloads, means = yield from _first_shot(compressor, cut, key, comm)
+        pieces, owns = list(leaves), list(leaves)
+        for members, row, mean, payload in zip(groups, cut, means, payloads, strict=True):
+            inside = [leaves[i] for i in members]
+            sent = _decode(compressor, payload, row).reshape(row.shape)
+            split = (apart(x, inside, comm.size, pods=pods) for x in (mean, sent))
+            for i, part, whole in zip(members, *split, strict=True):
+                pieces[i], owns[i] = part, joined(whole, leaves[i], pods=pods)
+        mean, own = (cast_like(tree.unflatten(x), updates) for x in (pieces, owns))
+        return Reduced(mean, own), state._replace(count=next_count(state.count))
+
+    def scatter():
+        def start(like):
+            return 0 if is_stand_in(like) else TwoShotState(jax.random.key(seed), jnp.zeros((), jnp.int32), [])
+
+        return from_rounds("two_shot_scatter", start, to_pieces)
+
     def held(state, like, comm):
         leaves, tree = jax.tree.flatten(like)
-        sizes = [_chunk(flat.size, comm.size) for flat in vector_likes(leaves)]
+        sizes = [length(flat.size, comm.size) for flat in vector_likes(leaves)]
         parts = [_fit(e.value, size) for e, size in zip(state.residuals, sizes, strict=True)]
         return tree.unflatten(from_vectors([comm.all_gather(part).ravel() for part in parts], leaves))
 
     def for_feedback():
         return two_shot(contraction_form(compressor), second=back, server_feedback=server_feedback, seed=seed)
 
-    return from_rounds("two_shot", init, rounds, law=law, for_feedback=for_feedback, held=held if keeps else None)
+    return from_rounds(
+        "two_shot",
+        init,
+        rounds,
+        law=law,
+        for_feedback=for_feedback,
+        held=held if keeps else None,
+        scatter=scatter,
+    )
 
 
-def _chunk(size: int, workers: int) -> int:
-    return -(-size // (workers * MULTIPLE)) * MULTIPLE
+FirstShot = Generator[Wire, Wire, tuple[list[Payload], list[Array]]]
 
 
-def _rows(flat: Array, workers: int) -> Array:
-    """One chunk for each worker, the last ones filled with zeros."""
-    length = _chunk(flat.size, workers)
-    return _fit(flat, workers * length).reshape(workers, length)
+def _first_shot(compressor: Compressor, cut: Sequence[Array], key: Key[Array, ""], comm: Comm) -> FirstShot:
+    """Each worker's row of each array to that worker. Returns the payloads that went out, and the means, one row."""
+    keys = [jax.random.split(jax.random.fold_in(key, 2 * i), comm.size) for i in range(len(cut))]
+    payloads = [jax.vmap(compressor.compress)(rows, draws) for rows, draws in zip(cut, keys, strict=True)]
+    arrays, structure = jax.tree.flatten(payloads)
+    received = yield Wire(exchange=arrays)
+    means = [
+        mean_of_decoded(_decoder(compressor, rows), arrived)
+        for arrived, rows in zip(structure.unflatten(received.exchange), cut, strict=True)
+    ]
+    return payloads, means
 
 
 def _fit(flat: Array, size: int) -> Array:

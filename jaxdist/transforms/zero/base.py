@@ -1,5 +1,6 @@
 """ZeRO: each worker keeps the optimizer state of a part of the model, and updates that part for all."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,16 +10,20 @@ import optax
 from ..._marks import Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
-from ...compressors.base import working_dtype
+from ...compressors.base import Compressor
+from ...reducers import Reducer, exact
+from ...reducers._coded import contraction_form
 from ...reducers._flat import MULTIPLE
-from ...schedule import assign_buckets
+from ...reducers.base import is_stand_in, scatter_form
 from ..local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
 from ..optimizers.base import NO_PARAMS
-from .flat import gather, piece, reduce_scatter
+from .alone import cut_alone, whole_again
+from .flat import length, piece
+from .means import buckets_of, init_buckets, mean_pieces
 from .parts import Part, on_parts
+from .updates import CodedState, coded, coded_differences, differences, is_part, local, residual_of, taken
 
-# That of DDP. The gradients of a bucket are given up as soon as it has been sent.
-BUCKET_BYTES = 25 * 2**20
+EXACT = exact()
 
 
 class ZeroState(NamedTuple):
@@ -26,18 +31,22 @@ class ZeroState(NamedTuple):
 
     `inner`: the state of the optimizer; what stands beside a parameter is `Sharded`, all else agreed. `master`: the
     parameters in more precise numbers, `Sharded`, or `()`. `empty` counts steps without any example (agreed).
+    `reducer`: that of the gradients, for each bucket. `coded`: of the code of the updates, or `()`.
     """
 
     inner: State
     master: PyTree
     empty: Int[Array, ""]
+    reducer: State
+    coded: State
 
 
 def zero_redundancy(
     inner: optax.GradientTransformation,
     *,
     stage: Literal[1, 2] = 1,
-    reduced: bool = False,
+    reducer: Reducer | None = EXACT,
+    compressor: Compressor | None = None,
     master_dtype: Any | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
@@ -52,30 +61,44 @@ def zero_redundancy(
     leaves in any other way (the rows and columns of Adafactor, the products of Muon) gathers them first.
 
     *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes sent (padded);
-    on the CPU backend the reduce-scatter is an all-to-all. With `examples` four bytes more. With `reduced`, the
+    on the CPU backend the reduce-scatter is an all-to-all. With `examples` four bytes more. With `reducer=None`, the
     all-gather alone, but `all_reduce` before it sends twice as much. Muon gathers its momentum and not its updates, the
-    same bytes; Adafactor one array more for each leaf that it factors.
+    same bytes; Adafactor one array more for each leaf that it factors. With codes, `(W-1)` times the bytes of a code of
+    `n/W` entries, for the gradients (`reducer`) and for the updates (`compressor`).
+
+    With `compressor`, all workers, the owner too, apply what the code of an update decodes to, so parameters stay
+    equal. What the code loses is owed: its owner adds it to the next update, and parameters never stray further than
+    one such residual from where uncoded updates would have led. With master parameters the difference between them and
+    the parameters is sent, and is the residual.
 
     Parameters that are `Sharded` themselves (stage 3, `parallel.gathered`) have gradients that are cut and averaged
     already; for them nothing is sent here, unless `inner` asks for more than entries.
 
-    *State*: cut over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters.
+    *State*: cut over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters; with
+    `compressor` a residual in float32, unless there are master parameters. That of the reducer: error feedback keeps a
+    whole gradient in float32 on each worker.
 
     Args:
       inner: any optimizer, or a chain with clipping, schedules, masks and weight decay.
       stage: 1: one collective for all gradients. 2: one for each 25 MiB of them, so that gradients need not all exist
         at once.
-      reduced: the gradients are means already, `optax.chain(jd.all_reduce(...), jd.zero_redundancy(...,
-        reduced=True))`.
+      reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
+        `error_feedback(two_shot(int4()))`, with two axes `hierarchical`. `None`: the gradients are means already,
+        `optax.chain(jd.all_reduce(...), jd.zero_redundancy(..., reducer=None))`.
+      compressor: the code of the updates that are gathered, `compressors.int8()`. An unbiased one is scaled to a
+        contraction, as in error feedback. What `inner` computes whole is not sent and has no code (Muon).
       master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
-        parameters, which lose small updates. The gather then sends the new parameters in their own dtype.
+        parameters, which lose small updates. The gather then sends the new parameters in their own dtype (with
+        `compressor`, the code of how they change).
       axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2; at trace time, what `all_reduce` raises, or if `params` are missing.
+      ValueError: `stage` is not 1 or 2, the reducer has no reduce-scatter form, or the code states neither contraction
+        nor variance; at trace time, what `all_reduce` raises, or if `params` are missing or cut in another way than
+        `parallel.shard` cuts them.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -92,13 +115,18 @@ def zero_redundancy(
     References:
       Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
       1910.02054, 2020. Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv
-      2004.13336, 2020.
+      2004.13336, 2020. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
+      arXiv 2306.10209, 2023.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see parallel.gathered")
     inner = optax.with_extra_args_support(inner)
+    advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
+    form = None if reducer is None else scatter_form(reducer, advice)
+    code = None if compressor is None else contraction_form(compressor)
 
     def init(params) -> State:
+        given = params
         params = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
         check_leaves(params)
         held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
@@ -106,35 +134,54 @@ def zero_redundancy(
         beside = _beside(inner, state, held)
         state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, state, beside)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)
-        return ZeroState(bind(state, axis), bind(master, axis), jnp.zeros((), jnp.int32))
+        return ZeroState(
+            bind(state, axis),
+            bind(master, axis),
+            jnp.zeros((), jnp.int32),
+            bind(_reducer_state(given), axis),
+            () if code is None else bind(_code_state(given), axis),
+        )
 
-    def mean_parts(leaves, examples, comm):
+    def _reducer_state(params):
+        if form is None or is_stand_in(params):
+            return () if form is None else 0
+        uncut = _uncut(params)
+        return init_buckets(form, uncut, buckets_of(uncut, stage))
+
+    def _code_state(params):
+        residual = residual_of(params) if master_dtype is None else ()
+        return CodedState(jax.random.key(0), jnp.zeros((), jnp.int32), residual)
+
+    def mean_parts(updates, params, state, examples, comm, agreed):
         """The part of the mean of each gradient that is this worker's, and whether there was any example."""
-        if reduced:
-            return [piece(leaf, comm) for leaf in leaves], True
+        if form is None:
+            return jax.tree.map(lambda x: piece(x, comm), updates), state, True
         some = True
-        check_local(leaves, axis)
+        check_local(updates, axis)
         if examples is not None:
             weight, some = weight_of(examples, comm)
-            leaves = scale(leaves, weight)
-        sizes = [leaf.nbytes for leaf in leaves]
-        buckets = assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
-        return reduce_scatter(leaves, buckets, comm), some
+            updates = scale(updates, weight)
+        means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, agreed)
+        return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
         if params is None:
             raise ValueError(NO_PARAMS)
         refuse_model_axes("zero_redundancy", "use placement.zero_shardings with plain jit")
         comm = over(axis)
+        given = updates, state
+        updates, state, params = cut_alone((updates, state, params), axis)
         with jax.named_scope("zero_redundancy"):
-            leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
-            uncut = [leaf for leaf in leaves if not is_mark(leaf)]
+            _check_cut(params, comm)
+            uncut = _uncut(updates)
             check_leaves(uncut)
-            if examples is not None and len(uncut) < len(leaves):
+            leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
+            if examples is not None and any(map(is_mark, leaves)):
                 raise ValueError("gradients of Sharded parameters are means already: weigh the loss by the examples")
-            means, some = mean_parts(uncut, examples, comm)
-            means = iter(means)
-            mine = tree.unflatten([leaf.value if is_mark(leaf) else next(means) for leaf in leaves])
+            agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
+            means, reducer_state, some = mean_parts(uncut, _uncut(params), state.reducer, examples, comm, agreed)
+            arrived = iter(jax.tree.leaves(means))
+            mine = tree.unflatten([leaf.value if is_mark(leaf) else next(arrived) for leaf in leaves])
 
             like = jax.tree.map(
                 lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype or (p.value if is_mark(p) else p).dtype),
@@ -150,20 +197,49 @@ def zero_redundancy(
                 (gradients, _as_parts(state.inner), held),
             )
             inner_state = _like_before(new, state.inner, some, comm)
-            steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=_is_part)
-            master = state.master
-            if master_dtype is not None:
-                moved = jax.tree.map(lambda x, u: x.value + _local(u, comm), held, steps, is_leaf=_is_part)
+            steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=is_part)
+            master, coded_state = state.master, state.coded
+            if master_dtype is None:
+                out, coded_state = deliver(steps, params, coded_state, some, comm)
+            else:
+                moved = jax.tree.map(lambda x, u: x.value + local(u, comm), held, steps, is_leaf=is_part)
                 master = jax.tree.map(with_value, master, moved, is_leaf=is_mark)
-                steps = moved
-            out = (_taken if master_dtype is None else _differences)(steps, params, comm)
-        return out, ZeroState(inner_state, master, state.empty + jnp.where(some, 0, 1))
+                out, coded_state = deliver(moved, params, coded_state, some, comm)
+        empty = state.empty + jnp.where(some, 0, 1)
+        return whole_again((out, ZeroState(inner_state, master, empty, reducer_state, coded_state)), given, axis)
+
+    def deliver(steps, params, state, some, comm):
+        """The updates for all, of the steps of this worker's parts or of its master parameters."""
+        if code is None:
+            return (taken if master_dtype is None else differences)(steps, params, comm), state
+        return (coded if master_dtype is None else coded_differences)(steps, params, state, code, some, comm)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_part(x: Any) -> bool:
-    return isinstance(x, Part)
+def _uncut(tree: PyTree) -> PyTree:
+    """Without what is marked; a leaf keeps its path."""
+    return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
+
+
+def _check_cut(params: PyTree, comm: Comm) -> None:
+    """Raises where cut parameters are not cut as the state beside them is."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
+        if not is_mark(leaf):
+            continue
+        name = jax.tree_util.keystr(path) or "the parameter"
+        if not isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is marked {type(leaf).__name__}, and zero_redundancy knows parameters that are whole or "
+                "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
+            )
+        expected = length(math.prod(leaf.shape), comm.size)
+        if leaf.value.shape != (expected,):
+            raise ValueError(
+                f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
+                f"and zero_redundancy cuts its state into parts of {expected}: mark it with parallel.shard(params) or "
+                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
+            )
 
 
 def _beside(inner: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
@@ -204,56 +280,16 @@ def _as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=is_mark)
 
 
-def _local(x: Any, comm: Comm) -> Array:
-    return x.value if _is_part(x) else piece(x, comm)
-
-
 def _like_before(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> PyTree:
     """The state with its marks; the old one if there was no example."""
 
     def one(before, after):
         if is_mark(before):
-            return with_value(before, jnp.where(some, _local(after, comm), before.value))
-        return jnp.where(some, after.whole(comm) if _is_part(after) else after, before)
+            return with_value(before, jnp.where(some, local(after, comm), before.value))
+        return jnp.where(some, after.whole(comm) if is_part(after) else after, before)
 
-    return jax.tree.map(one, old, new, is_leaf=lambda x: is_mark(x) or _is_part(x))
+    return jax.tree.map(one, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))
 
 
 def _masked(x: Any, some: Array | bool) -> Any:
     return jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), x)
-
-
-def _taken(steps: PyTree, params: PyTree, comm: Comm) -> PyTree:
-    """The updates: cut where the parameters are, else of all workers; what each has computed whole is not sent."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
-    steps = jax.tree.leaves(steps, is_leaf=_is_part)
-    known = [x.full if _is_part(x) else x for x in steps]
-    sent = [not is_mark(p) and full is None for p, full in zip(leaves, known, strict=True)]
-    missing = [x for x, is_sent in zip(steps, sent, strict=True) if is_sent]
-    arrived = iter(gather([x.value for x in missing], [x.shape for x in missing], comm))
-
-    def one(p, x, full, is_sent):
-        return next(arrived) if is_sent else with_value(p, _local(x, comm)) if is_mark(p) else full
-
-    return tree.unflatten([one(*each) for each in zip(leaves, steps, known, sent, strict=True)])
-
-
-def _differences(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
-    """The updates that make the parameters the master in their own dtype; sent in that dtype."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
-    pairs = list(zip(jax.tree.leaves(master), leaves, strict=True))
-    sent = [(x.astype(p.dtype), p.shape) for x, p in pairs if not is_mark(p)]
-    arrived = iter(gather([x for x, _ in sent], [shape for _, shape in sent], comm))
-
-    def one(x, p):
-        if is_mark(p):
-            return with_value(p, _difference(x.astype(p.value.dtype), p.value))
-        return _difference(next(arrived), p)
-
-    return tree.unflatten([one(*pair) for pair in pairs])
-
-
-def _difference(new: Array, old: Array) -> Array:
-    # In float32, unlike other updates: added to a bfloat16 parameter it gives the new one exactly.
-    wide = working_dtype(old.dtype)
-    return new.astype(wide) - old.astype(wide)

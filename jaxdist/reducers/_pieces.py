@@ -1,0 +1,54 @@
+"""Arrays as the flat pieces that workers own: how a reduce-scatter cuts them, and `Sharded(..., multiple=8)` too."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._typing import Array, Like
+from ..comm import Comm
+from ._flat import MULTIPLE, concatenate
+
+
+def length(size: int, workers: int) -> int:
+    """How many entries each worker owns of so many."""
+    return -(-size // (workers * MULTIPLE)) * MULTIPLE
+
+
+def rows(x: Array, workers: int, *, pods: int = 1) -> Array:
+    """`[*s] -> [W, n]`, padded with zeros: row `j` is what worker `j` owns; of `pods` such groups, `[W, pods·n]`."""
+    flat = x.ravel()
+    flat = jnp.pad(flat, (0, -flat.size % (pods * workers * MULTIPLE)))
+    if pods == 1:
+        return flat.reshape(workers, -1)
+    return flat.reshape(pods, workers, -1).swapaxes(0, 1).reshape(workers, -1)
+
+
+def joined(rows: Array, like: Like, *, pods: int = 1) -> Array:
+    """`[W, n] -> [*s]`, the inverse: everybody's pieces in a row, without the padding."""
+    if pods > 1:
+        rows = rows.reshape(rows.shape[0], pods, -1).swapaxes(0, 1)
+    return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
+
+
+def piece(x: Array, comm: Comm) -> Array:
+    """`[*s] -> [n]`: this worker's row."""
+    cut = comm.varying(rows(x, comm.size))
+    return lax.dynamic_index_in_dim(cut, comm.index, keepdims=False)
+
+
+def side_by_side(leaves: Sequence[Array], workers: int, *, pods: int = 1) -> Array:
+    """The rows of several leaves, `[W, Σ n]`: row `j` is all that worker `j` owns of them."""
+    return jax.vmap(lambda *parts: concatenate(parts))(*(rows(leaf, workers, pods=pods) for leaf in leaves))
+
+
+def apart(flat: Array, leaves: Sequence[Like], workers: int, *, pods: int = 1) -> list[Array]:
+    """`[*batch, Σ n] -> [*batch, n]` for each leaf: the inverse of `side_by_side`, for one row or all of them."""
+    out, start = [], 0
+    for leaf in leaves:
+        n = pods * length(math.prod(leaf.shape), pods * workers)
+        out.append(lax.slice_in_dim(flat, start, start + n, axis=flat.ndim - 1))
+        start += n
+    return out
