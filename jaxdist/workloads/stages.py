@@ -49,7 +49,7 @@ def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrol
     optimizer = optax.adam(1e-3)
     master_dtype = jnp.float32 if master else None
     if stage == 0 and master:
-        alone = zero_redundancy(optimizer, reduced=True, master_dtype=master_dtype, axis=None)
+        alone = zero_redundancy(optimizer, reducer=None, master_dtype=master_dtype, axis=None)
         tx = optax.chain(all_reduce(exact()), alone)
     elif stage == 0:
         tx = optax.chain(all_reduce(exact()), optimizer)
