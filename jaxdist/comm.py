@@ -66,7 +66,7 @@ def over(axis: AxisNames) -> Comm:
     by_hand = mesh_axes_being_mapped().issuperset(axes)
     varying = partial(_varying, axes) if by_hand else lambda x: x
     gather = _mesh_gather(axes, varying) if by_hand else _simulated_gather(axes)
-    exchange = partial(_exchange, axes, varying)
+    exchange = partial(_exchange, axes, varying if by_hand else partial(_mapped, axes))
     scatter = partial(_reduce_scatter_mean, axes, size, by_hand, exchange, varying)
 
     def permute(x, pairs):
@@ -112,6 +112,11 @@ def _unword(words: Array, like: Array) -> Array:
 def _varying(axes: tuple[str, ...], x: Array) -> Array:
     missing = tuple(name for name in axes if name not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _mapped(axes: tuple[str, ...], x: Array) -> Array:
+    """Mapped by `vmap`, whose all-to-all of what is the same for all workers has a wrong shape."""
+    return jnp.where(lax.axis_index(axes) >= 0, x, x)
 
 
 def _mesh_gather(axes: tuple[str, ...], varying: Callable) -> Callable[[Array], Array]:

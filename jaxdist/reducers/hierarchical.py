@@ -49,7 +49,12 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209,
       2023.
     """
-    first = scatter_form(inner, "hierarchical(inner=exact(), outer=...), which compresses on the slow links alone")
+    if inner.scatter is None:
+        raise ValueError(
+            "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
+            "compress on the slow links, with outer=..."
+        )
+    first = inner.scatter()
     multiple = 1 if inner.plain else MULTIPLE
 
     def init(like):
