@@ -19,8 +19,8 @@ class Comm(NamedTuple):
         varying and averages its gradient by `reduce_scatter_mean`.
       all_to_all: `[W, *s] -> [W, *s]`, row `j` goes to worker `j`; `(W-1)/W` times the bytes.
       reduce_scatter_mean: `[W, *s] -> [*s]`, the mean of everybody's row for this worker; `(W-1)/W` times the bytes.
-      ppermute: `ppermute(x, [(source, destination), ...])`, a full permutation; the bytes once for each pair that
-        moves.
+      ppermute: `ppermute(x, [(source, destination), ...])`; who is no destination gets zeros. The bytes once for each
+        pair that moves.
       varying: types a value as differing between workers; no bytes.
       inner: the group of the last (fast) axis, when there are several.
       outer: the group of the other (slow) axes.
@@ -54,10 +54,16 @@ class Sent(NamedTuple):
 
 
 def check_permutation(pairs: Sequence[tuple[int, int]], size: int) -> None:
-    """Raises unless the pairs are a full permutation of the workers."""
-    sources, destinations = sorted(s for s, _ in pairs), sorted(d for _, d in pairs)
-    if sources != list(range(size)) or destinations != list(range(size)):
-        raise ValueError(
-            f"ppermute needs a full permutation of the {size} workers (one that stays sends to itself), got "
-            f"{list(pairs)}"
-        )
+    """Raises if a worker sends twice or gets two messages."""
+    for ends in zip(*pairs, strict=True):
+        if len(set(ends)) < len(ends) or not set(ends) <= set(range(size)):
+            raise ValueError(
+                f"in a ppermute of {size} workers each sends at most once and gets one message at most, got {list(pairs)}"
+            )
+
+
+def completed(pairs: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """A full permutation with these pairs."""
+    sources, destinations = ({pair[end] for pair in pairs} for end in (0, 1))
+    left = (sorted(set(range(size)) - ends) for ends in (sources, destinations))
+    return [*pairs, *zip(*left, strict=True)]

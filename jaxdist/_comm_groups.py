@@ -87,7 +87,7 @@ def nested(inner: Comm, outer: Comm) -> Comm:
 
 def _stay(tree: PyTree, pairs: Sequence[tuple[int, int]]) -> PyTree:
     check_permutation(pairs, 1)
-    return tree
+    return tree if pairs else jax.tree.map(jnp.zeros_like, tree)
 
 
 def grouped(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:

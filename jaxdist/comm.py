@@ -20,7 +20,7 @@ from jax import lax
 
 from ._comm_base import Comm as Comm
 from ._comm_base import Sent as Sent
-from ._comm_base import check_permutation
+from ._comm_base import check_permutation, completed
 from ._comm_counted import cond as cond
 from ._comm_counted import counted as counted
 from ._comm_counted import switch as switch
@@ -71,10 +71,18 @@ def over(axis: AxisNames) -> Comm:
 
     def permute(x, pairs):
         check_permutation(pairs, size)
-        if not by_hand and len(axes) > 1:  # vmap permutes one axis only
-            source = dict((destination, source) for source, destination in pairs)
-            return gather(x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
-        return _unword(lax.ppermute(_word(varying(x)), axes, pairs), x)
+        if by_hand:
+            return _unword(lax.ppermute(_word(varying(x)), axes, pairs), x)
+        whole = completed(pairs, size)  # vmap permutes all workers or none
+        if len(axes) > 1:  # and one axis only
+            source = dict((destination, source) for source, destination in whole)
+            out = gather(x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
+        else:
+            out = lax.ppermute(x, axes, whole)
+        if len(pairs) == size:
+            return out
+        reached = jnp.array([i in {destination for _, destination in pairs} for i in range(size)])
+        return jnp.where(reached[lax.axis_index(axes)], out, jnp.zeros_like(out))
 
     return Comm(
         size=size,

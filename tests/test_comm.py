@@ -138,11 +138,23 @@ def test_groups_must_be_a_partition_into_equal_parts():
             use(wrong)
 
 
-def test_permutations_must_be_full():
-    for wrong in ([(0, 1)], [(0, 1), (1, 1), (2, 2), (3, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]):
-        with pytest.raises(ValueError, match="full permutation of the 4 workers"):
+def test_who_is_no_destination_gets_zeros(mesh):
+    def shift(x):
+        return over("data").ppermute(x, [(0, 1), (1, 2), (6, 3)])
+
+    x = jnp.arange(1.0, 9.0)[:, None]
+    expected = [[0.0], [1.0], [2.0], [7.0], [0.0], [0.0], [0.0], [0.0]]
+    assert jax.vmap(shift, axis_name="data")(x).tolist() == expected
+    on_mesh = jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    assert on_mesh(x).tolist() == expected
+    assert alone().ppermute(jnp.ones(2), []).tolist() == [0.0, 0.0]
+
+
+def test_permutations_send_one_message_each():
+    for wrong in ([(0, 1), (0, 2)], [(0, 1), (1, 1), (2, 2), (3, 3)], [(0, 1), (1, 2), (2, 3), (3, 4)]):
+        with pytest.raises(ValueError, match="of 4 workers each sends at most once"):
             jax.vmap(lambda x, w=wrong: over("data").ppermute(x, w), axis_name="data")(jnp.ones(4))
-    with pytest.raises(ValueError, match="full permutation of the 1 workers"):
+    with pytest.raises(ValueError, match="of 1 workers each sends at most once"):
         alone().ppermute(jnp.ones(2), [(0, 1)])
     with pytest.raises(ValueError, match=r"inner or \.outer"):
         nested(alone(), alone()).ppermute(jnp.ones(2), [(0, 0)])

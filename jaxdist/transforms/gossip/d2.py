@@ -1,0 +1,86 @@
+"""D²: the bias of data that differ between workers is gone, for the bytes of D-PSGD."""
+
+import jax
+import jax.numpy as jnp
+
+from ...topology import Topology, lazy, smallest_eigenvalue
+from .method import Method, Turn, Turned, minus, plus, wide
+from .mixing import check_static, check_symmetric, mix
+
+# The least eigenvalue has to be above this. An even ring stands exactly here, and its noise piles up.
+LEAST = -1 / 3 + 1e-6
+
+
+def d2(*, exact_diffusion: bool | None = None) -> Method:
+    """Each worker steps from where it would be without its neighbours, so that what they disagree on cancels.
+
+    With the steps `u = -γ g` of the inner optimizer, `u' = -γ_t g_{t-1}` the last one at the rate of today, and `W̃` that
+    is `W` or `(I + W) / 2`:
+
+        x_1 = W̃ (x_0 + u_0),   x_{t+1} = W̃ (2 x_t - x_{t-1} + u_t - u'_{t-1})
+
+    Its fixed point is the optimum of the mean loss, however much the workers' data differ, at a constant rate.
+
+    *On the wire*: one model for each neighbour, as `d_psgd`.
+
+    *State*: per worker two models, the last one and the last step, in float32.
+
+    Args:
+      exact_diffusion: mix with `(I + W) / 2`, which is Exact Diffusion. `None`: where `λ_min <= -1/3`, since D² diverges
+        below that, and piles up noise at `-1/3`, where every ring of an even number stands. `False` refuses such graphs.
+
+    Returns:
+      The method, for static topologies with symmetric weights. Where rates change pass `learning_rate=` to the update:
+      a last step at a higher rate would kick the model away.
+
+    Raises:
+      ValueError: by `gossip`, if the topology is directed or changes, or has `λ_min <= -1/3` and `exact_diffusion` is
+        false.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> def last(method):
+      ...     tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(8), method=method)
+      ...     def step(state, data):  # the loss of worker i is i (x - i)² / 2; the optimum of their sum is 5
+      ...         updates, opt_state = tx.update(data[0] * (state["x"] - data[0]), state["opt"], state["x"])
+      ...         return {"x": state["x"] + updates, "opt": opt_state}, {}
+      ...     state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 8)
+      ...     run = jd.simulate(step, workers=8)
+      ...     for _ in range(500):
+      ...         state, _ = run(state, jnp.arange(8.0))
+      ...     return round(float(jd.consensus(state["x"])), 2)
+      >>> last(jd.d2()), last(jd.d_psgd()) == 5
+      (5.0, False)
+
+    References:
+      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv 1803.07068, 2018. Yuan,
+      Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv 1702.05122, 2019.
+    """
+
+    def prepare(topology: Topology) -> Topology:
+        check_static(topology, "d2")
+        check_symmetric(topology, "d2")
+        least = smallest_eigenvalue(topology)
+        if exact_diffusion is False and least <= LEAST:
+            raise ValueError(
+                f"d2 diverges on {topology.name}, whose least eigenvalue is {least:.3f} and not above -1/3: leave out "
+                "exact_diffusion=False"
+            )
+        slower = least <= LEAST if exact_diffusion is None else exact_diffusion
+        return lazy(topology) if slower else topology
+
+    def init(params, topology):
+        del topology
+        return {"before": params, "step": jax.tree.map(jnp.zeros_like, params), "rate": jnp.zeros((), jnp.float32)}
+
+    def step(turn: Turn) -> Turned:
+        steps, inner = turn.adapt(turn.gradients)
+        steps = wide(steps)
+        rate, old = jnp.asarray(0.0 if turn.learning_rate is None else turn.learning_rate, jnp.float32), turn.state["rate"]
+        ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)  # 1 where no rate was passed
+        moved = minus(turn.params, turn.state["before"])
+        change = jax.tree.map(lambda m, u, v: m + u - ratio.astype(v.dtype) * v, moved, steps, turn.state["step"])
+        params = mix(turn, plus(turn.params, change), like=turn.params)
+        return Turned(params, inner, {"before": wide(turn.params), "step": steps, "rate": rate})
+
+    return Method(prepare, init, step)

@@ -1,0 +1,82 @@
+"""What a method of decentralised training is: a bundle of functions, made by `d_psgd()`, `choco(...)` and their like."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._typing import Array, Int, Key, PyTree, State, Updates
+from ...comm import Comm
+from ...compressors.base import working_dtype
+from ...topology import Topology
+
+
+class Turn(NamedTuple):
+    """One step as one worker sees it: what a method works with.
+
+    Attributes:
+      gradients: this worker's.
+      params: its parameters.
+      state: what the method keeps.
+      adapt: `adapt(direction) -> (steps, inner state)`, one step of the inner optimizer.
+      comm: the workers.
+      topology: the graph, as `prepare` returned it.
+      count: the number of this step (agreed).
+      key: of this step (agreed).
+      learning_rate: that of this step (agreed), if it was passed.
+      active: whether this worker takes a step, if that was passed.
+    """
+
+    gradients: Updates
+    params: PyTree
+    state: State
+    adapt: Callable[[Updates], tuple[Updates, State]]
+    comm: Comm
+    topology: Topology
+    count: Int[Array, ""]
+    key: Key[Array, ""]
+    learning_rate: Array | None
+    active: Array | None
+
+
+class Turned(NamedTuple):
+    """What a step leads to: the new parameters in float32 or better, the states of the inner optimizer and the method."""
+
+    params: PyTree
+    inner: State
+    state: State
+
+
+class Method(NamedTuple):
+    """A method of decentralised training, for `gossip(method=)`.
+
+    Attributes:
+      prepare: `prepare(topology) -> topology`: the graph to talk over, or a `ValueError` that says why it cannot work.
+      init: `init(params, topology) -> state`: one worker's, made without any communication.
+      step: `step(turn) -> Turned`.
+    """
+
+    prepare: Callable[[Topology], Topology]
+    init: Callable[[PyTree, Topology], State]
+    step: Callable[[Turn], Turned]
+
+
+def wide(tree: PyTree) -> PyTree:
+    """In float32 or better."""
+    return jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), tree)
+
+
+def plus(tree: PyTree, steps: PyTree) -> PyTree:
+    """`tree + steps` in float32 or better."""
+    return jax.tree.map(lambda x, u: x.astype(working_dtype(x.dtype)) + u.astype(working_dtype(x.dtype)), tree, steps)
+
+
+def minus(tree: PyTree, other: PyTree) -> PyTree:
+    """`tree - other` in float32 or better."""
+    return jax.tree.map(lambda x, y: x.astype(working_dtype(x.dtype)) - y.astype(working_dtype(x.dtype)), tree, other)
+
+
+def empty(params: PyTree, topology: Topology) -> Any:
+    """The state of a method that keeps nothing."""
+    del params, topology
+    return ()

@@ -1,0 +1,99 @@
+"""One step of gossip: each worker's average of its own model and those of its neighbours."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import comm as comms
+from ..._typing import Array, Int, PyTree
+from ...comm import Comm
+from ...compressors.base import working_dtype
+from ...reducers._fused import fused
+from ...topology import Round, Topology, is_doubly_stochastic, is_symmetric
+from .method import Turn
+
+
+def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+    """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better: one message for each dtype and neighbour.
+
+    What is sent has the dtypes of `like`, those of `tree` if it is left out; what a worker gives to its own model is
+    not rounded.
+    """
+    return mixed(turn.comm, turn.topology, turn.count, tree, tree if like is None else like)
+
+
+def mixed(comm: Comm, topology: Topology, count: Int[Array, ""], tree: PyTree, like: PyTree) -> PyTree:
+    """As `mix`, of the parts that it needs."""
+    leaves, structure = jax.tree.flatten(tree)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+    branches = [_one_round(one, topology.workers, dtypes) for one in topology.rounds]
+    if len(branches) == 1:
+        return structure.unflatten(branches[0](comm, leaves))
+    which = jnp.asarray(topology.order, jnp.int32)[count % len(topology.order)]
+    return structure.unflatten(comms.switch(which, branches, comm, leaves))
+
+
+def _one_round(one: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[[Comm, list[Array]], list[Array]]:
+    def talk(comm: Comm, leaves: list[Array]) -> list[Array]:
+        sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        if is_mean(one, workers):
+            return [_wide(comm.varying(x)) for x in fused(comm.mean, sent)]
+        out = [comm.varying(_times(_wide(leaf), weight_of(comm, one.self_weights))) for leaf in leaves]
+        for message in one.messages:
+            weight = weight_of(comm, message.weights)
+            arrived = fused(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
+            out = [total + _times(_wide(x), weight) for total, x in zip(out, arrived, strict=True)]
+        return out
+
+    return talk
+
+
+def is_mean(one: Round, workers: int) -> bool:
+    """Whether a round is the mean of all: then an all-reduce does it. Two workers exchange instead, for the same bytes."""
+    weights = {*one.self_weights, *(weight for message in one.messages for weight in message.weights)}
+    return workers > 2 and len(one.messages) == workers - 1 and all(abs(weight * workers - 1) < 1e-9 for weight in weights)
+
+
+def weight_of(comm: Comm, weights: Sequence[float]) -> Array | float:
+    """This worker's entry; a plain number where all have the same."""
+    if len(set(weights)) == 1:
+        return weights[0]
+    return jnp.asarray(np.array(weights, np.float32))[comm.index]
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(working_dtype(x.dtype))
+
+
+def _times(x: Array, weight: Array | float) -> Array:
+    return x * (weight if isinstance(weight, float) else weight.astype(x.dtype))
+
+
+def check_doubly_stochastic(topology: Topology) -> None:
+    """Raises unless mixing keeps the mean and ends in it."""
+    if not is_doubly_stochastic(topology):
+        raise ValueError(
+            f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not agree on their "
+            "mean: use method=sgp() for graphs that are directed and irregular"
+        )
+
+
+def check_static(topology: Topology, what: str) -> None:
+    """Raises if the graph changes with the step."""
+    if len(topology.rounds) > 1:
+        raise ValueError(
+            f"{what} needs the same neighbours in every step, got {topology.name}, which has {len(topology.rounds)} "
+            "different rounds: use a static topology, such as ring, torus or hypercube"
+        )
+
+
+def check_symmetric(topology: Topology, what: str) -> None:
+    """Raises unless both ends of each link give each other the same weight."""
+    check_doubly_stochastic(topology)
+    if not is_symmetric(topology):
+        raise ValueError(
+            f"{what} needs symmetric weights, and those of {topology.name} are not: use ring, torus, hypercube, or "
+            "another undirected graph"
+        )
