@@ -58,7 +58,8 @@ def check_permutation(pairs: Sequence[tuple[int, int]], size: int) -> None:
     for ends in zip(*pairs, strict=True):
         if len(set(ends)) < len(ends) or not set(ends) <= set(range(size)):
             raise ValueError(
-                f"in a ppermute of {size} workers each sends at most once and gets one message at most, got {list(pairs)}"
+                f"in a ppermute of {size} workers each sends at most once and gets one message at most, got "
+                f"{list(pairs)}"
             )
 
 

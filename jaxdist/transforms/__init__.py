@@ -1,6 +1,21 @@
 """optax transformations that communicate, or that make communication safe."""
 
 from .all_reduce import all_reduce as all_reduce
+from .gossip import Method as Method
+from .gossip import Turn as Turn
+from .gossip import Turned as Turned
+from .gossip import choco as choco
+from .gossip import consensus_distance as consensus_distance
+from .gossip import d2 as d2
+from .gossip import d_psgd as d_psgd
+from .gossip import dcd as dcd
+from .gossip import ecd as ecd
+from .gossip import gossip as gossip
+from .gossip import gradient_tracking as gradient_tracking
+from .gossip import qg_adam as qg_adam
+from .gossip import qg_momentum as qg_momentum
+from .gossip import relay_sgd as relay_sgd
+from .gossip import sgp as sgp
 from .local_steps import Fragments as Fragments
 from .local_steps import anchor as anchor
 from .local_steps import balanced as balanced

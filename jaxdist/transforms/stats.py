@@ -10,6 +10,7 @@ from .._typing import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
 from .all_reduce import AllReduceState
+from .gossip import GossipState
 from .local_steps.state import LocalStepsState
 from .no_lo_co import NoLoCoState
 from .optimizers.frozen_adam import FrozenAdamState
@@ -28,9 +29,9 @@ def stats(opt_state: State) -> dict[str, Array]:
       Those of the following that the state has, as scalar arrays:
       `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
-      `tracked`, `bytes` also from `local_steps`, `no_lo_co`, `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from
-      `local_steps`, of all fragments together, and from `no_lo_co`; `skips` from `skip_nonfinite`; `empty` (steps
-      without any example) from `all_reduce`.
+      `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `one_bit_adam`, `qadam` and `zero_one_adam`;
+      `rounds` from `local_steps`, of all fragments together, and from `no_lo_co`; `skips` from `skip_nonfinite`;
+      `empty` (steps without any example) from `all_reduce`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -47,7 +48,7 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
         found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
-    counting = _nodes(opt_state, (FrozenAdamState, LocalStepsState, NoLoCoState, ZeroOneAdamState))
+    counting = _nodes(opt_state, (FrozenAdamState, GossipState, LocalStepsState, NoLoCoState, ZeroOneAdamState))
     if counting:  # all that they send, that of a tracked reducer inside them included
         found["bytes"] = sum(_number(node.sent) for node in counting)
     local = _nodes(opt_state, (LocalStepsState, NoLoCoState))

@@ -7,6 +7,7 @@ import optax
 
 from .._typing import PyTree
 from .all_reduce import AllReduceState
+from .gossip import GossipState
 from .local_steps.state import LocalStepsState
 from .no_lo_co import NoLoCoState
 from .optimizers.demo import DemoState
@@ -14,7 +15,16 @@ from .optimizers.dion import DionState
 from .optimizers.frozen_adam import FrozenAdamState
 from .optimizers.zero_one_adam import ZeroOneAdamState
 
-COMMUNICATING = (AllReduceState, DemoState, DionState, FrozenAdamState, LocalStepsState, NoLoCoState, ZeroOneAdamState)
+COMMUNICATING = (
+    AllReduceState,
+    DemoState,
+    DionState,
+    FrozenAdamState,
+    GossipState,
+    LocalStepsState,
+    NoLoCoState,
+    ZeroOneAdamState,
+)
 
 
 def wrapped_communication(state: PyTree) -> str | None:

@@ -115,8 +115,8 @@ def gossip(
             raise ValueError(NO_PARAMS)
         if examples is not None:
             raise ValueError(
-                "gossip cannot weigh workers by examples: neighbours of unequal weight would move the mean of all; pass "
-                "active= for workers without any, or use local_steps"
+                "gossip cannot weigh workers by examples: neighbours of unequal weight would move the mean of all; "
+                "pass active= for workers without any, or use local_steps"
             )
         check_leaves(updates)
         check_local(updates, axis)

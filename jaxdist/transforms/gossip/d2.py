@@ -14,8 +14,8 @@ LEAST = -1 / 3 + 1e-6
 def d2(*, exact_diffusion: bool | None = None) -> Method:
     """Each worker steps from where it would be without its neighbours, so that what they disagree on cancels.
 
-    With the steps `u = -γ g` of the inner optimizer, `u' = -γ_t g_{t-1}` the last one at the rate of today, and `W̃` that
-    is `W` or `(I + W) / 2`:
+    With the steps `u = -γ g` of the inner optimizer, `u' = -γ_t g_{t-1}` the last one at the rate of today, and `W̃`
+    that is `W` or `(I + W) / 2`:
 
         x_1 = W̃ (x_0 + u_0),   x_{t+1} = W̃ (2 x_t - x_{t-1} + u_t - u'_{t-1})
 
@@ -26,8 +26,9 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
     *State*: per worker two models, the last one and the last step, in float32.
 
     Args:
-      exact_diffusion: mix with `(I + W) / 2`, which is Exact Diffusion. `None`: where `λ_min <= -1/3`, since D² diverges
-        below that, and piles up noise at `-1/3`, where every ring of an even number stands. `False` refuses such graphs.
+      exact_diffusion: mix with `(I + W) / 2`, which is Exact Diffusion. `None`: where `λ_min <= -1/3`, since D²
+        diverges below that, and piles up noise at `-1/3`, where every ring of an even number stands. `False` refuses
+        such graphs.
 
     Returns:
       The method, for static topologies with symmetric weights. Where rates change pass `learning_rate=` to the update:
@@ -76,7 +77,10 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
     def step(turn: Turn) -> Turned:
         steps, inner = turn.adapt(turn.gradients)
         steps = wide(steps)
-        rate, old = jnp.asarray(0.0 if turn.learning_rate is None else turn.learning_rate, jnp.float32), turn.state["rate"]
+        rate, old = (
+            jnp.asarray(0.0 if turn.learning_rate is None else turn.learning_rate, jnp.float32),
+            turn.state["rate"],
+        )
         ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)  # 1 where no rate was passed
         moved = minus(turn.params, turn.state["before"])
         change = jax.tree.map(lambda m, u, v: m + u - ratio.astype(v.dtype) * v, moved, steps, turn.state["step"])

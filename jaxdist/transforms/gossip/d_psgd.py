@@ -23,8 +23,8 @@ def d_psgd(*, order: Order = "adapt_then_combine") -> Method:
     *State*: nothing.
 
     Args:
-      order: `"adapt_then_combine"` is the more accurate and the more stable. `"combine_then_adapt"` is the paper's: what
-        is sent does not depend on the gradient, so it may travel while that is computed.
+      order: `"adapt_then_combine"` is the more accurate and the more stable. `"combine_then_adapt"` is the paper's:
+        what is sent does not depend on the gradient, so it may travel while that is computed.
 
     Returns:
       The method, for any doubly stochastic topology.

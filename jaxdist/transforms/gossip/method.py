@@ -1,4 +1,4 @@
-"""What a method of decentralised training is: a bundle of functions, made by `d_psgd()`, `choco(...)` and their like."""
+"""What a method of decentralised training is: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """What a step leads to: the new parameters in float32 or better, the states of the inner optimizer and the method."""
+    """What a step leads to: parameters in float32 or better, the states of the inner optimizer and the method."""
 
     params: PyTree
     inner: State

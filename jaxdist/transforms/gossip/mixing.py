@@ -16,10 +16,10 @@ from .method import Turn
 
 
 def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
-    """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better: one message for each dtype and neighbour.
+    """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better.
 
-    What is sent has the dtypes of `like`, those of `tree` if it is left out; what a worker gives to its own model is
-    not rounded.
+    One message for each dtype and neighbour, however many leaves. What is sent has the dtypes of `like`, those of
+    `tree` if it is left out; what a worker gives to its own model is not rounded.
     """
     return mixed(turn.comm, turn.topology, turn.count, tree, tree if like is None else like)
 
@@ -51,13 +51,15 @@ def _one_round(one: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callabl
 
 
 def is_mean(one: Round, workers: int) -> bool:
-    """Whether a round is the mean of all: then an all-reduce does it. Two workers exchange instead, for the same bytes."""
+    """Whether a round is the mean of all, for an all-reduce. Two workers exchange instead, for the same bytes."""
     weights = {*one.self_weights, *(weight for message in one.messages for weight in message.weights)}
-    return workers > 2 and len(one.messages) == workers - 1 and all(abs(weight * workers - 1) < 1e-9 for weight in weights)
+    return (
+        workers > 2 and len(one.messages) == workers - 1 and all(abs(weight * workers - 1) < 1e-9 for weight in weights)
+    )
 
 
 def weight_of(comm: Comm, weights: Sequence[float]) -> Array | float:
-    """This worker's entry; a plain number where all have the same."""
+    """The entry of this worker; a plain number where all have the same."""
     if len(set(weights)) == 1:
         return weights[0]
     return jnp.asarray(np.array(weights, np.float32))[comm.index]

@@ -24,8 +24,8 @@ def qg_momentum(
 
         m = β m̂ + g,   x' = W (x + u(m)),   m̂ <- μ m̂ + (1 - μ) (x - x') / γ
 
-    with `u(g + β m)` for Nesterov. Where data differ, the momentum of each worker by itself drives them apart; this does
-    not.
+    with `u(g + β m)` for Nesterov. Where data differ, the momentum of each worker by itself drives them apart; this
+    does not.
 
     *On the wire*: one model for each neighbour, as `d_psgd`.
 
