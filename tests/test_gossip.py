@@ -268,9 +268,9 @@ def test_who_is_not_active_takes_no_step():
             ),
             "choco needs the same neighbours in every step",
         ),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.dcd(jd.qsgd(8))), "dcd needs the
-        same"), (lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.ecd(jd.qsgd(8))), "ecd needs
-        symmetric"), (lambda: jd.gossip(optax.sgd(1.0), graphs.ring(4), method=jd.relay_sgd()), "needs a tree"),
+        (lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.dcd(jd.qsgd(8))), "dcd needs the s"),
+        (lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.ecd(jd.qsgd(8))), "ecd needs symmetric"),
+        (lambda: jd.gossip(optax.sgd(1.0), graphs.ring(4), method=jd.relay_sgd()), "needs a tree"),
         (lambda: jd.gossip(optax.sgd(1.0), graphs.from_matrix(np.eye(3)), method=jd.relay_sgd()), "needs a tree"),
         (lambda: jd.choco(jd.top_k(0.1), step_size=0.0), r"step_size must be in \(0, 1\], got 0.0"),
         (lambda: jd.ecd(jd.top_k(0.1)), "needs an unbiased one"),
