@@ -12,6 +12,7 @@ from .gossip import dcd as dcd
 from .gossip import ecd as ecd
 from .gossip import gossip as gossip
 from .gossip import gradient_tracking as gradient_tracking
+from .gossip import mix as mix
 from .gossip import qg_adam as qg_adam
 from .gossip import qg_momentum as qg_momentum
 from .gossip import relay_sgd as relay_sgd

@@ -12,6 +12,7 @@ from .gradient_tracking import gradient_tracking as gradient_tracking
 from .method import Method as Method
 from .method import Turn as Turn
 from .method import Turned as Turned
+from .mixing import mix as mix
 from .quasi_global import qg_adam as qg_adam
 from .quasi_global import qg_momentum as qg_momentum
 from .relay import relay_sgd as relay_sgd

@@ -20,6 +20,27 @@ def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
 
     One message for each dtype and neighbour, however many leaves. What is sent has the dtypes of `like`, those of
     `tree` if it is left out; what a worker gives to its own model is not rounded.
+
+    Args:
+      turn: what the `step` of a method was given.
+      tree: that of this worker; a tuple of trees travels as one message.
+      like: the dtypes on the wire.
+
+    Returns:
+      The average, typed as differing between workers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> from jaxdist.transforms import Method, Turned, mix
+      >>> def step(turn):  # no step at all
+      ...     return Turned(mix(turn, turn.params), turn.adapt(turn.gradients)[1], ())
+      >>> method = Method(lambda topology: topology, lambda params, topology: (), step)
+      >>> tx = jd.gossip(optax.identity(), jd.topology.ring(3), method=method)
+      >>> jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="data")(jnp.array([0.0, 3.0, 6.0])).tolist()
+      [3.0, 0.0, -3.0]
+
+    References:
+      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
     return mixed(turn.comm, turn.topology, turn.count, tree, tree if like is None else like)
 
