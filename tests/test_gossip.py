@@ -216,7 +216,7 @@ def test_compressed_gossip_agrees_or_diverges_with_its_step_size():
     for size in (0.2, 0.05, 1.0):
         tx = jd.gossip(optax.sgd(0.0), graphs.ring(8), method=jd.choco(jd.top_k(0.1), step_size=size))
         found, _ = run(tx, zeros, zeros, start, steps=400)
-        finite = found[np.isfinite(found).all((1, 2))]
+        finite = found[(np.abs(found) < 1e9).all((1, 2))].astype(float)
         left[size] = apart(finite[-1]) / apart(start)
         if size < 1:
             np.testing.assert_allclose(found[-1].mean(0), start.mean(0), atol=1e-5)

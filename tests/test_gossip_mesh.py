@@ -21,7 +21,7 @@ def state_of(tx, place, axis="data"):
 def sent(compiled, branch="max"):
     """Kind, dtype and bytes of each collective; the loss, a metric of these tests, is averaged too."""
     ops = jd.analysis.collectives(compiled, branch=branch).ops
-    return sorted((op.kind, op.dtype, op.bytes) for op in ops if op.bytes > 4)
+    return sorted((op.kind, op.dtype, op.bytes) for op in ops if op.bytes > 8)
 
 
 MODEL = ("collective-permute", "float32", 4 * N)
@@ -29,7 +29,7 @@ MODEL = ("collective-permute", "float32", 4 * N)
 WIRE = {
     "d_psgd": (jd.d_psgd(), graphs.ring(4), [MODEL, MODEL]),
     "one peer": (jd.d_psgd(), graphs.one_peer_exponential(4), [MODEL]),
-    "complete": (jd.d_psgd(), graphs.complete(4), [("all-reduce", "float32", 4 * N)]),
+    "complete": (jd.d_psgd(), graphs.complete(4), [("all-reduce", "float32", 4 * N + 4)]),  # merged with the loss
     "sgp": (jd.sgp(), graphs.digraph(4, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]), None),
     "tracking": (
         jd.gradient_tracking(order="combine_then_adapt"),

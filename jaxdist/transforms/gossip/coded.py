@@ -12,15 +12,15 @@ from ...reducers._flat import stacked, unstacked
 from ...reducers._fused import fused_bytes
 from ...topology import Topology
 from .method import Turn
-from .mixing import check_static, check_symmetric, weight_of
+from .mixing import check_static, check_symmetric, times, weight_of
 
 
 def exchange(turn: Turn, compressor: Compressor, tree: PyTree) -> tuple[PyTree, PyTree]:
     """Sends the code `q_i` of this worker's tree to its neighbours.
 
     Returns:
-      `q_i` and `Σ_j W_ij q_j`, this worker's own included, both decoded in float32 or better. Everybody decodes the
-      same codes by the same program, so that copies of them stay equal.
+      `q_i` and `Σ_j W_ij (q_j - q_i)`, both decoded in float32 or better. Everybody decodes the same codes by the same
+      program, so that copies of them stay equal.
     """
     leaves, structure = jax.tree.flatten(tree)
     comm, (one,) = turn.comm, turn.topology.rounds
@@ -30,13 +30,16 @@ def exchange(turn: Turn, compressor: Compressor, tree: PyTree) -> tuple[PyTree, 
     payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys, strict=True)]
     arrays, payload_tree = jax.tree.flatten(payloads)
     own = _decode(compressor, payloads, stacks)
-    total = [_times(x, weight_of(comm, one.self_weights)) for x in own]
+    total = [jnp.zeros_like(x) for x in own]
     for message in one.messages:
         sent = fused_bytes(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
         weight = weight_of(comm, message.weights)
         arrived = _decode(compressor, payload_tree.unflatten(sent), stacks)
         # Where nothing arrives the code is all zeros, which may decode to anything.
-        total = [t + jnp.where(weight == 0, 0, _times(x, weight)) for t, x in zip(total, arrived, strict=True)]
+        total = [
+            t + jnp.where(weight == 0, 0, times(theirs - mine, weight))
+            for t, theirs, mine in zip(total, arrived, own, strict=True)
+        ]
     return structure.unflatten(unstacked(groups, own)), structure.unflatten(unstacked(groups, total))
 
 
@@ -49,10 +52,6 @@ def _decode(compressor: Compressor, payloads: Sequence[Payload], stacks: Sequenc
 def _decoded(compressor: Compressor, payload: Payload, stack: Array, dtype: DTypeLike) -> Array:
     like = jax.ShapeDtypeStruct(stack.shape[1:], dtype)
     return jax.vmap(lambda one: compressor.decompress(one, like))(payload)
-
-
-def _times(x: Array, weight: Array | float) -> Array:
-    return x * (weight if isinstance(weight, float) else weight.astype(x.dtype))
 
 
 def check_graph(topology: Topology, what: str) -> Topology:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from ...topology import Topology, lazy, smallest_eigenvalue
-from .method import Method, Turn, Turned, minus, plus, wide
-from .mixing import check_static, check_symmetric, mix
+from .method import Method, Turn, Turned, minus, plus
+from .mixing import check_static, check_symmetric, change
 
 # The least eigenvalue has to be above this. An even ring stands exactly here, and its noise piles up.
 LEAST = -1 / 3 + 1e-6
@@ -14,16 +14,18 @@ LEAST = -1 / 3 + 1e-6
 def d2(*, exact_diffusion: bool | None = None) -> Method:
     """Each worker steps from where it would be without its neighbours, so that what they disagree on cancels.
 
-    With the steps `u = -γ g` of the inner optimizer, `u' = -γ_t g_{t-1}` the last one at the rate of today, and `W̃`
-    that is `W` or `(I + W) / 2`:
+    With the steps `u` of the inner optimizer, the correction `c`, 0 at first, and `W̃` that is `W` or `(I + W) / 2`:
 
-        x_1 = W̃ (x_0 + u_0),   x_{t+1} = W̃ (2 x_t - x_{t-1} + u_t - u'_{t-1})
+        y = x + u - c,   x <- W̃ y,   c <- c + (y - W̃ y)
+
+    which is the paper's `x_{t+1} = W̃ (2 x_t - x_{t-1} + u_t - u_{t-1})`, `x_1 = W̃ (x_0 + u_0)` for a constant rate.
+    The paper's form sums up the rounding errors of the models; those of `c` are far smaller.
 
     Its fixed point is the optimum of the mean loss, however much the workers' data differ, at a constant rate.
 
     *On the wire*: one model for each neighbour, as `d_psgd`.
 
-    *State*: per worker two models, the last one and the last step, in float32.
+    *State*: per worker one model, `c`, in float32.
 
     Args:
       exact_diffusion: mix with `(I + W) / 2`, which is Exact Diffusion. `None`: where `λ_min <= -1/3`, since D²
@@ -32,7 +34,7 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
 
     Returns:
       The method, for static topologies with symmetric weights. Where rates change pass `learning_rate=` to the update:
-      a last step at a higher rate would kick the model away.
+      `c` is in proportion to it, and would kick the model away where it drops.
 
     Raises:
       ValueError: by `gossip`, if the topology is directed or changes, or has `λ_min <= -1/3` and `exact_diffusion` is
@@ -72,19 +74,17 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
 
     def init(params, topology):
         del topology
-        return {"before": params, "step": jax.tree.map(jnp.zeros_like, params), "rate": jnp.zeros((), jnp.float32)}
+        return {"correction": jax.tree.map(jnp.zeros_like, params), "rate": jnp.zeros((), jnp.float32)}
 
     def step(turn: Turn) -> Turned:
         steps, inner = turn.adapt(turn.gradients)
-        steps = wide(steps)
-        rate, old = (
-            jnp.asarray(0.0 if turn.learning_rate is None else turn.learning_rate, jnp.float32),
-            turn.state["rate"],
-        )
+        old = turn.state["rate"]
+        rate = jnp.zeros_like(old) if turn.learning_rate is None else turn.learning_rate.astype(old.dtype)
         ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)  # 1 where no rate was passed
-        moved = minus(turn.params, turn.state["before"])
-        change = jax.tree.map(lambda m, u, v: m + u - ratio.astype(v.dtype) * v, moved, steps, turn.state["step"])
-        params = mix(turn, plus(turn.params, change), like=turn.params)
-        return Turned(params, inner, {"before": wide(turn.params), "step": steps, "rate": rate})
+        correction = jax.tree.map(lambda c: ratio.astype(c.dtype) * c, turn.state["correction"])
+        ahead = plus(turn.params, minus(steps, correction))
+        mixing = change(turn, ahead, like=turn.params)
+        state = {"correction": minus(correction, mixing), "rate": jnp.where(rate > 0, rate, old)}
+        return Turned(plus(ahead, mixing), inner, state)
 
     return Method(prepare, init, step)

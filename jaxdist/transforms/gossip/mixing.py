@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import comm as comms
-from ..._typing import Array, Int, PyTree
+from ..._typing import Array, PyTree
 from ...comm import Comm
 from ...compressors.base import working_dtype
 from ...reducers._fused import fused
 from ...topology import Round, Topology, is_doubly_stochastic, is_symmetric
-from .method import Turn
+from .method import Turn, plus
 
 
 def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better.
 
     One message for each dtype and neighbour, however many leaves. What is sent has the dtypes of `like`, those of
-    `tree` if it is left out; what a worker gives to its own model is not rounded.
+    `tree` if it is left out; the mean over workers stays even if that is rounded.
 
     Args:
       turn: what the `step` of a method was given.
@@ -42,33 +42,50 @@ def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     References:
       Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
-    return mixed(turn.comm, turn.topology, turn.count, tree, tree if like is None else like)
+    return plus(tree, change(turn, tree, like=like))
 
 
-def mixed(comm: Comm, topology: Topology, count: Int[Array, ""], tree: PyTree, like: PyTree) -> PyTree:
-    """As `mix`, of the parts that it needs."""
+def change(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+    """What `mix` adds to this worker's tree, `Σ_j W_ij (x_j - x_i)`.
+
+    Of differences, since weights like 1/3 are rounded and would let models drift where they agree; with the rounded
+    own model in them, so that low precision on the wire keeps the mean.
+    """
+    comm, topology = turn.comm, turn.topology
     leaves, structure = jax.tree.flatten(tree)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree if like is None else like)]
     branches = [_one_round(one, topology.workers, dtypes) for one in topology.rounds]
     if len(branches) == 1:
         return structure.unflatten(branches[0](comm, leaves))
-    which = jnp.asarray(topology.order, jnp.int32)[count % len(topology.order)]
+    which = jnp.asarray(topology.order, jnp.int32)[turn.count % len(topology.order)]
     return structure.unflatten(comms.switch(which, branches, comm, leaves))
 
 
 def _one_round(one: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[[Comm, list[Array]], list[Array]]:
+    left = _row_sums(one, workers) - 1  # push-sum alone has rows that sum to something else
+
     def talk(comm: Comm, leaves: list[Array]) -> list[Array]:
         sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if is_mean(one, workers):
-            return [_wide(comm.varying(x)) for x in fused(comm.mean, sent)]
-        out = [comm.varying(_times(_wide(leaf), weight_of(comm, one.self_weights))) for leaf in leaves]
+            means = fused(comm.mean, sent)
+            return [_wide(comm.varying(mean)) - _wide(x) for mean, x in zip(means, sent, strict=True)]
+        out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
+        if np.abs(left).max() > 1e-9:
+            out = [times(_wide(leaf), weight_of(comm, left.tolist())) for leaf in leaves]
         for message in one.messages:
             weight = weight_of(comm, message.weights)
             arrived = fused(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
-            out = [total + _times(_wide(x), weight) for total, x in zip(out, arrived, strict=True)]
+            out = [
+                total + times(_wide(theirs) - _wide(mine), weight)
+                for total, theirs, mine in zip(out, arrived, sent, strict=True)
+            ]
         return out
 
     return talk
+
+
+def _row_sums(one: Round, workers: int) -> np.ndarray:
+    return np.sum([one.self_weights, *(message.weights for message in one.messages)], axis=0).reshape(workers)
 
 
 def is_mean(one: Round, workers: int) -> bool:
@@ -90,7 +107,8 @@ def _wide(x: Array) -> Array:
     return x.astype(working_dtype(x.dtype))
 
 
-def _times(x: Array, weight: Array | float) -> Array:
+def times(x: Array, weight: Array | float) -> Array:
+    """In the dtype of `x`."""
     return x * (weight if isinstance(weight, float) else weight.astype(x.dtype))
 
 

@@ -33,12 +33,13 @@ def sgp() -> Method:
       >>> tx = jd.gossip(optax.sgd(1.0), graph, method=jd.sgp())
       >>> def one_worker(x):
       ...     opt_state = tx.init(x)
-      ...     for _ in range(20):
+      ...     for _ in range(8):
       ...         updates, opt_state = tx.update(jnp.zeros(()), opt_state, x)
       ...         x = x + updates
       ...     return x
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 6.0])).round(3).tolist()
-      [3.0, 3.0, 3.0]
+      >>> found = jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 6.0]))
+      >>> float(jnp.abs(found - 3).max()) < 1e-3
+      True
 
     References:
       Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792, 2019.
