@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from ...topology import Topology, lazy, smallest_eigenvalue
+from ..local_steps.meeting import choose
 from .method import Method, Turn, Turned, minus, plus
-from .mixing import check_static, check_symmetric, change
+from .mixing import change, check_static, check_symmetric
 
 # The least eigenvalue has to be above this. An even ring stands exactly here, and its noise piles up.
 LEAST = -1 / 3 + 1e-6
@@ -78,13 +79,15 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
 
     def step(turn: Turn) -> Turned:
         steps, inner = turn.adapt(turn.gradients)
-        old = turn.state["rate"]
-        rate = jnp.zeros_like(old) if turn.learning_rate is None else turn.learning_rate.astype(old.dtype)
-        ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)  # 1 where no rate was passed
-        correction = jax.tree.map(lambda c: ratio.astype(c.dtype) * c, turn.state["correction"])
+        kept, old = turn.state["correction"], turn.state["rate"]
+        rate = old if turn.learning_rate is None else turn.learning_rate.astype(old.dtype)
+        ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)
+        correction = jax.tree.map(lambda c: ratio.astype(c.dtype) * c, kept)
         ahead = plus(turn.params, minus(steps, correction))
         mixing = change(turn, ahead, like=turn.params)
-        state = {"correction": minus(correction, mixing), "rate": jnp.where(rate > 0, rate, old)}
-        return Turned(plus(ahead, mixing), inner, state)
+        new = minus(correction, mixing)
+        if turn.learning_rate is not None:  # a rate of zero teaches nothing
+            new, rate = choose(rate > 0, (new, rate), (kept, old))
+        return Turned(plus(ahead, mixing), inner, {"correction": new, "rate": rate})
 
     return Method(prepare, init, step)
