@@ -56,7 +56,7 @@ def results(comm, x, permutes):
 
 def expected(groups, x, permutes):
     """The same for all workers at once, by loops in numpy: `[8, ...]`."""
-    out = {name: [None] * 8 for name in (*AGREED, *OTHER)}
+    out: dict[str, list] = {name: [None] * 8 for name in (*AGREED, *OTHER)}
     for members in groups:
         mine = jax.tree.map(lambda a, m=members: a[list(m)], x)
         for place, worker in enumerate(members):

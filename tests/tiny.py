@@ -29,7 +29,7 @@ def loss(params, batch):
     return jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) - batch["y"]) ** 2)
 
 
-def make_step(tx, *, axis="data", grad=None, **options):
+def make_step(tx, *, axis: str | tuple[str, ...] = "data", grad=None, **options):
     """`options` go to `local_value_and_grad`; `grad` replaces it."""
     value_and_grad = grad or jd.local_value_and_grad(loss, axis=axis, **options)
 

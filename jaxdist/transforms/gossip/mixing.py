@@ -109,7 +109,7 @@ def _wide(x: Array) -> Array:
 
 def times(x: Array, weight: Array | float) -> Array:
     """In the dtype of `x`."""
-    return x * (weight if isinstance(weight, float) else weight.astype(x.dtype))
+    return x * (weight if isinstance(weight, float | int) else weight.astype(x.dtype))
 
 
 def check_doubly_stochastic(topology: Topology) -> None:
