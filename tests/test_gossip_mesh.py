@@ -24,6 +24,15 @@ def sent(compiled, branch="max"):
     return sorted((op.kind, op.dtype, op.bytes) for op in ops if op.bytes > 8)
 
 
+def payload_of(compressor):
+    """The bytes of the codes of the tiny model."""
+    return sum(
+        x.size * x.dtype.itemsize
+        for leaf in jax.tree.leaves(tiny.params())
+        for x in jax.tree.leaves(jax.eval_shape(compressor.compress, leaf, jax.random.key(0)))
+    )
+
+
 MODEL = ("collective-permute", "float32", 4 * N)
 # method, topology of four workers, what a step sends
 WIRE = {
@@ -61,11 +70,7 @@ def test_the_mesh_equals_the_simulation_and_sends_what_it_says(name):
         assert found == [("collective-permute", "float32", 4 * (N + 1))] * 2
         assert float(jd.stats(on_mesh.opt)["bytes"]) == pytest.approx(3 * 5 / 4 * 4 * (N + 1), abs=3)
     elif name == "choco":
-        payload = sum(
-            x.size * x.dtype.itemsize
-            for leaf in jax.tree.leaves(tiny.params())
-            for x in jax.tree.leaves(jax.eval_shape(jd.qsgd(4).compress, leaf, jax.random.key(0)))
-        )
+        payload = payload_of(jd.qsgd(4))
         assert found == [("collective-permute", "uint8", payload)] * 2
         assert payload < 4 * N / 2
         assert float(jd.stats(on_mesh.opt)["bytes"]) == 3 * 2 * payload
@@ -91,20 +96,37 @@ def test_eight_devices_agree_after_one_turn(mesh):
     np.testing.assert_allclose(state.params.value["w"], np.broadcast_to(start.mean(0), start.shape), atol=1e-6)
 
 
-def test_groups_that_act_as_one(pods):
-    """All-reduce among the chips of a pod, gossip across pods: chips of a pod hold one model."""
-    inner = optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.sgd(0.1))
-    tx = jd.gossip(inner, graphs.ring(2), axis="pod")
-    step = tiny.make_step(tx, axis=("pod", "chip"))
-    state = state_of(tx, pods, axis="pod")
+INT8 = jd.compressors.int8(block=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [(jd.d_psgd(), 4 * N), (jd.choco(INT8, step_size=0.5), payload_of(INT8))],
+    ids=["plain", "choco"],
+)
+def test_groups_that_act_as_one(method, size, pods):
+    """All-reduce among the chips of a pod, gossip across pods, each chip carrying a quarter of the model."""
+    both = optax.chain(
+        jd.all_reduce(jd.exact(), axis="chip"),
+        jd.gossip(optax.sgd(0.1), graphs.ring(2), method=method, axis="pod", carriers="chip"),
+    )
+    step, state = tiny.make_step(both, axis=("pod", "chip")), state_of(both, pods, axis="pod")
     distributed = jd.distribute(step, pods, axis=("pod", "chip"), donate=False)
     compiled = distributed.lower(state, tiny.batch()).compile()
-    found, _ = compiled(state, tiny.batch())
+    found, simulated = state, state
+    simulate = jd.simulate(step, {"pod": 2, "chip": 4})
+    for _ in range(2):
+        found, simulated = compiled(found, tiny.batch())[0], simulate(simulated, tiny.batch())[0]
     assert found.params.value["w"].shape == (2, 6, 4)
-    flat = jd.gossip(optax.sgd(0.1), graphs.ring(2))
-    expected, _ = jd.simulate(tiny.make_step(flat), 2)(state_of(flat, 2), tiny.batch())
+    tiny.assert_close(found, simulated, 2e-6)
+    flat = jd.gossip(optax.sgd(0.1), graphs.ring(2), method=method)
+    expected, run = state_of(flat, 2), jd.simulate(tiny.make_step(flat), 2)
+    for _ in range(2):
+        expected, _ = run(expected, tiny.batch())
     tiny.assert_close(found.params.value, expected.params.value, 2e-6)
-    assert sorted(kind for kind, _, size in sent(compiled) if size >= 4 * N) == ["all-reduce", "collective-permute"]
+    ops = jd.analysis.collectives(compiled).ops
+    across = [op.bytes for op in ops if op.kind == "collective-permute"]
+    assert across == [-(-size // 4)]
 
 
 def test_agreed_parameters_are_refused(mesh):

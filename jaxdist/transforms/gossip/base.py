@@ -16,6 +16,7 @@ from ...topology import Topology
 from ..local_gradients import check_leaves, check_local
 from ..local_steps.meeting import check_per_worker, inner_step
 from ..optimizers.base import NO_PARAMS
+from .carried import carried
 from .d_psgd import d_psgd
 from .method import Method, Turn, wide
 
@@ -41,6 +42,7 @@ def gossip(
     method: Method | None = None,
     seed: int = 0,
     axis: AxisNames = "data",
+    carriers: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Each worker takes its own step and talks to its neighbours in a graph: nobody waits for all.
 
@@ -60,12 +62,14 @@ def gossip(
     *State*: agreed, a count and a key; per worker that of `inner` and that of the method.
 
     Args:
-      inner: the optimizer of each worker. It may communicate over other, faster axes, and the workers of this axis
-        are then groups that act as one: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`.
+      inner: the optimizer of each worker.
       topology: the graph, of as many workers as the axis has.
       method: what is done with the neighbours' models; `d_psgd()` by default.
       seed: of the draws of codes.
       axis: the mesh axis of the workers.
+      carriers: another, faster axis, whose workers act as one: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"),
+        jd.gossip(inner, topology, axis="pod", carriers="chip"))`. They hold one model, each sends its part of it over
+        the slow links, and they gather what has come; without `carriers` each would send the whole.
 
     Returns:
       A gradient transformation for local gradients; it needs `params` and comes last in a chain. Its `update` takes
@@ -122,7 +126,7 @@ def gossip(
         check_local(updates, axis)
         check_per_worker(params, axis)
         ledger: list[comms.Sent] = []
-        comm = comms.counted(over(axis), ledger)
+        comm = comms.counted(over(axis) if carriers is None else carried(over(axis), over(carriers)), ledger)
         if comm.size != topology.workers:
             raise ValueError(
                 f"the topology {topology.name} is one of {topology.workers} workers, and axis {axis!r} has {comm.size}"
