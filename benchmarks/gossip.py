@@ -24,7 +24,7 @@ from jaxdist import topology
 from jaxdist.workloads.digits import digits_workload
 
 WORKERS, CONCENTRATION, TUNING_SEED = 16, 0.1, 100
-RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 GRAPHS = {
     "ring": topology.ring(WORKERS),
     "exponential": topology.exponential(WORKERS),
@@ -41,11 +41,24 @@ class TrainState(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method of `gossip`, the momentum of the inner optimizer, and the graphs that it is tried on."""
+    """A method of `gossip`, the inner momentum, the graphs that it is tried on, and what gradients it is given."""
 
     method: Callable[[], Any]
     momentum: float = 0.0
     graphs: tuple[str, ...] = ALL
+    gradients: Callable[[Any, Any], Any] = lambda loss, graph: jd.local_value_and_grad(loss)
+
+
+def quasi_global() -> Any:
+    return jd.qg_momentum(nesterov=True)
+
+
+def of_the_neighbourhood(loss: Any, graph: Any) -> Any:
+    return jd.parallel.neighbourhood_value_and_grad(loss, graph, data_share=1.0)
+
+
+def sharp(loss: Any, graph: Any) -> Any:
+    return jd.parallel.sharpness_aware(jd.local_value_and_grad(loss), radius=0.05)
 
 
 METHODS = {
@@ -55,7 +68,10 @@ METHODS = {
     "SGP": Entry(jd.sgp),
     "D2": Entry(jd.d2, graphs=("ring",)),
     "gradient tracking": Entry(jd.gradient_tracking, graphs=STATIC),
-    "quasi-global momentum": Entry(lambda: jd.qg_momentum(nesterov=True)),
+    "quasi-global momentum": Entry(quasi_global),
+    "Q-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp),
+    "NGC": Entry(quasi_global, graphs=("ring",), gradients=of_the_neighbourhood),
+    "CGA": Entry(jd.d_psgd, graphs=("ring",), gradients=lambda *given: jd.parallel.cross_value_and_grad(*given)),
     "RelaySGD": Entry(jd.relay_sgd, graphs=("path",)),
     "CHOCO, top 10 %": Entry(lambda: jd.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
     "CHOCO, 4 bits": Entry(lambda: jd.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
@@ -73,11 +89,13 @@ def by_rate(momentum: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
-def trainer(tx: Any, workload: Any, *, local: bool, steps: int, batch: int) -> Callable[[int, float], tuple]:
+def trainer(
+    tx: Any, workload: Any, gradient: Any, *, local: bool, steps: int, batch: int
+) -> Callable[[int, float], tuple]:
     """`run(seed, rate)`: the accuracy of the mean model, the mean of the models' accuracies, and their distance."""
 
     def step(state: TrainState, rows: Any) -> tuple[TrainState, dict]:
-        gradients = jd.local_value_and_grad(workload.loss)(state.params, rows)[1]
+        gradients = gradient(state.params, rows)[1]
         updates, opt_state = tx.update(gradients, state.opt_state, state.params, learning_rate=state.rate)
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.rate), {}
 
@@ -141,7 +159,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256, help="images in a step, all workers together")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
@@ -154,12 +172,20 @@ def main() -> None:
     for momentum in (0.0, 0.9):
         tx = optax.chain(jd.all_reduce(jd.exact()), by_rate(momentum))
         name = "all-reduce, momentum" if momentum else "all-reduce"
-        rows.append(measure(name, "all", trainer(tx, workload, local=False, **sizes), given.seeds))
+        rows.append(
+            measure(
+                name,
+                "all",
+                trainer(tx, workload, jd.local_value_and_grad(workload.loss), local=False, **sizes),
+                given.seeds,
+            )
+        )
     for name in given.methods:
         entry = METHODS[name]
         for graph in entry.graphs:
             tx = jd.gossip(by_rate(entry.momentum), GRAPHS[graph], method=entry.method())
-            rows.append(measure(name, graph, trainer(tx, workload, local=True, **sizes), given.seeds))
+            gradient = entry.gradients(workload.loss, GRAPHS[graph])
+            rows.append(measure(name, graph, trainer(tx, workload, gradient, local=True, **sizes), given.seeds))
     print(table(rows))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
