@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 
 from ._typing import Array
@@ -48,3 +49,20 @@ def shard_map(
     return functools.partial(
         jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma, **keywords)
     )
+
+
+def host_compute(f: Callable, outputs: int) -> Callable:
+    """`f` as a region that the host's processor computes; it returns that many arrays, in host memory."""
+    annotate = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on  # until 0.10, and since 0.11
+    return annotate(f, compute_type="device_host", out_memory_spaces=[jax.memory.Space.Host] * outputs)
+
+
+def lies_on_host(x: Array) -> bool:
+    """Whether the type of `x` says that it lies in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def typed_like(x: Array, aval: Any) -> Array:
+    """`x`, cast to vary over the mesh axes that a type varies over."""
+    missing = frozenset(aval.manual_axis_type.varying) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

@@ -11,3 +11,5 @@ from .memory import memory as memory
 from .report import Widened as Widened
 from .report import table as table
 from .report import widened as widened
+from .transfers import Transfers as Transfers
+from .transfers import transfers as transfers

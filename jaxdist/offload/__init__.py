@@ -1,5 +1,7 @@
 """Models larger than a device: what is not needed now lies elsewhere, or is computed piece by piece."""
 
+from .delayed import delayed as delayed
+from .host import host as host
 from .tiled import Tiled as Tiled
 from .tiled import tile as tile
 from .tiled import tiled_dense as tiled_dense

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._marks import Sharded, bind, is_mark, with_value
+from ..._marks import OnHost, Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
 from ...compressors.base import Compressor
@@ -96,9 +96,9 @@ def zero_redundancy(
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2, the reducer has no reduce-scatter form, or the code states neither contraction
-        nor variance; at trace time, what `all_reduce` raises, or if `params` are missing or cut in another way than
-        `parallel.shard` cuts them.
+      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), the reducer has no
+        reduce-scatter form, or the code states neither contraction nor variance; at trace time, what `all_reduce`
+        raises, or if `params` are missing or cut in another way than `parallel.shard` cuts them.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -131,6 +131,8 @@ def zero_redundancy(
         check_leaves(params)
         held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
         state = inner.init(held)
+        if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+            raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
         beside = _beside(inner, state, held)
         state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, state, beside)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)

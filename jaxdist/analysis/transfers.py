@@ -1,0 +1,73 @@
+"""What crosses between the memories of the device and of the host."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from .._compat import ClosedJaxpr, Jaxpr
+
+
+class Transfers(NamedTuple):
+    """Bytes that one step moves on one device: `to_host` and `to_device`."""
+
+    to_host: int
+    to_device: int
+
+
+def transfers(step: Callable[..., Any], *arguments: Any) -> Transfers:
+    """Counts the bytes that a step moves between the memories of the device and of the host.
+
+    Read from the trace: what the program says, which a compiler for a CPU, where both are the same memory, does not
+    carry out. Loops of known length count as often as they run; of branches both count.
+
+    Args:
+      step: a function that can be traced, `distribute(...)` or `jax.jit(tx.update)`.
+      *arguments: arrays in their places, or shapes with shardings.
+
+    Returns:
+      The bytes, per worker.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxdist import analysis, offload
+      >>> tx = offload.host(optax.sgd(0.1, momentum=0.9))
+      >>> analysis.transfers(tx.update, jnp.zeros(64), tx.init(jnp.zeros(64)))
+      Transfers(to_host=256, to_device=256)
+    """
+    closed = jax.make_jaxpr(step)(*arguments)
+    return Transfers(*_count(closed.jaxpr))
+
+
+def _count(jaxpr: Any) -> tuple[int, int]:
+    down = up = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "device_put":
+            for source, target in zip(equation.invars, equation.outvars, strict=True):
+                was, now = (_on_host(x.aval) for x in (source, target))
+                size = _nbytes(target.aval)
+                down += size if now and not was else 0
+                up += size if was and not now else 0
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in _inside(equation.params.values()):
+            inner_down, inner_up = _count(inner)
+            down, up = down + times * inner_down, up + times * inner_up
+    return down, up
+
+
+def _inside(values: Any):
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _inside(value)
+
+
+def _on_host(aval: Any) -> bool:
+    return aval.memory_space == jax.memory.Space.Host
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize

@@ -1,0 +1,132 @@
+"""State that visits the device in portions, two of which are there at a time."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._compat import typed_like, varying_axes
+from .._typing import Array
+from ._groups import Chunk, chunks, entrywise
+from ._program import Node, Program
+from ._values import DEVICE, HOST, Values, evaluate
+
+# Smaller groups travel together and as they are.
+SMALL = 2**20
+
+
+def stream(
+    program: Program,
+    nodes: Sequence[Node],
+    values: Values,
+    held: Mapping[int, Any],
+    later: set[int],
+    tile_bytes: int,
+) -> None:
+    """Brings the state to the device in portions, computes, and takes the new state back to the host.
+
+    A leaf where entries do not depend on one another is cut into tiles in a loop: while one is computed on, the next
+    one travels, and nothing else is on the device. Compilers would send the first tiles of all leaves at once; each
+    waits for the loop before the last.
+    """
+    done: list[Array] = []
+    for portion in chunks(program, nodes, held.keys(), min(SMALL, tile_bytes)):
+        shape = entrywise(program, portion)
+        if shape is None or max(shape) < 2 or portion.nbytes < min(SMALL, tile_bytes):
+            _whole(portion, values, held, later)
+            continue
+        tiles = max(2, -(-portion.nbytes // tile_bytes))
+        finished = _tiled(program, portion, values, held, later, shape, tiles, done[-2] if len(done) > 1 else None)
+        done += [] if finished is None else [finished]
+
+
+def _sides(portion: Chunk, values: Values, held: Mapping[int, Any], later: set[int]):
+    """What a portion reads of the state and otherwise, and what it makes of the state and otherwise."""
+    made = {value for node in portion.nodes for value in node.outputs}
+    read = dict.fromkeys(v for node in portion.nodes for v in node.reads if v not in made)
+    state = [v for v in read if v in held]
+    new = {old: number for old, number in held.items() if isinstance(number, int) and number in made}
+    rest = sorted((made & later) - set(new.values()))
+    return state, [v for v in read if v not in held], new, rest
+
+
+def _whole(portion: Chunk, values: Values, held: Mapping[int, Any], later: set[int]) -> None:
+    state, others, new, rest = _sides(portion, values, held, later)
+    known = evaluate(portion.nodes, {v: values.get(v, host=False) for v in (*state, *others)}, Node.run)
+    for value in (*new.values(), *rest):
+        values.put(value, known[value])
+
+
+def _zero(after: Array | None, like: Array) -> Array | int:
+    """A zero that the compiler does not know: what uses it waits for `after`. No number of 32 bits has 64 ones."""
+    if after is None or not varying_axes(after) <= varying_axes(like):
+        return 0
+    ones = lax.population_count(lax.bitcast_convert_type(after.astype(jnp.float32), jnp.int32))
+    return lax.shift_right_logical(ones, 6)
+
+
+def _of_shape(shape: tuple[int, ...], node: Node, operands: Sequence[Any]) -> list[Any]:
+    """A node on tiles of this shape."""
+    if node.name == "broadcast_in_dim":
+        return [jnp.broadcast_to(jnp.reshape(operands[0], ()), shape)]
+    return node.run(operands)
+
+
+def _tiled(
+    program: Program,
+    portion: Chunk,
+    values: Values,
+    held: Mapping[int, Any],
+    later: set[int],
+    shape: tuple[int, ...],
+    tiles: int,
+    after: Array | None,
+) -> Array | None:
+    state, others, new, rest = _sides(portion, values, held, later)
+    state_arrays = program.arrays(state)
+    axis = next((i for i, length in enumerate(shape) if length >= tiles), shape.index(max(shape)))
+    length = -(-shape[axis] // min(tiles, shape[axis]))
+    full, remainder = divmod(shape[axis], length)
+    fixed = {v: values.get(v, host=False) for v in (*state, *others) if not program.is_array(v)}
+    arrays = {v: values.get(v, host=False) for v in others if program.is_array(v)}
+    untouched = {v: values.known[True][v] for v in state_arrays if v not in new}
+    buffers = {v: values.known[True][v] for v in new}
+
+    def fetch(buffers, at, size):
+        source = untouched | buffers
+        tile = {v: lax.dynamic_slice_in_dim(source[v], at, size, axis) for v in state_arrays}
+        return {v: jax.device_put(x, DEVICE) for v, x in tile.items()}
+
+    def compute(tile, buffers, outs, at, size):
+        known = fixed | tile | {v: lax.dynamic_slice_in_dim(x, at, size, axis) for v, x in arrays.items()}
+        known = evaluate(portion.nodes, known, functools.partial(_of_shape, (*shape[:axis], size, *shape[axis + 1 :])))
+        buffers = {
+            old: lax.dynamic_update_slice_in_dim(x, jax.device_put(known[new[old]], HOST), at, axis)
+            for old, x in buffers.items()
+        }
+        outs = {v: lax.dynamic_update_slice_in_dim(x, known[v], at, axis) for v, x in outs.items()}
+        return buffers, outs
+
+    def body(i, carry):
+        tile, buffers, outs = carry
+        following = fetch(buffers, (i + 1) * length, length)  # travels while this one is computed
+        return following, *compute(tile, buffers, outs, i * length, length)
+
+    outs = {v: typed_like(jnp.zeros(shape, program.types[v].dtype), program.types[v]) for v in rest}
+    first = _zero(after, values.known[True][state_arrays[0]])
+    tile, buffers, outs = lax.fori_loop(0, full - 1, body, (fetch(buffers, first, length), buffers, outs))
+    last = fetch(buffers, full * length, remainder) if remainder else None
+    buffers, outs = compute(tile, buffers, outs, (full - 1) * length, length)
+    if last is not None:
+        buffers, outs = compute(last, buffers, outs, full * length, remainder)
+    for old, x in buffers.items():
+        values.put(new[old], x)
+    for value, x in outs.items():
+        values.put(value, x)
+    if not outs:
+        return None
+    x = next(iter(outs.values()))
+    return lax.slice(x, [shape[i] - 1 for i in range(x.ndim)], shape).reshape(())

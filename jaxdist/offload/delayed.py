@@ -1,0 +1,88 @@
+"""The update of one step is applied in the next."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._typing import Array, Int, PyTree, State
+
+
+class DelayedState(NamedTuple):
+    """`inner` of the optimizer; `pending`, the gradients of the last step; `count` steps."""
+
+    inner: State
+    pending: PyTree
+    count: Int[Array, ""]
+
+
+def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.GradientTransformationExtraArgs:
+    """The one-step delayed update of ZeRO-Offload: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
+
+    The update does not depend on the gradients of its own step, so that the host can compute it while the device is at
+    them. Steps before `start` are ordinary ones; step `start` applies nothing, and keeps its gradients. Everything in
+    `inner` sees the gradients of the last step: a norm for clipping is theirs.
+
+    Delay costs stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` in place of 2.
+
+    *On the wire* nothing. Around a transformation that communicates it would keep gradients that differ between
+    workers; put it inside, `zero_redundancy(offload.delayed(inner))`, where it keeps this worker's part of the mean.
+
+    *State*: `inner`'s, and the gradients (agreed, or cut by `zero_redundancy`).
+
+    Args:
+      inner: the optimizer.
+      start: the first step that waits, counted from 0: 40 in the paper, for training is least stable when it begins.
+        While `start` is positive, the compiled step must be ready for both, and each update waits for its own
+        gradients; pass `delay=True` to `update` in a program for steps from `start` on, `delay=False` in one for those
+        before.
+
+    Returns:
+      A gradient transformation. Its `update` takes `delay=`: a Python `bool` says that all steps of this program lie
+      before `start`, or not.
+
+    Raises:
+      ValueError: `start` is negative, or `delay` is traced.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxdist import offload
+      >>> tx = offload.delayed(optax.sgd(1.0))
+      >>> state = tx.init(jnp.zeros(()))
+      >>> first, state = tx.update(jnp.array(3.0), state)
+      >>> second, state = tx.update(jnp.array(5.0), state)
+      >>> float(first), float(second)
+      (0.0, -3.0)
+
+    References:
+      Ren, Rajbhandari, Aminabadi, Ruwase, Yang, Zhang, Li, He, "ZeRO-Offload: Democratizing Billion-Scale Model
+      Training", arXiv 2101.06840, 2021, section 5.2.
+    """
+    if start < 0:
+        raise ValueError(f"start must not be negative, got {start}")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params) -> DelayedState:
+        return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, *, delay: Any = None, **extra_args):
+        if delay is not None and not isinstance(delay, bool):
+            raise ValueError(f"delay must be a Python bool: it chooses between two programs; got {delay!r}")
+        kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.pending)
+        if delay is False:
+            used = updates
+        elif delay or start == 0:
+            used = jax.tree.map(lambda g, old: old.astype(g.dtype), updates, state.pending)
+        else:
+            used = jax.tree.map(
+                lambda g, old: jnp.where(state.count < start, g, old.astype(g.dtype)), updates, state.pending
+            )
+        steps, new = inner.update(used, state.inner, params, **extra_args)
+        if delay is not False:  # step `start` has nothing to apply yet
+            waits = state.count == start
+            steps = jax.tree.map(lambda u: jnp.where(waits, jnp.zeros_like(u), u), steps)
+            new = jax.tree.map(lambda after, before: jnp.where(waits, before, after), new, state.inner)
+        return steps, DelayedState(new, kept, jnp.asarray(optax.safe_increment(state.count)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
