@@ -2,8 +2,8 @@
 
     python benchmarks/host_memory.py --out benchmarks/reports/NAME
 
-It needs `libtpu` (`pip install 'jax[tpu]'`) and no TPU. Every row is compiled by the TPU's own compiler, which says what
-it would allocate on one chip and in the memory of its host; nothing runs.
+It needs `libtpu` (`pip install 'jax[tpu]'`) and no TPU. Every row is compiled by the TPU's own compiler, which says
+what it would allocate on one chip and in the memory of its host; nothing runs.
 """
 
 import argparse
