@@ -75,8 +75,9 @@ def cut(program: Program, state_in: Collection[int], state_out: Collection[int])
             return False
         if not users(i, beside) and not set(state_out) & set(nodes[i].outputs):
             return False
-        crossing = sum(program.nbytes(value) for value in sources(i) if value not in there)
-        return crossing <= sum(map(program.nbytes, nodes[i].outputs))
+        made = sum(map(program.nbytes, nodes[i].outputs))
+        ways = set(program.arrays(nodes[i].reads)), sources(i)
+        return any(sum(program.nbytes(value) for value in way if value not in there) <= made for way in ways)
 
     beside = set(core)
     for i in reversed(range(len(nodes))):
