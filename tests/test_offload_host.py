@@ -238,7 +238,6 @@ def test_around_zero(compute, four, expected):
 def test_simulated(expected):
     state = three_steps(offload.host(ZERO), 4)
     assert_close(state.params, expected, 1e-5)
-    assert kinds(state.opt) == {"pinned_host"}
 
 
 def test_delay_of_means_and_of_parts(four):
