@@ -72,7 +72,7 @@ def time_jax(entries: int, leaves: int, seconds: float, *, offloaded: bool) -> d
 
 
 def time_torch(entries: int, leaves: int, seconds: float) -> dict[str, list[float]]:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(os.cpu_count() or 1)
     params = [torch.nn.Parameter(torch.full((entries // leaves,), 1.0 + i)) for i in range(leaves)]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Another process may be compiling too.
@@ -31,7 +32,7 @@ MIB = 2**20
 
 def rows(tile_bytes: int) -> dict:
     adamw, mean = optax.adamw(1e-3), jd.all_reduce(jd.exact())
-    options = {"tile_bytes": tile_bytes}
+    options: dict[str, Any] = {"tile_bytes": tile_bytes}
     master = {"master_dtype": jnp.float32}
     return {
         "on the device": (optax.chain(mean, adamw), jnp.float32),
@@ -104,7 +105,7 @@ def main() -> None:
         found.append({**record, "compile_s": round(time.perf_counter() - start, 1), **memory._asdict()})
         if os.environ.get("DUMP"):
             Path(os.environ["DUMP"], name.replace(" ", "_").replace('"', "") + ".txt").write_text(
-                plan.compiled.as_text()
+                plan.compiled.as_text() or ""
             )
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)

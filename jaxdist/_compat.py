@@ -53,7 +53,7 @@ def shard_map(
 
 def host_compute(f: Callable, outputs: int) -> Callable:
     """`f` as a region that the host's processor computes; it returns that many arrays, in host memory."""
-    annotate = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on  # until 0.10, and since 0.11
+    annotate: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on  # until 0.10, and since 0.11
     return annotate(f, compute_type="device_host", out_memory_spaces=[jax.memory.Space.Host] * outputs)
 
 

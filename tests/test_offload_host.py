@@ -1,5 +1,7 @@
 """State in host memory: the numbers of the optimizer itself; where things lie; what crosses."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,7 @@ def gradient(params):
     return jax.tree.map(lambda p: jnp.sin(3 * p) + p, params)
 
 
-def run(tx, dtype=jnp.float32, steps=STEPS):
+def run(tx, dtype=jnp.float32, steps=STEPS) -> tuple[Any, Any]:
     found = params(dtype)
     state = tx.init(found)
 
