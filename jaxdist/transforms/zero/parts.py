@@ -6,30 +6,19 @@ bytes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import ClosedJaxpr, Jaxpr, Literal
+from ..._compat import Literal
+from ..._primitives import ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
 from ..._typing import Array, PyTree, Shape
 from ...comm import Comm
 from ...reducers._flat import MULTIPLE
 from .flat import piece, whole
-
-# Entry `i` of the result depends on entry `i` of the operands.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max
-    min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
-# They keep the order of entries.
-RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -100,8 +89,8 @@ def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
     if name == "broadcast_in_dim" and not isinstance(operands[0], Part) and jnp.size(_plain_value(operands[0])) == 1:
         return [Uniform(jnp.reshape(_plain_value(operands[0]), ()), shape)]
     if not any(isinstance(x, Part | Uniform) for x in operands):
-        return _bind(equation, operands)
-    inside = list(_jaxprs(equation.params.values()))
+        return apply_primitive(equation, operands)
+    inside = list(inner_jaxprs(equation.params.values()))
     if len(inside) == 1 and name not in ("scan", "while"):  # a call
         return _run(inside[0].jaxpr, inside[0].consts, operands, comm)
     if name == "cond":
@@ -109,24 +98,23 @@ def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
         return lax.switch(jnp.asarray(operands[0], jnp.int32), branches, *map(_carried, operands[1:]))
     if not any(isinstance(x, Part) for x in operands):
         if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
-            return [Uniform(_bind(equation, [_plain_value(x) for x in operands])[0], shape)]
-        return _bind(equation, [_plain(x) for x in operands])
+            return [Uniform(apply_primitive(equation, [_plain_value(x) for x in operands])[0], shape)]
+        return apply_primitive(equation, [_plain(x) for x in operands])
     if name in ELEMENTWISE:
         return [_elementwise(equation, operands, comm)]
     part = operands[0]
     if name in RESHAPES and len(operands) == 1 and math.prod(shape) == math.prod(part.shape):
-        full = None if part.full is None else _bind(equation, [part.full])[0]
+        full = None if part.full is None else apply_primitive(equation, [part.full])[0]
         return [Part(part.value, shape, full)]
     if name in REDUCTIONS and part.full is None and math.prod(shape) == 1:  # other dimensions have one entry
         return [REDUCTIONS[name](part, comm).reshape(shape)]
-    return _bind(equation, [x.whole(comm) if isinstance(x, Part) else _plain(x) for x in operands])
+    return apply_primitive(equation, [x.whole(comm) if isinstance(x, Part) else _plain(x) for x in operands])
 
 
 def _elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Part:
     shape = equation.outvars[0].aval.shape
     length = (-(-math.prod(shape) // (comm.size * MULTIPLE)) * MULTIPLE,)
-    # Their condition and their bounds may be numbers beside arrays.
-    mixed = equation.primitive.name in ("select_n", "clamp") and bool(shape)
+    mixed = equation.primitive.name in TAKES_NUMBERS and bool(shape)
 
     def local(x):
         if isinstance(x, Part) and x.shape == shape:
@@ -139,8 +127,8 @@ def _elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Part:
         return piece(jnp.broadcast_to(x, shape), comm)  # dimensions of one entry may meet longer ones
 
     fulls = [x.full if isinstance(x, Part) else _plain(x) for x in operands]
-    full = None if any(x is None for x in fulls) else _bind(equation, fulls)[0]
-    return Part(_bind(equation, [comm.varying(local(x)) for x in operands])[0], shape, full)
+    full = None if any(x is None for x in fulls) else apply_primitive(equation, fulls)[0]
+    return Part(apply_primitive(equation, [comm.varying(local(x)) for x in operands])[0], shape, full)
 
 
 def _reduce(of_part: Callable[[Array], Array], of_workers: Callable[[Comm], Callable], neutral: Callable) -> Callable:
@@ -191,18 +179,3 @@ def _plain(x: Any) -> Any:
 
 def _plain_value(x: Any) -> Any:
     return x.value if isinstance(x, Uniform) else x
-
-
-def _bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return out if equation.primitive.multiple_results else [out]
-
-
-def _jaxprs(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value
-        elif isinstance(value, Jaxpr):
-            yield ClosedJaxpr(value, ())
-        elif isinstance(value, tuple | list):
-            yield from _jaxprs(value)

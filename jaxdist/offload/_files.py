@@ -1,0 +1,217 @@
+"""Two files of chunks and two manifests: what is being written is never what was committed.
+
+A step reads slot `s` and writes slot `1 - s`; the manifest of a slot is removed before the first byte of it is
+overwritten, and written (under another name, then renamed) after the last. What has a manifest is whole.
+
+tensorstore does the same work at a third of the disk's speed on our machine, since it allocates and copies each chunk;
+`preadv` and `pwritev` into pages that are used again do not (benchmarks/nvme.py).
+"""
+
+import base64
+import errno
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import StoreDamagedError, StoreError, StoreFullError
+
+FORMAT = 1
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PAGE = 4096
+
+
+def checksum(data: np.ndarray) -> int:
+    """Of bytes, in multiples of 4096: a CRC of the sums of all 4 KiB rows and of all columns of 64-bit words.
+
+    Five times faster than a CRC of the bytes. Any single wrong word, page or torn end is noticed.
+    """
+    words = data.view(np.uint64).reshape(-1, PAGE // 8)
+    rows, columns = np.add.reduce(words, axis=1), np.add.reduce(words, axis=0)
+    return zlib.crc32(columns.tobytes(), zlib.crc32(rows.tobytes()))
+
+
+def refused(error: OSError, path: Path, step: int) -> StoreError:
+    """The typed exception for what the system said."""
+    if error.errno in FULL:
+        return StoreFullError(f"no room: {error.strerror}. Free some space and call again", path, step)
+    return StoreError(f"{error.strerror or error}", path, step)
+
+
+def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -> int:
+    """A file descriptor of a slot; room for all of it is taken when it is made."""
+    flags = os.O_RDWR | (os.O_DIRECT if direct else 0) | (os.O_CREAT if create else 0)
+    try:
+        found = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise StoreDamagedError("the file is missing", path, step) from error
+        raise refused(error, path, step) from error
+    if create:
+        try:
+            os.posix_fallocate(found, 0, max(size, 1))
+        except OSError as error:
+            os.close(found)
+            raise refused(error, path, step) from error
+    return found
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether the file system can bypass the page cache."""
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def read_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, *, expected: int) -> None:
+    """Fills `data`, and compares its checksum with the expected one."""
+    done = 0
+    while done < data.nbytes:
+        try:
+            got = os.preadv(slot, [data[done:]], offset + done)
+        except OSError as error:
+            raise refused(error, path, step) from error
+        if not got:
+            raise StoreDamagedError(
+                f"the file ends at byte {offset + done}, {data.nbytes - done} bytes too early: restore it from a copy, "
+                "or delete the folder and begin again from a checkpoint",
+                path,
+                step,
+            )
+        done += got
+    if checksum(data) != expected:
+        raise StoreDamagedError(
+            f"bytes {offset} to {offset + data.nbytes} are not those that were written: restore the file from a copy, "
+            "or delete the folder and begin again from a checkpoint",
+            path,
+            step,
+        )
+
+
+def write_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, *, sync: bool) -> int:
+    """Writes all of `data`; returns its checksum."""
+    done = 0
+    try:
+        while done < data.nbytes:
+            done += os.pwritev(slot, [data[done:]], offset + done)
+        if sync:
+            os.fdatasync(slot)
+    except OSError as error:
+        raise refused(error, path, step) from error
+    return checksum(data)
+
+
+def forget(slot: int, data: np.ndarray, offset: int) -> None:
+    """Gives the pages of the cache back: else they would be the host memory that the store is to save."""
+    os.posix_fadvise(slot, offset, data.nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def manifest_path(folder: Path, slot: int) -> Path:
+    """Beside the file of the slot."""
+    return folder / f"manifest.{slot}.json"
+
+
+def slot_path(folder: Path, slot: int) -> Path:
+    """The file of the slot."""
+    return folder / f"state.{slot}"
+
+
+def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable: bool) -> None:
+    """Commits a slot."""
+    path = manifest_path(folder, slot)
+    text = json.dumps({"format": FORMAT, **manifest})
+    try:
+        with open(path.with_suffix(".tmp"), "w") as file:
+            file.write(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(path.with_suffix(".tmp"), path)
+        if durable:
+            sync_folder(folder)
+    except OSError as error:
+        raise refused(error, path, manifest["step"]) from error
+
+
+def drop_manifest(folder: Path, slot: int, step: int, *, durable: bool) -> None:
+    """From now on the slot holds nothing."""
+    path = manifest_path(folder, slot)
+    try:
+        path.unlink(missing_ok=True)
+        if durable:
+            sync_folder(folder)
+    except OSError as error:
+        raise refused(error, path, step) from error
+
+
+def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
+    """Slot -> manifest, of those that were committed."""
+    found = {}
+    for slot in (0, 1):
+        path = manifest_path(folder, slot)
+        if path.exists():
+            try:
+                outer = json.loads(path.read_text())
+                whole = zlib.crc32(outer["manifest"].encode()) == outer["crc"]
+                manifest = json.loads(outer["manifest"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise _damaged(path) from error
+            if not whole:
+                raise _damaged(path)
+            if manifest["format"] != FORMAT:
+                raise ValueError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
+            found[slot] = manifest
+    return found
+
+
+def _damaged(path: Path) -> StoreDamagedError:
+    return StoreDamagedError("the manifest is damaged; delete it to go back to the step of the other one", path, -1)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and removals durable."""
+    found = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(found)
+    finally:
+        os.close(found)
+
+
+def lock(folder: Path) -> Callable[[], None]:
+    """Keeps others out of a folder; returns what lets them in again."""
+    file = open(folder / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"{folder} is in use, by another process or another `nvme`: call its `close` first") from error
+    return file.close
+
+
+def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+    """Numbers for the manifest, in every bit."""
+    return [
+        {"dtype": x.dtype.name, "shape": x.shape, "data": base64.b64encode(x.tobytes()).decode()}
+        for x in map(np.asarray, values)
+    ]
+
+
+def decode(values: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    """The inverse."""
+
+    def one(x):
+        dtype = np.dtype(getattr(ml_dtypes, x["dtype"], x["dtype"]))
+        return np.frombuffer(base64.b64decode(x["data"]), dtype).reshape(x["shape"])
+
+    return [one(x) for x in values]

@@ -1,0 +1,124 @@
+"""What an optimizer keeps beside each parameter, and the programs that make and move it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._marks import is_mark
+from .._typing import PyTree
+from ._arrays import Shard, shards_of, unmarked
+from ._entrywise import Split, split
+from ._layout import Layout, lay_out
+
+
+class Model(NamedTuple):
+    """The parameters and the state of an optimizer, without their values.
+
+    `held` are the parameters as the optimizer sees them, `state` its state: shapes and dtypes. `beside[i]` is the leaf
+    that entry `i` of the flat state stands beside, -1 for numbers. With `master` the held parameters are on disk.
+    """
+
+    tree: Any
+    names: list[str]
+    leaves: list[Any]
+    shapes: list[tuple[int, ...]]
+    shards: list[list[Shard]]
+    held: PyTree
+    state: PyTree
+    beside: list[int]
+    master: bool
+
+    def dtypes(self) -> list[list[Any]]:
+        """Of the arrays on disk, for each leaf: the held parameter, then the state in the order of its tree."""
+        held, state = jax.tree.leaves(self.held), jax.tree.leaves(self.state)
+        return [
+            [*([held[k].dtype] if self.master else []), *(state[i].dtype for i in self._of(k))]
+            for k in range(len(self.leaves))
+        ]
+
+    def _of(self, leaf: int) -> list[int]:
+        return [i for i, k in enumerate(self.beside) if k == leaf]
+
+    def lay_out(self, chunk_bytes: int) -> Layout:
+        """Where each entry goes."""
+        sizes = [[int(np.prod(shard.shape)) for shard in each] for each in self.shards]
+        where = str([[str(shard.index) for shard in each] for each in self.shards])
+        return lay_out(self.names, sizes, self.dtypes(), chunk_bytes, where)
+
+
+def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, master_dtype: Any) -> Model:
+    """Looks at the parameters and at what the optimizer makes of them; computes nothing."""
+    leaves, shapes, tree = unmarked(params)
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: take it out, or optax.masked")
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
+    structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
+    outer = jax.tree.structure(params, is_leaf=is_mark)
+    held = outer.unflatten(structs)
+    state = jax.eval_shape(inner.init, held)
+
+    def one(leaf, k):
+        return leaf if isinstance(leaf, optax.MaskedNode) else k if leaf.shape == structs[k].shape else -1
+
+    beside = optax.tree.map_params(
+        inner,
+        one,
+        state,
+        outer.unflatten(range(len(structs))),
+        transform_non_params=lambda x: jax.tree.map(lambda _: -1, x),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+    found = jax.tree.leaves(beside)
+    for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
+        if k < 0 and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError("the optimizer keeps a random key: what is drawn cannot be streamed")
+    shards = [shards_of(leaf) for leaf in leaves]
+    return Model(tree, names, leaves, shapes, shards, held, state, found, master_dtype is not None)
+
+
+def initial(inner: Any, model: Model) -> Split:
+    """`init`, of the parameters in memory."""
+    dtypes = [held.dtype for held in jax.tree.leaves(model.held)]
+    likes = [jax.ShapeDtypeStruct(s, leaf.dtype) for leaf, s in zip(model.leaves, model.shapes, strict=True)]
+    count = len(likes)
+
+    def f(params):
+        held = [p.astype(dtype) for p, dtype in zip(params, dtypes, strict=True)]
+        return held, inner.init(jax.tree.structure(model.held).unflatten(held))
+
+    outputs = [[*([k] if model.master else []), *(count + i for i in model._of(k))] for k in range(count)]
+    result = split(f, (likes,), leaves=[[k] for k in range(count)], stored=(), outputs=outputs)
+    # Held parameters that are not on disk are no numbers.
+    return result._replace(others=result.others if model.master else result.others[count:])
+
+
+def update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, Any]) -> Split:
+    """`update` and `apply_updates`, of gradients in memory and of what is on disk."""
+    held = jax.tree.leaves(model.held)
+    count, states = len(held), len(model.beside)
+    outer = jax.tree.structure(model.held)
+    likes = [jax.ShapeDtypeStruct(s, g.dtype) for g, s in zip(gradients, model.shapes, strict=True)]
+
+    def f(gradients, state, held, extra):
+        wide = [g.astype(p.dtype) for g, p in zip(gradients, held, strict=True)]
+        params = outer.unflatten(held)
+        updates, state = inner.update(outer.unflatten(wide), state, params, **extra)
+        new = jax.tree.leaves(optax.apply_updates(params, updates))
+        low = [p.astype(leaf.dtype) for p, leaf in zip(new, model.leaves, strict=True)]
+        return low, state, new if model.master else []
+
+    def flat(k, first):
+        of_state = [count + i for i in model._of(k)]
+        return [*([first + k] if model.master else []), *of_state]
+
+    ins = [[*flat(k, count + states), *([] if model.master else [count + states + k]), k] for k in range(count)]
+    outs = [[*flat(k, count + states), k] for k in range(count)]
+    stored = [count + i for i, k in enumerate(model.beside) if k >= 0]
+    stored += [count + states + k for k in range(count)] if model.master else []
+    return split(f, (likes, model.state, held, extra), leaves=ins, stored=stored, outputs=outs)

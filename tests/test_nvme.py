@@ -1,0 +1,347 @@
+"""Optimizer state on disk: the same bits as in memory, within the buffers, through crashes and full disks."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdist as jd
+from jaxdist import offload
+from jaxdist.offload import _arrays, _files
+from jaxdist.offload._pipeline import stream
+
+CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state with master parameters
+
+
+def params():
+    w = jax.random.normal(jax.random.key(0), (300, 41))
+    return {"w": w, "b": jnp.ones(3), "e": jnp.zeros((0, 4)), "s": jnp.float32(2)}
+
+
+def gradient(params, step=0):
+    return jax.tree.map(lambda x: (np.sin(3 * np.asarray(x, np.float32)) + step * 0.1).astype(x.dtype), params)
+
+
+def plain(tx, found, steps=5, dtype=None):
+    """The optimizer, for each leaf alone: XLA rounds some last bits another way if leaves share a program."""
+    held = jax.tree.map(lambda x: x.astype(dtype or x.dtype), found)
+    states = {name: tx.init({name: held[name]}) for name in held}
+
+    @jax.jit
+    def one(grads, state, params):
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for step in range(steps):
+        grads = gradient(jax.tree.map(lambda h, p: h.astype(p.dtype), held, found), step)
+        for name in held:
+            new, states[name] = one({name: grads[name]}, states[name], {name: held[name]})
+            held = held | new
+    return jax.tree.map(lambda h, p: h.astype(p.dtype), held, found)
+
+
+def train(opt, found, steps=5, first=0):
+    for step in range(first, steps):
+        found = opt.apply(found, gradient(found, step))
+    return found
+
+
+def equal(x, y):
+    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), x, y))
+
+
+@pytest.fixture(scope="module")
+def adamw():
+    return optax.adamw(optax.cosine_decay_schedule(1e-2, 50))
+
+
+@pytest.fixture(scope="module")
+def expected(adamw):
+    return plain(adamw, params())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [CHUNK, 10 * CHUNK])
+def test_equals_the_optimizer_in_every_bit(tmp_path, adamw, expected, chunk, depth):
+    opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=chunk, host_bytes=depth * chunk))
+    found = train(opt, opt.init(params()))
+    assert equal(found, expected)
+    assert opt.stats().buffer_bytes <= depth * chunk
+
+
+def test_bytes_and_buffers_are_the_formula(tmp_path, adamw):
+    """A state four times larger than the buffers; Adam with master parameters reads and writes 12 bytes an entry."""
+    store = offload.Store(tmp_path, chunk_bytes=CHUNK, host_bytes=CHUNK)
+    opt = offload.nvme(adamw, store, master_dtype=jnp.float32)
+    train(opt, opt.init(params()))
+    entries = -(-(300 * 41 + 3 + 1) // 4096) * 4096
+    stats = opt.stats()
+    assert stats.state_bytes == 12 * entries >= 4 * stats.buffer_bytes
+    assert (stats.read_bytes, stats.written_bytes) == (5 * 12 * entries, 6 * 12 * entries)  # `init` writes too
+    assert stats.buffer_bytes == CHUNK
+
+
+def test_low_precision_parameters_with_master(tmp_path, adamw):
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    opt = offload.nvme(adamw, offload.Store(tmp_path), master_dtype=jnp.float32)
+    found = train(opt, opt.init(low))
+    assert equal(found, plain(adamw, low, dtype=jnp.float32))
+    opt.close()
+    assert equal(opt.init(low), found)  # from disk
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+        optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9),
+        optax.novograd(1e-2),
+    ],
+    ids=["clipped", "masked", "injected", "novograd"],
+)
+def test_other_optimizers_and_their_state(tmp_path, tx):
+    opt = offload.nvme(tx, offload.Store(tmp_path, chunk_bytes=10 * CHUNK))
+    found, state = params(), tx.init(params())
+    mine, update = opt.init(found), jax.jit(tx.update)
+    for step in range(3):
+        grads = gradient(found, step)
+        mine = opt.apply(mine, grads)
+        updates, state = update(grads, state, found)
+        found = optax.apply_updates(found, updates)
+    for x, y in zip(jax.tree.leaves((mine, opt.state())), jax.tree.leaves((found, state)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("tx", "primitive"),
+    [
+        (optax.lamb(1e-2), "reduce_sum"),
+        (optax.contrib.muon(1e-2), "reduce_sum"),
+        (optax.chain(optax.adam(1e-2), optax.add_noise(0.1, 0.5, 0)), "on disk"),
+    ],
+)
+def test_refuses_what_is_not_entry_by_entry(tmp_path, tx, primitive):
+    opt = offload.nvme(tx, offload.Store(tmp_path))
+    with pytest.raises(ValueError, match=primitive):
+        train(opt, opt.init(params()), 1)
+
+
+def test_refuses_sizes_and_other_states(tmp_path, adamw):
+    with pytest.raises(ValueError, match="host_bytes=10"):
+        offload.nvme(adamw, offload.Store(tmp_path, host_bytes=10))
+    with pytest.raises(ValueError, match="chunk_bytes=100 "):
+        offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=100)).init(params())
+    opt = offload.nvme(adamw, offload.Store(tmp_path))
+    with pytest.raises(ValueError, match="call init"):
+        opt.apply(params(), params())
+    opt.init(params())
+    with pytest.raises(ValueError, match="is in use"):
+        offload.nvme(adamw, offload.Store(tmp_path)).init(params())
+    with pytest.raises(ValueError, match="as `init` saw them"):
+        opt.apply(params(), {**params(), "b": jnp.ones(4)})
+    opt.close()
+    with pytest.raises(ValueError, match="another model"):
+        opt.init({"w": jnp.ones(3)})
+
+
+def test_disk_full_is_typed_and_harmless(tmp_path, adamw, expected, monkeypatch):
+    opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
+    found = train(opt, opt.init(params()), 3)
+    real, calls = os.pwritev, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(offload.StoreFullError, match="Free some space") as caught:
+        train(opt, found, 4, 3)
+    assert caught.value.step == 4
+    assert caught.value.path.parent.parent == tmp_path
+    monkeypatch.undo()
+    assert opt.stats().step == 3
+    assert equal(train(opt, found, 5, 3), expected)  # the same call again
+
+
+def test_a_limit_of_file_sizes_shows_in_init(tmp_path, adamw):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(offload.StoreFullError):
+            offload.nvme(adamw, offload.Store(tmp_path)).init(params())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("harm", ["short", "changed", "missing", "manifest"])
+def test_damage_is_typed(tmp_path, adamw, harm):
+    opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
+    found = train(opt, opt.init(params()), 1)
+    file = tmp_path / "worker-00000-of-00001" / "state.1"
+    if harm == "short":
+        os.truncate(file, file.stat().st_size - 4096)
+    elif harm == "changed":
+        with open(file, "r+b") as out:
+            out.seek(5000)
+            byte = out.read(1)
+            out.seek(5000)
+            out.write(bytes([byte[0] ^ 1]))
+    elif harm == "missing":
+        file.unlink()
+    else:
+        opt.close()
+        (file.parent / "manifest.1.json").write_text("{}")
+    match = {"short": "too early", "changed": "not those", "missing": "missing", "manifest": "manifest is damaged"}
+    with pytest.raises(offload.StoreDamagedError, match=match[harm]):
+        opt.init(params()) if harm == "manifest" else opt.apply(found, gradient(found))
+
+
+def test_writes_of_the_last_chunks_in_the_background(tmp_path, adamw, expected, monkeypatch):
+    opt = offload.nvme(adamw, offload.Store(tmp_path, wait=False))
+    found = train(opt, opt.init(params()))
+    assert opt.flush() == 5
+    assert equal(found, expected)
+    monkeypatch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    opt.apply(found, gradient(found))
+    with pytest.raises(offload.StoreError, match="broken"):
+        opt.flush()
+    assert opt.stats().step == 5
+
+
+def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):
+    """Cut over a mesh, in numpy arrays that are overwritten, on a device that numpy cannot look into."""
+    expected = plain(adamw, {"w": params()["w"]}, 2)["w"]
+    cut = jd.place({"w": jd.Sharded(params()["w"], axis="data", multiple=8)}, mesh)
+    opt = offload.nvme(adamw, offload.Store(tmp_path / "cut"))
+    found = train(opt, opt.init(cut), 2)
+    assert found["w"].value.sharding == cut["w"].value.sharding
+    assert np.array_equal(np.asarray(found["w"].value)[: 300 * 41].reshape(300, 41), expected)
+    assert opt.state()[0].mu["w"].shape == (300, 41)
+
+    mine = {"w": np.array(params()["w"])}
+    opt = offload.nvme(adamw, offload.Store(tmp_path / "numpy"))
+    opt.init(mine)
+    for step in range(2):
+        assert opt.apply(mine, gradient(mine, step), donate=True)["w"] is mine["w"]
+    assert np.array_equal(mine["w"], expected)
+
+    monkeypatch.setattr(_arrays, "on_host", lambda device: False)
+    opt = offload.nvme(adamw, offload.Store(tmp_path / "device"))
+    found = train(opt, opt.init({"w": params()["w"]}), 2)
+    assert np.array_equal(found["w"], expected)
+
+
+def test_checksum_sees_what_disks_do():
+    data = np.random.default_rng(0).integers(0, 255, 8 * 4096, np.uint8)
+    harmed = [data.copy() for _ in range(4)]
+    harmed[0][12345] ^= 1
+    harmed[1][4096:8192], harmed[1][8192:12288] = data[8192:12288], data[4096:8192]  # pages swapped
+    harmed[2][:8], harmed[2][8:16] = data[8:16], data[:8]  # words swapped
+    harmed[3][-512:] = 0  # a torn end
+    assert len({_files.checksum(x) for x in (data, *harmed)}) == 5
+
+
+class _Clock:
+    """Executors whose time is counted, not waited for. `now` is that of whoever is running."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def executor(self):
+        clock, free = self, [0.0]
+
+        class Executor:
+            def submit(self, job, *args):
+                before, clock.now = clock.now, max(clock.now, free[0])
+                job(*args)
+                free[0], clock.now = clock.now, before
+                return Waited(clock, free[0])
+
+        return Executor()
+
+
+class Waited(Future):
+    def __init__(self, clock, at):
+        self.clock, self.at = clock, at
+
+    def result(self, timeout=None):
+        self.clock.now = max(self.clock.now, self.at)
+
+
+@pytest.mark.parametrize(("r", "c", "w"), [(3, 1, 2), (1, 4, 2), (1, 1, 5), (2, 2, 2)])
+def test_the_slowest_of_the_three_sets_the_pace(r, c, w):
+    """From three buffers on; with one buffer it is their sum, with two at least half of it."""
+    count = 20
+
+    def seconds(depth):
+        clock = _Clock()
+
+        def spend(cost):
+            def job(k, buffer):
+                clock.now += cost
+
+            return job
+
+        jobs = dict(read=spend(r), compute=spend(c), write=spend(w))
+        for one in stream(count, range(depth), **jobs, reader=clock.executor(), writer=clock.executor()):
+            one.result()
+        return clock.now
+
+    assert seconds(3) == max(r, c, w) * (count - 1) + r + c + w
+    assert seconds(1) == count * (r + c + w)
+    assert seconds(3) <= seconds(2) <= max(max(r, c, w), (r + c + w) / 2) * count + r + c + w
+
+
+CHILD = """
+import sys, jax, jax.numpy as jnp, optax
+sys.path.insert(0, sys.argv[2])
+import test_nvme as t
+from jaxdist import offload
+opt = offload.nvme(optax.adamw(1e-2), offload.Store(sys.argv[1], chunk_bytes=t.CHUNK), master_dtype=jnp.float32)
+found = opt.init(t.params())
+print("ready", flush=True)
+while True:
+    found = opt.apply(found, t.gradient(found, opt.stats().step))
+    print(opt.stats().step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
+    rng = np.random.default_rng(kills)
+    reported = 0
+    for _ in range(kills):
+        command = [sys.executable, "-c", CHILD, str(tmp_path), os.path.dirname(__file__)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        reported = max(reported, int(child.stdout.readline()))
+        time.sleep(rng.uniform(0, 0.05))
+        child.send_signal(signal.SIGKILL)
+        reported = max([reported, *(int(line) for line in child.stdout.read().split("\n")[:-1])])
+        child.wait()
+        child.stdout.close()
+
+        tx = optax.adamw(1e-2)
+        opt = offload.nvme(tx, offload.Store(tmp_path, chunk_bytes=CHUNK), master_dtype=jnp.float32)
+        found = opt.init(params())
+        step = opt.stats().step
+        assert step >= reported
+        assert equal(found, plain(tx, params(), step))
+        found = train(opt, found, step + 2, step)
+        assert equal(found, plain(tx, params(), step + 2))
+        reported = step + 2
+        opt.close()
