@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,7 @@ def expected(adamw):
     return plain(adamw, params())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [CHUNK, 10 * CHUNK])
+@pytest.mark.parametrize(("chunk", "depth"), [(CHUNK, 1), (CHUNK, 2), (CHUNK, 3), (10 * CHUNK, 3)])
 def test_equals_the_optimizer_in_every_bit(tmp_path, adamw, expected, chunk, depth):
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=chunk, host_bytes=depth * chunk))
     found = train(opt, opt.init(params()))
@@ -129,13 +128,13 @@ def test_other_optimizers_and_their_state(tmp_path, tx):
     [
         (optax.lamb(1e-2), "reduce_sum"),
         (optax.contrib.muon(1e-2), "reduce_sum"),
-        (optax.chain(optax.adam(1e-2), optax.add_noise(0.1, 0.5, 0)), "on disk"),
+        (optax.chain(optax.adam(1e-2), optax.add_noise(0.1, 0.5, 0)), "random key"),
     ],
 )
 def test_refuses_what_is_not_entry_by_entry(tmp_path, tx, primitive):
     opt = offload.nvme(tx, offload.Store(tmp_path))
     with pytest.raises(ValueError, match=primitive):
-        train(opt, opt.init(params()), 1)
+        train(opt, opt.init({"w": params()["w"]}), 1)
 
 
 def test_refuses_sizes_and_other_states(tmp_path, adamw):
@@ -264,14 +263,14 @@ class _Clock:
     def executor(self):
         clock, free = self, [0.0]
 
-        class Executor:
+        class Counted(Executor):
             def submit(self, job, *args):
                 before, clock.now = clock.now, max(clock.now, free[0])
                 job(*args)
                 free[0], clock.now = clock.now, before
                 return Waited(clock, free[0])
 
-        return Executor()
+        return Counted()
 
 
 class Waited(Future):
@@ -320,7 +319,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
     rng = np.random.default_rng(kills)
     reported = 0

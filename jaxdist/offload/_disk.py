@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,8 @@ class Disk:
     def __init__(self, folder: Path, *, direct: bool | None, durable: bool, wait: bool, progress: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
-        self.unlock = files.lock(folder)
+        # Also when nobody has called `close` and all of it is forgotten.
+        self.unlock = weakref.finalize(self, os.close, files.lock(folder))
         self.direct = files.takes_direct(folder) if direct is None else direct
         if self.direct and not files.takes_direct(folder):
             self.unlock()
@@ -104,8 +106,8 @@ class Disk:
                 if self.progress is not None:
                     self.progress(k + 1, len(chunks))
 
-            jobs = dict(read=read, compute=compute, write=write, reader=reader, writer=writer)
-            writes = stream(len(chunks), self.buffers, **jobs)
+            count, buffers = len(chunks), self.buffers
+            writes = stream(count, buffers, read=read, compute=compute, write=write, reader=reader, writer=writer)
         except BaseException:
             reader.shutdown()
             writer.shutdown()

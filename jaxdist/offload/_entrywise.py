@@ -46,8 +46,8 @@ class _Value(NamedTuple):
     """A value of the trace: its place in the head, its place in the programs, and, without one, what is to blame."""
 
     aval: Any
-    head: int | None
-    body: tuple | None
+    head: Any
+    body: Any
     why: str = ""
 
 
@@ -97,7 +97,7 @@ def split(
 def _refusal(why: str) -> str:
     return (
         f"the optimizer needs `{why}` of whole arrays that are on disk. Only what is done entry by entry can be "
-        "streamed, and norms of gradients: keep this optimizer in memory, or apply it to some leaves with optax.partition"
+        "streamed, and norms of gradients: keep this optimizer in memory, or give it a few leaves with optax.partition"
     )
 
 
@@ -133,17 +133,18 @@ class _Trace:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             at[var] = value if isinstance(value, _Value) else self.whole(var.aval, self.constant(value), "a constant")
 
-        def of(atom):
+        def of(atom: Any) -> _Value:
             if not isinstance(atom, Literal):
                 return at[atom]
-            value = np.asarray(atom.val, atom.aval.dtype)
-            return _Value(atom.aval, self.constant(value), ("literal", value))
+            aval: Any = atom.aval
+            value = np.asarray(atom.val, aval.dtype)
+            return _Value(aval, self.constant(value), ("literal", value))
 
         for equation in jaxpr.eqns:
             at.update(zip(equation.outvars, self.step(equation, [of(x) for x in equation.invars]), strict=True))
         return [of(atom) for atom in jaxpr.outvars]
 
-    def whole(self, aval: Any, head: int | None, why: str) -> _Value:
+    def whole(self, aval: Any, head: Any, why: str) -> _Value:
         number = head is not None and math.prod(aval.shape) == 1
         return _Value(aval, head, ("number", head) if number else None, why)
 

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def read_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, 
     done = 0
     while done < data.nbytes:
         try:
-            got = os.preadv(slot, [data[done:]], offset + done)
+            got = os.preadv(slot, [data[done:].data], offset + done)
         except OSError as error:
             raise refused(error, path, step) from error
         if not got:
@@ -104,7 +104,7 @@ def write_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int,
     done = 0
     try:
         while done < data.nbytes:
-            done += os.pwritev(slot, [data[done:]], offset + done)
+            done += os.pwritev(slot, [data[done:].data], offset + done)
         if sync:
             os.fdatasync(slot)
     except OSError as error:
@@ -188,15 +188,15 @@ def sync_folder(folder: Path) -> None:
         os.close(found)
 
 
-def lock(folder: Path) -> Callable[[], None]:
-    """Keeps others out of a folder; returns what lets them in again."""
-    file = open(folder / "lock", "w")  # noqa: SIM115
+def lock(folder: Path) -> int:
+    """Keeps others out of a folder until the file descriptor that it returns is closed."""
+    found = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.close()
+        os.close(found)
         raise ValueError(f"{folder} is in use, by another process or another `nvme`: call its `close` first") from error
-    return file.close
+    return found
 
 
 def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:

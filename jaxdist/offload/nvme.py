@@ -126,9 +126,9 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
         plan, head, step = plans[key]
         disk.flush()
         numbers = iter(disk.numbers)
-        state = [None if k >= 0 else next(numbers) for k in model.beside]
+        state: list[Any] = [None if k >= 0 else next(numbers) for k in model.beside]
         flat = [*gradients, *state, *([None] * len(leaves) if model.master else leaves), *jax.tree.leaves(extra)]
-        shapes = [*model.shapes, *(np.shape(x) for x in state), *model.shapes]
+        shapes = [*model.shapes, *(() if x is None else x.shape for x in state), *model.shapes]
         ready = [np.asarray(x) for x in head(_picked(plan, flat, [*shapes, *(shape for shape, _ in kinds)]))]
         sources = [*([] if model.master else [_sources(model, leaves)]), _sources(model, gradients)]
         sinks = [
