@@ -127,7 +127,7 @@ def test_other_optimizers_and_their_state(tmp_path, tx):
     ("tx", "primitive"),
     [
         (optax.lamb(1e-2), "reduce_sum"),
-        (optax.contrib.muon(1e-2), "reduce_sum"),
+        (optax.contrib.muon(1e-2), "transpose"),
         (optax.chain(optax.adam(1e-2), optax.add_noise(0.1, 0.5, 0)), "random key"),
     ],
 )
