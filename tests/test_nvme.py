@@ -326,6 +326,7 @@ def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
     for _ in range(kills):
         command = [sys.executable, "-c", CHILD, str(tmp_path), os.path.dirname(__file__)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         reported = max(reported, int(child.stdout.readline()))
         time.sleep(rng.uniform(0, 0.05))
