@@ -47,6 +47,10 @@ def in_a_loop(layers, x):
     return gathered_scan(layer, layers, x)
 
 
+def one_ahead(layers, x):
+    return gathered_scan(layer, layers, x, prefetch=True)
+
+
 def make(tx, through):
     def step(state, batch):
         value, grads = jd.local_value_and_grad(lambda p, b: loss(p, b, through))(state.params, batch)
@@ -75,8 +79,10 @@ def expected():
     return run(tx, plainly, params(), 4)[0].params
 
 
-@pytest.mark.parametrize("through", [one_by_one, in_a_loop])
-@pytest.mark.parametrize("smallest", [0, 100])
+@pytest.mark.parametrize(
+    ("through", "smallest"),
+    [(one_by_one, 0), (one_by_one, 100), (in_a_loop, 0), (in_a_loop, 100), (one_ahead, 100)],
+)
 def test_equals_whole_parameters(through, smallest, expected):
     """All leaves cut, or vectors left whole."""
     tx = jd.zero_redundancy(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))

@@ -1,0 +1,127 @@
+"""Memory and bytes of the stages of ZeRO on TPU v5e, by the TPU's own compiler, without a TPU.
+
+    JAX_PLATFORMS=cpu python benchmarks/zero_memory.py --out benchmarks/reports/NAME
+
+Needs libtpu (`pip install 'jax[tpu]'`). Compiles a GPT of 100 million parameters under each stage for 16 chips, and for
+each stage the models between which memory runs out, one chip having 15.75 GiB. A program that is in the report already
+is not compiled again: delete `memory.json` to begin anew.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from zero_offloaded import offloaded
+
+import jaxdist as jd
+from jaxdist.analysis import pods
+from jaxdist.workloads.gpt import GPTConfig
+from jaxdist.workloads.stages import stage_step
+
+GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=10_240)
+TOPOLOGY = "v5e:4x4"
+HBM = 15.75 * 2**30
+STEPS = {
+    "0": lambda config, **k: stage_step(config, 0, **k),
+    "1": lambda config, **k: stage_step(config, 1, **k),
+    "1 unrolled": lambda config, **k: stage_step(config, 1, unrolled=True, **k),
+    "2 unrolled": lambda config, **k: stage_step(config, 2, unrolled=True, **k),
+    "3": lambda config, **k: stage_step(config, 3, **k),
+    "offload": lambda config, master: offloaded(config),
+    "offload parameters too": lambda config, master: offloaded(config, params_on_host=True),
+}
+
+
+def weigh(name: str, config: GPTConfig, master: bool, topology: str = TOPOLOGY) -> dict:
+    mesh = pods.tpu(topology)
+    weighed = STEPS[name](config, master=master)
+    tokens = jax.ShapeDtypeStruct((mesh.size, config.context + 1), jnp.uint8)
+    found = {"stage": name, "master": master, "layers": config.layers, "width": config.width}
+    found |= {"parameters": weighed.parameters, "ends": weighed.ends, "chips": mesh.size}
+    start = time.perf_counter()
+    try:
+        plan = pods.plan(jd.distribute(weighed.step, mesh), weighed.make_state, tokens, mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return found | {"fits": False, "why": re.sub(r"\s+", " ", str(error))[:200]}
+    kinds: dict[str, float] = {}
+    for op in plan.collectives.ops:
+        kinds[op.kind] = kinds.get(op.kind, 0) + op.wire_bytes
+    return found | {
+        "fits": True,
+        **plan.memory._asdict(),
+        "wire_bytes": plan.collectives.wire_bytes,
+        "kinds": kinds,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+class Report:
+    def __init__(self, folder: Path):
+        self.path = folder / "memory.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.runs = known.get("runs", [])
+
+    def get(self, name: str, config: GPTConfig, master: bool, topology: str = TOPOLOGY) -> dict:
+        wanted = (name, config.layers, config.width, master)
+        for run in self.runs:
+            if (run["stage"], run["layers"], run["width"], run["master"]) == wanted:
+                return run
+        self.runs.append(weigh(name, config, master, topology))
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+        self.path.write_text(
+            json.dumps({"versions": versions, "topology": topology, "runs": self.runs}, indent=1) + "\n"
+        )
+        print(json.dumps(self.runs[-1]), flush=True)
+        return self.runs[-1]
+
+
+def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
+    """Layers that fit: bytes are affine in them; and what the compiler says of that many and of more."""
+
+    def config(layers):
+        return GPTConfig(layers=layers, width=width, heads=width // 128, context=1024, vocabulary=10_240)
+
+    few, more = (report.get(name, config(layers), True) for layers in (2, 4))
+    slope = (more["peak"] - few["peak"]) / 2
+    layers = int(2 + (HBM - few["peak"]) / slope)
+    fits = report.get(name, config(layers), True)
+    while not fits["fits"]:
+        layers -= 1
+        fits = report.get(name, config(layers), True)
+    return slope, fits, report.get(name, config(layers + 1 + layers // 20), True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="100m:STAGE[:master] or largest:STAGE:WIDTH")
+    given = parser.parse_args()
+    report = Report(given.out)
+    for job in given.only or [
+        *(f"100m:{name}" for name in ("3", "2 unrolled", "1 unrolled", "1", "0")),
+        *(
+            f"100m:{name}:master"
+            for name in ("3", "2 unrolled", "1 unrolled", "0", "offload", "offload parameters too")
+        ),
+        *(f"largest:{name}:2048" for name in ("0", "offload", "offload parameters too", "1", "3")),
+    ]:
+        kind, name, *rest = job.split(":")
+        if kind == "100m":
+            report.get(name, GPT_100M, bool(rest))
+        else:
+            largest(report, name, int(rest[0]))
+
+
+if __name__ == "__main__":
+    main()
