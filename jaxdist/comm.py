@@ -8,11 +8,14 @@ replication checking, and give the same numbers under `vmap` (simulation). Three
 - XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
   local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
   form.
+- XLA:TPU makes an all-reduce, twice the bytes, of a gather whose pieces do not fill its tiles, and of a reduce-scatter of
+  rows that do not: there they are padded.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +130,26 @@ def _mapped(axes: tuple[str, ...], x: Array) -> Array:
     return jnp.where(lax.axis_index(axes) >= 0, x, x)
 
 
+def _tile(x: Array) -> int:
+    """The entries of a tile of one dimension on TPU, 4 KiB."""
+    return 1024 * max(1, 4 // x.dtype.itemsize)
+
+
+def _gather(axes: tuple[str, ...], varying: Callable, x: Array, **typed: Any) -> Array:
+    def plain(words):
+        return lax.all_gather(words, axes, **typed)
+
+    def in_tiles(words):
+        return plain(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
+
+    words = _word(varying(x))
+    if words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0:
+        return _unword(plain(words), x)
+    return _unword(lax.platform_dependent(words, tpu=in_tiles, default=plain), x)
+
+
 def _mesh_gather(axes: tuple[str, ...], varying: Callable) -> Callable[[Array], Array]:
-    return lambda x: _unword(lax.all_gather(_word(varying(x)), axes, to="invarying"), x)
+    return lambda x: _gather(axes, varying, x, to="invarying")
 
 
 def _simulated_gather(axes: tuple[str, ...]) -> Callable[[Array], Array]:
@@ -146,7 +167,7 @@ def _differentiable_gather(axes, gather, scatter, varying, by_hand):
 
     @jax.custom_vjp
     def forward(x):
-        return _unword(lax.all_gather(_word(varying(x)), axes), x) if by_hand else gather(x)
+        return _gather(axes, varying, x) if by_hand else gather(x)
 
     forward.defvjp(lambda x: (forward(x), None), lambda _, g: (scatter(g),))
     return forward
@@ -191,4 +212,10 @@ def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Ar
     def scatter(x):
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
 
-    return lax.platform_dependent(varying(x), cpu=lambda x: _local_mean(exchange(x)), default=scatter)
+    def in_tiles(x):
+        tile = _tile(x)
+        rows = jnp.pad(x.reshape(size, -1), ((0, 0), (0, -x[0].size % tile)))
+        return scatter(rows.reshape(size, -1, tile)).ravel()[: x[0].size].reshape(x.shape[1:])
+
+    tpu = in_tiles if x[0].size >= _tile(x) else scatter
+    return lax.platform_dependent(varying(x), cpu=lambda x: _local_mean(exchange(x)), tpu=tpu, default=scatter)

@@ -9,18 +9,15 @@ from jax import lax
 
 from .._marks import Sharded, axis_tuple
 from .._typing import AxisNames, PyTree
+from ..comm import over
 from ..compressors.base import Compressor
 from ..reducers import Reducer, exact
 from ..reducers._flat import MULTIPLE
-<<<<<<< HEAD
 from ..reducers.base import scatter_form
 from ._assembled import assembler
+from ._prefetched import prefetched_scan
 
 EXACT = exact()
-=======
-from ..transforms.zero.flat import joined
-from ._prefetched import prefetched_scan
->>>>>>> dfec90c (gathered_scan(prefetch=): the next layer's parameters while this one computes)
 
 
 def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
@@ -140,13 +137,10 @@ def gathered_scan(
     x: Any,
     *args: Any,
     axis: AxisNames = "data",
-<<<<<<< HEAD
     reducer: Reducer = EXACT,
     compressor: Compressor | None = None,
     secondary: bool = False,
-=======
     prefetch: bool = False,
->>>>>>> dfec90c (gathered_scan(prefetch=): the next layer's parameters while this one computes)
 ) -> Any:
     """`x = f(layer, x, *args)` for each layer in turn, one layer whole at a time, compiled once for all.
 
@@ -160,22 +154,19 @@ def gathered_scan(
       x: what goes through the layers.
       args: passed to each.
       axis: the mesh axis of the workers.
-<<<<<<< HEAD
       reducer: as in `gathered`.
       compressor: as in `gathered`.
       secondary: as in `gathered`.
-=======
       prefetch: gather the parameters of the next layer while this one computes, forward and backward, on links and
         compilers that do both at once (not on CPU). Two layers are whole at a time, and the first and the last layer
         are compiled by themselves. Without it a layer waits for what it needs first, and overlaps the gathers of what
         it needs later.
->>>>>>> dfec90c (gathered_scan(prefetch=): the next layer's parameters while this one computes)
 
     Returns:
       The last `x`.
 
     Raises:
-      ValueError: the layers are not alike, or there are none.
+      ValueError: the layers are not alike, or there are none; `prefetch` and `secondary`; what `gathered` raises.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -194,13 +185,12 @@ def gathered_scan(
     if len(kinds) != 1:
         raise ValueError(f"gathered_scan needs at least one layer, and all alike, got {len(kinds)} kinds")
     stacked = jax.tree.map(lambda *pieces: jnp.stack(pieces), *layers)
-<<<<<<< HEAD
-    layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary=secondary)
-=======
     if prefetch:
+        if secondary:
+            raise ValueError("prefetch=True gathers over all links in the backward pass too: leave out secondary")
+        keep, assemble = assembler(axis, scatter_form(reducer, "gathered(..., reducer=exact())"), compressor, False)
         # Typed alike throughout, since what is gathered varies.
         stacked, x, args = over(axis).varying((stacked, x, args))
-        return prefetched_scan(f, lambda params: _whole(params, axis), stacked, x, args)
-    layer = gathered(f, axis=axis)
->>>>>>> dfec90c (gathered_scan(prefetch=): the next layer's parameters while this one computes)
+        return prefetched_scan(f, lambda params: assemble(params, keep(params)), stacked, x, args)
+    layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary=secondary)
     return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
