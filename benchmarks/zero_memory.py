@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python benchmarks/zero_memory.py --out benchmarks/reports/NAME
 
-Needs libtpu (`pip install 'jax[tpu]'`). Compiles a GPT of 100 million parameters under each stage for 16 chips, and for
+Needs libtpu (`pip install 'jax[tpu]'`). Compiles a GPT of 100 million parameters under each stage for 8 chips, and for
 each stage the models between which memory runs out, one chip having 15.75 GiB. A program that is in the report already
 is not compiled again: delete `memory.json` to begin anew.
 """
@@ -27,7 +27,7 @@ from jaxdist.workloads.gpt import GPTConfig
 from jaxdist.workloads.stages import stage_step
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=10_240)
-TOPOLOGY = "v5e:4x4"
+TOPOLOGY = "v5e:2x4"
 HBM = 15.75 * 2**30
 STEPS = {
     "0": lambda config, **k: stage_step(config, 0, **k),

@@ -8,8 +8,9 @@ replication checking, and give the same numbers under `vmap` (simulation). Three
 - XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
   local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
   form.
-- XLA:TPU makes an all-reduce, twice the bytes, of a gather whose pieces do not fill its tiles, and of a reduce-scatter of
-  rows that do not: there they are padded.
+- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles:
+  there they are padded. On square slices (4x4, 8x8) it does so with every reduce-scatter over one axis of all chips;
+  two axes, one for each side of the square, get two real ones.
 """
 
 import math
@@ -214,8 +215,12 @@ def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Ar
 
     def in_tiles(x):
         tile = _tile(x)
-        rows = jnp.pad(x.reshape(size, -1), ((0, 0), (0, -x[0].size % tile)))
-        return scatter(rows.reshape(size, -1, tile)).ravel()[: x[0].size].reshape(x.shape[1:])
+        rows = jnp.pad(x.reshape(size, -1) * jnp.asarray(1 / size, x.dtype), ((0, 0), (0, -x[0].size % tile)))
+        rows = rows.reshape(*(lax.axis_size(name) for name in axes), -1, tile)
+        # One axis after the other, fast links first: the same bytes, and fewer of them over slow links.
+        for dimension, name in reversed(list(enumerate(axes))):
+            rows = lax.psum_scatter(rows, name, scatter_dimension=dimension)
+        return rows.ravel()[: x[0].size].reshape(x.shape[1:])
 
     tpu = in_tiles if x[0].size >= _tile(x) else scatter
     return lax.platform_dependent(varying(x), cpu=lambda x: _local_mean(exchange(x)), tpu=tpu, default=scatter)

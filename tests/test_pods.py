@@ -68,3 +68,25 @@ def test_tpu():
     assert plan.memory.arguments > 0
     with pytest.raises(ValueError, match="do not make up the 8 devices"):
         pods.tpu("v5e:2x4", {"data": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+@pytest.mark.parametrize(("topology", "axes"), [("v5e:2x4", {"data": 8}), ("v5e:4x4", {"row": 4, "column": 4})])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tpu_collectives_keep_their_bytes(topology, axes, dtype):
+    """Neither a gather nor a reduce-scatter becomes an all-reduce, also where the pieces do not fill tiles."""
+    mesh, entries = pods.tpu(topology, axes), 100_008
+    axis = tuple(axes) if len(axes) > 1 else "data"
+
+    def exchanged(state, batch):
+        comm = jd.comm.over(axis)
+        mean = comm.reduce_scatter_mean(batch.reshape(comm.size, -1))
+        return state + comm.all_gather(mean).sum(0), {}
+
+    batch = jax.ShapeDtypeStruct((mesh.size**2 * entries,), dtype)
+    step = jd.distribute(exchanged, mesh, axis=axis)
+    found = pods.plan(step, lambda: jnp.zeros(entries, dtype), batch, mesh, axis=axis).collectives
+    assert {op.kind for op in found.ops} == {"all-gather", "reduce-scatter"}
+    ideal = 2 * (mesh.size - 1) * entries * jnp.dtype(dtype).itemsize
+    assert ideal <= found.wire_bytes < 1.05 * ideal
