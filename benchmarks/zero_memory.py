@@ -26,7 +26,7 @@ from jaxdist.analysis import pods
 from jaxdist.workloads.gpt import GPTConfig
 from jaxdist.workloads.stages import stage_step
 
-GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=10_240)
+GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
 TOPOLOGY = "v5e:2x4"
 HBM = 15.75 * 2**30
 STEPS = {
@@ -90,7 +90,7 @@ def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
     """Layers that fit: bytes are affine in them; and what the compiler says of that many and of more."""
 
     def config(layers):
-        return GPTConfig(layers=layers, width=width, heads=width // 128, context=1024, vocabulary=10_240)
+        return GPTConfig(layers=layers, width=width, heads=width // 128, context=512, vocabulary=10_240)
 
     few, more = (report.get(name, config(layers), True) for layers in (2, 4))
     slope = (more["peak"] - few["peak"]) / 2

@@ -13,7 +13,7 @@ from jaxdist.workloads.stages import stage_step
 
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
 # 100 million parameters.
-LARGE = GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=10_240)
+LARGE = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
 
 
