@@ -102,6 +102,26 @@ def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
     return slope, fits, report.get(name, config(layers + 1 + layers // 20), True)
 
 
+def tables(runs: list[dict]) -> str:
+    """What a parameter takes on a chip, for each program; and the largest models."""
+    lines = [
+        "| program | parameters | chips | arguments | temporaries | on the host | sent, entries |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for run in runs:
+        name = f"{run['stage']}, {'bfloat16 and master' if run['master'] else 'float32'}"
+        count, chips = run["parameters"], run["chips"]
+        if not run["fits"]:
+            lines.append(f"| {name} | {count / 1e6:,.0f} M | {chips} | does not fit | | | |")
+            continue
+        entry = 2 if run["master"] else 4
+        sent = run["wire_bytes"] / (entry * count * (chips - 1) / chips)
+        sizes = [run[kind] / count for kind in ("arguments", "temporary", "host_arguments")]
+        columns = " | ".join(f"{size:.2f}" for size in sizes)
+        lines.append(f"| {name} | {count / 1e6:,.0f} M | {chips} | {columns} | {sent:.2f}Ψ |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -121,6 +141,7 @@ def main() -> None:
             report.get(name, GPT_100M, bool(rest))
         else:
             largest(report, name, int(rest[0]))
+    print(tables(report.runs))
 
 
 if __name__ == "__main__":
