@@ -211,6 +211,21 @@ def test_per_worker_momentum(mesh):
     assert float(jnp.abs(momentum[0] - momentum[1]).max()) > 0.01
 
 
+def test_per_worker_may_be_the_whole_field():
+    """Each worker by itself: the mark of the whole field is off inside the step and back on after it."""
+    tx = jd.per_worker(optax.sgd(0.5, momentum=0.5))
+
+    def step(state, batch):
+        updates, opt = tx.update(state["x"] - batch[0], state["opt"], state["x"])
+        return {"x": state["x"] + updates, "opt": opt}, {}
+
+    state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 2)
+    for _ in range(2):
+        state, _ = jd.simulate(step, workers=2)(state, jnp.array([0.0, 4.0]))
+    np.testing.assert_allclose(state["x"].value, [0, 4.0])  # 0 + 2, then + (0.5 * 2 + 1)
+    np.testing.assert_allclose(jax.tree.leaves(state["opt"])[0], [0, -4.0])
+
+
 # ---- what it compiles to
 
 

@@ -2,7 +2,7 @@
 
 import optax
 
-from .._marks import PerWorker, with_value
+from .._marks import PerWorker, is_mark, with_value
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -34,7 +34,8 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
         return PerWorker(tx.init(params), resize="mean")
 
     def update(updates, state, params=None, **extra_args):
-        updates, value = tx.update(updates, state.value, params, **extra_args)
-        return updates, with_value(state, value)
+        # A whole field of a train state has lost its mark inside the step, and gets it back after it.
+        updates, value = tx.update(updates, state.value if is_mark(state) else state, params, **extra_args)
+        return updates, with_value(state, value) if is_mark(state) else value
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
