@@ -54,14 +54,17 @@ from .reducers import two_shot as two_shot
 from .transforms import all_reduce as all_reduce
 from .transforms import anchor as anchor
 from .transforms import choco as choco
+from .transforms import compact_state as compact_state
 from .transforms import d2 as d2
 from .transforms import d_psgd as d_psgd
 from .transforms import dcd as dcd
 from .transforms import dion as dion
+from .transforms import dynamic_loss_scale as dynamic_loss_scale
 from .transforms import ecd as ecd
 from .transforms import gossip as gossip
 from .transforms import gradient_tracking as gradient_tracking
 from .transforms import local_steps as local_steps
+from .transforms import loss_scale as loss_scale
 from .transforms import one_bit_adam as one_bit_adam
 from .transforms import per_worker as per_worker
 from .transforms import qadam as qadam

@@ -112,6 +112,7 @@ def rotated_bytes(block: int) -> Callable[[int], int]:
 CODES = {
     "identity": Code(jc.identity, lambda n: 4 * n),
     "bfloat16": Code(lambda: jc.cast(jnp.bfloat16), lambda n: 2 * n),
+    "bfloat16 at random": Code(lambda: jc.cast(jnp.bfloat16, rounding="stochastic"), lambda n: 2 * n),
     "float16": Code(lambda: jc.cast(jnp.float16), lambda n: 2 * n),
     "e4m3": Code(lambda: jc.cast(jnp.float8_e4m3fn), lambda n: n + 4),
     "e5m2": Code(lambda: jc.cast(jnp.float8_e5m2), lambda n: n + 4),
@@ -171,6 +172,8 @@ CODES = {
     "mxfp8 e5m2 at random": Code(lambda: jc.mxfp8(format="e5m2", rounding="stochastic"), mx_bytes(8)),
     "mxfp4": Code(jc.mxfp4, mx_bytes(4)),
     "mxfp4 at random": Code(lambda: jc.mxfp4(rounding="stochastic"), mx_bytes(4)),
+    "dynamic_fp8": Code(jc.dynamic_fp8, mx_bytes(8)),
+    "dynamic_fp8 to nearest": Code(lambda: jc.dynamic_fp8(rounding="nearest"), mx_bytes(8)),
     "e3m0": Code(lambda: jc.e3m0(block=16), qsgd_bytes(4, 16)),
     "e3m0 at random": Code(lambda: jc.e3m0(rounding="stochastic"), qsgd_bytes(4, 256)),
     "min_max_uint8": Code(jc.min_max_uint8, lambda n: n + 8),

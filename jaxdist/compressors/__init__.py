@@ -12,6 +12,7 @@ from .cast import cast as cast
 from .cast import identity as identity
 from .chained import chained as chained
 from .drive import drive as drive
+from .dynamic_fp8 import dynamic_fp8 as dynamic_fp8
 from .gspar import gspar as gspar
 from .keep_probabilities import closed_form_probabilities as closed_form_probabilities
 from .keep_probabilities import expected_bits as expected_bits

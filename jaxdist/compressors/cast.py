@@ -2,12 +2,15 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor, working_dtype
 from .packing import from_words, to_words
+from .random import hash_words
+from .rounding import Rounding
 
 FLOATS = ("bfloat16", "float16")
 FLOATS8 = ("float8_e4m3fn", "float8_e5m2")
@@ -38,8 +41,8 @@ def identity() -> Compressor:
     return Compressor(compress, decompress, summable=True, variance=lambda shape: 0.0, contraction=lambda shape: 1.0)
 
 
-def cast(dtype: DTypeLike) -> Compressor:
-    """Rounds to a narrower float: to nearest, saturating, never NaN or infinite for finite input.
+def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
+    """Rounds to a narrower float: saturating, never NaN or infinite for finite input.
 
     `C(x) = round(clip(x, -max, max))`; for the 8-bit floats `C(x) = s round(x / s)` with one scale `s = max|x| / max`
     per array, so that a gradient of any magnitude uses the top of their few exponents. Infinite entries stay
@@ -51,14 +54,21 @@ def cast(dtype: DTypeLike) -> Compressor:
     8-bit floats are scaled, so only entries far below the largest one underflow, and δ accounts for them:
     `δ = 1 - 4^-p - d (t / max)²` for d entries and t half of the smallest subnormal, for arrays of any magnitude.
 
+    At random an entry becomes one of the two bfloat16 around it, right on average, ω = 2^-16: for a running average
+    that is kept in bfloat16, which to nearest stands still where it moves by less than a 512th in a step.
+
     On the wire: 2 bytes an entry, as an array of `dtype` (summable); 8-bit: 1 byte an entry and 4 for the scale.
 
     Args:
       dtype: bfloat16 (any magnitude, 2 to 3 digits: start here), float16 (3 to 4 digits, but 6e-5 to 65504 only),
         float8_e4m3fn (1 to 2 digits) or float8_e5m2 (1 digit, wider range); the last two inside error feedback.
+      rounding: "nearest", or for bfloat16 "stochastic".
 
     Returns:
       A compressor; the 16-bit ones are summable.
+
+    Raises:
+      ValueError: there is no code for the dtype, or none with such rounding.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,6 +80,14 @@ def cast(dtype: DTypeLike) -> Compressor:
       P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, 2022.
     """
     dtype = jnp.dtype(dtype)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
+    if rounding == "stochastic":
+        if dtype.name != "bfloat16":
+            raise ValueError(
+                f'rounding="stochastic" needs dtype=bfloat16, got {dtype.name}; fp8(rounding="stochastic") has 8 bits'
+            )
+        return _bfloat16_at_random()
     if dtype.name in FLOATS:
         return _cast16(dtype)
     if dtype.name in FLOATS8:
@@ -91,6 +109,24 @@ def _cast16(dtype: jnp.dtype) -> Compressor:
 
     contraction = 1.0 - float(info.eps / 2) ** 2
     return Compressor(compress, decompress, summable=True, contraction=lambda shape: contraction)
+
+
+def _bfloat16_at_random() -> Compressor:
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+
+    def compress(x: Array, key: PRNGKeyArray) -> Array:
+        wide = x.astype(jnp.float32)
+        clipped = jnp.where(jnp.isfinite(wide), jnp.clip(wide, -largest, largest), 0.0)
+        # The 16 bits that go, plus 16 random ones: what is carried rounds up, with the probability of the fraction.
+        bits = jax.lax.bitcast_convert_type(clipped, jnp.uint32) + (hash_words(key, x.shape) >> 16)
+        rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+        return jnp.where(jnp.isfinite(wide), rounded, wide.astype(jnp.bfloat16))
+
+    def decompress(payload: Array, like: Like) -> Array:
+        return payload.reshape(like.shape).astype(like.dtype)
+
+    # Of 1 + 2^-8, the worst: halfway between two that are 2^-7 apart.
+    return Compressor(compress, decompress, summable=True, variance=lambda shape: 2.0**-16)
 
 
 def _cast8(dtype: jnp.dtype) -> Compressor:

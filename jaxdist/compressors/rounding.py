@@ -26,7 +26,9 @@ def to_integers(x: Float[Array, "*shape"], rounding: str, key: PRNGKeyArray) -> 
     """Whole numbers next to `x`: the nearest, or `floor(x + u)` with u uniform in [0, 1)."""
     if rounding == "nearest":
         return jnp.rint(x).astype(jnp.int32)
-    return jnp.floor(x + uniform_hash(key, x.shape)).astype(jnp.int32)
+    whole = jnp.floor(x)
+    # Not `floor(x + u)`, of which the sum is rounded: a whole number stays what it is.
+    return (whole + jnp.floor((x - whole) + uniform_hash(key, x.shape))).astype(jnp.int32)
 
 
 def largest_error(grid: np.ndarray, lowest: float, size: int, rounding: str) -> float:

@@ -9,7 +9,7 @@ from jax import lax
 
 from .._compat import mesh_axes_being_mapped, varying_axes
 from .._marks import axis_tuple
-from .._typing import AxisNames, PyTree
+from .._typing import Array, AxisNames, PyTree
 from ..compressors.base import working_dtype
 
 
@@ -31,6 +31,7 @@ def local_value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     micro_batches: int = 1,
+    scale: Array | float | int | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of this worker's loss: the gradient is local, and nothing is sent.
 
@@ -51,6 +52,8 @@ def local_value_and_grad(
       has_aux: whether the loss returns something besides. Over micro-batches floating leaves of it are averaged and
         integer ones summed.
       micro_batches: how many parts. More saves memory and costs time per step.
+      scale: the gradients are those of so many times the loss, in float32, for parameters in float16:
+        `jd.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The value stays that of the loss.
 
     Returns:
       A function with the arguments of `loss` that returns `(value, gradients)`, gradients in the dtype of the
@@ -72,7 +75,7 @@ def local_value_and_grad(
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
     differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    value_and_grad = jax.value_and_grad(loss, argnums=argnums, has_aux=has_aux)
+    value_and_grad = _value_and_grad(loss, argnums, has_aux, scale)
 
     def whole(*args):
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
@@ -94,7 +97,7 @@ def local_value_and_grad(
         def add(total, numbered):
             number, part = numbered
             out = one(number, part)
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, out), None
+            return jax.tree.map(lambda t, x: t + jnp.asarray(x, t.dtype), total, out), None
 
         shapes = jax.eval_shape(lambda part: one(0, part), jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), shapes)
@@ -104,6 +107,27 @@ def local_value_and_grad(
         return jax.tree.map(lambda t, x: _finish(t, x.dtype, micro_batches), total, shapes)
 
     return whole if micro_batches == 1 else in_parts
+
+
+def _value_and_grad(
+    loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, scale: Array | float | int | None
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, whose gradients are those of `scale` times the loss."""
+    if scale is None:
+        return jax.value_and_grad(loss, argnums=argnums, has_aux=has_aux)
+
+    def scaled(*args):
+        out = loss(*args)
+        value = out[0] if has_aux else out
+        return value.astype(working_dtype(value.dtype)) * scale, out
+
+    differentiated = jax.value_and_grad(scaled, argnums=argnums, has_aux=True)
+
+    def value_and_grad(*args):
+        (_, out), gradients = differentiated(*args)
+        return out, gradients
+
+    return value_and_grad
 
 
 def _cut(x: Any, parts: int) -> Any:

@@ -1,6 +1,7 @@
 """optax transformations that communicate, or that make communication safe."""
 
 from .all_reduce import all_reduce as all_reduce
+from .compact_state import compact_state as compact_state
 from .gossip import Method as Method
 from .gossip import Turn as Turn
 from .gossip import Turned as Turned
@@ -25,6 +26,8 @@ from .local_steps import local_steps as local_steps
 from .local_steps import pulled as pulled
 from .local_steps import slow_momentum as slow_momentum
 from .local_steps import strided as strided
+from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from .loss_scale import loss_scale as loss_scale
 from .no_lo_co import no_lo_co as no_lo_co
 from .optimizers import demo as demo
 from .optimizers import dion as dion

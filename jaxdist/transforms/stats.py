@@ -12,6 +12,7 @@ from ..reducers.tracked import TrackedState
 from .all_reduce import AllReduceState
 from .gossip import GossipState
 from .local_steps.state import LocalStepsState
+from .loss_scale import LossScaleState
 from .no_lo_co import NoLoCoState
 from .optimizers.frozen_adam import FrozenAdamState
 from .optimizers.zero_one_adam import ZeroOneAdamState
@@ -31,7 +32,7 @@ def stats(opt_state: State) -> dict[str, Array]:
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
       `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `one_bit_adam`, `qadam` and `zero_one_adam`;
       `rounds` from `local_steps`, of all fragments together, and from `no_lo_co`; `skips` from `skip_nonfinite`;
-      `empty` (steps without any example) from `all_reduce`.
+      `empty` (steps without any example) from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -58,6 +59,9 @@ def stats(opt_state: State) -> dict[str, Array]:
         nodes = _nodes(opt_state, kind)
         if nodes:
             found[name] = sum(getattr(node, field) for node in nodes)
+    scaled = _nodes(opt_state, LossScaleState)
+    if scaled:
+        found["loss_scale"] = scaled[0].scale
     return found
 
 

@@ -9,6 +9,7 @@ import optax
 from ..._typing import PyTree, State
 from ...comm import Comm
 from ...reducers import exact
+from ..coded_state import is_coded
 from .meeting import Flag, either
 
 Buffers = Literal["maintain", "reset", "average"]
@@ -25,6 +26,10 @@ def average(comm: Comm, due: Flag, inner: optax.GradientTransformation, state: S
 
     *On the wire*: one all-reduce of all buffers, `2(W-1)/W · 4` bytes an entry; one for the counts.
     """
+    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
+        raise ValueError(
+            'buffers="average" cannot average what compact_state has coded: use buffers="maintain" or "reset"'
+        )
     owned = _buffers(inner, state, params)
 
     def chosen(floating: bool) -> PyTree:

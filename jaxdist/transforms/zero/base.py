@@ -1,13 +1,12 @@
 """ZeRO: each worker keeps the optimizer state of a part of the model, and updates that part for all."""
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..._marks import OnHost, Sharded, bind, is_mark, with_value
+from ..._marks import Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
 from ...compressors.base import Compressor
@@ -18,7 +17,9 @@ from ...reducers.base import is_stand_in, scatter_form
 from ..local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
 from ..optimizers.base import NO_PARAMS
 from .alone import cut_alone, whole_again
-from .flat import length, piece
+from .checks import check_cut, check_inner
+from .compact import check_state_code, compacted, compacted_again, expanded
+from .flat import piece
 from .means import buckets_of, init_buckets, mean_pieces
 from .parts import Part, on_parts
 from .updates import CodedState, coded, coded_differences, differences, is_part, local, residual_of, taken
@@ -48,6 +49,7 @@ def zero_redundancy(
     reducer: Reducer | None = EXACT,
     compressor: Compressor | None = None,
     master_dtype: Any | None = None,
+    state_code: Compressor | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts the optimizer's state over the workers: each updates its part of the parameters, and all gather the updates.
@@ -90,15 +92,19 @@ def zero_redundancy(
       master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
         parameters, which lose small updates. The gather then sends the new parameters in their own dtype (with
         `compressor`, the code of how they change).
+      state_code: how each worker keeps its part of the optimizer's large arrays between steps, as `compact_state` does:
+        `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes a parameter in place of `8 / W`, or
+        `compressors.cast(jnp.bfloat16, rounding="stochastic")`. The master parameters stay as they are.
       axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), the reducer has no
-        reduce-scatter form, or the code states neither contraction nor variance; at trace time, what `all_reduce`
-        raises, or if `params` are missing or cut in another way than `parallel.shard` cuts them.
+      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside) or a `compact_state`, the
+        cuts would go through blocks of `state_code`, the reducer has no reduce-scatter form, or the code states neither
+        contraction nor variance; at trace time, what `all_reduce` raises, or if `params` are missing or cut in another
+        way than `parallel.shard` cuts them.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -120,6 +126,8 @@ def zero_redundancy(
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see parallel.gathered")
+    if state_code is not None:
+        check_state_code(state_code)
     inner = optax.with_extra_args_support(inner)
     advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
     form = None if reducer is None else scatter_form(reducer, advice)
@@ -131,10 +139,11 @@ def zero_redundancy(
         check_leaves(params)
         held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
         state = inner.init(held)
-        if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-            raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
+        check_inner(state)
         beside = _beside(inner, state, held)
         state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, state, beside)
+        if state_code is not None:
+            state = compacted(state_code, state)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)
         return ZeroState(
             bind(state, axis),
@@ -174,7 +183,7 @@ def zero_redundancy(
         given = updates, state
         updates, state, params = cut_alone((updates, state, params), axis)
         with jax.named_scope("zero_redundancy"):
-            _check_cut(params, comm)
+            check_cut(params, comm)
             uncut = _uncut(updates)
             check_leaves(uncut)
             leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
@@ -192,13 +201,16 @@ def zero_redundancy(
             )
             gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), mine, like)
             held = _as_parts(params, comm) if master_dtype is None else _as_parts(state.master)
+            before = state.inner if state_code is None else expanded(state_code, state.inner.inner)
             steps, new = on_parts(
                 lambda *trees: inner.update(*trees, **extra_args),
                 comm,
-                (like, _logical(state.inner), like),
-                (gradients, _as_parts(state.inner), held),
+                (like, _logical(before), like),
+                (gradients, _as_parts(before), held),
             )
-            inner_state = _like_before(new, state.inner, some, comm)
+            inner_state = _like_before(new, before, some, comm)
+            if state_code is not None:
+                inner_state = compacted_again(state_code, inner_state, state.inner, some, comm)
             steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=is_part)
             master, coded_state = state.master, state.coded
             if master_dtype is None:
@@ -222,26 +234,6 @@ def zero_redundancy(
 def _uncut(tree: PyTree) -> PyTree:
     """Without what is marked; a leaf keeps its path."""
     return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
-
-
-def _check_cut(params: PyTree, comm: Comm) -> None:
-    """Raises where cut parameters are not cut as the state beside them is."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
-        if not is_mark(leaf):
-            continue
-        name = jax.tree_util.keystr(path) or "the parameter"
-        if not isinstance(leaf, Sharded):
-            raise ValueError(
-                f"{name} is marked {type(leaf).__name__}, and zero_redundancy knows parameters that are whole or "
-                "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
-            )
-        expected = length(math.prod(leaf.shape), comm.size)
-        if leaf.value.shape != (expected,):
-            raise ValueError(
-                f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
-                f"and zero_redundancy cuts its state into parts of {expected}: mark it with parallel.shard(params) or "
-                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
-            )
 
 
 def _beside(inner: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:

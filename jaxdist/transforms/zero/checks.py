@@ -1,0 +1,43 @@
+"""What cannot stand inside `zero_redundancy`, or be cut in another way than it cuts."""
+
+import math
+
+import jax
+
+from ..._marks import OnHost, Sharded, is_mark
+from ..._typing import PyTree
+from ...comm import Comm
+from ...reducers._flat import MULTIPLE
+from ..coded_state import is_coded
+from .flat import length
+
+
+def check_inner(state: PyTree) -> None:
+    """Raises for the state of a transformation that belongs outside."""
+    if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+        raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
+    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
+        raise ValueError(
+            "zero_redundancy around compact_state would gather what it decodes: use zero_redundancy(optimizer, "
+            "state_code=dynamic_fp8(block=8))"
+        )
+
+
+def check_cut(params: PyTree, comm: Comm) -> None:
+    """Raises where cut parameters are not cut as the state beside them is."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
+        if not is_mark(leaf):
+            continue
+        name = jax.tree_util.keystr(path) or "the parameter"
+        if not isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is marked {type(leaf).__name__}, and zero_redundancy knows parameters that are whole or "
+                "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
+            )
+        expected = length(math.prod(leaf.shape), comm.size)
+        if leaf.value.shape != (expected,):
+            raise ValueError(
+                f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
+                f"and zero_redundancy cuts its state into parts of {expected}: mark it with parallel.shard(params) or "
+                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
+            )
