@@ -98,6 +98,8 @@ def test_bytes_that_cross():
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     close(found(adamw), 4 * entries, 4 * entries)
     close(found(adamw, jnp.bfloat16, master_dtype=jnp.float32), 2 * entries, 2 * entries)
+    late = {"master_dtype": jnp.float32, "delayed": True}
+    close(found(adamw, jnp.bfloat16, **late), 2 * entries, 2 * entries)  # the gradients wait in bfloat16
     close(found(adamw, compute="device"), 8 * entries, 8 * entries)
     close(found(adamw, compute="device", tile_bytes=5000), 8 * entries, 8 * entries)
     close(found(optax.nadamw(1e-3)), 4 * entries, 4 * entries)
@@ -240,6 +242,7 @@ def test_around_zero(compute, four, expected):
 def test_simulated(expected):
     state = three_steps(offload.host(ZERO), 4)
     assert_close(state.params, expected, 1e-5)
+    assert kinds(state.opt) == {"pinned_host"}
 
 
 def test_delay_of_means_and_of_parts(four):

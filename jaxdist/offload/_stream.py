@@ -35,10 +35,10 @@ def stream(
     done: list[Array] = []
     for portion in chunks(program, nodes, held.keys(), min(SMALL, tile_bytes)):
         shape = entrywise(program, portion)
-        if shape is None or max(shape) < 2 or portion.nbytes < min(SMALL, tile_bytes):
+        if shape is None or max(shape) < 4 or portion.nbytes < min(SMALL, tile_bytes):
             _whole(portion, values, held, later)
             continue
-        tiles = max(2, -(-portion.nbytes // tile_bytes))
+        tiles = max(4, -(-portion.nbytes // tile_bytes))  # a loop of one round would be unrolled
         finished = _tiled(program, portion, values, held, later, shape, tiles, done[-2] if len(done) > 1 else None)
         done += [] if finished is None else [finished]
 

@@ -86,10 +86,10 @@ def host(
     if tile_bytes < 1:
         raise ValueError(f"tile_bytes must be at least 1, got {tile_bytes}")
     waits = delayed is not False
-    if waits:
-        inner = with_delay(inner, int(delayed) if delayed is not True else 0)
     if master_dtype is not None:
         inner = _with_master(inner, master_dtype)
+    if waits:
+        inner = with_delay(inner, int(delayed) if delayed is not True else 0)
     inner = optax.with_extra_args_support(inner)
 
     def init(params) -> State:

@@ -142,7 +142,7 @@ def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array
             shape.append(sizes[name])
             length //= sizes[name]
         shape.append(length)
-    return jnp.moveaxis(x.reshape(shape), [place[name] for name in sizes if name in place], range(len(place)))
+    return jnp.moveaxis(_reshaped(x, shape), [place[name] for name in sizes if name in place], range(len(place)))
 
 
 def _from_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array:
@@ -158,4 +158,9 @@ def _from_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Arr
             length *= sizes[name]
         position += 1
         shape.append(length)
-    return jnp.moveaxis(x, range(len(mapped)), [place[name] for name in mapped]).reshape(shape)
+    return _reshaped(jnp.moveaxis(x, range(len(mapped)), [place[name] for name in mapped]), shape)
+
+
+def _reshaped(x: Array, shape: Sequence[int]) -> Array:
+    """Reshaping a single number, even to the shape that it has, would bring it from host memory to the device."""
+    return x if x.shape == tuple(shape) else x.reshape(shape)
