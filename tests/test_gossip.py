@@ -47,6 +47,12 @@ EQUATIONS = {
         {"known": 0, "code": lambda x: reference.top_k(x, 3), "step_size": 0.3},
     ),
     "dcd": (jd.dcd(jd.top_k(0.5)), graphs.star(5), reference.dcd, {"code": lambda x: reference.top_k(x, 3)}),
+    "dcd, as BAGUA": (
+        jd.dcd(jd.top_k(0.5)),
+        graphs.ring(5),
+        reference.low_precision_ring,
+        {"code": lambda x: reference.top_k(x, 3)},
+    ),
     "ecd": (
         jd.ecd(jd.top_k(0.5)._replace(variance=lambda shape: 1.0)),
         graphs.ring(5),
@@ -61,7 +67,7 @@ def test_twenty_steps_equal_the_paper(name):
     method, graph, expect, options = EQUATIONS[name]
     a, b = quadratics(graph.workers)
     # Methods whose workers remember each other start from one model.
-    equal = name in ("dcd", "ecd")
+    equal = name in ("dcd", "dcd, as BAGUA", "ecd")
     start = np.random.default_rng(1).normal(size=(1 if equal else graph.workers, 6)) * np.ones((graph.workers, 1))
     tx = jd.gossip(optax.sgd(RATE), graph, method=method)
     found, state = run(tx, a, b, start, known=start[0] if equal else None)

@@ -100,6 +100,17 @@ def dcd(g, x, matrices, rate, *, code):
     return np.array(out)
 
 
+def low_precision_ring(g, x, matrices, rate, *, code):
+    """As BAGUA's code has it: each worker keeps replicas of itself and of its two neighbours on a ring."""
+    own, left, right, out = x.copy(), np.roll(x, 1, 0), np.roll(x, -1, 0), []
+    for t in range(len(matrices)):
+        half = own - rate * g(t, own)
+        sent = code(half + (left + right) / 3 - 5 / 3 * own)
+        left, right, own = left + np.roll(sent, 1, 0), right + np.roll(sent, -1, 0), own + sent
+        out.append(own)
+    return np.array(out)
+
+
 def ecd(g, x, matrices, rate, *, code):
     out, estimate = [], x.copy()
     for t, w in enumerate(matrices, start=2):
