@@ -11,6 +11,7 @@ from matplotlib.patches import FancyArrowPatch
 from .. import topology
 from ..topology import Topology
 from ..topology.base import matrices
+from ..transforms.gossip.mixing import is_mean
 from .plots import COLOURS, GREY, write
 
 MAKE: dict[str, Callable[[int], Topology]] = {
@@ -35,7 +36,12 @@ MOST_PANELS = 4
 
 def facts(graph: Topology) -> dict[str, str]:
     """What there is to know about a graph, for printing."""
-    sent = [sum(len(message.pairs) for message in graph.rounds[which].messages) for which in graph.order]
+    # The mean of all is one all-reduce, of 2(W-1)/W models.
+    models = [
+        2 * (graph.workers - 1) if is_mean(one, graph.workers) else sum(len(message.pairs) for message in one.messages)
+        for one in graph.rounds
+    ]
+    sent = [models[which] for which in graph.order]
     rate = topology.mixing_rate(graph)
     out = {
         "rounds": str(len(graph.order)),
@@ -115,7 +121,11 @@ def _draw_error(axes: Axes, graph: Topology) -> None:
     ratio = np.array(errors) / (errors[0] or 1.0)
     axes.semilogy(np.maximum(ratio, 1e-12), color=COLOURS[1], linewidth=1.8)
     rate = topology.mixing_rate(graph)
-    label = f"factor {rate:.3f} a step" if rate else f"exact after {len(graph.order)} steps"
+    label = (
+        f"factor {rate:.3f} a step"
+        if rate
+        else "exact after " + ("one step" if len(graph.order) == 1 else f"{len(graph.order)} steps")
+    )
     if rate:
         line = np.maximum(rate ** np.arange(steps + 1), 1e-12)
         axes.semilogy(line, color=GREY, linewidth=1, linestyle="--")
