@@ -80,11 +80,11 @@ def test_sharpness_aware_gradients_are_those_uphill():
     assert flat(jnp.ones(3), None)[1].tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_what_is_sent(share):
-    """One model for each neighbour, and with a share of the data another one back; gossip sends its own."""
+@pytest.mark.parametrize(("share", "order", "models"), [(1.0, "adapt_then_combine", 3), (0.0, "combine_then_adapt", 1)])
+def test_what_is_sent(share, order, models):
+    """One model for each neighbour, and with a share of the data another one back; gossip's own may be the same one."""
     graph = graphs.ring(4)
-    tx = jd.gossip(optax.sgd(0.1), graph)
+    tx = jd.gossip(optax.sgd(0.1), graph, method=jd.d_psgd(order=order))
     grad = jd.parallel.neighbourhood_value_and_grad(tiny.loss, graph, data_share=share)
     mesh, params = jd.make_mesh({"data": 4}), tiny.params()
 
@@ -94,7 +94,7 @@ def test_what_is_sent(share):
     step = tiny.make_step(tx, grad=grad)
     compiled = jd.distribute(step, mesh, donate=False).lower(start(mesh), tiny.batch()).compile()
     ops = [op for op in jd.analysis.collectives(compiled).ops if op.kind == "collective-permute"]
-    assert [op.bytes for op in ops] == [4 * 28] * (2 * (2 + bool(share)))
+    assert [op.bytes for op in ops] == [4 * 28] * (2 * models)
     tiny.assert_close(compiled(start(mesh), tiny.batch())[0], jd.simulate(step, 4)(start(4), tiny.batch())[0], 2e-5)
 
 

@@ -28,7 +28,8 @@ def neighbourhood_value_and_grad(
 
     The first sum evens out that models differ, the second that data do. Pass `g` to `gossip`.
 
-    *On the wire*: one model for each neighbour; with `α > 0` another one back.
+    *On the wire*: one model for each neighbour, and with `α > 0` another one back. With `d_psgd(order=
+    "combine_then_adapt")` the compiler finds that gossip sends the same, and with `α = 0` there is nothing more to send.
 
     Args:
       loss: `loss(params, batch, *rest) -> scalar`.
