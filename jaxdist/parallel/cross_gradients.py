@@ -28,8 +28,8 @@ def neighbourhood_value_and_grad(
 
     The first sum evens out that models differ, the second that data do. Pass `g` to `gossip`.
 
-    *On the wire*: one model for each neighbour, and with `α > 0` another one back. With `d_psgd(order=
-    "combine_then_adapt")` the compiler finds that gossip sends the same, and with `α = 0` there is nothing more to send.
+    *On the wire*: one model for each neighbour, and with `α > 0` another one back. Beside
+    `d_psgd(order="combine_then_adapt")`, which sends the same models, the compiler merges both: `α = 0` is free.
 
     Args:
       loss: `loss(params, batch, *rest) -> scalar`.
