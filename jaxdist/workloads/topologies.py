@@ -130,7 +130,7 @@ def _draw_error(axes: Axes, graph: Topology) -> None:
         line = np.maximum(rate ** np.arange(steps + 1), 1e-12)
         axes.semilogy(line, color=GREY, linewidth=1, linestyle="--")
     axes.text(0.98, 0.95, label, transform=axes.transAxes, ha="right", va="top", color=GREY, fontsize=9)
-    axes.set_ylim(1e-9, 2)
+    axes.set_ylim(max(1e-9, min(0.3, ratio[-1] / 2)), 1.5)
     axes.set_xlabel("step")
     axes.set_title("consensus error of random models", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
