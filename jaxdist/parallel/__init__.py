@@ -1,6 +1,7 @@
 """Running a step written as one worker sees it: on a mesh, or simulated."""
 
 from .agreement import disagreement as disagreement
+from .any_batch import any_batch as any_batch
 from .cross_gradients import cross_value_and_grad as cross_value_and_grad
 from .cross_gradients import neighbourhood_value_and_grad as neighbourhood_value_and_grad
 from .cross_gradients import sharpness_aware as sharpness_aware

@@ -10,3 +10,6 @@ from .periods import linear as linear
 from .periods import post_local as post_local
 from .periods import proportional_steps as proportional_steps
 from .periods import quadratic as quadratic
+from .windows import anytime_window as anytime_window
+from .windows import processed as processed
+from .windows import shifted_exponential as shifted_exponential

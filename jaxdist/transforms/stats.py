@@ -13,10 +13,23 @@ from .all_reduce import AllReduceState
 from .gossip import GossipState
 from .local_steps.state import LocalStepsState
 from .loss_scale import LossScaleState
+from .mirror_descent.dual import AnytimeMinibatchState
+from .mirror_descent.primal import MirrorDescentState
 from .no_lo_co import NoLoCoState
 from .optimizers.frozen_adam import FrozenAdamState
 from .optimizers.zero_one_adam import ZeroOneAdamState
 from .skip_nonfinite import SkipNonfiniteState
+
+# Those whose state has the bytes `sent`.
+COUNTING = (
+    AnytimeMinibatchState,
+    FrozenAdamState,
+    GossipState,
+    LocalStepsState,
+    MirrorDescentState,
+    NoLoCoState,
+    ZeroOneAdamState,
+)
 
 
 def stats(opt_state: State) -> dict[str, Array]:
@@ -30,9 +43,10 @@ def stats(opt_state: State) -> dict[str, Array]:
       Those of the following that the state has, as scalar arrays:
       `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
-      `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `one_bit_adam`, `qadam` and `zero_one_adam`;
-      `rounds` from `local_steps`, of all fragments together, and from `no_lo_co`; `skips` from `skip_nonfinite`;
-      `empty` (steps without any example) from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
+      `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `mirror_descent`, `anytime_minibatch`,
+      `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`, of all fragments together, and from
+      `no_lo_co`; `skips` from `skip_nonfinite`; `empty` (steps without any example) from `all_reduce`; `loss_scale`
+      from `dynamic_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -49,7 +63,7 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
         found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
-    counting = _nodes(opt_state, (FrozenAdamState, GossipState, LocalStepsState, NoLoCoState, ZeroOneAdamState))
+    counting = _nodes(opt_state, COUNTING)
     if counting:  # all that they send, that of a tracked reducer inside them included
         found["bytes"] = sum(_number(node.sent) for node in counting)
     local = _nodes(opt_state, (LocalStepsState, NoLoCoState))

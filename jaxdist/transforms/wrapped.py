@@ -9,6 +9,8 @@ from .._typing import PyTree
 from .all_reduce import AllReduceState
 from .gossip import GossipState
 from .local_steps.state import LocalStepsState
+from .mirror_descent.dual import AnytimeMinibatchState
+from .mirror_descent.primal import MirrorDescentState
 from .no_lo_co import NoLoCoState
 from .optimizers.demo import DemoState
 from .optimizers.dion import DionState
@@ -17,11 +19,13 @@ from .optimizers.zero_one_adam import ZeroOneAdamState
 
 COMMUNICATING = (
     AllReduceState,
+    AnytimeMinibatchState,
     DemoState,
     DionState,
     FrozenAdamState,
     GossipState,
     LocalStepsState,
+    MirrorDescentState,
     NoLoCoState,
     ZeroOneAdamState,
 )

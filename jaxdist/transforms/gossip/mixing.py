@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import comm as comms
-from ..._typing import Array, PyTree
+from ..._typing import Array, Int, PyTree
 from ...comm import Comm
 from ...compressors.base import working_dtype
 from ...reducers._fused import fused
@@ -51,13 +51,19 @@ def change(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     Of differences, since weights like 1/3 are rounded and would let models drift where they agree; with the rounded
     own model in them, so that low precision on the wire keeps the mean.
     """
-    comm, topology = turn.comm, turn.topology
+    return change_at(turn.comm, turn.topology, turn.count, tree, like=like)
+
+
+def change_at(
+    comm: Comm, topology: Topology, count: Int[Array, ""], tree: PyTree, *, like: PyTree | None = None
+) -> PyTree:
+    """`change` for step `count` of a topology, outside a method."""
     leaves, structure = jax.tree.flatten(tree)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree if like is None else like)]
     branches = [_one_round(one, topology.workers, dtypes) for one in topology.rounds]
     if len(branches) == 1:
         return structure.unflatten(branches[0](comm, leaves))
-    which = jnp.asarray(topology.order, jnp.int32)[turn.count % len(topology.order)]
+    which = jnp.asarray(topology.order, jnp.int32)[count % len(topology.order)]
     return structure.unflatten(comms.switch(which, branches, comm, leaves))
 
 

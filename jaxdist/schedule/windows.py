@@ -1,0 +1,99 @@
+"""Rounds of fixed time: how many examples each worker gets through, and how long the time should be."""
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+
+def processed(
+    seconds: Shaped[np.ndarray, "*workers most"], window: float | int, *, last: str = "drop"
+) -> Int[np.ndarray, "*workers"]:
+    """How many examples a worker gets through in a fixed time: `b`, for `examples=` of an update.
+
+    The round takes `window` and the communication, for every worker, however slow some are.
+
+    Args:
+      seconds: how long each of a worker's examples takes, one after the other; as many as a batch can hold at most.
+      window: the time there is.
+      last: what becomes of the example under way when it is over: `"drop"`, or `"finish"` (the round then takes
+        longer). Dropping favours cheap examples, since dear ones are more often the last.
+
+    Returns:
+      A number for each worker, at most as many as there are examples.
+
+    Raises:
+      ValueError: `window` is negative, or `last` neither of the two.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxdist.schedule import processed
+      >>> processed(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]), 2.5).tolist()
+      [2, 1]
+
+    References:
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv 2006.05752, 2019.
+    """
+    if window < 0:
+        raise ValueError(f"window must not be negative, got {window}")
+    if last not in ("drop", "finish"):
+        raise ValueError(f'last must be "drop" or "finish", got {last!r}')
+    ends = np.cumsum(np.asarray(seconds, np.float64), axis=-1)
+    # A time that fits exactly fits, though sums of seconds such as 0.1 are a little off.
+    done = (ends <= window * (1 + 1e-9)).sum(-1)
+    return np.minimum(done + (1 if last == "finish" and window > 0 else 0), seconds.shape[-1])
+
+
+def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
+    """A time in which workers together get through `batch` examples or more, on average: `(1 + W/batch) μ`.
+
+    Args:
+      seconds: `μ`, the mean time that a worker takes for its share, `batch / workers` examples.
+      workers: their number `W`.
+      batch: the examples of all workers together.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: a number is not positive.
+
+    Example:
+      >>> from jaxdist.schedule import anytime_window
+      >>> anytime_window(2.5, workers=10, batch=1000)
+      2.525
+
+    References:
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv 2006.05752, 2019.
+    """
+    if not (seconds > 0 and workers > 0 and batch > 0):
+        raise ValueError(f"all must be positive, got seconds={seconds}, workers={workers}, batch={batch}")
+    return float((1 + workers / batch) * seconds)
+
+
+def shifted_exponential(
+    rng: np.random.Generator, shape: tuple[int, ...], *, least: float | int, excess: float | int
+) -> Float[np.ndarray, "..."]:
+    """Times that are `least` and an exponential excess: the usual law of stragglers.
+
+    Args:
+      rng: a generator.
+      shape: of the result.
+      least: `ζ`, what everybody takes.
+      excess: the mean of what comes on top.
+
+    Returns:
+      Seconds, of mean `least + excess`; the largest of `n` has mean `least + excess (1 + 1/2 + ... + 1/n)`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxdist.schedule import shifted_exponential
+      >>> times = shifted_exponential(np.random.default_rng(0), (1000, 10), least=1.0, excess=1.5)
+      >>> bool(abs(times.max(1).mean() - 5.39) < 0.2)
+      True
+
+    References:
+      Lee, Lam, Pedarsani, Papailiopoulos, Ramchandran, "Speeding Up Distributed Machine Learning Using Codes", arXiv
+      1512.02673, 2018.
+    """
+    return least + excess * rng.exponential(size=shape)
