@@ -69,7 +69,7 @@ def test_twenty_rounds_equal_the_equations(graph, rounds, weights, order, shape)
         counts,
         matrices=matrices,
         rounds=rounds,
-        rate=lambda t: float(RATES(t)),
+        rate=lambda t: np.asarray(RATES(t)).item(),
         step=getattr(reference, shape),
         weights=weights,
         order=order,
@@ -88,7 +88,7 @@ def test_twenty_rounds_of_anytime_minibatch(graph, rounds):
         counts,
         matrices=(lambda _: np.full((4, 4), 0.25)) if graph is None else mixing(graph),
         rounds=rounds,
-        rate=lambda t: float(RATES(t)),
+        rate=lambda t: np.asarray(RATES(t)).item(),
         step=reference.entropy,
     )
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6)
