@@ -107,6 +107,15 @@ def test_bytes_that_cross():
     close(found(optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-3))), 4 * entries, 4 * entries)
 
 
+def test_a_state_that_comes_on_the_device_goes_to_the_host():
+    tx = offload.host(optax.sgd(0.1, momentum=0.9), compute="device", tile_bytes=100)
+    state = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tx.init(params()))
+    assert kinds(state) == {"device"}
+    updates, state = jax.jit(tx.update)(params(), state)
+    assert kinds(state) == {"pinned_host"}
+    assert_close(updates, jax.tree.map(lambda x: -0.1 * x, params()), 1e-6)
+
+
 def test_types_of_the_trace():
     """No equation outside the host's region makes an array there but a move."""
     tx = offload.host(optax.adam(1e-2))

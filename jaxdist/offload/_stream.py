@@ -92,8 +92,8 @@ def _tiled(
     full, remainder = divmod(shape[axis], length)
     fixed = {v: values.get(v, host=False) for v in (*state, *others) if not program.is_array(v)}
     arrays = {v: values.get(v, host=False) for v in others if program.is_array(v)}
-    untouched = {v: values.known[True][v] for v in state_arrays if v not in new}
-    buffers = {v: values.known[True][v] for v in new}
+    untouched = {v: values.get(v, host=True) for v in state_arrays if v not in new}
+    buffers = {v: values.get(v, host=True) for v in new}
 
     def fetch(buffers, at, size):
         source = untouched | buffers
@@ -116,7 +116,7 @@ def _tiled(
         return following, *compute(tile, buffers, outs, i * length, length)
 
     outs = {v: typed_like(jnp.zeros(shape, program.types[v].dtype), program.types[v]) for v in rest}
-    first = _zero(after, values.known[True][state_arrays[0]])
+    first = _zero(after, values.get(state_arrays[0], host=True))
     tile, buffers, outs = lax.fori_loop(0, full - 1, body, (fetch(buffers, first, length), buffers, outs))
     last = fetch(buffers, full * length, remainder) if remainder else None
     buffers, outs = compute(tile, buffers, outs, (full - 1) * length, length)

@@ -55,8 +55,8 @@ def host(
       inner: any optimizer, or a chain. Loops that work on the state are refused.
       compute: where the update is computed. The device, unless the link to the host is slow and its memory fast.
       delayed: `True` or a step: from then on each update is that of the gradients of the step before, so that the host
-        works while the device does; see `offload.delayed`. For an `inner` that communicates write
-        `host(zero_redundancy(offload.delayed(...)))`.
+        may work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner` that
+        communicates write `host(zero_redundancy(offload.delayed(...)))`.
       master_dtype: `jnp.float32` keeps the parameters in it on the host, updates those, and sends their rounding.
       tile_bytes: how much state is one portion: smaller takes less memory on the device, larger has fewer transfers.
         Two portions are there at a time. A leaf larger than it is cut if its entries do not depend on one another.
