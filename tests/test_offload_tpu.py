@@ -60,5 +60,5 @@ def test_state_is_in_the_memory_of_the_host(compute, cut, mesh):
     assert before.host_arguments == 0
     assert after.host_arguments == pytest.approx(state, rel=0.02)
     assert before.arguments - after.arguments == pytest.approx(state, rel=0.02)
-    # The state is not on the device for the time of the step either.
-    assert after.temporary < before.temporary + 4 * TILE
+    if not cut:  # nor is the state on the device for the time of the step: besides the updates, only portions of it
+        assert after.temporary < before.temporary + 4 * ENTRIES + 2 * TILE
