@@ -17,7 +17,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload import _arrays, _files
+from jaxdist.offload import _arrays, _disk, _files
 from jaxdist.offload._pipeline import stream
 
 CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state with master parameters
@@ -81,7 +81,8 @@ def test_equals_the_optimizer_in_every_bit(tmp_path, adamw, expected, chunk, dep
 
 def test_bytes_and_buffers_are_the_formula(tmp_path, adamw):
     """A state four times larger than the buffers; Adam with master parameters reads and writes 12 bytes an entry."""
-    store = offload.Store(tmp_path, chunk_bytes=CHUNK, host_bytes=CHUNK)
+    seen = []
+    store = offload.Store(tmp_path, chunk_bytes=CHUNK, host_bytes=CHUNK, progress=lambda *done: seen.append(done))
     opt = offload.nvme(adamw, store, master_dtype=jnp.float32)
     train(opt, opt.init(params()))
     entries = -(-(300 * 41 + 3 + 1) // 4096) * 4096
@@ -89,6 +90,7 @@ def test_bytes_and_buffers_are_the_formula(tmp_path, adamw):
     assert stats.state_bytes == 12 * entries >= 4 * stats.buffer_bytes
     assert (stats.read_bytes, stats.written_bytes) == (5 * 12 * entries, 6 * 12 * entries)  # `init` writes too
     assert stats.buffer_bytes == CHUNK
+    assert seen == [(k + 1, 4) for k in range(4)] * 6
 
 
 def test_low_precision_parameters_with_master(tmp_path, adamw):
@@ -242,6 +244,45 @@ def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):
     opt = offload.nvme(adamw, offload.Store(tmp_path / "device"))
     found = train(opt, opt.init({"w": params()["w"]}), 2)
     assert np.array_equal(found["w"], expected)
+
+
+def test_processes_go_back_to_a_step_that_all_have(monkeypatch):
+    """One of them was killed before it could commit step 7; another has begun to write step 8."""
+    monkeypatch.setattr(_disk.jax, "process_count", lambda: 3)
+    everyone = [np.array([[6, 7], [6, 5], [6, 7]]), np.array([[6, 7], [-1, 5], [8, 7]])]
+    monkeypatch.setattr(_disk.multihost_utils, "process_allgather", lambda own: everyone[own[0]])
+    assert _disk._common(np.array([0, 0])) == 6
+    with pytest.raises(ValueError, match="no step in common"):
+        _disk._common(np.array([1, 0]))
+
+
+RSS = """
+import resource, sys, jax.numpy as jnp, ml_dtypes, numpy as np, optax
+from jaxdist import offload
+entries = 1 << 26
+leaf = lambda name: {"w": np.memmap(sys.argv[1] + name, ml_dtypes.bfloat16, "w+", shape=entries)}
+found, grads = leaf("/params"), leaf("/grads")
+grads["w"][:] = 0.5
+tx, store = optax.adam(1e-2), offload.Store(sys.argv[1] + "/store", chunk_bytes=8 << 20)
+opt = offload.nvme(tx, store, master_dtype=jnp.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+opt.init(found)
+for _ in range(2):
+    opt.apply(found, grads, donate=True)
+assert abs(float(found["w"][-1]) + 0.02) < 1e-3, found["w"][-1]
+assert opt.stats().buffer_bytes <= 24 << 20
+print(opt.stats().state_bytes >> 20, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_the_process(tmp_path):
+    """768 MiB of state; parameters and gradients in mapped files, 256 MiB in all."""
+    command = [sys.executable, "-c", RSS, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    state, grown = map(int, found.split())
+    assert state == 768
+    assert grown < 256 + 24 + 120
 
 
 def test_checksum_sees_what_disks_do():

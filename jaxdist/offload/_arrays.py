@@ -81,11 +81,13 @@ def _slice(x, start, size):
     return lax.dynamic_slice(x.reshape(-1), (start,), (size,))
 
 
-def like(leaf: Any, params: Any) -> Any:
-    """A gradient with the sharding of its parameter, so that their shards agree."""
-    if isinstance(leaf, jax.Array) and isinstance(params, jax.Array) and leaf.sharding != params.sharding:
-        return jax.device_put(leaf, params.sharding)
-    return leaf
+def placed(leaf: Any, sharding: Any) -> Any:
+    """The array with this sharding (`None`: in numpy), so that its shards are those that `init` saw."""
+    if sharding is None:
+        return leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    return jax.device_put(leaf, sharding)
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:

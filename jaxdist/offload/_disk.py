@@ -179,6 +179,6 @@ def _common(steps: np.ndarray) -> int:
 
 def _sync(slot: int, path: Path, step: int) -> None:
     try:
-        os.fdatasync(slot)
+        files.data_sync(slot)
     except OSError as error:
         raise files.refused(error, path, step) from error

@@ -9,7 +9,6 @@ tensorstore does the same work at a third of the disk's speed on our machine, si
 
 import base64
 import errno
-import fcntl
 import json
 import os
 import zlib
@@ -24,6 +23,8 @@ from .errors import StoreDamagedError, StoreError, StoreFullError
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Where a system lacks them: through the page cache.
+DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 
 
@@ -46,7 +47,7 @@ def refused(error: OSError, path: Path, step: int) -> StoreError:
 
 def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -> int:
     """A file descriptor of a slot; room for all of it is taken when it is made."""
-    flags = os.O_RDWR | (os.O_DIRECT if direct else 0) | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | (DIRECT if direct else 0) | (os.O_CREAT if create else 0)
     try:
         found = os.open(path, flags, 0o644)
     except OSError as error:
@@ -55,7 +56,8 @@ def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -
         raise refused(error, path, step) from error
     if create:
         try:
-            os.posix_fallocate(found, 0, max(size, 1))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(found, 0, max(size, 1))
         except OSError as error:
             os.close(found)
             raise refused(error, path, step) from error
@@ -65,8 +67,10 @@ def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -
 def takes_direct(folder: Path) -> bool:
     """Whether the file system can bypass the page cache."""
     probe = folder / "probe"
+    if not DIRECT:
+        return False
     try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644))
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | DIRECT, 0o644))
     except OSError:
         return False
     finally:
@@ -106,15 +110,21 @@ def write_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int,
         while done < data.nbytes:
             done += os.pwritev(slot, [data[done:].data], offset + done)
         if sync:
-            os.fdatasync(slot)
+            data_sync(slot)
     except OSError as error:
         raise refused(error, path, step) from error
     return checksum(data)
 
 
+def data_sync(slot: int) -> None:
+    """The bytes of a file are on the disk."""
+    getattr(os, "fdatasync", os.fsync)(slot)
+
+
 def forget(slot: int, data: np.ndarray, offset: int) -> None:
     """Gives the pages of the cache back: else they would be the host memory that the store is to save."""
-    os.posix_fadvise(slot, offset, data.nbytes, os.POSIX_FADV_DONTNEED)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(slot, offset, data.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def manifest_path(folder: Path, slot: int) -> Path:
@@ -190,6 +200,8 @@ def sync_folder(folder: Path) -> None:
 
 def lock(folder: Path) -> int:
     """Keeps others out of a folder until the file descriptor that it returns is closed."""
+    import fcntl  # not on every system on which the rest of the library runs
+
     found = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ class Model(NamedTuple):
 
     `held` are the parameters as the optimizer sees them, `state` its state: shapes and dtypes. `beside[i]` is the leaf
     that entry `i` of the flat state stands beside, -1 for numbers. With `master` the held parameters are on disk.
+    `places` are the shardings of the leaves, `None` for numpy.
     """
 
     tree: Any
@@ -31,6 +32,11 @@ class Model(NamedTuple):
     state: PyTree
     beside: list[int]
     master: bool
+    places: list[Any]
+
+    def forget(self) -> "Model":
+        """Without the parameters themselves, which would stay in memory for good."""
+        return self._replace(leaves=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves])
 
     def dtypes(self) -> list[list[Any]]:
         """Of the arrays on disk, for each leaf: the held parameter, then the state in the order of its tree."""
@@ -79,7 +85,8 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
         if k < 0 and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError("the optimizer keeps a random key: what is drawn cannot be streamed")
     shards = [shards_of(leaf) for leaf in leaves]
-    return Model(tree, names, leaves, shapes, shards, held, state, found, master_dtype is not None)
+    places = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
+    return Model(tree, names, leaves, shapes, shards, held, state, found, master_dtype is not None, places)
 
 
 def initial(inner: Any, model: Model) -> Split:

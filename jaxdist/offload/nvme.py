@@ -42,7 +42,8 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     `master_dtype=jnp.float32`; twice that is taken. Leaves are laid in a row (those whose state has the same dtypes),
     and the row is padded to 4096 entries. Nothing is sent.
 
-    *In host memory*: the chunks (`Store.host_bytes`), 2^18 entries of each array at work, and the new parameters.
+    *In host memory*: the chunks (`Store.host_bytes`), 2^18 entries of each array, and the new parameters (those of
+    an accelerator only in passing).
 
     Several processes each stream the parts that lie in them: of parameters that are cut over a mesh (`Sharded`, or by a
     sharding) their own shards, of others all. Gradients are brought to the sharding of the parameters.
@@ -100,23 +101,25 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
             chunk_bytes = disk.chunk_bytes() or store.chunk_bytes
             layout = model.lay_out(chunk_bytes)
             exists = disk.attach(layout, chunk_bytes, host_bytes)
-            one = _Opened(model, disk, {}, {})
+            compiled: dict[str, Callable] = {}
             if not exists:
                 numbers = [np.asarray(x) for x in jax.jit(made.head)(_picked(made, model.leaves, model.shapes))]
-                step = runner(layout, made.programs, one.compiled)
+                step = runner(layout, made.programs, compiled)
                 disk.advance(step(numbers, [_sources(model, model.leaves)], None, fresh=True), _others(made, numbers))
             elif model.master:
                 params = stored_params(model, disk)
         except BaseException:
             disk.unlock()
             raise
-        found[:] = [one]
+        found[:] = [_Opened(model.forget(), disk, {}, compiled)]
         return params
 
     def apply(params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
         model, disk, plans, compiled = opened()
-        leaves, gradients = _checked(model, params), _checked(model, grads)
-        gradients = [arrays.like(g, p) for g, p in zip(gradients, leaves, strict=True)]
+        leaves = [arrays.placed(p, place) for p, place in zip(_checked(model, params), model.places, strict=True)]
+        gradients = _checked(model, grads)
+        pairs = zip(gradients, model.places, strict=True)
+        gradients = [g if isinstance(g, np.ndarray) else arrays.placed(g, place) for g, place in pairs]
         extra = jax.tree.map(jnp.asarray, extra_args)
         kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(extra)]
         key = str(([g.dtype for g in gradients], jax.tree.structure(extra), kinds))

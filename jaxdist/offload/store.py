@@ -20,7 +20,7 @@ class Store(NamedTuple):
         system can.
       durable: a committed step survives the loss of power, not only the end of the process.
       wait: `apply` returns when the step is committed. False: its last writes go on during your next forward pass; what
-        goes wrong then is raised by the next `apply` or `flush`.
+        goes wrong then is raised by the next `apply` or `flush`, and your parameters are a step ahead of the disk.
       progress: called with the number of chunks done and of all chunks.
 
     Example:
@@ -63,7 +63,7 @@ class Streamed(NamedTuple):
       init: `init(params) -> params`. Makes the state, or finds it in the folder. Returns the parameters to go on with:
         those on disk if they are there (`master_dtype`), else the ones given.
       apply: `apply(params, grads, *, donate=False, **extra_args) -> params`: one step. `donate`: numpy parameters,
-        memory maps too, are overwritten.
+        memory maps too, are overwritten; if the step fails they are torn, and `init` restores them (`master_dtype`).
       flush: `flush() -> step`: waits until the last step is committed; which one that is.
       state: `state() -> state`: all of it in memory, as `optax` has it.
       stats: `stats() -> StreamedStats`.
