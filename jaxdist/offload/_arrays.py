@@ -26,9 +26,9 @@ class Shard(NamedTuple):
 
 
 class Sink(NamedTuple):
-    """Takes the entries of a shard in order; `done` gives the array, on its device or devices."""
+    """`put(start, entries)` takes entries of a shard, in any order; `done` gives the array, where it belongs."""
 
-    put: Callable[[np.ndarray], None]
+    put: Callable[[int, np.ndarray], None]
     done: Callable[[], Any]
 
 
@@ -103,25 +103,23 @@ def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
     places = [SingleDeviceSharding(device, memory_kind=kind) for device in shard.devices]
     if places and not on_host(shard.devices[0]):
         # Sent on as they come: the host never has the whole shard.
-        sent: list[list[Any]] = [[] for _ in places]
+        sent: list[dict[int, Any]] = [{} for _ in places]
 
-        def put(x):
+        def put(start, x):
             for place, parts in zip(places, sent, strict=True):
-                parts.append(jax.device_put(np.array(x), place))
+                parts[start] = jax.device_put(np.array(x), place)
 
         def joined():
-            put(np.empty(0, leaf.dtype))  # concatenate wants at least one
-            return [jnp.concatenate(parts).reshape(shard.shape) for parts in sent]
+            put(-1, np.empty(0, leaf.dtype))  # concatenate wants at least one
+            return [jnp.concatenate([parts[at] for at in sorted(parts)]).reshape(shard.shape) for parts in sent]
 
         return Sink(put, joined)
 
     in_place = donate and isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
     flat = leaf.reshape(-1) if in_place else aligned(int(np.prod(shard.shape)), leaf.dtype)
-    at = [0]
 
-    def put_here(x):
-        flat[at[0] : at[0] + x.size] = x
-        at[0] += x.size
+    def put_here(start, x):
+        flat[start : start + x.size] = x
 
     def done():
         if in_place:

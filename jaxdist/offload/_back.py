@@ -9,7 +9,7 @@ import numpy as np
 from .._typing import PyTree, State
 from . import _arrays as arrays
 from ._disk import Disk
-from ._layout import pieces, planes
+from ._layout import Piece, pieces, planes
 from ._model import Model
 
 
@@ -26,22 +26,22 @@ def stored_params(model: Model, disk: Disk) -> PyTree:
         for leaf, shards in zip(model.leaves, model.shards, strict=True)
     ]
 
-    def take(leaf, shard, views):
-        sinks[leaf][shard].put(views[0].astype(model.leaves[leaf].dtype))
+    def take(piece, views):
+        sinks[piece.leaf][piece.shard].put(piece.start, views[0].astype(model.leaves[piece.leaf].dtype))
 
     _scan(disk, take)
     return assembled(model, model.leaves, sinks)
 
 
-def _scan(disk: Disk, take: Callable[[int, int, list[np.ndarray]], None]) -> None:
-    """Shows the entries of all leaves, in order: `take(leaf, shard, arrays)`."""
+def _scan(disk: Disk, take: Callable[[Piece, list[np.ndarray]], None]) -> None:
+    """Shows the entries of all leaves, in order: `take(which, arrays)`."""
 
     def visit(k, data):
         chunk = disk.layout.chunks[k]
         views = planes(data, chunk, disk.layout.dtypes[chunk.stream])
         at = 0
         for piece in pieces(disk.layout.segments[chunk.stream], chunk.start, chunk.start + chunk.length):
-            take(piece.leaf, piece.shard, [view[at : at + piece.size] for view in views])
+            take(piece, [view[at : at + piece.size] for view in views])
             at += piece.size
 
     disk.scan(visit)
@@ -54,13 +54,10 @@ def whole_state(model: Model, disk: Disk) -> State:
         [[np.empty(int(np.prod(shard.shape)), dtype) for dtype in dtypes[k]] for shard in shards]
         for k, shards in enumerate(model.shards)
     ]
-    filled: dict[tuple[int, int], int] = {}
 
-    def take(leaf, shard, views):
-        at = filled.get((leaf, shard), 0)
-        for room, view in zip(parts[leaf][shard], views, strict=True):
-            room[at : at + view.size] = view
-        filled[leaf, shard] = at + (views[0].size if views else 0)
+    def take(piece, views):
+        for room, view in zip(parts[piece.leaf][piece.shard], views, strict=True):
+            room[piece.start : piece.start + view.size] = view
 
     _scan(disk, take)
     numbers, flat, seen = iter(disk.numbers), [], [int(model.master)] * len(model.leaves)

@@ -1,6 +1,9 @@
 """Runs the programs of leaves on the chunks of their streams, block by block."""
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,6 +16,8 @@ from ._layout import UNIT, Layout, Piece, pieces, planes
 
 # Entries in a block: the arrays of one stay in the cache while they are computed and written back.
 BLOCK = 1 << 18
+# XLA computes so short a block in one thread.
+THREADS = min(4, os.cpu_count() or 1)
 
 # From which entry on, how many -> entries.
 Source = Callable[[int, int], np.ndarray]
@@ -67,12 +72,14 @@ def runner(layout: Layout, programs: Sequence[Program], compiled: dict[str, Call
     """
     blocks = blocks_of(layout, programs)
     host = jax.local_devices(backend="cpu")[0]
-    scratch: dict[tuple[int, int, Any], np.ndarray] = {}
+    local = threading.local()
+    pool = ThreadPoolExecutor(THREADS, "nvme-compute")
     for program in programs:
         compiled.setdefault(program.key, jax.jit(program.run))
 
     def padded(slot: int, parts: Sequence[np.ndarray], length: int) -> np.ndarray:
         key = (slot, length, parts[0].dtype)
+        scratch = local.__dict__.setdefault("scratch", {})
         room = scratch.setdefault(key, aligned(length, parts[0].dtype))
         at = 0
         for part in parts:
@@ -94,7 +101,8 @@ def runner(layout: Layout, programs: Sequence[Program], compiled: dict[str, Call
             stored = planes(data, chunk, layout.dtypes[chunk.stream])
             if fresh:
                 data[...] = 0
-            for block in blocks[k]:
+
+            def work(block: Block) -> None:
                 stop = block.start + block.length
                 arrays = []
                 for plane in [] if fresh else stored:
@@ -116,8 +124,13 @@ def runner(layout: Layout, programs: Sequence[Program], compiled: dict[str, Call
                 if sinks is not None:
                     at, new = 0, results[-1]
                     for piece in block.pieces:
-                        sinks[piece.leaf][piece.shard].put(new[at : at + piece.size])
+                        sinks[piece.leaf][piece.shard].put(piece.start, new[at : at + piece.size])
                         at += piece.size
+
+            jobs = [pool.submit(work, block) for block in blocks[k]]
+            wait(jobs)
+            for job in jobs:
+                job.result()
 
         return visit
 
