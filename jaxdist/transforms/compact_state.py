@@ -39,8 +39,8 @@ def compact_state(
     Args:
       inner: any optimizer that does not communicate.
       code: how arrays are kept: `dynamic_fp8()` by default; `cast(jnp.bfloat16, rounding="stochastic")` for twice the
-        bytes and a sixth of the error. Codes with evenly spaced numbers (`int8`, `qsgd`) make zeros of small second
-        moments, by which Adam then divides.
+        bytes, a sixth of the error, and fewer decoded arrays in memory while `inner` runs. Codes with evenly spaced
+        numbers (`int8`, `qsgd`) make zeros of small second moments, by which Adam then divides.
       smallest: arrays with fewer entries stay as they are.
 
     Returns:
