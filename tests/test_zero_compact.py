@@ -36,7 +36,7 @@ def batches(steps):
 
 
 def placed(tx, place):
-    return jd.place(TrainState(params(), tx.init(params())), place)
+    return jd.place(TrainState(params(), jax.jit(tx.init)(params())), place)
 
 
 @pytest.fixture(scope="module")
