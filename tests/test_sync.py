@@ -7,7 +7,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import cli
-from jaxdist.workloads import digits, parse, results, saved, sweep, sync, train
+from jaxdist.workloads import digits, methods, parse, results, saved, sweep, sync, train
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
@@ -16,7 +16,7 @@ TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optim
 
 def _prepare(spelling, workers=2, **settings):
     mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
-    method = sync.parse_method(spelling, OPTIMIZER)
+    method = methods.parse_method(spelling, OPTIMIZER)
     return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
 
 
@@ -57,7 +57,7 @@ def test_every_cell_of_the_suite_can_be_built():
     assert spelled[0] == ("exact", 0, "exact")
     assert {method for method, _, _ in spelled} >= {"Local SGD", "SlowMo", "DiLoCo", "streaming DiLoCo"}
     for _, period, spelling in spelled:
-        assert (sync.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
+        assert (methods.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
 
 
 def test_bytes_are_sent_in_rounds_alone(any_period, trained):
@@ -115,7 +115,7 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
 
     def first():
         params = WORK.init(jax.random.key(0))
-        return train.TrainState(jd.PerWorker(params), sync.parse_method(name, OPTIMIZER).optimizer.init(params))
+        return train.TrainState(jd.PerWorker(params), methods.parse_method(name, OPTIMIZER).optimizer.init(params))
 
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     state = saved.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
@@ -175,5 +175,5 @@ def test_evaluations_come_after_whole_rounds():
     assert sweep.evaluate_every(768, (1, 8, 32, 128)) == 96
     assert sweep.evaluate_every(100, (1, 128)) == 12
     assert parse.learning_rate("adamw:3e-4,b2=0.95") == 3e-4
-    assert sync.parse_method("f16", "adam:1e-3").sync_period is None
-    assert isinstance(sync.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)
+    assert methods.parse_method("f16", "adam:1e-3").sync_period is None
+    assert isinstance(methods.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)

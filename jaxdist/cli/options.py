@@ -42,6 +42,12 @@ class Train(Options):
 
     reducer: Annotated[str | None, tyro.conf.arg(help=REDUCER + parse.describe())] = None
     sync: Annotated[str | None, tyro.conf.arg(help=SYNC)] = None
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO: 1 and 2 cut the optimizer's state over the workers, 3 the parameters too. --reducer then averages the
+    gradients in its reduce-scatter form: exact unless it is given, or two_shot:qsgd:4."""
+    offload: str | None = None
+    """Where the optimizer's state lies: host for the host's memory, nvme:FOLDER for a disk. A run that was stopped
+    goes on from the folder."""
     baseline: bool = True
     """Train with plain all-reduce too, to compare with."""
     out: Path = Path("runs/train")

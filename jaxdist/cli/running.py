@@ -4,14 +4,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..parallel import make_mesh, use_cpu_devices
-from ..workloads import parse, plots, results, sync, train
+from ..workloads import methods, parse, plots, results, train
 from ..workloads.base import Workload
 from .options import Options
 
@@ -43,11 +43,11 @@ def new_console() -> Console:
 
 
 def prepared_runs(
-    names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh
+    names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh, **settings: Any
 ) -> Iterator[tuple[str, train.Run]]:
     """Checks all spellings now; compiles one run after the other later, so that only one state is alive."""
-    spelled = [(name, sync.parse_method(name, options.optimizer)) for name in names]
-    settings = {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
+    spelled = [(name, methods.parse_method(name, options.optimizer)) for name in names]
+    settings |= {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
     return ((name, train.prepare(workload, **method._asdict(), **settings)) for name, method in spelled)
 
 
@@ -65,11 +65,13 @@ def finish(
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
     settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
     results.write_line(log, results.header(run, **settings))
+    if run.first >= options.steps:
+        raise ValueError(f"the run that goes on has {run.first} steps behind it: --steps must be more")
     records, evaluations, state = [], [], run.state
     columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(name, total=options.steps, now="")
-        for record, state in train.steps(run, options.steps):
+        bar = progress.add_task(name, total=options.steps, completed=run.first, now="")
+        for record, state in train.steps(run, options.steps - run.first, first=run.first):
             records.append(record)
             results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
             speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)

@@ -1,9 +1,11 @@
 """`jaxdist train`."""
 
+import itertools
+
 import jax
 from rich.console import Console
 
-from ..workloads import plots, results, saved, sync, tables
+from ..workloads import methods, offloaded, plots, results, saved, sync, tables
 from ..workloads.base import Workload
 from .options import Train
 from .running import finish, fresh, new_console, prepared_runs, title_of, unit_of
@@ -13,22 +15,24 @@ def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
     console = new_console()
     if chosen.sync is not None and not sync.is_sync(chosen.sync):
         sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is
-    spelled = sync.spell(chosen.sync, chosen.reducer, default="ef:power_sgd:4")
-    names = ["exact"] if chosen.baseline and spelled != "exact" else []
-    runs = prepared_runs([*names, spelled], chosen, workload, mesh)
+    spelled = methods.spell(chosen.sync, chosen.zero, chosen.reducer, default="ef:power_sgd:4")
+    where = offloaded.parse_offload(chosen.offload)
+    names = ["exact"] if chosen.baseline and (spelled != "exact" or where) else []
+    runs = prepared_runs(names, chosen, workload, mesh)
+    last = prepared_runs([spelled], chosen, workload, mesh, offload=where)
     finished, log_path = [], fresh(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
-        for name, run in runs:
+        for name, run in itertools.chain(runs, last):
             result, state = finish(name, run, chosen, workload, log, console)
             finished.append(result)
-    where = saved.save(chosen.out / "checkpoint", state)
+    saved_in = saved.save(chosen.out / "checkpoint", state)
     baseline = finished[0] if names else None
     plot = plots.draw_train(
         finished[-1], baseline, chosen.out / "loss.png", title=title_of(chosen, run), unit=unit_of(workload)
     )
     console.print(tables.runs_table(finished, baseline))
     _close(console, finished[-1], baseline)
-    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {where}", highlight=False, soft_wrap=True)
+    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {saved_in}", highlight=False, soft_wrap=True)
 
 
 def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:

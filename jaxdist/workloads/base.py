@@ -1,9 +1,12 @@
-"""The `Workload`: what the command line, the examples and the benchmarks train."""
+"""The `Workload` and the `Method`: what the command line, the examples and the benchmarks train, and how."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import optax
 
 from .._typing import Array, Metrics, PRNGKeyArray, PyTree
+from ..reducers import Reducer
 
 Layer = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -42,3 +45,19 @@ class Workload(NamedTuple):
     held_out: Callable[[int], list[Any]]
     unit: str
     units_per_example: int
+
+
+class Method(NamedTuple):
+    """How workers learn from each other: the arguments of `train.prepare` that say it.
+
+    Attributes:
+      reducer: what averages gradients in every step; None if the optimizer communicates by itself.
+      optimizer: what is called with this worker's gradients, or, with a reducer, with their mean.
+      sync_period: `H`, if workers step by themselves and meet every `H` steps; None if they agree in every step.
+      stage: of ZeRO: 1 and 2 cut the optimizer's state over the workers, 3 the parameters too. 0: nothing is cut.
+    """
+
+    reducer: Reducer | None
+    optimizer: optax.GradientTransformation
+    sync_period: int | None = None
+    stage: Literal[0, 1, 2, 3] = 0

@@ -10,10 +10,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from .base import Workload
+from .methods import parse_method
 from .plots import COLOURS, GREY, label_ends, panels, write
 from .results import Result
 from .suite import Spread, spread
-from .sync import parse_method
 from .train import Run, prepare
 
 PERIODS = (1, 8, 32, 128)

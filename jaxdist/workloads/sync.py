@@ -12,22 +12,8 @@ from typing import Any, NamedTuple
 import optax
 
 from .. import recipes, transforms
-from ..reducers import Reducer
 from . import parse
-
-
-class Method(NamedTuple):
-    """How workers learn from each other: the arguments of `train.prepare` that say it.
-
-    Attributes:
-      reducer: what averages gradients in every step; None if the optimizer communicates by itself.
-      optimizer: what is called with this worker's gradients, or, with a reducer, with their mean.
-      sync_period: `H`, if workers step by themselves and meet every `H` steps; None if they agree in every step.
-    """
-
-    reducer: Reducer | None
-    optimizer: optax.GradientTransformation
-    sync_period: int | None = None
+from .base import Method
 
 
 class _Entry(NamedTuple):
@@ -95,44 +81,8 @@ def is_sync(text: str) -> bool:
     return text.partition(":")[0].partition("/")[0].strip() in SYNCS
 
 
-def spell(sync: str | None, reducer: str | None, default: str) -> str:
-    """Joins `--sync` and `--reducer` to one spelling; without both it is the default.
-
-    Example:
-      >>> from jaxdist.workloads.sync import spell
-      >>> spell("diloco:H=50", "ef:qsgd:4", "exact"), spell("diloco:H=50", None, "exact"), spell(None, "f16", "exact")
-      ('diloco:H=50/ef:qsgd:4', 'diloco:H=50', 'f16')
-    """
-    if sync is None:
-        return default if reducer is None else reducer
-    return sync if reducer is None else f"{sync}/{reducer}"
-
-
-def parse_method(text: str, optimizer: str) -> Method:
-    """Makes what `text` spells: workers that meet every `H` steps, a reducer, or an optimizer that communicates.
-
-    Args:
-      text: `SYNC[/REDUCER]`, with a name of `SYNCS`, or what `parse.parse_method` takes.
-      optimizer: the optimizer of each worker, as `parse.parse_optimizer` takes it. Methods that need its rate read it
-        from here.
-
-    Returns:
-      A `Method`.
-
-    Example:
-      >>> from jaxdist.workloads.sync import parse_method
-      >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period
-      50
-    """
-    return (
-        parse_sync(text, optimizer)
-        if is_sync(text)
-        else Method(*parse.parse_method(text, parse.parse_optimizer(optimizer)))
-    )
-
-
 def parse_sync(text: str, optimizer: str) -> Method:
-    """Makes the method that `text` spells, which must begin with a name of `SYNCS`; arguments as for `parse_method`."""
+    """Makes what `text` spells, which must begin with a name of `SYNCS`; arguments as for `methods.parse_method`."""
     call, slash, carrier = text.partition("/")
     name, values, keywords = parse.parse_call(call)
     if name not in SYNCS:

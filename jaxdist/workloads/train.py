@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +11,12 @@ import optax
 
 from .. import analysis
 from .._typing import PyTree
-from ..parallel import distribute, evaluate, global_batch, local_value_and_grad
+from ..parallel import distribute, evaluate, gathered, global_batch, local_value_and_grad, shard
 from ..placement import PerWorker, init_state
 from ..reducers import Reducer, tracked
-from ..transforms import all_reduce, anchor, stats
-from .base import Workload
+from ..transforms import anchor, stats
+from .base import Method, Workload, plain
+from .offloaded import Offload, around, arrange
 
 AXIS = "data"
 
@@ -46,6 +47,7 @@ class Run(NamedTuple):
         workers meet every so many steps; the worst one, where the program decides from step to step.
       sent: `sent(state, n)`, what one worker has sent in all after `n` steps; counted step by step where it differs.
       units_per_step: tokens or images in a step, all workers together.
+      first: steps that the state has behind it: those of an earlier run, where it lay on disk.
       compile_seconds: what tracing and compiling took.
       with_seed: `with_seed(n) -> Run`, the same compiled step from other parameters and on other batches.
       with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None where `H` is fixed.
@@ -60,6 +62,7 @@ class Run(NamedTuple):
     wire_bytes: float
     sent: Callable[[TrainState, int], float]
     units_per_step: int
+    first: int
     compile_seconds: float
     with_seed: Callable[[int], "Run"]
     with_period: Callable[[int], "Run"] | None
@@ -94,7 +97,9 @@ def prepare(
     batch_size: int,
     seed: int = 0,
     sync_period: int | None = None,
+    stage: Literal[0, 1, 2, 3] = 0,
     any_period: bool = False,
+    offload: Offload | None = None,
 ) -> Run:
     """Builds and compiles one run. How workers agree is the only thing that differs between runs that are compared.
 
@@ -107,8 +112,12 @@ def prepare(
       seed: draws the parameters and the batches.
       sync_period: `H`, if the optimizer lets workers step by themselves and meet every `H` steps: each then has
         parameters of its own, and the model that is evaluated is the one that they agreed on last.
+      stage: of ZeRO: 1 and 2 cut the optimizer's state over the workers, 3 the parameters too, gathered layer by layer.
+        The reducer then needs a reduce-scatter form.
       any_period: makes `H` an argument of the compiled step, for `with_period`. The optimizer must take `sync_period=`
         in its update, as `local_steps` with a single fragment does.
+      offload: keep the optimizer's state in the host's memory or on disk. A folder that holds the state of an earlier
+        run of the same model is gone on with.
 
     Returns:
       A `Run`.
@@ -124,18 +133,22 @@ def prepare(
     workers = mesh.shape[AXIS]
     if batch_size < 1 or batch_size % workers:
         raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
-    transformation = optimizer if reducer is None else optax.chain(all_reduce(reducer, axis=AXIS), optimizer)
+    transformation, streamed = arrange(Method(reducer, optimizer, sync_period, stage), offload, axis=AXIS)
+    layer = partial(gathered, axis=AXIS, reducer=reducer) if stage == 3 else plain
+    loss_fn, metrics_fn = partial(workload.loss, layer=layer), partial(workload.metrics, layer=layer)
 
     def first_state(seed: int) -> TrainState:
         def make_state() -> TrainState:
             params = workload.init(jax.random.key(seed))
+            params = shard(params, smallest=0) if stage == 3 else params
             held = PerWorker(params, resize="mean") if sync_period else params
             return TrainState(held, transformation.init(params))
 
-        return init_state(make_state, mesh, axis=AXIS)
+        state = init_state(make_state, mesh, axis=AXIS)
+        return state if streamed is None else state._replace(params=streamed.init(state.params))
 
     def train_step(state: TrainState, batch: Any, **asked: Any) -> tuple[TrainState, dict[str, Any]]:
-        loss, gradients = local_value_and_grad(workload.loss, axis=AXIS)(state.params, batch)
+        loss, gradients = local_value_and_grad(loss_fn, axis=AXIS)(state.params, batch)
         updates, opt_state = transformation.update(gradients, state.opt_state, state.params, **asked)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, AXIS)}
 
@@ -160,8 +173,9 @@ def prepare(
     if most > least and not counted and not sync_period:
         if reducer is None:
             raise ValueError("the bytes of this optimizer differ from step to step, and it does not count them")
-        return prepare(workload, tracked(reducer), optimizer, mesh=mesh, batch_size=batch_size, seed=seed)
-    evaluation = _evaluation(workload, mesh, batch_size, local=sync_period is not None)
+        sizes = {"mesh": mesh, "batch_size": batch_size, "seed": seed}
+        return prepare(workload, tracked(reducer), optimizer, **sizes, stage=stage, offload=offload)
+    evaluation = _evaluation(workload._replace(metrics=metrics_fn), mesh, batch_size, local=sync_period is not None)
 
     def run_of(state: TrainState, seed: int, sync_period: int | None) -> Run:
         # Each fragment of the model meets once in a round; between rounds there is the least.
@@ -172,7 +186,7 @@ def prepare(
             return float(stats(state.opt_state)["bytes"]) if counted else count * wire_bytes
 
         return Run(
-            step=(lambda state, rows: compiled(state, (rows, period))) if any_period else compiled,
+            step=(lambda state, rows: compiled(state, (rows, period))) if any_period else around(compiled, streamed),
             state=state,
             batch=partial(batch, seed),
             evaluate=evaluation,
@@ -181,6 +195,7 @@ def prepare(
             wire_bytes=wire_bytes,
             sent=sent,
             units_per_step=batch_size * workload.units_per_example,
+            first=0 if streamed is None else streamed.stats().step,
             compile_seconds=compile_seconds,
             with_seed=lambda seed: run_of(first_state(seed), seed, sync_period),
             with_period=(lambda period: run_of(first_state(seed), seed, period)) if any_period else None,
