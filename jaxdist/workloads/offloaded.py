@@ -64,7 +64,7 @@ def arrange(method: Method, where: Offload | None, *, axis: str) -> Optimizer:
     if where is not None and where.folder is not None:
         if method.reducer is None or method.stage in (1, 2):
             raise ValueError(
-                "--offload nvme is for a plain reducer or for --zero 3, whose workers have parts of their own"
+                "--offload nvme needs a reducer, or --zero 3: a whole state, or parts that lie with their parameters"
             )
         # The gradients of parameters that are cut are means already.
         means = all_reduce(method.reducer, axis=axis) if method.stage == 0 else optax.identity()

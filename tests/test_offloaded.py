@@ -1,0 +1,74 @@
+"""`--zero` and `--offload`: the numbers of plain training, with the state somewhere else."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxdist as jd
+from jaxdist import cli
+from jaxdist.workloads import digits, methods, offloaded, train
+
+WORK = digits.digits_workload(2)
+OPTIMIZER = "adamw:1e-2"
+TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", OPTIMIZER, "--devices", "2"]
+
+
+def run(spelling, offload=None):
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    method = methods.parse_method(spelling, OPTIMIZER)
+    where = offloaded.parse_offload(offload)
+    prepared = train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, offload=where)
+    losses, state = [], prepared.state
+    for record, after in train.steps(prepared, 4 - prepared.first, first=prepared.first):
+        losses.append(record.loss)
+        state = after
+    return prepared, [*losses, prepared.evaluate(state)["loss"]]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run("exact")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "offload", "sent"),
+    [
+        ("zero:1", None, 1.0),
+        ("zero:3", None, 1.5),
+        ("zero:2", "host", 1.0),
+        ("exact", "nvme", 1.0),
+        ("zero:3", "nvme", 1.5),
+    ],
+)
+def test_cut_and_offloaded_training_is_the_same_training(plain, spelling, offload, sent, tmp_path):
+    prepared, losses = run(spelling, f"nvme:{tmp_path}" if offload == "nvme" else offload)
+    np.testing.assert_allclose(losses, plain[1], rtol=2e-5)
+    # Padding counts for much in so small a model.
+    assert prepared.wire_bytes == pytest.approx(sent * plain[0].wire_bytes, rel=0.15)
+
+
+def test_a_run_on_disk_goes_on(plain, tmp_path):
+    arguments = ["train", *TINY, "--zero", "3", "--offload", f"nvme:{tmp_path / 'disk'}", "--no-baseline"]
+    for steps in (2, 4):
+        assert cli.main([*arguments, "--steps", str(steps), "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [3, 4]
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    np.testing.assert_allclose(losses, plain[1][2:4], rtol=2e-5)
+    assert cli.main([*arguments, "--steps", "4", "--out", str(tmp_path)]) == 2  # nothing left to do
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--zero", "1", "--offload", "nvme:x"], "needs a reducer, or --zero 3"),
+        (["--zero", "2", "--sync", "diloco:H=2"], "with --sync they do not"),
+        (["--offload", "tape"], "host or nvme:FOLDER, got 'tape'"),
+        (["--zero", "1", "--reducer", "ef:power_sgd:2"], "reduce-scatter"),
+    ],
+)
+def test_what_cannot_be_offloaded_says_why(arguments, message, capsys, tmp_path):
+    assert cli.main(["train", *TINY, "--no-baseline", *arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
