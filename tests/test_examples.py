@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
     "chain_with_optax.py": "test accuracy 0.9",
+    "does_not_fit.py": "of Adam's moments lie in",
     "hospitals.py": "quasi-global momentum  8",
     "two_clusters.py": "times fewer bytes between clusters",
     "two_processes.py": "one worker sends",
