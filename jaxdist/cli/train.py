@@ -23,7 +23,10 @@ def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
     finished, log_path = [], fresh(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in itertools.chain(runs, last):
-            result, state = finish(name, run, chosen, workload, log, console)
+            try:
+                result, state = finish(name, run, chosen, workload, log, console)
+            finally:
+                run.close()
             finished.append(result)
     saved_in = saved.save(chosen.out / "checkpoint", state)
     baseline = finished[0] if names else None

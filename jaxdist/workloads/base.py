@@ -1,6 +1,6 @@
 """The `Workload` and the `Method`: what the command line, the examples and the benchmarks train, and how."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import optax
@@ -8,12 +8,26 @@ import optax
 from .._typing import Array, Metrics, PRNGKeyArray, PyTree
 from ..reducers import Reducer
 
-Layer = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+class Layers(NamedTuple):
+    """How a loss goes through its layers.
+
+    Attributes:
+      one: `one(f)`, for `f(params, *args)` of a single layer.
+      alike: `alike(f, layers, x)`, `x = f(params, x)` for the parameters of each of several layers in turn.
+    """
+
+    one: Callable[[Callable[..., Any]], Callable[..., Any]]
+    alike: Callable[[Callable[..., Any], Sequence[PyTree], Any], Any]
 
 
-def plain(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer as it is."""
-    return f
+def _in_turn(f: Callable[..., Any], layers: Sequence[PyTree], x: Any) -> Any:
+    for params in layers:
+        x = f(params, x)
+    return x
+
+
+PLAIN = Layers(lambda f: f, _in_turn)
 
 
 class Workload(NamedTuple):
@@ -26,10 +40,8 @@ class Workload(NamedTuple):
     Attributes:
       name: what the log and the plots call it.
       init: `init(key) -> params`.
-      loss: `loss(params, batch, layer=plain) -> scalar`, the mean over the batch. `layer` wraps the functions
-        `f(params, *args)` of the layers, or of the whole model if it is small: `parallel.gathered` where parameters
-        are cut over the workers.
-      metrics: `metrics(params, batch, layer=plain) -> {"loss": ..., ...}`, what an evaluation reports; means over the
+      loss: `loss(params, batch, layers=PLAIN) -> scalar`, the mean over the batch. A small model may be one layer.
+      metrics: `metrics(params, batch, layers=PLAIN) -> {"loss": ..., ...}`, what an evaluation reports; means over the
         batch.
       batch: `batch(seed, step, size) -> Batch` of the training split.
       held_out: `held_out(size) -> list of batches` of at most `size` examples, never trained on, always the same.

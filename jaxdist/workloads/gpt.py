@@ -1,7 +1,7 @@
 """A byte-level GPT: 256 tokens, no tokenizer, nothing to download."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 
 from .._typing import PRNGKeyArray, PyTree
-from .base import Layer, plain
+from .base import PLAIN, Layers
 
 Tokens = UInt8[Array | np.ndarray, "batch length"] | Int[Array | np.ndarray, "batch length"]
 
@@ -87,10 +87,6 @@ class GPT(nn.Module):
         position = self.param("positions", nn.initializers.normal(0.02), (self.config.context, self.config.width))
         return self.tokens(tokens) + position[None, : tokens.shape[1]]
 
-    def block(self, x: Float[Array, "batch length width"], layer: int) -> Float[Array, "batch length width"]:
-        """The block with this number."""
-        return getattr(self, f"block_{layer}")(x)
-
     def head(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length vocabulary"]:
         """From the residual stream to the logits of the next token."""
         return self.out(self.final_norm(x))
@@ -98,7 +94,7 @@ class GPT(nn.Module):
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
         x = self.embed(tokens)
         for layer in range(self.config.layers):
-            x = self.block(x, layer)
+            x = getattr(self, f"block_{layer}")(x)
         return self.head(x)
 
 
@@ -124,15 +120,14 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
     return GPT(config).init(key, jnp.zeros((1, config.context), jnp.int32))["params"]
 
 
-def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layer: Layer = plain) -> Float[Array, ""]:
+def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = PLAIN) -> Float[Array, ""]:
     """Mean cross-entropy, in nats per byte, of every byte given the ones before it.
 
     Args:
       config: the sizes that `params` were drawn with.
       params: from `init`.
       batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
-      layer: what the functions `f(params, x)` of the embedding, of each block and of the head are wrapped in, such as
-        `parallel.gathered`.
+      layers: how to go through the embedding, the blocks and the head.
 
     Returns:
       The mean over all positions; `log(256) = 5.545` for a model that knows nothing.
@@ -143,14 +138,14 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layer: Layer = pla
         )
     tokens = jnp.asarray(batch, jnp.int32)
 
-    def part(names: Sequence[str], method: Callable, x: Array, *args: Any) -> Array:
-        def f(params, x):
-            return GPT(config).apply({"params": params}, x, *args, method=method)
+    def end(method: Callable, *names: str) -> Callable[[Array], Array]:
+        f = layers.one(lambda params, x: GPT(config).apply({"params": params}, x, method=method))
+        return lambda x: f({name: params[name] for name in names}, x)
 
-        return layer(f)({name: params[name] for name in names}, x)
+    def block(params: PyTree, x: Array) -> Array:
+        return Block(config).apply({"params": params}, x)
 
-    x = part(("tokens", "positions"), GPT.embed, tokens[:, :-1])
-    for number in range(config.layers):
-        x = part((f"block_{number}",), GPT.block, x, number)
-    logits = part(("final_norm", "out"), GPT.head, x)
+    x = end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
+    x = layers.alike(block, [params[f"block_{number}"] for number in range(config.layers)], x)
+    logits = end(GPT.head, "final_norm", "out")(x)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))

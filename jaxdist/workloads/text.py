@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import gpt
-from .base import Workload, plain
+from .base import PLAIN, Workload
 
 # Tests, tables and bundled programs: not there on every installation, or not worth reading.
 SKIPPED = frozenset(
@@ -164,7 +164,7 @@ def text_workload(
         name="text",
         init=functools.partial(gpt.init, config),
         loss=loss,
-        metrics=lambda params, batch, layer=plain: {"loss": loss(params, batch, layer=layer)},
+        metrics=lambda params, batch, layers=PLAIN: {"loss": loss(params, batch, layers=layers)},
         batch=batch,
         held_out=held_out,
         unit="tokens",

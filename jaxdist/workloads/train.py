@@ -11,11 +11,11 @@ import optax
 
 from .. import analysis
 from .._typing import PyTree
-from ..parallel import distribute, evaluate, gathered, global_batch, local_value_and_grad, shard
+from ..parallel import distribute, evaluate, gathered, gathered_scan, global_batch, local_value_and_grad, shard
 from ..placement import PerWorker, init_state
 from ..reducers import Reducer, tracked
 from ..transforms import anchor, stats
-from .base import Method, Workload, plain
+from .base import PLAIN, Layers, Method, Workload
 from .offloaded import Offload, around, arrange
 
 AXIS = "data"
@@ -49,6 +49,7 @@ class Run(NamedTuple):
       units_per_step: tokens or images in a step, all workers together.
       first: steps that the state has behind it: those of an earlier run, where it lay on disk.
       compile_seconds: what tracing and compiling took.
+      close: ends the use of what the run has on disk.
       with_seed: `with_seed(n) -> Run`, the same compiled step from other parameters and on other batches.
       with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None where `H` is fixed.
     """
@@ -64,6 +65,7 @@ class Run(NamedTuple):
     units_per_step: int
     first: int
     compile_seconds: float
+    close: Callable[[], None]
     with_seed: Callable[[int], "Run"]
     with_period: Callable[[int], "Run"] | None
 
@@ -134,8 +136,10 @@ def prepare(
     if batch_size < 1 or batch_size % workers:
         raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
     transformation, streamed = arrange(Method(reducer, optimizer, sync_period, stage), offload, axis=AXIS)
-    layer = partial(gathered, axis=AXIS, reducer=reducer) if stage == 3 else plain
-    loss_fn, metrics_fn = partial(workload.loss, layer=layer), partial(workload.metrics, layer=layer)
+    layers = PLAIN
+    if stage == 3:
+        layers = Layers(*(partial(f, axis=AXIS, reducer=reducer) for f in (gathered, gathered_scan)))
+    loss_fn, metrics_fn = partial(workload.loss, layers=layers), partial(workload.metrics, layers=layers)
 
     def first_state(seed: int) -> TrainState:
         def make_state() -> TrainState:
@@ -197,6 +201,7 @@ def prepare(
             units_per_step=batch_size * workload.units_per_example,
             first=0 if streamed is None else streamed.stats().step,
             compile_seconds=compile_seconds,
+            close=(lambda: None) if streamed is None else streamed.close,
             with_seed=lambda seed: run_of(first_state(seed), seed, sync_period),
             with_period=(lambda period: run_of(first_state(seed), seed, period)) if any_period else None,
         )
