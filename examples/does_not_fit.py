@@ -77,7 +77,7 @@ def train(name, tx, mesh, data, *, cut=False, disk=None):
         state, metrics = step(state, tuple(x[rows] for x in data))
         if disk:
             state = state._replace(params=disk.apply(state.params, state.opt_state))
-    taken = step.memory_analysis().argument_size_in_bytes / 1e6
+    taken = jd.analysis.memory(step).arguments / 1e6
     print(f"{name:28} {taken:5.2f} MB on a device, loss {float(metrics['loss']):.4f}")
 
 
