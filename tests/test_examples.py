@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
+    "any_batch_regret.py": "times less regret than with fixed batches",
     "chain_with_optax.py": "test accuracy 0.9",
     "does_not_fit.py": "of Adam's moments lie in",
     "hospitals.py": "quasi-global momentum  8",
