@@ -60,12 +60,13 @@ def learn(tx, anytime, images):
     for seconds, examples in rounds(anytime, rng):
         now += seconds
         if now > SECONDS:
-            return np.array(took), np.array(lost), pools
+            break
         first = int(now / SECONDS * (len(images["y"]) - POOL))
         drawn = rng.integers(first, first + POOL, WORKERS * MOST)
         own, pool = ({key: x[rows] for key, x in images.items()} for rows in (drawn, slice(first, first + POOL)))
         state, loss = run(state, {"own": own, "examples": examples, "pool": pool})
         took, lost, pools = [*took, seconds], [*lost, float(loss)], [*pools, first]
+    return np.array(took), np.array(lost), pools
 
 
 def main():
