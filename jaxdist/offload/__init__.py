@@ -9,8 +9,8 @@ from .nvme import nvme as nvme
 from .store import Store as Store
 from .store import Streamed as Streamed
 from .store import StreamedStats as StreamedStats
-from .tiled import Tiled as Tiled
-from .tiled import tile as tile
 from .tiled import tiled_dense as tiled_dense
 from .tiled import tiled_mlp as tiled_mlp
 from .tiled_flax import tiled_layers as tiled_layers
+from .tiles import Tiled as Tiled
+from .tiles import tile as tile

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisNames
-from .tiled import Tiled, tiled_dense
+from .tiled import tiled_dense
+from .tiles import Tiled
 
 
 def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..., Any]:
