@@ -72,21 +72,17 @@ def test_tpu():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
-@pytest.mark.parametrize(("topology", "axes"), [("v5e:2x4", {"data": 8}), ("v5e:4x4", {"row": 4, "column": 4})])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_tpu_collectives_keep_their_bytes(topology, axes, dtype):
+def test_tpu_collectives_keep_their_bytes():
     """Neither a gather nor a reduce-scatter becomes an all-reduce, also where the pieces do not fill tiles."""
-    mesh, entries = pods.tpu(topology, axes), 100_008
-    axis = tuple(axes) if len(axes) > 1 else "data"
+    mesh, entries, dtype = pods.tpu("v5e:2x4"), 100_008, jnp.bfloat16
 
     def exchanged(state, batch):
-        comm = jd.comm.over(axis)
+        comm = jd.comm.over("data")
         mean = comm.reduce_scatter_mean(batch.reshape(comm.size, -1))
         return state + comm.all_gather(mean).sum(0), {}
 
     batch = jax.ShapeDtypeStruct((mesh.size**2 * entries,), dtype)
-    step = jd.distribute(exchanged, mesh, axis=axis)
-    found = pods.plan(step, lambda: jnp.zeros(entries, dtype), batch, mesh, axis=axis).collectives
+    found = pods.plan(jd.distribute(exchanged, mesh), lambda: jnp.zeros(entries, dtype), batch, mesh).collectives
     assert {op.kind for op in found.ops} == {"all-gather", "reduce-scatter"}
-    ideal = 2 * (mesh.size - 1) * entries * jnp.dtype(dtype).itemsize
+    ideal = 2 * (mesh.size - 1) * entries * 2
     assert ideal <= found.wire_bytes < 1.05 * ideal

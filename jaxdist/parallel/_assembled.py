@@ -1,7 +1,6 @@
 """Whole parameters of their parts: a gather, coded or over two levels, whose gradient is a reduce-scatter."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,14 +12,13 @@ from .._typing import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm import Comm, over
 from ..compressors.base import Compressor, working_dtype
 from ..reducers._coded import fold_keys
-from ..reducers._fused import fused
 from ..reducers.base import Reducer
 from ..transforms.zero.coded import decode, encode, gather_payloads
 from ..transforms.zero.flat import joined
 
 
 def assembler(
-    axis: AxisNames, form: Reducer, compressor: Compressor | None, secondary: bool, together: bool = False
+    axis: AxisNames, form: Reducer, compressor: Compressor | None, secondary: bool
 ) -> tuple[Callable[[PyTree], Any], Callable[[PyTree, Any], PyTree]]:
     """Two functions: what to keep from the forward to the backward pass, and whole parameters of that.
 
@@ -29,7 +27,6 @@ def assembler(
       form: the reduce-scatter form of the reducer of the gradients.
       compressor: the code of the parameters, or `None`.
       secondary: keep what came over the slow links.
-      together: one gather for all leaves, not one for each; coded ones always go together.
 
     Returns:
       `keep(params) -> kept` and `assemble(params, kept) -> whole`. The gradient with respect to a part is the mean of
@@ -51,8 +48,7 @@ def assembler(
         comm = over(axis)
         parts, tree = jax.tree.flatten(parts)
         if compressor is None and not secondary:
-            gather = partial(comm.all_gather, agreed=False)
-            rows = fused(gather, parts) if together else [gather(part) for part in parts]
+            rows = [comm.all_gather(part, agreed=False) for part in parts]
         else:
             rows = gather_payloads(kept, _levels(comm)[0] if secondary else comm, agreed=False)
             if secondary:  # chip and pod to worker, which counts chips first

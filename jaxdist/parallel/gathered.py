@@ -188,9 +188,7 @@ def gathered_scan(
     if prefetch:
         if secondary:
             raise ValueError("prefetch=True gathers over all links in the backward pass too: leave out secondary")
-        # All leaves in one gather: XLA:TPU hides one of a loop under the computing, and not a second.
-        form = scatter_form(reducer, "gathered(..., reducer=exact())")
-        keep, assemble = assembler(axis, form, compressor, False, together=True)
+        keep, assemble = assembler(axis, scatter_form(reducer, "gathered(..., reducer=exact())"), compressor, False)
         # Typed alike throughout, since what is gathered varies.
         stacked, x, args = over(axis).varying((stacked, x, args))
         return prefetched_scan(f, lambda params: assemble(params, keep(params)), stacked, x, args)
