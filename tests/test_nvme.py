@@ -17,8 +17,8 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload import _arrays, _disk, _files
-from jaxdist.offload._pipeline import stream
+from jaxdist.offload.nvme import arrays, disk, files
+from jaxdist.offload.nvme.pipeline import stream
 
 CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state with master parameters
 
@@ -240,7 +240,7 @@ def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):
         assert opt.apply(mine, gradient(mine, step), donate=True)["w"] is mine["w"]
     assert np.array_equal(mine["w"], expected)
 
-    monkeypatch.setattr(_arrays, "on_host", lambda device: False)
+    monkeypatch.setattr(arrays, "on_host", lambda device: False)
     opt = offload.nvme(adamw, offload.Store(tmp_path / "device"))
     found = train(opt, opt.init({"w": params()["w"]}), 2)
     assert np.array_equal(found["w"], expected)
@@ -248,12 +248,12 @@ def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):
 
 def test_processes_go_back_to_a_step_that_all_have(monkeypatch):
     """One of them was killed before it could commit step 7; another has begun to write step 8."""
-    monkeypatch.setattr(_disk.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(disk.jax, "process_count", lambda: 3)
     everyone = [np.array([[6, 7], [6, 5], [6, 7]]), np.array([[6, 7], [-1, 5], [8, 7]])]
-    monkeypatch.setattr(_disk.multihost_utils, "process_allgather", lambda own: everyone[own[0]])
-    assert _disk._common(np.array([0, 0])) == 6
+    monkeypatch.setattr(disk.multihost_utils, "process_allgather", lambda own: everyone[own[0]])
+    assert disk._common(np.array([0, 0])) == 6
     with pytest.raises(ValueError, match="no step in common"):
-        _disk._common(np.array([1, 0]))
+        disk._common(np.array([1, 0]))
 
 
 RSS = """
@@ -292,7 +292,7 @@ def test_checksum_sees_what_disks_do():
     harmed[1][4096:8192], harmed[1][8192:12288] = data[8192:12288], data[4096:8192]  # pages swapped
     harmed[2][:8], harmed[2][8:16] = data[8:16], data[:8]  # words swapped
     harmed[3][-512:] = 0  # a torn end
-    assert len({_files.checksum(x) for x in (data, *harmed)}) == 5
+    assert len({files.checksum(x) for x in (data, *harmed)}) == 5
 
 
 class _Clock:

@@ -1,14 +1,14 @@
 """Models larger than a device: what is not needed now lies elsewhere, or is computed piece by piece."""
 
-from .delayed import delayed as delayed
-from .errors import StoreDamagedError as StoreDamagedError
-from .errors import StoreError as StoreError
-from .errors import StoreFullError as StoreFullError
+from .host import delayed as delayed
 from .host import host as host
+from .nvme import Store as Store
+from .nvme import StoreDamagedError as StoreDamagedError
+from .nvme import StoreError as StoreError
+from .nvme import StoreFullError as StoreFullError
+from .nvme import Streamed as Streamed
+from .nvme import StreamedStats as StreamedStats
 from .nvme import nvme as nvme
-from .store import Store as Store
-from .store import Streamed as Streamed
-from .store import StreamedStats as StreamedStats
 from .tiled import tiled_dense as tiled_dense
 from .tiled import tiled_mlp as tiled_mlp
 from .tiled_flax import tiled_layers as tiled_layers

@@ -5,20 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._compat import ClosedJaxpr, Jaxpr, Literal
+from ..._compat import ClosedJaxpr, Jaxpr, Literal
+from ..._primitives import ELEMENTWISE, RESHAPES, apply_primitive
 
-# Entry `i` of the result depends on entry `i` of the operands, and costs little.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max
-    min mul ne neg nextafter not or pow pvary pcast real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
-RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
+# They change types alone.
+TYPES = frozenset(("pvary", "pcast"))
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "iota"))
-CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS
+CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS | TYPES
 LOOPS = frozenset(("scan", "while"))
 
 
@@ -46,9 +39,7 @@ class Node(NamedTuple):
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """The outputs for these operands."""
-        primitive = self.equation.primitive
-        out = primitive.bind(*operands, **primitive.get_bind_params(self.equation.params))
-        return list(out) if primitive.multiple_results else [out]
+        return apply_primitive(self.equation, operands)
 
 
 class Program(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .._typing import PyTree, State
+from ..._typing import PyTree, State
 
 
 class Store(NamedTuple):

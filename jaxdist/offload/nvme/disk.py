@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import _files as files
-from ._layout import Layout
-from ._pipeline import stream
+from . import files
+from .layout import Layout
+from .pipeline import stream
 
 # Works in a chunk: its number, and its bytes.
 Visit = Callable[[int, np.ndarray], None]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._marks import is_mark
-from .._typing import PyTree
-from ._arrays import Shard, shards_of, unmarked
-from ._entrywise import Split, split
-from ._layout import Layout, lay_out
+from ..._marks import is_mark
+from ..._typing import PyTree
+from .arrays import Shard, shards_of, unmarked
+from .entrywise import Split, split
+from .layout import Layout, lay_out
 
 
 class Model(NamedTuple):

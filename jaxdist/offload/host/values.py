@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from .._compat import lies_on_host
-from .._typing import Array
-from ._program import Node, Program
+from ..._compat import lies_on_host
+from ..._typing import Array
+from .program import Node, Program
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 

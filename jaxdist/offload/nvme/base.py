@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._typing import PyTree, State
-from . import _arrays as arrays
-from ._back import assembled, stored_params, whole_state
-from ._disk import Disk
-from ._entries import runner
-from ._entrywise import Split
-from ._model import Model, describe, initial, update
+from ..._typing import PyTree, State
+from . import arrays
+from .back import assembled, stored_params, whole_state
+from .disk import Disk
+from .entries import runner
+from .entrywise import Split
+from .model import Model, describe, initial, update
 from .store import Store, Streamed, StreamedStats
 
 

@@ -10,7 +10,7 @@ parameters only their rounding.
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ._program import CHEAP, LOOPS, Node, Program
+from .program import CHEAP, LOOPS, Node, Program
 
 
 class Cut(NamedTuple):

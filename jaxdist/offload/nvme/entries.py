@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._arrays import Sink, aligned
-from ._entrywise import Program
-from ._layout import UNIT, Layout, Piece, pieces, planes
+from .arrays import Sink, aligned
+from .entrywise import Program
+from .layout import UNIT, Layout, Piece, pieces, planes
 
 # Entries in a block: the arrays of one stay in the cache while they are computed and written back.
 BLOCK = 1 << 18

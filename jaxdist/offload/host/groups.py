@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ._program import ELEMENTWISE, Node, Program
+from ..._primitives import ELEMENTWISE
+from .program import TYPES, Node, Program
 
 
 class Chunk(NamedTuple):
@@ -58,6 +59,6 @@ def entrywise(program: Program, chunk: Chunk) -> tuple[int, ...] | None:
         arrays = program.arrays((*node.reads, *node.outputs))
         shapes |= {program.types[value].shape for value in arrays}
         constant = node.name == "broadcast_in_dim" and not program.arrays(node.reads)
-        if node.name not in ELEMENTWISE and not constant:
+        if node.name not in ELEMENTWISE | TYPES and not constant:
             return None
     return shapes.pop() if len(shapes) == 1 else None

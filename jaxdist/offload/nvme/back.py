@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._typing import PyTree, State
-from . import _arrays as arrays
-from ._disk import Disk
-from ._layout import Piece, pieces, planes
-from ._model import Model
+from ..._typing import PyTree, State
+from . import arrays
+from .disk import Disk
+from .layout import Piece, pieces, planes
+from .model import Model
 
 
 def assembled(model: Model, leaves: Sequence[Any], sinks: Sequence[Sequence[arrays.Sink]]) -> PyTree:

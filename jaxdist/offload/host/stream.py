@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._compat import typed_like, varying_axes
-from .._typing import Array
-from ._groups import Chunk, chunks, entrywise
-from ._program import Node, Program
-from ._values import DEVICE, HOST, Values, evaluate
+from ..._compat import typed_like, varying_axes
+from ..._typing import Array
+from .groups import Chunk, chunks, entrywise
+from .program import Node, Program
+from .values import DEVICE, HOST, Values, evaluate
 
 # Smaller groups travel together and as they are.
 SMALL = 2**20

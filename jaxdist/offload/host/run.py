@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._compat import host_compute, lies_on_host
-from .._typing import Array
-from ._cut import cut
-from ._groups import Chunk, chunks
-from ._program import Node, Program, flatten
-from ._stream import stream
-from ._values import DEVICE, HOST, Values, evaluate
+from ..._compat import host_compute, lies_on_host
+from ..._typing import Array
+from .cut import cut
+from .groups import Chunk, chunks
+from .program import Node, Program, flatten
+from .stream import stream
+from .values import DEVICE, HOST, Values, evaluate
 
 
 def run(

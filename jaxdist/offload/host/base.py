@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._compat import lies_on_host, varying_axes
-from .._marks import OnHost, is_mark
-from .._typing import Array, PyTree, State
-from ._program import flatten
-from ._run import run
+from ..._compat import lies_on_host, varying_axes
+from ..._marks import OnHost, is_mark
+from ..._typing import Array, PyTree, State
 from .delayed import delayed as with_delay
+from .program import flatten
+from .run import run
 
 TILE_BYTES = 64 * 2**20
 MISSING = "offload.host with master_dtype needs the parameters: call update(gradients, state, params)"
