@@ -14,6 +14,7 @@ from jaxdist import analysis
 from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.base import scatter_form
+from jaxdist.testing import assert_reducer_laws
 from jaxdist.transforms.zero import means
 
 SHAPES = {"w": (7, 5), "b": (3,), "s": (), "e": (0, 4)}
@@ -23,6 +24,7 @@ FORMS = {
     "identity": lambda: jd.two_shot(jc.identity()),
     "int8": lambda: jd.two_shot(jc.int8()),
     "feedback": lambda: jd.error_feedback(jd.two_shot(jd.qsgd(2))),
+    "switch": lambda: jd.switch_at(jd.exact(), jd.two_shot(jc.int8()), 1),
     "loco": lambda: jd.loco(jd.two_shot(jc.int4())),
     "policy": lambda: jd.by_leaf(
         lambda path, leaf: path[0], {"w": jd.two_shot(jd.qsgd(4)), "b": None, "s": jd.exact(), "e": jd.exact()}
@@ -63,17 +65,18 @@ def run(tx, grads, place=W, start=None, opt=None):
 
 @pytest.fixture(scope="module")
 def scattered():
-    """Two steps of each form: the pieces of everybody `[W, n]`, and what each contributed."""
+    """Each form: the pieces of everybody `[W, n]`, and what each contributed. With memory the second step."""
     grads = noise(2)
 
     def one_worker(grads):
+        first, second = (jax.tree.map(lambda x, i=i: x[i], grads) for i in range(2))
         out = {}
         for name, make in FORMS.items():
             form = scatter_form(make())
             state = form.init(zeros())
-            for i in range(2):
-                reduced, state = form.reduce(jax.tree.map(lambda x, i=i: x[i], grads), state, over("data"))
-            out[name] = reduced
+            if name in ("feedback", "switch"):
+                _, state = form.reduce(first, state, over("data"))
+            out[name], _ = form.reduce(second, state, over("data"))
         return out
 
     return jax.jit(jax.vmap(one_worker, in_axes=1, axis_name="data"))(grads)
@@ -91,8 +94,15 @@ def test_pieces_of_the_mean_of_what_was_sent(name, scattered):
         np.testing.assert_allclose(pieces.ravel()[:size].reshape(shape), expected, atol=1e-6)
     exact = noise(2)["w"][1].mean(0)
     off = np.abs(found.mean["w"].ravel()[:35].reshape(7, 5) - exact).max()
-    assert off < {"exact": 1e-6, "identity": 1e-6, "int8": 0.02}.get(name, 3)
+    assert off < {"exact": 1e-6, "identity": 1e-6, "int8": 0.02, "switch": 0.02}.get(name, 3)
     assert (off > 1e-4) == (name not in ("exact", "identity"))
+
+
+def test_the_laws_see_pieces_of_a_wrong_length():
+    two_shot = jd.two_shot(jc.int8())
+    assert_reducer_laws(two_shot, like={"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, steps=1, dtypes=[jnp.bfloat16])
+    with pytest.raises(AssertionError, match="the pieces are cut like Sharded"):
+        assert_reducer_laws(two_shot._replace(scatter=lambda: two_shot), steps=1)
 
 
 def test_two_levels_give_the_same_pieces():

@@ -174,7 +174,7 @@ def scatter_form(reducer: Reducer, advice: str = "reduce in full") -> Reducer:
     if reducer.scatter is None:
         raise ValueError(
             "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
-            f"such, error_feedback and loco around two_shot, and by_leaf of them: use one, or {advice}"
+            f"such, error_feedback and loco around two_shot, by_leaf and switch_at of them: use one, or {advice}"
         )
     return reducer.scatter()
 

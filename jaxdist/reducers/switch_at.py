@@ -11,7 +11,7 @@ from .._typing import Array, Int, State, Updates
 from ..comm import Comm
 from ..compressors.base import working_dtype
 from ._coded import next_count
-from .base import Reduced, Reducer, feedback_form, held_by, weakest
+from .base import Reduced, Reducer, feedback_form, held_by, scatter_form, weakest
 
 
 class SwitchState(NamedTuple):
@@ -77,7 +77,10 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
     def for_feedback():
         return switch_at(feedback_form(first), feedback_form(then), step)
 
-    return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held)
+    def scatter():
+        return switch_at(scatter_form(first), scatter_form(then), step)
+
+    return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held, scatter=scatter)
 
 
 def one_of_two(

@@ -13,6 +13,7 @@ from .._typing import AxisNames, PRNGKeyArray, PyTree, State
 from ..comm import Comm, alone, nested, over
 from ..parallel import simulate
 from ..placement import init_state
+from ..reducers._pieces import length
 from ..reducers.base import Reducer, feedback_form, held_by
 from ..reducers.feedback import error_feedback
 
@@ -66,7 +67,8 @@ def assert_reducer_laws(
     """Asserts that a reducer keeps its promises, for simulated workers with Gaussian updates.
 
     `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes; unmarked state and the
-    mean are agreed; the mean has the shapes and dtypes of the updates, in half precision too. The step is traced once.
+    mean are agreed; the mean has the shapes and dtypes of the updates, in half precision too, and the pieces of a
+    reduce-scatter form those of `Sharded(leaf, multiple=8)`. The step is traced once.
     Law "exact": `mean == comm.mean(own)`, and a single worker gets back its own contribution. Law "telescoping": the
     same plus what servers `held` before and less what they hold after. Law "unbiased": the same on average, over 200
     steps and up to five standard errors. Zeros give finite means. Where the reducer may stand inside error feedback and
@@ -193,6 +195,23 @@ def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[
         )
         _law("the mean is like the updates", _same(_shapes(reduced.mean), updates), f"{updates} gave {reduced.mean}")
         _law("state keeps its tree, shapes and dtypes", _same(after, before), f"{before} became {after}")
+        if reducer.scatter is not None:
+            _check_pieces(reducer.scatter, updates, single)
+
+
+def _check_pieces(scatter: Callable[[], Reducer], updates: PyTree, single: Comm) -> None:
+    """The reduce-scatter form of a single worker."""
+    try:
+        form = scatter()
+        before = jax.eval_shape(form.init, updates)
+    except ValueError:
+        return  # it says itself that there is none
+    reduced, after = jax.eval_shape(
+        lambda x, state: form.reduce(x, state, single, step=0, learning_rate=0.1), updates, before
+    )
+    pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((length(math.prod(x.shape), 1),), x.dtype), updates)
+    _law("the pieces are cut like Sharded", _same(_shapes(reduced.mean), pieces), f"{pieces} came as {reduced.mean}")
+    _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")
 
 
 def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[PyTree]], _Run]:
