@@ -82,7 +82,9 @@ METHODS = {
 def by_rate(momentum: float) -> optax.GradientTransformationExtraArgs:
     """SGD whose rate is an argument of the update, so that one program serves all rates."""
 
-    def update(updates, state, params=None, *, learning_rate, **_):
+    def update(updates, state, params=None, **given):
+        del params
+        learning_rate = given["learning_rate"]
         state = jax.tree.map(lambda m, g: momentum * m + g, state, updates)
         return jax.tree.map(lambda m: -learning_rate * m, state), state
 
@@ -141,7 +143,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """One line a method and graph: the range over seeds and its middle."""
+    """One line a method and graph: the range over seeds and its mean."""
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1), layout="constrained")
     colours = {"all": "black", "ring": "#1b6ca8", "exponential": "#d1495b", "one-peer exponential": "#edae49"}
     for at, row in enumerate(reversed(rows)):
@@ -152,7 +154,7 @@ def draw(rows: list[dict], path: Path) -> None:
     names = [f"{row['method']} ({row['graph']})" if row["graph"] != "all" else row["method"] for row in rows]
     axes.set_yticks(range(len(rows)), reversed(names))
     axes.axvline(100 * np.mean(rows[0]["accuracy"]), color="black", linewidth=0.5, linestyle=":")
-    axes.set_xlabel("held-out accuracy of the mean model in %, range over seeds")
+    axes.set_xlabel("held-out accuracy of the mean model, %")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 

@@ -48,5 +48,7 @@ from .optimizers import qadam as qadam
 from .optimizers import zero_one_adam as zero_one_adam
 from .per_worker import per_worker as per_worker
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
+from .slow_steps import SlowStepsState as SlowStepsState
+from .slow_steps import slow_steps as slow_steps
 from .stats import stats as stats
 from .zero import zero_redundancy as zero_redundancy
