@@ -59,8 +59,8 @@ def host(
         communicates write `host(zero_redundancy(offload.delayed(...)))`.
       master_dtype: `jnp.float32` keeps the parameters in it on the host, updates those, and sends their rounding.
       tile_bytes: how much state is one portion: smaller takes less memory on the device, larger has fewer transfers.
-        Two portions are at work at a time, with their results. A leaf larger than it is cut if its entries do not depend
-        on one another.
+        Two portions are at work at a time, with their results. A leaf larger than it is cut if its entries do not
+        depend on one another.
 
     Returns:
       A gradient transformation; call its `update` under `jax.jit`. With `master_dtype` updates are float32, so that
