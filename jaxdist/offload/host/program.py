@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._compat import ClosedJaxpr, Jaxpr, Literal
-from ..._primitives import ELEMENTWISE, RESHAPES, apply_primitive
+from ..._compat import Literal
+from ..._primitives import ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
 
 # They change types alone.
 TYPES = frozenset(("pvary", "pcast"))
@@ -88,7 +88,7 @@ def flatten(closed: Any) -> Program:
 
         for equation in jaxpr.eqns:
             inputs = [of(atom) for atom in equation.invars]
-            inside = list(_jaxprs(equation.params.values()))
+            inside = list(inner_jaxprs(equation.params.values()))
             if equation.primitive.name == "device_put":
                 outputs = inputs
             elif len(inside) == 1 and equation.primitive.name not in (*LOOPS, "cond", "compute_on", "shard_map"):
@@ -114,20 +114,10 @@ def _alive(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
     return kept[::-1]
 
 
-def _jaxprs(values):
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value
-        elif isinstance(value, Jaxpr):
-            yield ClosedJaxpr(value, ())
-        elif isinstance(value, tuple | list):
-            yield from _jaxprs(value)
-
-
 def _communicates(equation: Any) -> bool:
-    if equation.primitive.name in ("pvary", "pcast"):  # they only change the type
+    if equation.primitive.name in TYPES:
         return False
     named = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
     if any(isinstance(name, str) for names in named for name in (names if isinstance(names, tuple) else (names,))):
         return True
-    return any(_communicates(inner) for closed in _jaxprs(equation.params.values()) for inner in closed.jaxpr.eqns)
+    return any(_communicates(inner) for closed in inner_jaxprs(equation.params.values()) for inner in closed.jaxpr.eqns)
