@@ -76,6 +76,7 @@ METHODS = {
     "CHOCO, top 10 %": Entry(lambda: jd.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
     "CHOCO, 4 bits": Entry(lambda: jd.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
     "DCD, 8 bits": Entry(lambda: jd.dcd(jd.qsgd(8)), graphs=("ring",)),
+    "ECD, 8 bits": Entry(lambda: jd.ecd(jd.qsgd(8)), graphs=("ring",)),
 }
 
 
