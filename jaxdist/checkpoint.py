@@ -136,7 +136,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
         target = {name: _struct(wanted[name]) for name, shape in shapes.items() if shape == wanted[name].shape}
         unchanged = read(target, ocp.checkpoint_utils.construct_restore_args(target))
 
-        def one(marks: tuple[Any, ...], path: Any, _: Array) -> Array:
+        def one(marks: tuple[Any, ...], path: Any, _: Any) -> Array:
             name = _name(path)
             leaf = wanted[name]
             if not leaf.size:

@@ -13,6 +13,7 @@ from ..comm import Comm, over
 from ..compressors.base import Compressor, working_dtype
 from ..reducers._coded import fold_keys
 from ..reducers.base import Reducer
+from ..transforms.zero.checks import check_cut
 from ..transforms.zero.coded import decode, encode, gather_payloads
 from ..transforms.zero.flat import joined
 
@@ -63,6 +64,7 @@ def assembler(
         if not likes:
             return params
         _check_memory(form, _parts(params), likes)
+        check_cut(tree.unflatten([x if isinstance(x, Sharded) else None for x in leaves]), over(axis), what="gathered")
         wholes = _straight_through(lambda parts, kept: forward(parts, kept, likes), form, axis)(_parts(params), kept)
         found = iter(jax.tree.leaves(wholes))
         return tree.unflatten([next(found) if isinstance(leaf, Sharded) else leaf for leaf in leaves])

@@ -97,7 +97,7 @@ def gathered(
 
     Raises:
       ValueError: the reducer has no reduce-scatter form or keeps something from step to step (at trace time);
-        `secondary` without two axes or without `remat`.
+        `secondary` without two axes or without `remat`; parameters are cut in another way than `parallel.shard` cuts.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -105,9 +105,9 @@ def gathered(
       >>> def step(state, x):
       ...     value, gradient = jd.local_value_and_grad(lambda p: layer(p, x[0]))(state["params"])
       ...     return {"params": gradient}, jax.lax.pmean(value, "data")
-      >>> state = jd.place({"params": {"w": jd.Sharded(jnp.arange(3.0))}}, 2)
+      >>> state = jd.place({"params": jd.parallel.shard({"w": jnp.arange(3.0)}, smallest=0)}, 2)
       >>> state, value = jd.simulate(step, workers=2)(state, jnp.array([1.0, 3.0]))
-      >>> float(value), state["params"]["w"].value.tolist()
+      >>> float(value), state["params"]["w"].value[:4].tolist()
       (6.0, [2.0, 2.0, 2.0, 0.0])
 
     References:
@@ -170,7 +170,7 @@ def gathered_scan(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> layers = jd.place([{"w": jd.Sharded(jnp.full(3, 2.0))} for _ in range(4)], 2)
+      >>> layers = jd.place([jd.parallel.shard({"w": jnp.full(3, 2.0)}, smallest=0) for _ in range(4)], 2)
       >>> def step(state, x):
       ...     last = jd.parallel.gathered_scan(lambda p, x: x * p["w"][0], state, x[0])
       ...     return state, jax.lax.pmean(last, "data")

@@ -23,21 +23,21 @@ def check_inner(state: PyTree) -> None:
         )
 
 
-def check_cut(params: PyTree, comm: Comm) -> None:
-    """Raises where cut parameters are not cut as the state beside them is."""
+def check_cut(params: PyTree, comm: Comm, *, what: str = "zero_redundancy") -> None:
+    """Raises where cut parameters are not cut as gradients, and the state beside them, are."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
         if not is_mark(leaf):
             continue
         name = jax.tree_util.keystr(path) or "the parameter"
         if not isinstance(leaf, Sharded):
             raise ValueError(
-                f"{name} is marked {type(leaf).__name__}, and zero_redundancy knows parameters that are whole or "
+                f"{name} is marked {type(leaf).__name__}, and {what} knows parameters that are whole or "
                 "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
             )
         expected = length(math.prod(leaf.shape), comm.size)
         if leaf.value.shape != (expected,):
             raise ValueError(
                 f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
-                f"and zero_redundancy cuts its state into parts of {expected}: mark it with parallel.shard(params) or "
+                f"and {what} cuts into parts of {expected}: mark it with parallel.shard(params) or "
                 f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
             )
