@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 import jaxdist as jd
 
-LAYERS, WIDTH, STEPS, IMAGES = 16, 128, 30, 256
+LAYERS, WIDTH, STEPS, IMAGES = 8, 128, 20, 256
 ADAM = optax.adam(1e-3)
 
 

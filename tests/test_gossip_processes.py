@@ -11,7 +11,7 @@ import pytest
 from test_processes import LIMIT, free_port
 
 HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "processes" / "gossip.py"
+SCRIPT = HERE / "processes" / "neighbours.py"
 
 
 @pytest.fixture(scope="module")
