@@ -12,6 +12,7 @@ from .running import finish, fresh, new_console, prepared_runs, set_up, title_of
 
 
 def compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> None:
+    """Trains with each method in turn, on every seed, and leaves a log, a table and a plot."""
     console = new_console()
     names = suite.reducers() if chosen.suite else chosen.reducers
     if not names:

@@ -89,6 +89,7 @@ def finish(
 
 
 def title_of(options: Options, run: train.Run) -> str:
+    """One line above plots and tables: what was trained, on what, and how."""
     size = f"{run.parameters / 1e6:.2f} M parameters"
     last = options.seed + getattr(options, "seeds", 1) - 1
     seeds = f"seed {options.seed}" if last == options.seed else f"seeds {options.seed} to {last}"
@@ -99,9 +100,11 @@ def title_of(options: Options, run: train.Run) -> str:
 
 
 def unit_of(workload: Workload) -> str:
+    """What the loss is measured in."""
     return "nats per byte" if workload.name == "text" else "nats"
 
 
 def fresh(folder: Path, name: str) -> Path:
+    """A file in a folder that is made if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name

@@ -12,6 +12,7 @@ from .running import finish, fresh, new_console, prepared_runs, title_of, unit_o
 
 
 def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
+    """Trains the baseline and the run that was asked for, and leaves a log, a plot and a checkpoint."""
     console = new_console()
     if chosen.sync is not None and not sync.is_sync(chosen.sync):
         sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is

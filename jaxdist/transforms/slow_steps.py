@@ -108,7 +108,7 @@ def slow_steps(
         comm = over(axis)
         given: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
         steps, inner_state = inner.update(updates, state.inner, params, **extra_args, **given)
-        local = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, steps)
+        local = optax.apply_updates(params, steps)
         since = state.since + 1
         rates = state.rates + jnp.asarray(0.0 if learning_rate is None else learning_rate, jnp.float32)
         due = since >= period_at(sync_period, state.count)

@@ -39,7 +39,7 @@ def inner_step(
     if active is not None:
         steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
         new = choose(active, new, state)
-    return steps, new, jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, steps)
+    return steps, new, optax.apply_updates(params, steps)
 
 
 def one_round(
