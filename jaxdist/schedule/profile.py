@@ -1,0 +1,85 @@
+"""What a step does when: the times and sizes of its layers."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Profile(NamedTuple):
+    """A step from the start of its backward pass to the end of the next forward pass, layer by layer.
+
+    Layers are numbered in the order of the forward pass; the backward pass makes their gradients last layer first.
+
+    Attributes:
+      ready: when the gradient of each layer is there, seconds from the start of the backward pass. The largest is the
+        end of that pass.
+      sizes: what each layer sends, bytes on the link. Of a ring all-reduce a worker sends `2(W-1)/W` of the gradient.
+      forward: how long each layer's forward pass takes, seconds.
+    """
+
+    ready: Sequence[float | int]
+    sizes: Sequence[float | int]
+    forward: Sequence[float | int]
+
+
+def profile_of(
+    *, forward: Sequence[float | int], backward: Sequence[float | int], sizes: Sequence[float | int]
+) -> Profile:
+    """The profile of layers whose backward passes follow each other: `ready_i = Σ_{j >= i} backward_j`.
+
+    Args:
+      forward: seconds of each layer's forward pass.
+      backward: seconds of each layer's backward pass; about twice as many.
+      sizes: bytes that each layer sends.
+
+    Returns:
+      The profile, in tuples of floats.
+
+    Raises:
+      ValueError: the lists differ in length, are empty, or have a negative or infinite number.
+
+    Example:
+      >>> from jaxdist.schedule import profile_of
+      >>> profile_of(forward=[1, 1, 1], backward=[2, 2, 2], sizes=[1, 1, 6]).ready
+      (6.0, 4.0, 2.0)
+
+    References:
+      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
+    """
+    _check({"forward": forward, "backward": backward, "sizes": sizes})
+    ready = np.cumsum(np.asarray(backward, np.float64)[::-1])[::-1]
+    return Profile(tuple(ready.tolist()), tuple(map(float, sizes)), tuple(map(float, forward)))
+
+
+def checked(profile: Profile) -> tuple[list[float], list[float], list[float]]:
+    """The lists of a profile as floats; `ValueError` where one makes no sense."""
+    _check(profile._asdict())
+    ready, sizes, forward = ([float(number) for number in numbers] for numbers in profile)
+    return ready, sizes, forward
+
+
+def positive(**values: float | int | None) -> None:
+    """`ValueError` that names the first value which is neither None nor positive."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def not_negative(**values: float | int) -> None:
+    """`ValueError` that names the first value which is negative or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
+
+
+def _check(lists: dict[str, Sequence[float | int]]) -> None:
+    lengths = {name: len(numbers) for name, numbers in lists.items()}
+    if len(set(lengths.values())) != 1 or not min(lengths.values()):
+        raise ValueError(f"a profile has one number for each layer in every list, got lists of {lengths}")
+    for name, numbers in lists.items():
+        if all(0 <= number < math.inf for number in numbers):
+            continue
+        for layer, number in enumerate(numbers):
+            not_negative(**{f"{name}[{layer}]": number})
