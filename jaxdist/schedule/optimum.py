@@ -82,7 +82,7 @@ def bound(
       >>> profile = Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2])
       >>> settings = {"bandwidth": 1, "partition_bytes": 2, "credit_bytes": 2, "overhead": 0.5}
       >>> timeline(profile, **settings).makespan, bound(profile, **settings)
-      (15.5, 20.5)
+      (16.0, 20.5)
 
     References:
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
