@@ -19,6 +19,12 @@ from .profile import profile_of as profile_of
 from .timeline import Message as Message
 from .timeline import Timeline as Timeline
 from .timeline import timeline as timeline
+from .tuning import Range as Range
+from .tuning import Trial as Trial
+from .tuning import Tuned as Tuned
+from .tuning import starting_point as starting_point
+from .tuning import step_seconds as step_seconds
+from .tuning import tune as tune
 from .windows import anytime_window as anytime_window
 from .windows import processed as processed
 from .windows import shifted_exponential as shifted_exponential
