@@ -116,7 +116,7 @@ def tune(
     best = min(trials, key=lambda trial: trial.seconds)
     if not math.isfinite(best.seconds):
         raise ValueError(f"none of {evaluations} trials gave a finite time: is the space right? {dict(space)}")
-    return Tuned(*best, tuple(trials))
+    return Tuned(best.settings, best.seconds, tuple(trials))
 
 
 def starting_point(
