@@ -11,26 +11,16 @@ import optax
 
 from .. import analysis
 from .._typing import PyTree
-from ..parallel import distribute, evaluate, gathered, gathered_scan, global_batch, local_value_and_grad, shard
-from ..placement import PerWorker, init_state
+from ..parallel import distribute, evaluate, global_batch
+from ..placement import init_state
 from ..reducers import Reducer, tracked
 from ..transforms import anchor, stats
-from .base import PLAIN, Layers, Method, Workload
-from .offloaded import Offload, around, arrange
+from .base import Method, Workload
+from .offloaded import Offload, around
+from .one_worker import TrainState as TrainState
+from .one_worker import one_worker
 
 AXIS = "data"
-
-
-class TrainState(NamedTuple):
-    """All that a run needs to go on.
-
-    Attributes:
-      params: the model; `PerWorker` where each worker steps by itself.
-      opt_state: the optimizer's state, residuals and keys of the reducer included.
-    """
-
-    params: PyTree
-    opt_state: PyTree
 
 
 class Run(NamedTuple):
@@ -135,26 +125,12 @@ def prepare(
     workers = mesh.shape[AXIS]
     if batch_size < 1 or batch_size % workers:
         raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
-    transformation, streamed = arrange(Method(reducer, optimizer, sync_period, stage), offload, axis=AXIS)
-    layers = PLAIN
-    if stage == 3:
-        layers = Layers(*(partial(f, axis=AXIS, reducer=reducer) for f in (gathered, gathered_scan)))
-    loss_fn, metrics_fn = partial(workload.loss, layers=layers), partial(workload.metrics, layers=layers)
+    method = Method(reducer, optimizer, sync_period, stage)
+    make_state, train_step, metrics_fn, streamed = one_worker(workload, method, offload, axis=AXIS)
 
     def first_state(seed: int) -> TrainState:
-        def make_state() -> TrainState:
-            params = workload.init(jax.random.key(seed))
-            params = shard(params, smallest=0) if stage == 3 else params
-            held = PerWorker(params, resize="mean") if sync_period else params
-            return TrainState(held, transformation.init(params))
-
-        state = init_state(make_state, mesh, axis=AXIS)
+        state = init_state(lambda: make_state(seed), mesh, axis=AXIS)
         return state if streamed is None else state._replace(params=streamed.init(state.params))
-
-    def train_step(state: TrainState, batch: Any, **asked: Any) -> tuple[TrainState, dict[str, Any]]:
-        loss, gradients = local_value_and_grad(loss_fn, axis=AXIS)(state.params, batch)
-        updates, opt_state = transformation.update(gradients, state.opt_state, state.params, **asked)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, AXIS)}
 
     def train_step_of_any_period(state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, dict[str, Any]]:
         return train_step(state, batch[0], sync_period=batch[1])
