@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist.analysis import pods
+from jaxdist.analysis import cost, pods
+
+CUDA = "jax_plugins.xla_cuda13"
+
+
+def installed(module):
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def step(state, batch):
@@ -57,10 +66,16 @@ def test_refusals(mesh):
         pods.abstract(make_state, jnp.ones(8), mesh, axis="pod")
     with pytest.raises(ValueError, match="cannot describe the TPU topology 'nonsense'"):
         pods.tpu("nonsense")
+    with pytest.raises(ValueError, match="cannot describe the GPU topology 'h100:32': it must be one of h100, h200"):
+        pods.gpu("h100:32")
+    for make, topology, module, extra in ((pods.tpu, "v5e:2x4", "libtpu", "tpu"), (pods.gpu, "h100:1x8", CUDA, "gpu")):
+        if not installed(module):
+            with pytest.raises(ValueError, match=rf"pip install 'jaxdist\[{extra}-plan\]'"):
+                make(topology)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
 def test_tpu():
     mesh = pods.tpu("v5e:2x4")
     plan = pods.plan(jd.distribute(step, mesh), make_state, jax.ShapeDtypeStruct((16, 4), jnp.float32), mesh)
@@ -71,7 +86,38 @@ def test_tpu():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
+def test_several_slices_lie_along_the_first_axes():
+    mesh = pods.tpu("v5e:2x2", {"pod": 2, "data": 4}, num_slices=2)
+    places = cost.of_mesh("v5e", mesh)
+    assert [link.name for link in places.links] == ["DCN", "ICI", "ICI", "ICI"]
+    assert [place[0] for place in places.coordinates] == [0] * 4 + [1] * 4
+    assert pods.tpu("v5e:2x2", num_slices=2).shape == {"slice": 2, "data": 4}
+    with pytest.raises(ValueError, match="must multiply to num_slices=2"):
+        pods.tpu("v5e:2x2", {"pod": 4, "data": 2}, num_slices=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed(CUDA), reason="needs the CUDA plugin: pip install 'jaxdist[gpu-plan]'")
+def test_gpu():
+    mesh = pods.gpu("h100:2x4", {"node": 2, "data": 4})
+    places = cost.of_mesh("h100", mesh)
+    assert places.coordinates == tuple((node, gpu) for node in range(2) for gpu in range(4))
+    axis = ("node", "data")
+
+    def step(state, batch):
+        return {"total": state["total"] + jax.lax.psum(batch.sum(), axis)}, {}
+
+    batch = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    plan = pods.plan(jd.distribute(step, mesh, axis=axis), lambda: {"total": jnp.zeros(())}, batch, mesh, axis=axis)
+    assert plan.collectives.wire_bytes == 2 * 7 / 8 * 4
+    assert jd.analysis.overlap(plan.compiled, places).ops[0].seconds > 0
+    with pytest.raises(ValueError, match="do not make up the 8 devices"):
+        pods.gpu("h100:2x4", {"data": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("libtpu"), reason="needs libtpu: pip install 'jaxdist[tpu-plan]'")
 def test_tpu_collectives_keep_their_bytes():
     """Neither a gather nor a reduce-scatter becomes an all-reduce, also where the pieces do not fill tiles."""
     mesh, entries, dtype = pods.tpu("v5e:2x4"), 100_008, jnp.bfloat16

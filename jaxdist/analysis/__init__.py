@@ -1,5 +1,6 @@
 """What a step will do, known before it runs: collectives and their bytes, memory, operations."""
 
+from . import cost as cost
 from . import pods as pods
 from .base import Collective as Collective
 from .base import Collectives as Collectives
@@ -8,8 +9,12 @@ from .hlo import opcodes as opcodes
 from .logical import logical_collectives as logical_collectives
 from .memory import Memory as Memory
 from .memory import memory as memory
+from .overlap import Overlap as Overlap
+from .overlap import Overlapped as Overlapped
+from .overlap import overlap as overlap
 from .report import Widened as Widened
 from .report import table as table
 from .report import widened as widened
 from .transfers import Transfers as Transfers
 from .transfers import transfers as transfers
+from .walk import Span as Span

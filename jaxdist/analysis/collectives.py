@@ -3,7 +3,7 @@
 import re
 
 from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarise
-from .hlo import Computation, Instruction, Program, arrays, called, pairs, parse, program_text, replica_groups
+from .hlo import Computation, Instruction, Module, Program, arrays, called, pairs, parse, program_text, replica_groups
 from .loops import trip_count
 
 _KINDS = (
@@ -15,7 +15,7 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_CALLERS = ("async-start", "call", "custom-call", "fusion", "map")
+CALLERS = ("async", "call", "custom-call", "fusion", "map")
 
 
 def collectives(program: Program, *, branch: str = "max") -> Collectives:
@@ -47,12 +47,7 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     """
     check_branch(branch)
     module = parse(program_text(program))
-    started = {
-        _chain_of(instruction)
-        for computation in module.computations.values()
-        if _starts_chain(computation)
-        for instruction in computation.instructions.values()
-    }
+    started = chains(module)
     warnings: list[str] = []
     walked: dict[str, list[Collective]] = {}
 
@@ -66,9 +61,10 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
 
     def visit(name: str, instruction: Instruction) -> list[Collective]:
         opcode = instruction.opcode
-        kind = opcode.removesuffix("-start")
-        if kind in _KINDS or (opcode == "send" and pairs(instruction)):
-            return [] if goes_on(name, instruction) else [record(name, instruction, kind)]
+        kind = kind_of(instruction)
+        if kind is not None:
+            later = goes_on(module, started, name, instruction)
+            return [] if later else [record(module, name, instruction, warnings)]
         if opcode == "while":
             inside = [op for callee in called(instruction, "body") for op in walk(callee)]
             tested = [op for callee in called(instruction, "condition") for op in walk(callee)]
@@ -80,40 +76,60 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
         if opcode == "conditional":
             callees = called(instruction, "branch_computations", "true_computation", "false_computation")
             return choose([walk(callee) for callee in callees], branch, f"{instruction.name} in {name}", warnings)
-        if opcode in _CALLERS:
+        if opcode.removesuffix("-start") in CALLERS:
             callees = called(instruction, "calls", "to_apply", "called_computations")
             return [op for callee in callees for op in walk(callee)]
         return []
 
-    def goes_on(name: str, instruction: Instruction) -> bool:
-        """Whether this is a later piece of a collective that the TPU compiler spread over several fusions."""
-        chain = _chain_of(instruction)
-        return chain is not None and chain in started and not _starts_chain(module.computations[name])
-
-    def record(name: str, instruction: Instruction, kind: str) -> Collective:
-        symbols = module.computations[name].instructions
-        operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
-        if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the others say where the rows go and hold what they overwrite
-            warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
-        if kind == "send":
-            kind, operands = "collective-permute", operands[:1]  # the second operand is a token
-        groups = None if kind == "collective-permute" else replica_groups(instruction.attributes, module.devices)
-        if groups is None and re.search(r"\breplica_groups=", instruction.attributes):
-            warnings.append(f"the groups of {instruction.name} in {name} cannot be read; counted as one group")
-        return make_collective(
-            kind, operands, groups=groups, pairs=pairs(instruction), devices=module.devices, where=name
-        )
-
     return summarise(walk(module.entry), warnings)
 
 
-def _chain_of(instruction: Instruction) -> str | None:
+def kind_of(instruction: Instruction) -> str | None:
+    """Return the kind of collective that an instruction is or starts, or `None`."""
+    if instruction.opcode == "send":
+        return "collective-permute" if pairs(instruction) else None
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in _KINDS else None
+
+
+def record(module: Module, name: str, instruction: Instruction, warnings: list[str]) -> Collective:
+    """Return what one execution of a collective in the computation `name` sends."""
+    symbols, kind = module.computations[name].instructions, kind_of(instruction) or ""
+    operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # the others say where the rows go and hold what they overwrite
+        warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
+    if instruction.opcode == "send":
+        operands = operands[:1]  # the second operand is a token
+    groups = None if kind == "collective-permute" else replica_groups(instruction.attributes, module.devices)
+    if groups is None and re.search(r"\breplica_groups=", instruction.attributes):
+        warnings.append(f"the groups of {instruction.name} in {name} cannot be read; counted as one group")
+    return make_collective(kind, operands, groups=groups, pairs=pairs(instruction), devices=module.devices, where=name)
+
+
+def chains(module: Module) -> set[str | None]:
+    """Return the names of the collectives that the TPU compiler spread over several fusions."""
+    return {
+        chain_of(instruction)
+        for computation in module.computations.values()
+        if calls_target(computation, "AsyncCollectiveStart")
+        for instruction in computation.instructions.values()
+    }
+
+
+def goes_on(module: Module, started: set[str | None], name: str, instruction: Instruction) -> bool:
+    """Whether this is a later piece of such a collective: the pieces repeat the same operation."""
+    chain = chain_of(instruction)
+    first = calls_target(module.computations[name], "AsyncCollectiveStart")
+    return chain is not None and chain in started and not first
+
+
+def chain_of(instruction: Instruction) -> str | None:
     """Return what names the pieces of one collective that runs underneath several fusions, on TPU."""
     found = re.search(r"\bchain_id=\"?(\w+)", instruction.attributes)
     return found.group(1) if found else None
 
 
-def _starts_chain(computation: Computation) -> bool:
-    """Return whether the first piece of such a collective lies here; the others repeat the same operation."""
-    return any("AsyncCollectiveStart" in instruction.attributes for instruction in computation.instructions.values())
+def calls_target(computation: Computation, target: str) -> bool:
+    """Return whether a custom call in this computation is to `target`."""
+    return any(target in instruction.attributes for instruction in computation.instructions.values())

@@ -1,7 +1,10 @@
 """The memory and the collectives of a step on machines that are not here, by ahead-of-time compilation."""
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,8 @@ from .base import Collectives
 from .collectives import collectives
 from .memory import Memory, memory
 
+GPUS = ("h100", "h200")  # the files of targets/
+
 
 class Plan(NamedTuple):
     """What the compiler plans for a step: the memory of one device, what crosses the network, the program itself."""
@@ -26,15 +31,18 @@ class Plan(NamedTuple):
     compiled: jax.stages.Compiled
 
 
-def tpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
+def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int = 1) -> Mesh:
     """A mesh of TPU chips that are not attached: steps can be compiled for it, but not run.
 
-    It needs `libtpu` (`pip install 'jax[tpu]'`), which works on machines without a TPU.
+    It needs `libtpu` (`pip install 'jaxdist[tpu-plan]'`), which works on machines without a TPU.
 
     Args:
       topology: generation and shape, such as `"v5e:4x4"` (16 chips of 16 GiB), `"v5p:2x2x4"` or `"v6e:16x16"`. A v5p
         chip counts as one device.
-      axes: the number of devices along each axis, slow links first; by default all along `"data"`.
+      axes: the number of devices along each axis, slow links first; by default all along `"data"`, or, of several
+        slices, `"slice"` and `"data"`.
+      num_slices: how many such slices, with a data centre's network between them. The first axes then lie across it:
+        their sizes multiply to this number.
 
     Returns:
       The mesh.
@@ -47,21 +55,92 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
       >>> pods.tpu("v5e:2x2").size  # doctest: +SKIP
       4
     """
+    if not re.fullmatch(r"v\w+:\d+x\d+(x\d+)?", topology) or num_slices < 1:
+        raise ValueError(
+            f"cannot describe the TPU topology {topology!r} (num_slices={num_slices}): it must be like 'v5e:4x4' or "
+            "'v5p:2x2x4', of at least one slice"
+        )
+    _need("libtpu", "tpu-plan", topology)
     # Else libtpu asks the metadata server of a cloud machine that this is not.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # A lock keeps a chip to one process; here there is no chip.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:  # what the plugin raises differs between versions
+    several = {"num_slices": num_slices} if num_slices > 1 else {}
+    devices = _describe("TPU", topology, platform="tpu", topology_name=topology, **several)
+    default = {"slice": num_slices, "data": len(devices) // num_slices} if several else {"data": len(devices)}
+    axes = _checked(axes, default, len(devices), topology)
+    if not several:
+        return make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    inside = list(axes.values())
+    across = 1
+    while inside and across < num_slices:
+        across *= inside.pop(0)
+    if across != num_slices:
+        raise ValueError(f"the first of axes={dict(axes)} must multiply to num_slices={num_slices}")
+    slices = [[device for device in devices if device.slice_index == number] for number in range(num_slices)]
+    # The order in which a ring goes round a slice is JAX's; the slices come one after the other.
+    ordered = [make_mesh((len(part),), ("data",), devices=part).devices for part in slices]
+    return Mesh(np.stack(ordered).reshape(tuple(axes.values())), tuple(axes))
+
+
+def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of NVIDIA GPUs that are not attached: steps can be compiled for it, but not run.
+
+    It needs JAX's CUDA plugin (`pip install 'jaxdist[gpu-plan]'`), and no GPU and no driver.
+
+    Args:
+      topology: the chip, `"h100"` or `"h200"`, and how many nodes of how many GPUs, as in `"h100:4x8"`.
+      axes: the number of devices along each axis, slow links first; by default all along `"data"`.
+
+    Returns:
+      The mesh; devices of a node are neighbours in it.
+
+    Raises:
+      ValueError: the plugin is missing, the chip is not known, or the axes need another number of devices.
+
+    Example:
+      >>> from jaxdist.analysis import pods
+      >>> pods.gpu("h100:4x8").size  # doctest: +SKIP
+      32
+    """
+    found = re.fullmatch(r"(\w+):(\d+)x(\d+)", topology)
+    if not found or found.group(1) not in GPUS or "0" in found.groups():
         raise ValueError(
-            f"cannot describe the TPU topology {topology!r}: it must be like 'v5e:4x4', and libtpu installed "
-            f"(pip install 'jax[tpu]'): {error}"
-        ) from error
-    axes = {"data": len(devices)} if axes is None else axes
-    if int(np.prod(list(axes.values()))) != len(devices):
-        raise ValueError(f"axes {dict(axes)} do not make up the {len(devices)} devices of {topology!r}")
-    return make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+            f"cannot describe the GPU topology {topology!r}: it must be one of {', '.join(GPUS)}, nodes and GPUs of a "
+            "node, as in 'h100:4x8'"
+        )
+    chip, nodes, each = found.groups()
+    _need("jax_plugins.xla_cuda13", "gpu-plan", topology)
+    # It compares the libraries with a driver that is not there.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    facts = (resources.files("jaxdist.analysis") / "targets" / f"{chip}.txtpb").read_text()
+    devices = _describe("GPU", topology, platform="cuda", topology=f"1x{nodes}x{each}", target_config=facts)
+    axes = _checked(axes, {"data": len(devices)}, len(devices), topology)
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def _need(module: str, extra: str, topology: str) -> None:
+    """Raise in one line unless a plugin is installed."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError(f"compiling for {topology} needs {module.split('.')[-1]}: pip install 'jaxdist[{extra}]'")
+
+
+def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:
+    try:
+        return topologies.get_topology_desc(**arguments).devices
+    except Exception as error:  # what the plugins raise differs between versions
+        raise ValueError(f"cannot describe the {kind} topology {spelled!r}: {error}") from error
+
+
+def _checked(axes: Mapping[str, int] | None, default: Mapping[str, int], devices: int, topology: str):
+    axes = default if axes is None else axes
+    if int(np.prod(list(axes.values()))) != devices:
+        raise ValueError(f"axes {dict(axes)} do not make up the {devices} devices of {topology!r}")
+    return axes
 
 
 def abstract(
@@ -77,7 +156,7 @@ def abstract(
     Args:
       make_state: makes the state as one worker means it, as for `init_state`; it is only traced.
       batch: the whole batch of all workers, arrays or shapes.
-      mesh: the mesh, of devices or of `tpu`.
+      mesh: the mesh, of devices or of `tpu` or `gpu`.
       axis: the axis or axes that workers lie along.
       batch_specs: as for `distribute`.
 
@@ -116,6 +195,7 @@ def plan(
     *,
     axis: AxisNames = "data",
     batch_specs: PyTree | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Compiles a distributed step for a mesh, with the backend's own compiler, and says what it will need.
 
@@ -126,6 +206,7 @@ def plan(
       mesh: the mesh that `step` was distributed over.
       axis: the axis or axes that workers lie along.
       batch_specs: as for `distribute`.
+      compiler_options: flags of XLA for this compilation, as in `{"xla_gpu_enable_latency_hiding_scheduler": True}`.
 
     Returns:
       The memory of one device, the collectives, and the compiled program.
@@ -142,7 +223,8 @@ def plan(
       >>> pods.plan(step, lambda: jnp.zeros(()), jax.ShapeDtypeStruct((64, 4), jnp.float32), mesh).memory.arguments
       1028
     """
-    compiled = step.lower(*abstract(make_state, batch, mesh, axis=axis, batch_specs=batch_specs)).compile()
+    lowered = step.lower(*abstract(make_state, batch, mesh, axis=axis, batch_specs=batch_specs))
+    compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     return Plan(memory(compiled), collectives(compiled), compiled)
 
 

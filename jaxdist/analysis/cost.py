@@ -1,0 +1,241 @@
+"""What chips and their links can do, and how long a collective takes: the alpha-beta model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from .base import Collective
+
+
+class Chip(NamedTuple):
+    """One device.
+
+    Attributes:
+      name: as in a target, `"v5e"` or `"h100"`.
+      flops: operations a second in products of matrices, by the dtype of what is multiplied, as JAX multiplies by
+        default; `"other"` for dtypes that are not named.
+      memory: bytes.
+      bandwidth: of the memory, in bytes a second.
+      host_bandwidth: between the memories of device and host, one way.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    host_bandwidth: float
+
+
+class Link(NamedTuple):
+    """One dimension of a network.
+
+    Attributes:
+      name: its class; dimensions of one name work together, as the axes of a torus do.
+      latency: seconds for one hop, the alpha of the model.
+      bandwidth: bytes a second that one device sends along this dimension, 1/beta.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+
+
+class Cluster(NamedTuple):
+    """Devices and what connects them.
+
+    Attributes:
+      chip: all are alike.
+      links: the dimensions of the network, the slowest first.
+      coordinates: of each device in these dimensions, in the order of the flattened mesh.
+    """
+
+    chip: Chip
+    links: tuple[Link, ...]
+    coordinates: tuple[tuple[int, ...], ...]
+
+
+class Crossing(NamedTuple):
+    """How a collective uses one class of links.
+
+    Attributes:
+      link: the class.
+      bytes: what one device sends through it in one execution.
+      seconds: what that takes.
+    """
+
+    link: str
+    bytes: float
+    seconds: float
+
+
+_TPU = "https://cloud.google.com/tpu/docs/"  # the pages v5e, v5p and v6e there give the figures of each generation
+_T, _G = 1e12, 1e9
+
+# TPU: peak in bfloat16, which float32 products use too by default; memory and its bandwidth as on the pages above. The
+# compiler refuses v5e programs of more than 15.75 GiB. The host's link is a share of PCIe, 16 lanes of generation 3 or
+# more: 15 GB/s ("How To Scale Your Model", jax-ml.github.io/scaling-book/tpus, 2025), twice that on v6e (generation 5).
+# GPU: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU" data sheets, SXM, without sparsity; float32 is
+# TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way.
+_HOPPER = {"bfloat16": 989 * _T, "float16": 989 * _T, "float8": 1979 * _T, "int8": 1979 * _T, "other": 494.7 * _T}
+CHIPS = {
+    "v5e": Chip("v5e", {"int8": 393 * _T, "other": 197 * _T}, 15.75 * 2**30, 819 * _G, 15 * _G),
+    "v5p": Chip("v5p", {"int8": 918 * _T, "other": 459 * _T}, 95 * 2**30, 2765 * _G, 15 * _G),
+    "v6e": Chip("v6e", {"int8": 1836 * _T, "other": 918 * _T}, 31.25 * 2**30, 1638 * _G, 30 * _G),
+    "h100": Chip("h100", _HOPPER | {"float64": 67 * _T}, 84_942_979_072, 3352 * _G, 64 * _G),
+    "h200": Chip("h200", _HOPPER | {"float64": 67 * _T}, 151_397_597_184, 4800 * _G, 64 * _G),
+}
+
+# ICI: the pages above give the sum over ports and both directions, 400 GB/s on v5e (4 ports), 1200 on v5p (6) and 800
+# on v6e (4): 50, 100 and 100 GB/s for one port and direction, and a ring along one axis sends in both directions. About
+# 1 microsecond a hop ("How To Scale Your Model"). Between slices, one chip's share of its host's network cards: 2 x 100
+# Gb/s for 8 chips of v5e, 50 Gb/s a chip on v5p, 4 x 200 Gb/s for 8 chips of v6e.
+_ICI = {"v5e": 100 * _G, "v5p": 200 * _G, "v6e": 200 * _G}
+_DCN = {"v5e": 3.125 * _G, "v5p": 6.25 * _G, "v6e": 12.5 * _G}
+_DCN_LATENCY = 10e-6  # across a data centre's switches; below what the bandwidth costs for messages over 100 kB
+# NVLink 4: 900 GB/s both ways (data sheets above). Network: one ConnectX-7 of 400 Gb/s for each GPU (NVIDIA DGX H100
+# data sheet). Latencies: a hop of NCCL's rings in its LL128 protocol, `hwLat` of src/graph/tuning.cc: 1.9 and 4 us.
+NVLINK, NETWORK = Link("NVLink", 1.9e-6, 450 * _G), Link("network", 4.0e-6, 50 * _G)
+
+
+def tpu_links(chip: str, *, slices: bool = False) -> tuple[Link, ...]:
+    """The links of a TPU: three axes of ICI, and a data centre's network between slices."""
+    ici = Link("ICI", 1e-6, _ICI[chip])
+    return (Link("DCN", _DCN_LATENCY, _DCN[chip]), ici, ici, ici) if slices else (ici, ici, ici)
+
+
+def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, int]]) -> Cluster:
+    """A cluster whose devices are numbered along each dimension of its network in turn.
+
+    Args:
+      chip: the device, or its name in `CHIPS`.
+      shape: each dimension of the network with its size, the slowest first.
+
+    Returns:
+      The cluster, for `overlap` and `crossings`.
+
+    Raises:
+      ValueError: a chip that is not in the table; a size or a bandwidth that is not positive.
+
+    Example:
+      >>> from jaxdist.analysis import cost
+      >>> ethernet = cost.Link("ethernet", latency=50e-6, bandwidth=1.25e9)
+      >>> cost.cluster("h100", [(ethernet, 2), (cost.NVLINK, 8)]).coordinates[9]
+      (1, 1)
+    """
+    if isinstance(chip, str) and chip not in CHIPS:
+        raise ValueError(f"unknown chip {chip!r}; known: {', '.join(CHIPS)}, or tell one as a cost.Chip")
+    pairs = list(shape.items()) if isinstance(shape, Mapping) else list(shape)
+    for link, size in pairs:
+        if size < 1 or link.bandwidth <= 0:
+            raise ValueError(f"{link.name} needs a positive size and bandwidth, got {size} and {link.bandwidth}")
+    places = np.indices([size for _, size in pairs]).reshape(len(pairs), -1).T
+    return Cluster(
+        CHIPS[chip] if isinstance(chip, str) else chip,
+        tuple(link for link, _ in pairs),
+        tuple(tuple(place) for place in places.tolist()),
+    )
+
+
+def of_mesh(chip: str, mesh: Mesh) -> Cluster:
+    """The cluster of a mesh of `pods.tpu` or `pods.gpu`, with the places of its devices."""
+    devices = list(mesh.devices.flat)
+    if hasattr(devices[0], "coords"):
+        slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+        several = len(set(slices)) > 1
+        places = [(*([part] if several else []), *device.coords) for part, device in zip(slices, devices)]
+        return Cluster(CHIPS[chip], tpu_links(chip, slices=several), tuple(tuple(map(int, p)) for p in places))
+    first = {device.process_index: device.id for device in sorted(devices, key=lambda device: -device.id)}
+    places = tuple((device.process_index, device.id - first[device.process_index]) for device in devices)
+    return Cluster(CHIPS[chip], (NETWORK, NVLINK), places)
+
+
+def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
+    """How one execution of a collective uses each class of links: hierarchical rings, the largest share of any group.
+
+    Of `T` bytes, all that a group of `n` agrees on or gathers, a ring over the `k` parts of a class of links with
+    `m` members each sends `(k-1)/k · T/m` through that class, twice for an all-reduce, in `k-1` (or twice) hops; along
+    several axes of a torus at once, `k_i-1` hops on each. An all-to-all sends `(k-1)/k` of its operand itself.
+
+    Args:
+      op: from `collectives`.
+      where: the devices.
+
+    Returns:
+      The classes of links that are crossed, the slowest first; none where a group has one member.
+
+    Example:
+      >>> from jaxdist.analysis import base, cost
+      >>> mean = base.make_collective("all-reduce", [("float32", 1024)], groups=((0, 1, 2, 3),), devices=4, where="")
+      >>> places = cost.cluster("h100", [(cost.NETWORK, 2), (cost.NVLINK, 2)])
+      >>> [(crossing.link, crossing.bytes) for crossing in cost.crossings(mean, places)]
+      [('network', 512.0), ('NVLink', 1024.0)]
+    """
+    groups = op.replica_groups or (tuple(range(len(where.coordinates))),)
+    if op.kind == "collective-permute":
+        return _permutation(op, where)
+    worst: tuple[Crossing, ...] = ()
+    # Groups of one mesh axis look alike; the first and the last differ where they lie across the edge of something.
+    for group in dict.fromkeys((groups[0], groups[len(groups) // 2], groups[-1])):
+        found = _of_group(op, group, where)
+        worst = max(worst, found, key=seconds)
+    return worst
+
+
+def seconds(crossed: Sequence[Crossing]) -> float:
+    """How long a collective takes: its classes of links work at the same time, one piece behind the other."""
+    return max((crossing.seconds for crossing in crossed), default=0.0)
+
+
+def _of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Crossing, ...]:
+    places = np.array([where.coordinates[member] for member in group if member < len(where.coordinates)])
+    count = len(places)
+    if count < 2:
+        return ()
+    total = op.bytes * (count if op.kind == "all-gather" else 1)
+    times = 2 if op.kind == "all-reduce" else 1
+    found, parts, first = [], 1, 0
+    for name in dict.fromkeys(link.name for link in where.links):
+        columns = [n for n, link in enumerate(where.links) if link.name == name]
+        through = len(np.unique(places[:, : columns[-1] + 1], axis=0))
+        k, parts = through // parts, through
+        if k < 2:
+            continue
+        sizes = [(where.links[n], len(np.unique(places[:, n]))) for n in columns]
+        spread = [(link, size) for link, size in sizes if size > 1] or sizes[:1]
+        members = 1 if op.kind in ("all-to-all", "ragged-all-to-all") else count // through
+        sent = times * (k - 1) / k * total / members
+        hops = times * sum((min(size, k) - 1) * link.latency for link, size in spread)
+        found.append(Crossing(name, sent, hops + sent / sum(link.bandwidth for link, _ in spread)))
+        first += 1
+    return tuple(found)
+
+
+def _permutation(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
+    slowest = None
+    for source, target in op.pairs:
+        for n, (here, there) in enumerate(zip(where.coordinates[source], where.coordinates[target])):
+            if here != there:
+                slowest = n if slowest is None else min(slowest, n)
+                break
+    if slowest is None:
+        return ()
+    link = where.links[slowest]
+    return (Crossing(link.name, float(op.bytes), link.latency + op.bytes / link.bandwidth),)
+
+
+def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> float:
+    """The roofline: products at the peak of their dtype, or the memory at its bandwidth, whichever is longer."""
+    return max(math.fsum(count / _peak(dtype, chip) for dtype, count in flops.items()), nbytes / chip.bandwidth)
+
+
+def _peak(dtype: str, chip: Chip) -> float:
+    short = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}.get(dtype, dtype)
+    return chip.flops.get("float8" if short.startswith("f8") else short, chip.flops["other"])
+
+
+def chip_of(target: Any) -> str:
+    """The chip in a target such as `"v5e:16x16"`."""
+    return str(target).partition(":")[0].lower()
