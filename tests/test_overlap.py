@@ -113,7 +113,8 @@ def clock(first, last, link, chip):
 def test_a_clock_wound_by_hand(spelling, bandwidth):
     """Five rounds of a product of 16 ms and an all-reduce of 7/4 of 16 MB: 1 s or 0.1 s, and 14 hops."""
     chip = cost.Chip("own", {"other": 1e12}, 1e9, 1e15, 1e9)
-    o = clock(*spelling, cost.Link("wire", 1e-3, bandwidth), chip)
+    first, last = spelling
+    o = clock(first, last, cost.Link("wire", 1e-3, bandwidth), chip)
     send, work = 14e-3 + 28e6 / bandwidth, 16e-3
     exposed = send if spelling is SYNCHRONOUS else send - work
     assert o.ops[0].collective.count == 5
@@ -130,7 +131,8 @@ def test_one_class_of_links_carries_one_collective_at_a_time():
         "z2 = f32[2000,2000] all-reduce-done(s2)\n  " + PAIR[1],
     )
     chip = cost.Chip("own", {"other": 1e12}, 1e9, 1e15, 1e9)
-    o = clock(*two, cost.Link("wire", 0.0, 28e6), chip)
+    first, last = two
+    o = clock(first, last, cost.Link("wire", 0.0, 28e6), chip)
     assert o.seconds == pytest.approx(5 * 2.0, rel=1e-6)
 
 
