@@ -23,6 +23,7 @@ from .parallel import evaluate as evaluate
 from .parallel import global_batch as global_batch
 from .parallel import local_value_and_grad as local_value_and_grad
 from .parallel import make_mesh as make_mesh
+from .parallel import pipelined as pipelined
 from .parallel import simulate as simulate
 from .parallel import use_cpu_devices as use_cpu_devices
 from .placement import OnHost as OnHost

@@ -80,7 +80,13 @@ def simulate(
             for name in reversed(axes):
                 in_axes = [0 if name in _names(spec) else None for spec in specs]
                 out_axes = [0 if name in _names(spec) else None for spec in out_specs]
-                f = jax.vmap(f, in_axes=in_axes, out_axes=(out_axes, None if agreed_metrics else 0), axis_name=name)
+                f = jax.vmap(
+                    f,
+                    in_axes=in_axes,
+                    out_axes=(out_axes, None if agreed_metrics else 0),
+                    axis_name=name,
+                    axis_size=sizes[name],
+                )
             return f
 
         try:
