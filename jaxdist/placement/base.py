@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._marks import OnHost, PerWorker, Sharded, axis_tuple, bind, is_mark, map_marked
 from .._typing import Array, AxisNames, PyTree, Shape, State
@@ -48,15 +48,15 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
     return map_marked(one, bind(state, axis))
 
 
-# Where a state lies: a mesh, or for simulation the number of workers (along each axis).
-Place = Mesh | int | Mapping[str, int]
+# Where a state lies: a mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
+Place = Mesh | AbstractMesh | int | Mapping[str, int]
 
 
 def workers(mesh: Place, axis: AxisNames) -> int:
     """How many workers the axis has; a `ValueError` names an axis that the mesh lacks."""
     if isinstance(mesh, int):
         return mesh
-    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+    sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     for name in axis_tuple(axis):
         if name not in sizes:
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(sizes)}")

@@ -1,0 +1,97 @@
+"""The latency and the bandwidth of the links that are here, measured."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from .. import placement
+from .._compat import shard_map
+from .._marks import axis_tuple
+from .._typing import AxisNames
+from ..comm import over
+from .cost import Link
+
+SIZES = (2**10, 2**14, 2**18, 2**22)
+
+
+def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] = SIZES, turns: int = 7) -> Link:
+    """Times means of several sizes and fits the latency and the bandwidth of the links that they went through.
+
+    Every process of the mesh must call it. A mean of `n` bytes over a ring of `W` workers takes `2(W-1)` hops and sends
+    `2(W-1)/W n` bytes; the fit has least relative errors. On one machine it measures the memory, not a network.
+
+    *On the wire*: `turns + 1` means of each size.
+
+    Args:
+      mesh: the devices, of all processes.
+      axis: the axis or axes whose links are asked for.
+      sizes: bytes of the means, at least two different ones.
+      turns: how often each is timed; the median counts.
+
+    Returns:
+      A link named `"measured"`: seconds a hop, and bytes a second that one worker sends.
+
+    Raises:
+      ValueError: the axis has a single worker, so there is no link; fewer than two sizes.
+
+    Example:
+      >>> import jaxdist as jd
+      >>> jd.use_cpu_devices(8)
+      >>> link = measure_link(jd.make_mesh({"data": 2}), sizes=(2**10, 2**16), turns=3)
+      >>> link.bandwidth > 0 and link.latency >= 0
+      True
+    """
+    workers = placement.workers(mesh, axis)
+    if workers < 2:
+        raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; say what it is instead")
+    if len(set(sizes)) < 2:
+        raise ValueError(f"two different sizes at least tell latency from bandwidth, got {tuple(sizes)}")
+    axes = axis_tuple(axis)
+    mean = jax.jit(
+        shard_map(
+            lambda x: over(axis).mean(over(axis).varying(x)),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(axes),
+            check_vma=True,
+        )
+    )
+    medians = [_median_seconds(mean, jnp.ones(max(1, size // 4), jnp.float32), turns) for size in sizes]
+    latency, beta = fit(sizes, medians, workers)
+    return Link("measured", latency, 1 / beta)
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[float, float]:
+    """Seconds a hop and seconds a byte, neither below zero, that explain the times of all-reduces best.
+
+    Example:
+      >>> latency, beta = fit([1000, 1000000], [2 * 3 * 1e-4 + 1.5e-6, 2 * 3 * 1e-4 + 1.5e-3], 4)
+      >>> round(latency, 9), round(beta * 1e9, 6)
+      (0.0001, 1.0)
+    """
+    hops = 2.0 * (workers - 1)
+    times = np.asarray(seconds, float)
+    rows = np.stack([np.full(len(times), hops), hops / workers * np.asarray(sizes, float)], axis=1)
+    relative = rows / times[:, None]
+    found, *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
+    for which in (0, 1):  # noise may tilt the line: the other one alone explains it then
+        if found[which] <= 0:
+            other = relative[:, 1 - which]
+            found[which], found[1 - which] = 0.0, (other @ np.ones(len(times))) / (other @ other)
+    return float(found[0]), max(float(found[1]), 1e-15)
+
+
+def _median_seconds(mean: jax.stages.Wrapped, x: jax.Array, turns: int) -> float:
+    jax.block_until_ready(mean(x))
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        jax.block_until_ready(mean(x))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
