@@ -7,11 +7,13 @@ from .base import Collectives as Collectives
 from .collectives import collectives as collectives
 from .hlo import opcodes as opcodes
 from .logical import logical_collectives as logical_collectives
+from .measured import measure_link as measure_link
 from .memory import Memory as Memory
 from .memory import memory as memory
 from .overlap import Overlap as Overlap
 from .overlap import Overlapped as Overlapped
 from .overlap import overlap as overlap
+from .rehearsal import coding_seconds as coding_seconds
 from .report import Widened as Widened
 from .report import table as table
 from .report import widened as widened

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .options import Compare, Train
 from .running import set_up
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(chosen, ShowTopology):
             print("\n".join(show(chosen)))
+        elif isinstance(chosen, Advise):
+            advise(chosen)
         elif isinstance(chosen, Train):
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
@@ -50,4 +53,10 @@ def _subcommands() -> Any:
 
     train = command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.")
     compare = command(Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes.")
-    return train | compare | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
+    advised = command(Advise, "advise", "What to send over given links: bytes, predicted step times, break-even.")
+    return (
+        train
+        | compare
+        | advised
+        | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._compat import shard_map
 from .._marks import OnHost, PerWorker, axis_tuple, bind, map_marked
@@ -22,7 +22,7 @@ UNTYPABLE = (
 
 def distribute(
     step: Callable[..., tuple[State, Any]],
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     axis: AxisNames = "data",
     batch_specs: PyTree | None = None,
@@ -37,7 +37,8 @@ def distribute(
 
     Args:
       step: `step(state, batch, **static) -> (state, metrics)`.
-      mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler.
+      mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler. With an `AbstractMesh` the
+        step can be traced, for any number of workers and without devices, but not run.
       axis: the axis or axes that workers lie along.
       batch_specs: a PartitionSpec or a prefix tree of them for the batch; by default every leaf is cut along its first
         dimension. `PartitionSpec(None, "data")` for several steps in one call by `lax.scan`.
@@ -70,7 +71,7 @@ def distribute(
         raise ValueError(f'check must be "types" or "values", got {check!r}')
     mapped = _mapped(step, mesh, axis, batch_specs, check)
     run = jax.jit(mapped, donate_argnums=(0,) if donate else (), static_argnames=tuple(static_argnames))
-    return run if check == "types" else with_value_checks(run, mesh, axis)
+    return with_value_checks(run, mesh, axis) if check == "values" and isinstance(mesh, Mesh) else run
 
 
 def evaluate(
@@ -145,7 +146,7 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
     return run
 
 
-def _check_placed(state: State, mesh: Mesh) -> None:
+def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
     def one(marks, leaf):
         marks = [mark for mark in marks if not isinstance(mark, OnHost) and mark.axis]
         for dimension, mark in enumerate(marks):
@@ -177,7 +178,7 @@ def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...], cou
     return spec
 
 
-def _reshard(trees: Any, specs: Any, mesh: Mesh) -> Any:
+def _reshard(trees: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Meshes with Explicit axes want inputs laid out as the specs say; on Auto axes the compiler sees to it."""
     if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return trees

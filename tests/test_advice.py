@@ -1,0 +1,116 @@
+"""`jaxdist advise`: what is predicted for links that are told, and what is measured of those that are here."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxdist as jd
+from jaxdist import analysis, cli
+from jaxdist.analysis import cost, rehearsal
+from jaxdist.analysis.measured import fit
+from jaxdist.workloads import advice, digits, train
+
+COMPUTE = 0.01
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return digits.digits_workload(4)
+
+
+def predict(workload, names, link, workers=4):
+    settings = {"optimizer": "adam:1e-3", "workers": workers, "batch_size": 4 * workers, "compute": COMPUTE}
+    return advice.predict(workload, names, link=advice.parse_link(link), **settings)
+
+
+def test_bytes_are_those_of_the_compiled_step(workload):
+    names = ("exact", "two_shot:int8", "local_sgd:H=5")
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    for name, found in zip(names, predict(workload, names, "1gbit"), strict=True):
+        method = advice.methods.parse_method(name, "adam:1e-3")
+        run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=16)
+        assert found.wire_bytes == pytest.approx(run.wire_bytes - 6)  # less the mean of the loss
+
+
+def test_a_step_is_work_and_coding_and_network(workload):
+    slow, fast = (predict(workload, ("exact", "ef:sign"), link) for link in ("1mbit,1ms", "100gbit,0us"))
+    for one in (*slow, *fast):
+        assert one.step == pytest.approx(COMPUTE + one.coding + one.network)
+        assert one.hidden == pytest.approx(max(COMPUTE, one.network) + one.coding)
+    plain = slow[0]
+    # One message round a ring of four: six hops, and the bytes.
+    assert plain.network == pytest.approx(6e-3 + plain.wire_bytes / 125e3)
+    assert slow[1].step < plain.step
+    assert advice.recommend(slow).name == "ef:sign"
+    assert advice.recommend(fast).name == "exact"
+
+
+def test_at_the_break_even_both_take_as_long(workload):
+    _, signs = predict(workload, ("exact", "ef:sign"), "10mbit,1ms")
+    assert 0 < signs.break_even < math.inf
+    coding = signs.coding
+    plain, signs = predict(workload, ("exact", "ef:sign"), f"{8 * signs.break_even / 1e3}kbit,1ms")
+    assert plain.step == pytest.approx(signs.step - signs.coding + coding)
+
+
+def test_a_gather_is_decoded_as_often_as_there_are_workers():
+    def decoded(workers):
+        def decode(x, nought):
+            return jnp.sin(rehearsal._imitation(workers, nought).all_gather(x)).sum(0)
+
+        compiled = jax.jit(decode).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.int32(0)).compile()
+        return (compiled.cost_analysis() or {})["transcendentals"]
+
+    assert decoded(64) == 64 * decoded(1) > 0
+
+
+def test_the_fit_finds_latency_and_bandwidth():
+    sizes = (2**10, 2**16, 2**22)
+    exact = [6 * 2e-4 + 1.5 * size / 1e8 for size in sizes]
+    latency, beta = fit(sizes, exact, 4)
+    assert (latency, 1 / beta) == pytest.approx((2e-4, 1e8))
+    latency, beta = fit((2**20, 2**22), [1e-3, 5e-3], 4)  # faster than any latency would allow
+    assert latency == 0
+    assert beta > 0
+
+
+def test_a_link_of_this_machine():
+    link = analysis.measure_link(jd.make_mesh({"data": 2}, devices=jax.devices()[:2]), sizes=(2**10, 2**20), turns=2)
+    assert link.name == "measured"
+    assert link.bandwidth > 0
+    assert link.latency >= 0
+    with pytest.raises(ValueError, match="single worker"):
+        analysis.measure_link(jd.make_mesh({"data": 1}, devices=jax.devices()[:1]))
+
+
+def test_advise_says_what_to_take(capsys):
+    small = ["advise", "--workload", "digits", "--model", "convnet:4", "--workers", "4", "--batch", "16"]
+    small += ["--compute", "1", "--reducers", "exact", "f16"]
+    assert cli.main([*small, "--link", "1kbit"]) == 0
+    assert "Take f16: 2.0 times as fast, 2 times fewer bytes." in capsys.readouterr().out
+    assert cli.main([*small, "--link", "400gbit"]) == 0
+    assert "Stay with exact: compression will lose here, it starts to pay below" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say --link"),
+        (["--link", "fast"], "such as 100mbit,20ms"),
+        (["--link", "1gbit", "--workers", "1"], "--workers must be at least 2"),
+        (["--link", "1gbit", "--workers", "5"], "multiple of the 5 workers"),
+        (["--link", "1gbit", "--reducers", "demo:1e-3"], "communicates by itself"),
+        (["--link", "1gbit", "--reducers", "gzip"], "gzip"),
+    ],
+)
+def test_advise_refuses(arguments, message, capsys):
+    assert cli.main(["advise", "--workload", "digits", "--compute", "1", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_never_and_always():
+    assert advice.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
+    twice = advice.Prediction("twice", 20.0, 0.0, 0.0, 1.0, 1.0, 0.0)
+    assert advice.recommend([twice._replace(name="exact", wire_bytes=10.0), twice._replace(step=2.0)]).name == "exact"
