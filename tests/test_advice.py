@@ -48,10 +48,10 @@ def test_a_step_is_work_and_coding_and_network(workload):
 
 
 def test_at_the_break_even_both_take_as_long(workload):
-    _, signs = predict(workload, ("exact", "ef:sign"), "10mbit,1ms")
+    _, signs = predict(workload, ("exact", "ef:sign"), "10mbit")
     assert 0 < signs.break_even < math.inf
     coding = signs.coding
-    plain, signs = predict(workload, ("exact", "ef:sign"), f"{8 * signs.break_even / 1e3}kbit,1ms")
+    plain, signs = predict(workload, ("exact", "ef:sign"), f"{8 * signs.break_even / 1e3}kbit")
     assert plain.step == pytest.approx(signs.step - signs.coding + coding)
 
 
