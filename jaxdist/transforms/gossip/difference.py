@@ -3,32 +3,41 @@
 import jax
 import jax.numpy as jnp
 
+from ..._typing import PyTree
 from ...compressors.base import Compressor
-from .coded import check_graph, exchange
-from .method import Method, Turn, Turned, minus, plus, wide
+from .coded import check_graph, exchange, exchange_rows
+from .method import Method, Turn, Turned, check_interval, in_turns, minus, plus, wide
+from .mixing import times, weight_of
 
 
-def dcd(compressor: Compressor) -> Method:
+def dcd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) -> Method:
     """Each worker is where its neighbours think it is: it sends the code of its step, and takes the decoded one itself.
 
         q_i = C(Σ_j W_ij x_j + u_i - x_i), sent;   x_i += q_i
 
     On a ring this is the low-precision decentralised algorithm of BAGUA.
 
-    *On the wire*: the payload of the code for each neighbour, in one message of bytes.
+    *On the wire*: the payload of the code for each neighbour, in one message of bytes; steps between two talks send
+    nothing.
 
-    *State*: per worker two models in float32: `x_i` as it is known to others, and `Σ_j W_ij (x_j - x_i)`. All workers
-    must start from one model, as `init_state` and `place` make them.
+    *State*: per worker two models in float32: `x_i` as it is known to others, and `Σ_j W_ij (x_j - x_i)`. With
+    `replicas`, `x_i` and one model for each neighbour. All workers must start from one model, as `init_state` and
+    `place` make them.
 
     Args:
       compressor: the code of one array. It must be a good one, 8 bits or so: what is lost in a step is never sent, and
         coarse codes (a few bits, top-k) diverge where `choco` does not.
+      interval: neighbours talk at the end of every so many steps, of all that has happened since. More sends less, and
+        workers drift further apart.
+      replicas: keep the neighbours' models apart, as public code does, instead of their weighted sum. They stay equal
+        to the neighbours' own in every bit, and no rounding adds up over a million steps, for the memory of as many
+        models as there are neighbours, less one.
 
     Returns:
       The method, for static topologies with symmetric weights.
 
     Raises:
-      ValueError: by `gossip`, the topology is directed or changes.
+      ValueError: the interval is not positive; by `gossip`, the topology is directed or changes.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -48,20 +57,46 @@ def dcd(compressor: Compressor) -> Method:
       Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv 1803.06443, 2018. Gan
       et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
     """
+    check_interval(interval)
 
     def init(params, topology):
-        del topology
+        if replicas:
+            rows = 1 + len(topology.rounds[0].messages)
+            return {"replicas": jax.tree.map(lambda x: jnp.stack([x] * rows), params)}
         return {"known": params, "pull": jax.tree.map(jnp.zeros_like, params)}
 
     def step(turn: Turn) -> Turned:
-        known, pull = turn.state["known"], turn.state["pull"]
         steps, inner = turn.adapt(turn.gradients)
-        # Where rounding has moved the parameters off what is known of them, that is sent too.
-        own, change = exchange(turn, compressor, plus(minus(plus(turn.params, steps), known), pull))
-        known = plus(known, own)
-        return Turned(known, inner, {"known": known, "pull": plus(pull, change)})
+
+        def talk(turn, params, state):
+            known, pull = _seen(turn, state["replicas"]) if replicas else (state["known"], state["pull"])
+            # Where rounding has moved the parameters off what is known of them, that is sent too.
+            news = plus(minus(params, known), pull)
+            if replicas:
+                rows = plus(state["replicas"], exchange_rows(turn, compressor, news))
+                return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}
+            own, change = exchange(turn, compressor, news)
+            known = plus(known, own)
+            return known, {"known": known, "pull": plus(pull, change)}
+
+        def silent(comm, params, state):
+            return comm.varying(params), comm.varying(state)
+
+        params, state = in_turns(turn, interval, talk, silent, plus(turn.params, steps), turn.state)
+        return Turned(params, inner, state)
 
     return Method(lambda topology: check_graph(topology, "dcd"), init, step)
+
+
+def _seen(turn: Turn, replicas: PyTree) -> tuple[PyTree, PyTree]:
+    """`x_i` and `Σ_j W_ij (x_j - x_i)` from the copies that this worker has of all of them."""
+    (one,) = turn.topology.rounds
+    weights = [weight_of(turn.comm, message.weights) for message in one.messages]
+
+    def pull(x):
+        return sum((times(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)), jnp.zeros_like(x[0]))
+
+    return jax.tree.map(lambda x: x[0], replicas), jax.tree.map(pull, replicas)
 
 
 def ecd(compressor: Compressor) -> Method:

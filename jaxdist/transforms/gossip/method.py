@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ... import comm as comms
 from ..._typing import Array, Int, Key, PyTree, State, Updates
 from ...comm import Comm
 from ...compressors.base import working_dtype
@@ -59,6 +60,26 @@ class Method(NamedTuple):
     prepare: Callable[[Topology], Topology]
     init: Callable[[PyTree, Topology], State]
     step: Callable[[Turn], Turned]
+
+
+def in_turns(turn: Turn, interval: int, talk: Callable[..., Any], silent: Callable[..., Any], *operands: PyTree) -> Any:
+    """`talk(turn, *operands)` in every `interval`-th step, whose `count` is that of the talks; else `silent(...)`."""
+    if interval == 1:
+        return talk(turn, *operands)
+    numbered = turn._replace(count=turn.count // interval)
+    return comms.cond(
+        turn.count % interval == interval - 1,
+        lambda comm, *xs: talk(numbered._replace(comm=comm), *xs),
+        lambda comm, *xs: silent(comm, *xs),
+        turn.comm,
+        *operands,
+    )
+
+
+def check_interval(interval: int) -> None:
+    """Raises unless it is a number of steps."""
+    if interval < 1:
+        raise ValueError(f"interval must be at least 1, every so many steps neighbours talk; got {interval}")
 
 
 def wide(tree: PyTree) -> PyTree:

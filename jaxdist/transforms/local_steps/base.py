@@ -42,6 +42,7 @@ def local_steps(
     fragments: Fragments | int | None = None,
     delay: int = 0,
     merge_alpha: float | int = 0.0,
+    keep_progress: bool = False,
     buffers: Buffers = "maintain",
     warmup_steps: int = 0,
     reducer: Reducer | None = None,
@@ -61,7 +62,8 @@ def local_steps(
     With `examples`, four bytes more; with `buffers="average"`, the buffers too. Warm-up steps send the gradients, the
     last one the parameters as well.
 
-    *State*: agreed, the anchor and that of `outer`, in float32; per worker that of `inner`; that of the reducer.
+    *State*: agreed, the anchor and that of `outer`, in float32; per worker that of `inner`, and with `keep_progress`
+    the parameters that were sent; that of the reducer.
 
     Args:
       inner: the optimizer of each worker. It is also passed `anchor=` and `step=`. It may communicate over other,
@@ -76,6 +78,7 @@ def local_steps(
       delay: with `d > 0` the drift after a step is sent during the next one, whose gradient does not wait for it, and
         what comes back is merged at the end of the `d`-th step.
       merge_alpha: `α`: workers keep a part of their own, `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
+      keep_progress: workers keep what they have moved since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
       buffers: what a round does to the momentum of `inner`: `"maintain"`, `"reset"` to zero (schedules go on counting),
         or `"average"` over workers.
       warmup_steps: so many first steps average gradients instead, exactly, and workers stay equal.
@@ -113,6 +116,8 @@ def local_steps(
       "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", arXiv 1910.00643, 2020. Douillard
       et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023. Douillard et
       al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
+      Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging",
+      arXiv 2006.00441, 2020 (keep_progress).
     """
     dealt = as_fragments(fragments)
     number = dealt.number
@@ -120,6 +125,8 @@ def local_steps(
     check_range("merge_alpha", merge_alpha, 0, 1)
     check_range("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, number, delay)
+    if keep_progress and not delay:
+        raise ValueError("keep_progress is for what workers do while the drift travels: it needs a delay of at least 1")
     firsts = [first_round(sync_period, offset, i, number) for i in range(number)]
     carrier = exact() if reducer is None else reducer
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
@@ -142,6 +149,7 @@ def local_steps(
             inner=bind(PerWorker(inner.init(params)), axis),
             examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), axis),
             reducer=tuple(bind(carrier.init(one), axis) for one in parts),
+            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if keep_progress else ()), axis),
         )
 
     def update(
@@ -193,6 +201,10 @@ def local_steps(
                 for i in range(number)
             ]
             flags = jnp.stack([jnp.asarray(flag) for flag in happened])
+            sent_from = state.sent_from
+            if keep_progress:
+                now, before = ([part(tree, groups, i) for i in range(number)] for tree in (local, sent_from.value))
+                sent_from = with_value(sent_from, merge(list(map(choose, happened, now, before)), groups))
             return state._replace(
                 since=jnp.where(flags, 0, state.since),
                 rounds=jnp.where(flags, next_count(state.rounds), state.rounds),
@@ -201,6 +213,7 @@ def local_steps(
                 outer=tuple(group.outer for group in met),
                 reducer=tuple(group.reducer for group in met),
                 examples=with_value(state.examples, jnp.where(flags, 0, state.examples.value)),
+                sent_from=sent_from,
             ), happened
 
         with jax.named_scope("local_steps"):
@@ -229,11 +242,9 @@ def local_steps(
                 inner_state = choose(arrived[0], reset(inner, inner_state, params), inner_state)
             if warm is not False:
                 state = state._replace(anchor=set_anchor(comm, state.count == warmup_steps, state.anchor, local))
+            trees = [state.anchor, local, params, steps, *([state.sent_from.value] if keep_progress else [])]
             steps = [
-                take_over(
-                    arrived[i], merge_alpha, *(part(tree, groups, i) for tree in (state.anchor, local, params, steps))
-                )
-                for i in range(number)
+                take_over(arrived[i], merge_alpha, *(part(tree, groups, i) for tree in trees)) for i in range(number)
             ]
         return merge(steps, groups), state._replace(
             inner=with_value(state.inner, comm.varying(inner_state)),

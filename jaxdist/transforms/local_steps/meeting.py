@@ -75,13 +75,30 @@ def one_round(
     return either(due, talk, silent, comm, group, local)
 
 
-def take_over(due: Flag, alpha: float | int, anchor: Updates, local: PyTree, params: PyTree, steps: Updates) -> Updates:
-    """The updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if something arrived, else `steps`."""
+def take_over(
+    due: Flag,
+    alpha: float | int,
+    anchor: Updates,
+    local: PyTree,
+    params: PyTree,
+    steps: Updates,
+    sent: PyTree | None = None,
+) -> Updates:
+    """The updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if something arrived, else `steps`.
+
+    With what was `sent`, to `local + (1 - alpha) (anchor - sent)`: what a worker has moved since stays.
+    """
 
     def one(a, mine, p, u):
         target = as_held(a, p) if alpha == 0 else alpha * mine.astype(a.dtype) + (1 - alpha) * as_held(a, p)
         return (target - p.astype(a.dtype)).astype(u.dtype)
 
+    def ahead(a, mine, p, u, before):
+        moved = mine.astype(a.dtype) - p.astype(a.dtype)
+        return (moved + (1 - alpha) * (as_held(a, p) - before.astype(a.dtype))).astype(u.dtype)
+
+    if sent is not None:
+        return choose(due, jax.tree.map(ahead, anchor, local, params, steps, sent), steps)
     return choose(due, jax.tree.map(one, anchor, local, params, steps), steps)
 
 

@@ -14,8 +14,8 @@ class LocalStepsState(NamedTuple):
     Agreed: `count` of steps; of each fragment the steps `since` its last round, its `rounds`, the sum of the learning
     `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor`, the model that all workers
     started the round from, in float32 or better; the state of the `outer` optimizer for each fragment.
-    Per worker: the state of the `inner` optimizer; `examples` since the last round of each fragment. `reducer`: as the
-    reducer defines it, for each fragment.
+    Per worker: the state of the `inner` optimizer; `examples` since the last round of each fragment; with
+    `keep_progress`, the parameters that were `sent_from`. `reducer`: as the reducer defines it, for each fragment.
     """
 
     count: Int[Array, ""]
@@ -28,6 +28,7 @@ class LocalStepsState(NamedTuple):
     inner: PerWorker
     examples: PerWorker
     reducer: tuple[State, ...]
+    sent_from: PerWorker
 
 
 def anchor(opt_state: State) -> PyTree:
