@@ -34,7 +34,7 @@ def batch(seed=0):
     return {"b": rng.normal(size=(8, 24)).astype(np.float32), "w": rng.normal(size=(8, 40, 25)).astype(np.float32)}
 
 
-def make(tx, axis="data"):
+def make(tx, axis: str | tuple[str, ...] = "data"):
     """A step that sends nothing by itself."""
 
     def loss(x, target):
@@ -49,7 +49,7 @@ def make(tx, axis="data"):
     return step
 
 
-def start(tx, place, differ, axis="data"):
+def start(tx, place, differ, axis: str | tuple[str, ...] = "data"):
     """Parameters that `differ` do so along that axis."""
     held = jd.PerWorker(params(), axis=differ) if differ else params()
     return jd.place(State(held, tx.init(params())), place, axis=axis)
@@ -122,10 +122,14 @@ def test_models_travel_without_waiting_for_the_gradient(name, waits):
     """Codes of differences wait for it: they hold the step."""
     tx = ALGORITHMS[name][0]
     given = {"sync": True} if name == "async" else {}
-    talking = optax.GradientTransformationExtraArgs(tx.init, lambda *known: tx.update(*known, **given))
+
+    def update(updates, state, params=None):
+        return tx.update(updates, state, params, **given)
+
+    talking = optax.GradientTransformation(tx.init, update)
     mesh = jd.make_mesh({"data": WORKERS})
     compiled = jd.distribute(make(talking), mesh, donate=False).lower(start(tx, mesh, "data"), batch()).compile()
-    module = hlo.parse(compiled.as_text())
+    module = hlo.parse(hlo.program_text(compiled))
     body = module.computations[module.entry].instructions
     sent = [one.name for one in body.values() if one.opcode in ("all-reduce", "collective-permute")]
     assert sent

@@ -71,7 +71,7 @@ def low_precision_decentralized(g, x, rate, steps, *, code, interval=1):
 
 def async_model_average(g, x, rate, steps, *, period, delay):
     """A snapshot every `period` steps, whose mean arrives when `delay` more are done."""
-    out, snapshot, done = [], None, None
+    out, snapshot, done = [], x, 0
     for t in range(steps):
         if t and t % period == 0:
             snapshot, done = x, t + delay
