@@ -1,6 +1,7 @@
 """Distributed training in JAX that is cheap in bytes, memory and waiting."""
 
 from . import analysis as analysis
+from . import asynchronous as asynchronous
 from . import checkpoint as checkpoint
 from . import comm as comm
 from . import compressors as compressors

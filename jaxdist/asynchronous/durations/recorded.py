@@ -1,0 +1,41 @@
+"""Durations that were measured."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from .base import Durations
+
+
+def recorded(seconds: Sequence[Sequence[float]], *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
+    """Durations that were measured: `seconds[i][k]` for job k of worker i.
+
+    Args:
+      seconds: a list for each worker; their lengths may differ.
+      mode: begin again at the end, or never finish another gradient.
+
+    Returns:
+      The law.
+
+    Raises:
+      ValueError: a list is empty, or a time is not positive.
+
+    Example:
+      >>> from itertools import islice
+      >>> from jaxdist.asynchronous import durations
+      >>> law = durations.recorded([[1.0, 2.0], [3.0]])
+      >>> list(islice(durations.stream(law, 0, worker=0), 3))
+      [1.0, 2.0, 1.0]
+    """
+    rows = [np.asarray(row, float) for row in seconds]
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or not len(row) or not (row > 0).all():
+            raise ValueError(f"seconds of worker {i} must be one or more positive numbers, got {seconds[i]}")
+
+    def draw(rng, worker, first, count, state):
+        row, jobs = rows[worker], np.arange(first, first + count)
+        out = row[jobs % len(row)]
+        return (out if mode == "cycle" else np.where(jobs < len(row), out, np.inf)), None
+
+    return Durations("recorded", draw, len(rows))

@@ -1,0 +1,103 @@
+"""How long messages take."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+
+class Links(NamedTuple):
+    """How long messages and collectives take. Messages of one link arrive in order, one after the other.
+
+    Attributes:
+      name: for messages and plots.
+      seconds: `seconds(source, destination, nbytes)`, without waiting; the server is -1. None: nothing takes time.
+      collective: `collective(group, nbytes, op)` for `"mean"` or `"gather"` of so many bytes of each worker.
+      nic: a place sends one message at a time, whomever to, and receives one at a time.
+      workers: for how many workers they are, or None for any number.
+    """
+
+    name: str
+    seconds: Callable[[int, int, int], float] | None
+    collective: Callable[[tuple[int, ...], int, str], float]
+    nic: bool = False
+    workers: int | None = None
+
+
+def instant() -> Links:
+    """Messages take no time.
+
+    Returns:
+      The links.
+
+    Example:
+      >>> from jaxdist.asynchronous import links
+      >>> links.instant().collective((0, 1, 2), 1000, "mean")
+      0.0
+    """
+    return Links("instant", None, lambda group, nbytes, op: 0.0)
+
+
+def alpha_beta(
+    latency: float | Float[np.ndarray, "places places"] = 0.0,
+    bandwidth: float | Float[np.ndarray, "places places"] = float("inf"),
+    *,
+    nic: bool = False,
+) -> Links:
+    """A message of B bytes takes `α + B β`; a ring all-reduce of n workers `2 (n - 1) α + 2 (n - 1)/n B β`.
+
+    A gather takes `(n - 1) (α + B β)`. In a ring of unequal links the slowest decides.
+
+    Args:
+      latency: α in seconds; or a matrix for n workers and the server, which is last: `[source, destination]`, of
+        `n + 1` rows.
+      bandwidth: 1/β in bytes per second; or a matrix. Unequal halves of it are links with slower uploads.
+      nic: places send one message at a time and receive one at a time, as with one network card: where a server is the
+        bottleneck, this shows it. Otherwise only a link is busy.
+
+    Returns:
+      The links.
+
+    Raises:
+      ValueError: a latency is negative, a bandwidth not positive, or a matrix not square.
+
+    Example:
+      >>> from jaxdist.asynchronous import links
+      >>> round(links.alpha_beta(3e-6, 450 * 2**30).collective(tuple(range(8)), 2**30, "mean") * 1e3, 4)
+      3.9309
+
+    References:
+      Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp, "Optimization of collective
+      communication operations in MPICH", 2005.
+    """
+    alpha, beta = np.asarray(latency, float), 1 / np.asarray(bandwidth, float)
+    if not ((alpha >= 0) & np.isfinite(alpha)).all():
+        raise ValueError(f"latency must be at least 0 and finite, got {latency}")
+    if not ((beta >= 0) & np.isfinite(beta)).all():
+        raise ValueError(f"bandwidth must be positive, got {bandwidth}")
+    sizes = {len(one) for one in (alpha, beta) if one.ndim}
+    if any(one.ndim not in (0, 2) or (one.ndim and one.shape[0] != one.shape[1]) for one in (alpha, beta)) or (
+        len(sizes) > 1
+    ):
+        raise ValueError(
+            "latency and bandwidth must be numbers or matrices [source, destination] of n workers and the server, got "
+            f"shapes {alpha.shape} and {beta.shape}"
+        )
+    places = sizes.pop() if sizes else None
+
+    def at(what: np.ndarray, source: int, destination: int) -> float:
+        return float(what[source, destination] if what.ndim else what)
+
+    def seconds(source: int, destination: int, nbytes: int) -> float:
+        return at(alpha, source, destination) + nbytes * at(beta, source, destination)
+
+    def collective(group: tuple[int, ...], nbytes: int, op: str) -> float:
+        n = len(group)
+        ring = [(group[k], group[(k + 1) % n]) for k in range(n)]
+        a, b = (max(at(what, *pair) for pair in ring) for what in (alpha, beta))
+        if n == 1:
+            return 0.0
+        return (n - 1) * (a + nbytes * b) if op == "gather" else 2 * (n - 1) * a + 2 * (n - 1) / n * nbytes * b
+
+    return Links("alpha_beta", seconds, collective, nic, None if places is None else places - 1)
