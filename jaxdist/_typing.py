@@ -18,6 +18,8 @@ State = PyTree
 AxisNames = str | tuple[str, ...] | None
 PRNGKeyArray = Key[Array, ""]
 Shape = tuple[int, ...]
+# Whole numbers too, where a float is meant.
+Number = float | int
 Metrics = Mapping[str, Any]
 Sharding = jax.sharding.Sharding
 
@@ -30,6 +32,7 @@ __all__ = [
     "Key",
     "Like",
     "Metrics",
+    "Number",
     "PRNGKeyArray",
     "Payload",
     "PyTree",

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from .._typing import Number
+
 
 class Links(NamedTuple):
     """How long messages and collectives take. Messages of one link arrive in order, one after the other.
@@ -40,8 +42,8 @@ def instant() -> Links:
 
 
 def alpha_beta(
-    latency: float | Float[np.ndarray, "places places"] = 0.0,
-    bandwidth: float | Float[np.ndarray, "places places"] = float("inf"),
+    latency: Number | Float[np.ndarray, "places places"] = 0.0,
+    bandwidth: Number | Float[np.ndarray, "places places"] = float("inf"),
     *,
     nic: bool = False,
 ) -> Links:
@@ -71,7 +73,7 @@ def alpha_beta(
       Hockney, "The communication challenge for MPP", 1994; Thakur, Rabenseifner, Gropp, "Optimization of collective
       communication operations in MPICH", 2005.
     """
-    alpha, beta = np.asarray(latency, float), 1 / np.asarray(bandwidth, float)
+    alpha, beta = np.asarray(latency, float), np.asarray(1 / np.asarray(bandwidth, float))
     if not ((alpha >= 0) & np.isfinite(alpha)).all():
         raise ValueError(f"latency must be at least 0 and finite, got {latency}")
     if not ((beta >= 0) & np.isfinite(beta)).all():
@@ -95,6 +97,7 @@ def alpha_beta(
     def collective(group: tuple[int, ...], nbytes: int, op: str) -> float:
         n = len(group)
         ring = [(group[k], group[(k + 1) % n]) for k in range(n)]
+        # The slowest link of the ring, at each of the two.
         a, b = (max(at(what, *pair) for pair in ring) for what in (alpha, beta))
         if n == 1:
             return 0.0

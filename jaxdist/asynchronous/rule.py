@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from .._typing import PyTree
+from .._typing import Number, PyTree
 
 SERVER = -1
 COMPUTED, REDUCED, TIMER, RECOVERED = "computed", "reduced", "timer", "recovered"
@@ -63,7 +63,7 @@ class Reduce(NamedTuple):
 class After(NamedTuple):
     """`"timer"` with this tag arrives in so many seconds."""
 
-    seconds: float
+    seconds: Number
     tag: int = 0
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -62,6 +62,7 @@ class Lazy:
 _known: dict[Any, Spec] = {}
 
 
+@no_type_check
 def spec_of(tree: PyTree) -> Spec:
     """The shapes of a value of any kind."""
     if isinstance(tree, Spec):
@@ -78,6 +79,7 @@ def spec_of(tree: PyTree) -> Spec:
     return _known[key]
 
 
+@no_type_check  # for every message
 def nbytes_of(value: PyTree) -> int:
     """What a value of any kind weighs on the wire."""
     if value is None:
@@ -87,6 +89,7 @@ def nbytes_of(value: PyTree) -> int:
     return value.nbytes if type(value) is Spec else spec_of(value).nbytes
 
 
+@no_type_check
 def force(value: PyTree) -> PyTree:
     """The arrays of a value: of a `Lazy` those that it computes, of a tuple those of its entries."""
     if type(value) is Lazy:
@@ -120,6 +123,7 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
     shapes: dict[Any, Any] = {}
     last: list[Any] = [(), None]
 
+    @no_type_check
     def of_shapes(args: tuple) -> Any:
         key = tuple([arg if type(arg) is Spec else None for arg in args])
         found = shapes.get(key)
@@ -128,6 +132,7 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
             found = shapes[key] = spec_of(out) if outputs == 1 else tuple(map(spec_of, out))
         return found
 
+    @no_type_check
     @functools.wraps(f)
     def call(*args: Any) -> Any:
         if type(args[0]) is Spec:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._typing import Number
+
 BLOCK = 256
 _COMPUTE, _OUTAGES = 1, 2
 
@@ -63,7 +65,7 @@ def outages(durations: Durations, seed: int, worker: int) -> Iterator[tuple[floa
         yield from durations.outages(np.random.default_rng((seed, _OUTAGES, worker)), worker)
 
 
-def check_positive(**values: float) -> None:
+def check_positive(**values: Number) -> None:
     for name, value in values.items():
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, got {value}")

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..._typing import Number
 from .base import Durations, check_positive
 
 
-def failures(base: Durations, *, up: float, down: float) -> Durations:
+def failures(base: Durations, *, up: Number, down: Number) -> Durations:
     """Workers fail and come back: they run for `up · Exp(1)` seconds and are gone for `down · Exp(1)`.
 
     What a worker computes when it fails is lost, and so is what is sent to it meanwhile. It keeps its state and asks

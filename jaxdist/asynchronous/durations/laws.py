@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..._typing import Number
 from .base import Durations, check_positive
 
 
@@ -11,7 +12,7 @@ def _law(name: str, sample: Callable[[np.random.Generator, int], np.ndarray]) ->
     return Durations(name, lambda rng, worker, first, count, state: (sample(rng, count), None))
 
 
-def constant(seconds: float | Sequence[float]) -> Durations:
+def constant(seconds: Number | Sequence[Number]) -> Durations:
     """Every gradient of a worker takes `τ_i`.
 
     Args:
@@ -39,7 +40,7 @@ def constant(seconds: float | Sequence[float]) -> Durations:
     return Durations("constant", draw, workers)
 
 
-def exponential(mean: float) -> Durations:
+def exponential(mean: Number) -> Durations:
     """`m · Exp(1)`: the longest of n takes `m H_n` on average, with `H_n = 1 + 1/2 + ... + 1/n`.
 
     Args:
@@ -62,7 +63,7 @@ def exponential(mean: float) -> Durations:
     return _law("exponential", lambda rng, count: mean * rng.exponential(size=count))
 
 
-def shifted_exponential(shift: float, mean: float) -> Durations:
+def shifted_exponential(shift: Number, mean: Number) -> Durations:
     """`ζ + m · Exp(1)`: the longest of n takes `ζ + m H_n` on average.
 
     Args:
@@ -89,7 +90,7 @@ def shifted_exponential(shift: float, mean: float) -> Durations:
     return _law("shifted_exponential", lambda rng, count: shift + mean * rng.exponential(size=count))
 
 
-def lognormal(median: float, spread: float) -> Durations:
+def lognormal(median: Number, spread: Number) -> Durations:
     """`exp(log m + s · N(0, 1))`: mean `m exp(s²/2)`.
 
     Args:

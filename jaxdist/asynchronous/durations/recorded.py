@@ -5,10 +5,11 @@ from typing import Literal
 
 import numpy as np
 
+from ..._typing import Number
 from .base import Durations
 
 
-def recorded(seconds: Sequence[Sequence[float]], *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
+def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
     """Durations that were measured: `seconds[i][k]` for job k of worker i.
 
     Args:

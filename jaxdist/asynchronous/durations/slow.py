@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from ..._typing import Number
 from .base import Durations, check_positive
 
 
-def one_slow(base: Durations, *, worker: int = 0, factor: float = 4.0) -> Durations:
+def one_slow(base: Durations, *, worker: int = 0, factor: Number = 4.0) -> Durations:
     """One worker is slower than the law says, always.
 
     Args:
@@ -36,7 +37,7 @@ def one_slow(base: Durations, *, worker: int = 0, factor: float = 4.0) -> Durati
     return base._replace(name=f"one_slow({base.name})", draw=draw)
 
 
-def random_slow(base: Durations, *, factor: float, probability: float) -> Durations:
+def random_slow(base: Durations, *, factor: Number, probability: Number) -> Durations:
     """Each gradient is slower with some probability: mean `(1 + (f - 1) p)` times that of `base`.
 
     Args:
@@ -71,7 +72,7 @@ def random_slow(base: Durations, *, factor: float, probability: float) -> Durati
     return base._replace(name=f"random_slow({base.name})", draw=draw)
 
 
-def markov(base: Durations, *, factor: float, slow_down: float, speed_up: float) -> Durations:
+def markov(base: Durations, *, factor: Number, slow_down: Number, speed_up: Number) -> Durations:
     """A worker is slow for some time, then fast again: a chain of two states, which moves with each gradient.
 
     It is slow for a part `slow_down / (slow_down + speed_up)` of its gradients, and begins with that probability.

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, no_type_check
 
 from ..durations import Durations, outages, stream
 from ..links import Links
@@ -41,12 +41,14 @@ class Setup(NamedTuple):
     durations: Durations
     links: Links
     seed: int
-    tick: float
+    ticks_per_second: int
     evaluate_ticks: int
     events_per_tick: int
     record_events: bool
 
 
+# Called for every event: the type checks of the test suite would take nearly all the time.
+@no_type_check
 class Engine:
     """One state in motion. Methods are what can happen; the loop is `advance`."""
 
@@ -63,7 +65,7 @@ class Engine:
         state.live += what != EVALUATION
 
     def ticks(self, seconds: float) -> int:
-        return round(seconds / self.setup.tick)
+        return round(seconds * self.setup.ticks_per_second)
 
     # What a role asks for.
 
@@ -94,7 +96,9 @@ class Engine:
             self.streams[place] = stream(setup.durations, setup.seed, place, job)
         seconds, start = next(self.streams[place]), state.tick
         if setup.durations.finish is not None:
-            seconds = setup.durations.finish(place, start * setup.tick, seconds) - start * setup.tick
+            seconds = (
+                setup.durations.finish(place, start / setup.ticks_per_second, seconds) - start / setup.ticks_per_second
+            )
         end = -1  # never
         if seconds != float("inf"):
             end = start + max(1, self.ticks(seconds))
@@ -270,7 +274,7 @@ class Engine:
         at, count = state.tick, 0
         while not enough(state):
             if not state.live:
-                raise Deadlock(self.waiting(), state.tick * self.setup.tick)
+                raise Deadlock(self.waiting(), state.tick / self.setup.ticks_per_second)
             if state.heap[0][0] > until:
                 state.tick = until
                 return
@@ -281,8 +285,8 @@ class Engine:
             at = tick
             if count > limit:
                 raise TooManyEvents(
-                    f"more than {limit} events at {tick * self.setup.tick:g} s: messages go in a circle, in no time; "
-                    "if they do not, raise events_per_tick"
+                    f"more than {limit} events at {tick / self.setup.ticks_per_second:g} s: messages go in a circle, in no "
+                    "time; if they do not, raise events_per_tick"
                 )
             happens[what](self, place, data)
 

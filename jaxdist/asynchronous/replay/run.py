@@ -1,10 +1,11 @@
 """A rule on the virtual clock, in one call or in pieces."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
+from ..._typing import Number
 from ..durations import Durations, constant
 from ..links import Links, instant
 from ..rule import Rule
@@ -43,9 +44,9 @@ def simulator(
     durations: Durations | None = None,
     links: Links | None = None,
     seed: int = 0,
-    evaluate_every: float | None = None,
+    evaluate_every: Number | None = None,
     timing_only: bool = False,
-    tick: float = 1e-9,
+    ticks_per_second: int = 10**9,
     events_per_tick: int | None = None,
     record_events: bool = True,
 ) -> Simulator:
@@ -64,7 +65,7 @@ def simulator(
       seed: of durations, data and choices.
       evaluate_every: virtual seconds between evaluations, from 0 on; None for none. Evaluations change nothing else.
       timing_only: no arrays, only their shapes: the same events, bytes and steps, at about 10^5 events a second.
-      tick: seconds of a tick.
+      ticks_per_second: time is whole numbers of them.
       events_per_tick: more at one tick is an error; default 1000 for each place.
       record_events: keep the list of all events.
 
@@ -92,14 +93,14 @@ def simulator(
     for what, wants in (("durations", durations.workers), ("links", links.workers)):
         if wants is not None and wants != workers:
             raise ValueError(f"{what} are for {wants} workers, got workers={workers}: make them for as many")
-    if not tick > 0:
-        raise ValueError(f"tick must be positive, got {tick}")
+    if ticks_per_second < 1:
+        raise ValueError(f"ticks_per_second must be at least 1, got {ticks_per_second}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     if evaluate_every is not None and (task is None or task.evaluate is None):
         raise ValueError(f"evaluate_every={evaluate_every} needs a task with evaluate=")
-    if evaluate_every is not None and not round(evaluate_every / tick) >= 1:
-        raise ValueError(f"evaluate_every must be at least a tick of {tick} s, got {evaluate_every}")
+    if evaluate_every is not None and not round(evaluate_every * ticks_per_second) >= 1:
+        raise ValueError(f"evaluate_every must be at least a tick, 1/{ticks_per_second} s, got {evaluate_every}")
     if task is None:
         task, timing_only = Task(np.zeros((), np.float32), lambda params, batch: params, lambda *job: None), True
     seen = evaluate_every is not None and not timing_only
@@ -112,8 +113,8 @@ def simulator(
         durations=durations,
         links=links,
         seed=seed,
-        tick=tick,
-        evaluate_ticks=round(evaluate_every / tick) if evaluate_every is not None else 0,
+        ticks_per_second=ticks_per_second,
+        evaluate_ticks=round((evaluate_every or 0) * ticks_per_second),
         events_per_tick=events_per_tick or 1000 * (workers + 1),
         record_events=record_events,
     )
@@ -121,16 +122,17 @@ def simulator(
     def advance(
         state: ReplayState,
         *,
-        seconds: float | None = None,
+        seconds: Number | None = None,
         steps: int | None = None,
         gradients: int | None = None,
-        target: float | None = None,
+        target: Number | None = None,
     ) -> ReplayState:
         if seconds is None and steps is None and gradients is None and target is None:
             raise ValueError("say how far: seconds=, steps=, gradients= or target=")
         if target is not None and not seen:
             raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
 
+        @no_type_check
         def enough(state: ReplayState) -> bool:
             return (
                 (steps is not None and len(state.steps) >= 3 * steps)
@@ -139,7 +141,7 @@ def simulator(
             )
 
         engine = Engine(setup, copied(state))
-        engine.advance(FOREVER if seconds is None else round(seconds / tick), enough)
+        engine.advance(FOREVER if seconds is None else round(seconds * ticks_per_second), enough)
         return engine.state
 
     return Simulator(lambda: begun(setup), advance, lambda state: _result(setup, state), setup)
@@ -149,10 +151,10 @@ def run(
     rule: Rule,
     task: Task | None = None,
     *,
-    seconds: float | None = None,
+    seconds: Number | None = None,
     steps: int | None = None,
     gradients: int | None = None,
-    target: float | None = None,
+    target: Number | None = None,
     **settings: Any,
 ) -> Result:
     """Runs a rule on the virtual clock, once.
@@ -194,7 +196,7 @@ def _columns(flat: Any, names: str, flags: str = "") -> np.recarray:
     rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
     columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
     typed = [column.astype(bool) if name == flags else column for name, column in zip(names.split(), columns)]
-    return np.rec.fromarrays(typed, names=names.split())
+    return np.rec.fromarrays(typed, names=",".join(names.split()))  # pyright: ignore[reportArgumentType]
 
 
 def _result(setup: Setup, state: ReplayState) -> Result:
@@ -210,8 +212,8 @@ def _result(setup: Setup, state: ReplayState) -> Result:
     )
     return Result(
         trace,
-        state.tick * setup.tick,
-        np.array(state.times) * setup.tick,
+        state.tick / setup.ticks_per_second,
+        np.array(state.times) / setup.ticks_per_second,
         np.array(state.losses),
         force(Engine(setup, state).model()),
         computed / now,
@@ -219,5 +221,5 @@ def _result(setup: Setup, state: ReplayState) -> Result:
         np.array(state.sent),
         np.array(state.received),
         dict(state.links),
-        setup.tick,
+        setup.ticks_per_second,
     )

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 
@@ -36,6 +36,7 @@ def gradients(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
     """`gradient(params, worker, job)`: lazy, or shapes of shapes."""
     gradient, shapes = _gradient(task.loss), spec_of(task.params)
 
+    @no_type_check
     def at(params: Any, worker: int, job: int) -> Any:
         if type(params) is Spec:
             return params

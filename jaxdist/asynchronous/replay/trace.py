@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from ..._typing import Number
+
 CLASSES = ("fault", "message", "computed", "collective", "timer", "evaluation")
 
 
@@ -44,7 +46,7 @@ class Result(NamedTuple):
         them.
       received: the same for what came.
       links: bytes for each `(source, destination)`.
-      tick: seconds of a tick.
+      ticks_per_second: the unit of the trace.
     """
 
     trace: Trace
@@ -57,7 +59,7 @@ class Result(NamedTuple):
     sent: Int[np.ndarray, " places"]
     received: Int[np.ndarray, " places"]
     links: dict[tuple[int, int], int]
-    tick: float
+    ticks_per_second: int
 
 
 def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
@@ -101,7 +103,7 @@ def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
     return trace.steps.version - 1 - trace.steps.oldest
 
 
-def time_to_target(result: Result, level: float, *, persist: int = 1) -> float:
+def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
     """The first time from which `persist` evaluations in a row are at the level or below.
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import optax
 
+from ..._typing import Number
 from ..rule import Actions, Counted, Message, Rule
 from .base import Core, reply, server_rule, stepper
 
@@ -70,7 +71,7 @@ def staleness_aware() -> Callable[[int], float]:
     return lambda delay: 1.0 / max(delay, 1)
 
 
-def delay_adaptive(concurrency: int, learning_rate: float, smoothness: float) -> Callable[[int], float]:
+def delay_adaptive(concurrency: int, learning_rate: Number, smoothness: Number) -> Callable[[int], float]:
     """The rate for `asgd` under which only late gradients count less: `γ_d = γ` to the usual delay, then `1 / (4 L d)`.
 
     On the wire, state: nothing.

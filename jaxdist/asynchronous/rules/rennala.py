@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from ..._typing import Number
 from ..rule import Actions, Counted, Message, Rule, Site
 from ..values import mean_of
 from .base import Core, outdated, reply, server_rule, stepper, to_all
@@ -61,7 +62,7 @@ def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool =
     return _batched("rennala", optimizer, full, mean, stop=stop)
 
 
-def malenia(batch: float, optimizer: optax.GradientTransformation, *, stop: bool = False) -> Rule:
+def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: bool = False) -> Rule:
     """Rennala for data that differ: gathers until every worker gave `b_i`, then steps with the mean of workers' means.
 
     `x <- x - γ (1/n) Σ_i (1/b_i) Σ g_i` as soon as the harmonic mean of the b_i, 0 while one is 0, is `S/n` or more. It

@@ -29,7 +29,7 @@ class RingleaderState(NamedTuple):
     served: tuple[bool, ...]
 
 
-def _added(mean: PyTree, gradient: PyTree, count: int) -> PyTree:
+def _added(mean: PyTree, gradient: PyTree, count: Any) -> PyTree:
     return jax.tree.map(lambda old, new: old + (new - old) / count, mean, gradient)
 
 
