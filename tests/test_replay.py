@@ -146,7 +146,7 @@ def test_ringleader_steps_n_times_a_round(seconds):
     assert np.allclose(run.computing, 1)
     assert len(run.trace.steps) >= n * (1000 // (2 * max(seconds)))
     # Every step gives its worker, and nobody else, the new model: each once a round.
-    told = run.trace.events[run.trace.events.word == run.trace.words.index("params")].place
+    told = run.trace.events.place[run.trace.events.word == run.trace.words.index("params")]
     rounds = told[: len(told) // n * n].reshape(-1, n)
     assert (np.sort(rounds, axis=1) == np.arange(n)).all()
 
@@ -281,8 +281,9 @@ def test_every_rule_sees_the_same_data_and_durations():
             return calls[worker, job]
 
         run = replay.run(RULES[name], TASK._replace(batch=batch), durations=law, workers=4, seconds=20, seed=3)
-        done = run.trace.events[run.trace.events.what == 2]
-        seen[name + " ticks"] = [done.tick[done.place == worker].tolist() for worker in range(4)]
+        events = run.trace.events
+        done = [events.tick[(events.what == 2) & (events.place == worker)].tolist() for worker in range(4)]
+        seen[name + " ticks"] = done
     both = seen["asgd"].keys() & seen["rennala"].keys()
     assert len(both) > 10
     assert all((seen["asgd"][key] == seen["rennala"][key]).all() for key in both)

@@ -285,8 +285,8 @@ class Engine:
             at = tick
             if count > limit:
                 raise TooManyEvents(
-                    f"more than {limit} events at {tick / self.setup.ticks_per_second:g} s: messages go in a circle, in no "
-                    "time; if they do not, raise events_per_tick"
+                    f"more than {limit} events at {tick / self.setup.ticks_per_second:g} s: messages go in a circle, "
+                    "in no time; if they do not, raise events_per_tick"
                 )
             happens[what](self, place, data)
 
