@@ -19,9 +19,11 @@ from .compressors import random_k as random_k
 from .compressors import scaled_sign as scaled_sign
 from .compressors import top_k as top_k
 from .compressors.base import Compressor as Compressor
+from .parallel import broadcast as broadcast
 from .parallel import distribute as distribute
 from .parallel import evaluate as evaluate
 from .parallel import global_batch as global_batch
+from .parallel import join as join
 from .parallel import local_value_and_grad as local_value_and_grad
 from .parallel import make_mesh as make_mesh
 from .parallel import pipelined as pipelined
@@ -53,6 +55,7 @@ from .reducers import power_sgd as power_sgd
 from .reducers import switch_at as switch_at
 from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot
+from .transforms import accumulate as accumulate
 from .transforms import all_reduce as all_reduce
 from .transforms import anchor as anchor
 from .transforms import choco as choco

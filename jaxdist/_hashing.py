@@ -21,10 +21,15 @@ def hashes(leaves: Mapping[str, Array | np.ndarray]) -> dict[str, int]:
     return dict(zip(leaves, parts.tolist(), strict=True))
 
 
+def hash_of(x: np.ndarray) -> int:
+    """The hash of an array that this process has whole."""
+    return _hash(x, ())
+
+
 def _own_part(x: Array | np.ndarray) -> int:
     """The sum over the words that lie in this process, each counted once."""
     if isinstance(x, np.ndarray):
-        return _hash(x, ())
+        return hash_of(x)
     if x.is_fully_addressable and jax.process_index() > 0:
         return 0  # every process has all of it
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from laws import CASES
 
@@ -73,4 +74,49 @@ def test_two_processes_give_what_the_simulation_gives(results, name):
 
 
 def test_nothing_was_left_out(results, wanted):
-    assert all(set(result) == {*wanted, "skip_nonfinite"} for result in results)
+    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven"} for result in results)
+
+
+# ---- unequal batches and values
+
+
+@pytest.fixture(scope="module")
+def uneven(results):
+    return [result["uneven"] for result in results]
+
+
+def test_the_longer_process_goes_on(uneven):
+    """2 and 5 batches of tens and units: two means of both, then three of the second alone, whole or half."""
+    for result in uneven:
+        np.testing.assert_allclose(result["active"][0], [-6, -7, -13, -14, -15], rtol=1e-6)
+        np.testing.assert_allclose(result["workers"][0], [-6, -7, -6.5, -7, -7.5], rtol=1e-6)
+        assert result["active"][1] == result["workers"][1] == 0  # no step without any example
+
+
+@pytest.mark.parametrize("name", ["lengths", "streams", "mixed"])
+def test_the_shorter_one_repeats_its_last_batch_and_it_does_not_count(uneven, name):
+    short, long = (result[name] for result in uneven)
+    assert short == [[[1, [1]], [2, [1]], [2, [0]], [2, [0]], [2, [0]]], "well"]
+    assert long == [[[10 + number, [1]] for number in range(1, 6)], "well"]
+
+
+@pytest.mark.parametrize("name", ["stop", "stop stream", "raise", "raise stream"])
+def test_all_stop_at_the_same_step(uneven, name):
+    for result in uneven:
+        seen, ended = result[name]
+        assert len(seen) == 2
+        assert ended.startswith(
+            "well" if "stop" in name else "process 0 ran out of batches after 2 steps, and process 1"
+        )
+
+
+def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
+    for result in uneven:
+        assert result["differs"].startswith(
+            "leaf `key` of process 1 differs from that of process 0 (and 2 more): jd.br"
+        )
+        assert result["shape"].startswith("leaf `w` of process 1 differs from that of process 0 in shape or dtype")
+        assert result["structure"].startswith("process 1 has another tree than process 0, with 1 leaves and 2")
+        assert "`w` is spread over processes" in result["placed"]
+        assert result["from 0"] == [[False, False], False, [0, 0], True]
+        assert result["from 1"] == [[True, True], True, [0, 1], True]

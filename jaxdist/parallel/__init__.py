@@ -11,6 +11,7 @@ from .gathered import gathered as gathered
 from .gathered import gathered_scan as gathered_scan
 from .gathered import shard as shard
 from .grads import local_value_and_grad as local_value_and_grad
+from .join import join as join
 from .layers import forward_order as forward_order
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh
@@ -18,4 +19,7 @@ from .mesh import use_cpu_devices as use_cpu_devices
 from .pipelined import Pipelined as Pipelined
 from .pipelined import PipelinedState as PipelinedState
 from .pipelined import pipelined as pipelined
+from .same import assert_same as assert_same
+from .same import broadcast as broadcast
 from .simulate import simulate as simulate
+from .unused import unused as unused

@@ -90,8 +90,7 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
     """
     axes = axis_tuple(axis)
     sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
-    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
-    here //= int(np.prod([size for name, size in mesh.shape.items() if name not in axes]))
+    here = workers_here(mesh, axis)
 
     def one(x):
         x = np.asarray(x)
@@ -100,3 +99,9 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
         return jax.make_array_from_process_local_data(sharding, x)
 
     return jax.tree.map(one, local)
+
+
+def workers_here(mesh: Mesh, axis: AxisNames) -> int:
+    """How many workers of the axis have their devices in this process."""
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    return here // int(np.prod([size for name, size in mesh.shape.items() if name not in axis_tuple(axis)]))

@@ -1,6 +1,7 @@
 """Named methods as compositions of a few lines: read them, and write your own."""
 
 from . import bagua as bagua
+from .ddp import ddp as ddp
 from .local_steps import diloco as diloco
 from .local_steps import local_sgd as local_sgd
 from .local_steps import post_local_sgd as post_local_sgd

@@ -1,4 +1,4 @@
-"""Flat buckets: leaves are concatenated, and each bucket is reduced by itself."""
+"""Buckets: leaves that travel together, and each bucket is reduced by itself."""
 
 import jax
 
@@ -8,21 +8,25 @@ from ._flat import concatenate, from_vectors, vector_likes
 from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
 
 
-def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int | None = 1 << 20) -> Reducer:
-    """Reduces the tree as flat vectors of about `bucket_bytes`, last leaves first, with one collective for each.
+def bucketed(
+    reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int | None = 1 << 20, flat: bool = True
+) -> Reducer:
+    """Reduces the tree in buckets of about `bucket_bytes`, last leaves first, with the collectives of each by itself.
 
-    Separate collectives can start while earlier layers are still computing. A code sees the whole bucket: one scale,
-    one top-k for all leaves in it. Matrices become vectors: PowerSGD does not compress inside buckets.
+    Separate collectives can start while earlier layers are still computing. A code sees the whole bucket as one vector:
+    one scale, one top-k for all leaves in it. With `flat=False` it sees the leaves, as it would without buckets:
+    matrices stay matrices, which PowerSGD needs.
 
-    *On the wire*: for each bucket what the reducer sends for one vector of its size.
+    *On the wire*: for each bucket what the reducer sends for one vector of its size, or for its leaves.
 
     *State*: a tuple with the reducer's state for each bucket.
 
     Args:
-      reducer: reduces one flat vector.
+      reducer: reduces one flat vector, or the leaves of one bucket.
       bucket_bytes: the cap of a bucket. Too small pays latency for every bucket, too large leaves nothing to overlap;
         start at 25 MiB, 5 MiB over Ethernet.
       first_bucket_bytes: the cap of the bucket that is ready last; small, so that little is left when backward ends.
+      flat: whether leaves of a bucket become one vector.
 
     Returns:
       The reducer.
@@ -49,32 +53,49 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
             kinds=[leaf.dtype for leaf in leaves],
         )
 
+    def parts(tree):
+        """For each bucket its members and what its reducer sees of a tree, of arrays or of their shapes."""
+        leaves, structure = jax.tree.flatten(tree)
+
+        def part(members):
+            inside = [leaves[i] for i in members]
+            if not flat:
+                chosen = set(members)
+                return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
+            shapes = isinstance(inside[0], jax.ShapeDtypeStruct)
+            return vector_likes(inside)[0] if shapes else concatenate(inside)
+
+        return [(members, part(members)) for members in plan(leaves)]
+
+    def write(out, members, part):
+        """Puts the leaves of one bucket into their places in a list."""
+        inside = [out[i] for i in members]
+        found = from_vectors([part], inside) if flat else jax.tree.leaves(part)
+        for i, leaf in zip(members, found, strict=True):
+            out[i] = leaf
+
     def init(like):
         if is_stand_in(like):
             return 0
-        leaves = jax.tree.leaves(like)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         # Buckets must not share their draws.
-        return tuple(fold_keys(reducer.init(_flat_like(leaves, members)), i) for i, members in enumerate(plan(leaves)))
+        return tuple(fold_keys(reducer.init(part), i) for i, (_, part) in enumerate(parts(like)))
 
     def reduce(updates, state, comm, **agreed):
         leaves, structure = jax.tree.flatten(updates)
         means, owns, states = list(leaves), list(leaves), []
-        for members, bucket_state in zip(plan(leaves), state, strict=True):
-            flat = concatenate([leaves[i] for i in members])
-            reduced, bucket_state = drive(rounds_of(reducer, flat, bucket_state, comm, **agreed), comm)
+        for (members, part), bucket_state in zip(parts(updates), state, strict=True):
+            reduced, bucket_state = drive(rounds_of(reducer, part, bucket_state, comm, **agreed), comm)
             states.append(bucket_state)
-            inside = [leaves[i] for i in members]
-            for i, mean, own in zip(members, *(from_vectors([flat], inside) for flat in reduced), strict=True):
-                means[i], owns[i] = mean, own
+            write(means, members, reduced.mean)
+            write(owns, members, reduced.own)
         return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
 
     def held(state, like, comm):
-        leaves, structure = jax.tree.flatten(like)
+        leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like))
         out = list(leaves)
-        for members, bucket_state in zip(plan(leaves), state, strict=True):
-            flat = held_by(reducer, bucket_state, _flat_like(leaves, members), comm)
-            for i, part in zip(members, from_vectors([flat], [leaves[i] for i in members]), strict=True):
-                out[i] = part
+        for (members, part), bucket_state in zip(parts(structure.unflatten(leaves)), state, strict=True):
+            write(out, members, held_by(reducer, bucket_state, part, comm))
         return structure.unflatten(out)
 
     return Reducer(
@@ -83,10 +104,6 @@ def bucketed(reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_byt
         law=reducer.law,
         held=held,
         for_feedback=lambda: bucketed(
-            feedback_form(reducer), bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
+            feedback_form(reducer), bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=flat
         ),
     )
-
-
-def _flat_like(leaves: list, members: list[int]) -> jax.ShapeDtypeStruct:
-    return vector_likes([leaves[i] for i in members])[0]

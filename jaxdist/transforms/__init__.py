@@ -1,5 +1,7 @@
 """optax transformations that communicate, or that make communication safe."""
 
+from .accumulate import AccumulateState as AccumulateState
+from .accumulate import accumulate as accumulate
 from .all_reduce import all_reduce as all_reduce
 from .compact_state import compact_state as compact_state
 from .gossip import Method as Method

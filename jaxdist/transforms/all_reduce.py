@@ -1,6 +1,6 @@
 """The line of an optax chain that talks to the other workers."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -21,7 +21,11 @@ class AllReduceState(NamedTuple):
 
 
 def all_reduce(
-    reducer: Reducer, *, axis: AxisNames = "data", specs: PyTree | None = None
+    reducer: Reducer,
+    *,
+    axis: AxisNames = "data",
+    specs: PyTree | None = None,
+    divisor: Literal["active", "workers"] = "active",
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the mean that the reducer makes of all of them.
 
@@ -39,6 +43,9 @@ def all_reduce(
       specs: a tree of `PartitionSpec` like the parameters, for meshes with further axes that the compiler shards
         (tensor parallelism): the reducer then runs on each shard by itself. The state must be made by `init_state` (or
         under `jax.set_mesh`), which knows how large the shards are.
+      divisor: what `examples` means. `"active"`: the mean over all examples, `Σ n_w g_w / Σ n_w`; workers without any
+        have left. `"workers"`: they stay in the mean with a gradient of zero, `Σ_{n_w > 0} g_w / W`, so that the
+        step gets smaller as workers finish: what PyTorch does unless told otherwise.
 
     Returns:
       A gradient transformation. Its `update` takes `examples=`, the number of real examples behind this worker's
@@ -46,8 +53,8 @@ def all_reduce(
       update is zero and the state stays as it is.
 
     Raises:
-      ValueError: at trace time, if a leaf is not floating, not varying over the axis, or `Sharded`; if the axis is not
-        bound; if the mesh has further axes and the reducer would gather them.
+      ValueError: the divisor is unknown; at trace time, if a leaf is not floating, not varying over the axis, or
+        `Sharded`; if the axis is not bound; if the mesh has further axes and the reducer would gather them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -61,6 +68,8 @@ def all_reduce(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
+    if divisor not in ("active", "workers"):
+        raise ValueError(f'divisor must be "active" or "workers", got {divisor!r}')
 
     def init(params):
         check_leaves(params)
@@ -83,9 +92,13 @@ def all_reduce(
             reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
             return reduced.mean, new_state
 
-        examples = None if examples is None else jnp.asarray(examples, jnp.float32)
+        if examples is not None:
+            counted = jnp.asarray(examples) if divisor == "active" else jnp.asarray(examples) > 0
+            examples = counted.astype(jnp.float32)
         plain = reducer.plain and specs is None
-        mean, reducer_state, some = reduce_weighted(reduce, updates, state.reducer, comm, examples, plain=plain)
+        mean, reducer_state, some = reduce_weighted(
+            reduce, updates, state.reducer, comm, examples, plain=plain, divide=divisor == "active"
+        )
         return mean, AllReduceState(reducer_state, state.empty + jnp.where(some, 0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)

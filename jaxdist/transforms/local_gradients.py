@@ -65,6 +65,7 @@ def reduce_weighted(
     examples: Array | None,
     *,
     plain: bool,
+    divide: bool = True,
 ) -> tuple[Updates, State, Array | bool]:
     """The mean of updates weighted by `examples / mean(examples)`, four bytes more on the wire.
 
@@ -75,6 +76,7 @@ def reduce_weighted(
       comm: the group.
       examples: how many are behind this worker's updates; `None`: all workers count alike.
       plain: whether the count may ride along with the updates.
+      divide: whether to divide by the mean number of examples; otherwise weights are the examples themselves.
 
     Returns:
       The mean and the new state, and whether there was any example: if not, the mean is zero and the state the old one.
@@ -85,10 +87,10 @@ def reduce_weighted(
     if plain:
         (mean, count), new_state = reduce((scale(updates, examples), comm.varying(examples)), state)
         some = count > 0
-        mean = scale(mean, 1 / jnp.where(some, count, 1))
+        mean = scale(mean, 1 / jnp.where(some, count, 1)) if divide else mean
     else:
         weight, some = weight_of(examples, comm)
-        mean, new_state = reduce(scale(updates, weight), state)
+        mean, new_state = reduce(scale(updates, weight if divide else examples), state)
     mean = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), mean)
     return mean, jax.tree.map(lambda new, old: jnp.where(some, new, old), new_state, state), some
 

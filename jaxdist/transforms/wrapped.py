@@ -35,8 +35,8 @@ def wrapped_communication(state: PyTree) -> str | None:
     """Why a state cannot work, if such a wrapper holds a transformation that communicates."""
     advice = {
         optax.MultiStepsState: "optax.MultiSteps around a transformation that communicates accumulates gradients that "
-        "differ between workers: use local_value_and_grad(loss, micro_batches=k), or put MultiSteps after all_reduce "
-        "in the chain",
+        "differ between workers: use local_value_and_grad(loss, micro_batches=k), accumulate(tx, k) for k calls of "
+        "the step, or put MultiSteps after all_reduce in the chain",
         optax.ApplyIfFiniteState: "optax.apply_if_finite around a transformation that communicates lets each worker "
         "decide for itself, and those that communicate wait for ever: use skip_nonfinite(tx), or put apply_if_finite "
         "after all_reduce in the chain",

@@ -7,6 +7,7 @@ Prints, as JSON, how far this process's part of each state is from the simulated
 
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from laws import CASES
 from laws_run import State, gradients, params, train_step
+from uneven import report
 
 import jaxdist as jd
 
@@ -81,10 +83,11 @@ def main():
         axis = "data" if case.levels == 1 else tuple(PODS)
         levels[case.levels][name] = optax.chain(jd.all_reduce(case.make(), axis=axis), optax.sgd(1.0))
     guarded = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.adam(0.1)))
-    found = compare({**levels[1], "skip_nonfinite": guarded}, "data", jd.make_mesh(), WORKERS)
+    found: dict[str, Any] = compare({**levels[1], "skip_nonfinite": guarded}, "data", jd.make_mesh(), WORKERS)
     found |= compare(levels[2], tuple(PODS), jd.make_mesh(PODS), PODS)
     placed = jd.place({"w": jnp.arange(3.0), "e": jd.PerWorker(jnp.ones(2))}, jd.make_mesh())
     assert [shard.data.shape for shard in placed["e"].value.addressable_shards] == [(1, 2)] * LOCAL
+    found["uneven"] = report(jd.make_mesh())
     print("RESULT " + json.dumps(found), flush=True)
 
 

@@ -1,0 +1,88 @@
+"""Processes of two devices each, whose batches and values differ: what each of them saw."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdist as jd
+
+BATCHES = (2, 5)  # of each process
+LIKE = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+
+
+def batches(process):
+    return [np.full((2, 3), 10 * process + number + 1, np.float32) for number in range(BATCHES[process])]
+
+
+def train(mesh, process, divisor):
+    """SGD on a linear loss: each step moves by the mean of the batches that there are."""
+    tx = optax.chain(jd.recipes.ddp(divisor=divisor), optax.sgd(1.0))
+
+    def step(state, data):
+        batch, examples = data
+        _, gradient = jd.local_value_and_grad(lambda p, x: jnp.mean(x @ p))(state["p"], batch)
+        updates, opt = tx.update(gradient, state["opt"], state["p"], examples=examples[0])
+        return {"p": optax.apply_updates(state["p"], updates), "opt": opt}, {}
+
+    run = jd.distribute(step, mesh)
+    state = jd.init_state(lambda: {"p": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}, mesh)
+    path = [0.0]
+    for data in jd.join(batches(process), LIKE, mesh):
+        state, _ = run(state, data)
+        path.append(float(state["p"][0]))
+    return np.diff(path).tolist(), int(jd.stats(state["opt"])["empty"])
+
+
+def seen(mesh, source, **options):
+    """The first entry of each batch of this process and the examples of all, and how it ended."""
+    found, ended = [], "well"
+    try:
+        for batch, examples in jd.join(source, LIKE, mesh, **options):
+            here = float(np.asarray(batch.addressable_shards[0].data)[0, 0])
+            found.append((here, np.asarray(jax.device_get(examples.addressable_shards[0].data)).tolist()))
+    except ValueError as error:
+        ended = str(error)
+    return found, ended
+
+
+def raised(function, *args, **options):
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def report(mesh):
+    process = jax.process_index()
+    found: dict[str, Any] = {divisor: train(mesh, process, divisor) for divisor in ("active", "workers")}
+    found["lengths"] = seen(mesh, batches(process))
+    found["streams"] = seen(mesh, iter(batches(process)))
+    found["mixed"] = seen(mesh, iter(batches(process)) if process else batches(process), ahead=3)
+    for way in ("stop", "raise"):
+        found[way] = seen(mesh, batches(process), on_uneven=way)
+        found[f"{way} stream"] = seen(mesh, iter(batches(process)), on_uneven=way, ahead=2)
+
+    odd = {
+        "w": np.arange(3.0),
+        "layer": {"b": jnp.full(2, -0.0 if process else 1.5, jnp.bfloat16), "flag": np.array(bool(process))},
+        "key": jax.random.key(process),
+    }
+    found["differs"] = raised(jd.parallel.assert_same, odd)
+    for source in range(2):
+        same = jd.broadcast(odd, source=source)
+        jd.parallel.assert_same(same)
+        found[f"from {source}"] = [
+            np.signbit(np.asarray(same["layer"]["b"], np.float32)).tolist(),
+            same["layer"]["flag"].tolist(),
+            jax.random.key_data(same["key"]).tolist(),
+            isinstance(same["w"], np.ndarray) and isinstance(same["layer"]["b"], jax.Array),
+        ]
+    found["shape"] = raised(jd.broadcast, {"w": np.ones(3 + process)})
+    found["structure"] = raised(jd.parallel.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
+    placed = jd.place({"w": jnp.ones(3)}, mesh)
+    found["placed"] = raised(jd.broadcast, placed)
+    return found

@@ -1,0 +1,277 @@
+"""PyTorch's DDP: buckets, unused leaves, the dtype on the wire, accumulation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P, lax
+from tiny import TrainState, assert_close, batch, fresh, loss, make_step, params
+
+import jaxdist as jd
+
+
+def with_head():
+    return {**params(), "head": {"kernel": jnp.ones((40, 50)), "bias": jnp.ones(50)}}
+
+
+MASK = {"b": False, "w": False, "head": {"kernel": True, "bias": True}}
+SIZE = 4 * (4 + 24)
+
+
+# ---- unused leaves
+
+
+def scanned(p, x):
+    def body(carry, layer):
+        return jnp.tanh(carry @ layer["w"]), None
+
+    return jnp.sum(lax.scan(body, x, {"w": p["layers"], "idle": p["idle"]})[0])
+
+
+def branched(p, x):
+    return jnp.sum(lax.cond(x[0, 0] > 0, lambda: x @ p["layers"][0], lambda: x * p["b"][None]))
+
+
+def checkpointed(p, x):
+    return jnp.sum(jax.checkpoint(jax.jit(lambda w: jnp.sin(x @ w)))(p["layers"][1]))
+
+
+def stopped(p, x):
+    return jnp.sum(x * p["b"][None] + lax.stop_gradient(x @ p["layers"][0]))
+
+
+def carried(p, x):
+    """What a loop hands from one carry to the other; another carry goes round by itself."""
+
+    def body(carry, _):
+        _, right, apart = carry
+        return (right, right * p["b"][0], apart * 2), None
+
+    return lax.scan(body, (x[0, 0], p["idle"][0, 0], p["layers"][0, 0, 0]), None, length=3)[0][0]
+
+
+def averaged(p, x):
+    return lax.pmean(jnp.sum(x * p["b"][None]), "data")
+
+
+@pytest.mark.parametrize(
+    ("objective", "used"),
+    [
+        (scanned, "layers"),
+        (branched, "layers b"),
+        (checkpointed, "layers"),
+        (stopped, "b"),
+        (carried, "b idle"),
+        (averaged, "b"),
+        (lambda p, x: jnp.sum(x), ""),
+    ],
+)
+def test_leaves_without_gradient_are_found(objective, used):
+    p = {"layers": jnp.ones((3, 4, 4)), "idle": jnp.ones((3, 2)), "b": jnp.ones(4)}
+    found = jd.parallel.unused(objective, p, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    assert found == {name: name not in used.split() for name in p}
+
+
+def test_unused_with_aux_and_errors():
+    p = jax.eval_shape(with_head)
+    assert jd.parallel.unused(lambda p, d: (loss(p, d), p["head"]), p, batch(), has_aux=True) == MASK
+    with pytest.raises(ValueError, match=r"one number, got shape \(6,\)"):
+        jd.parallel.unused(lambda p: p["w"].sum(1), params())
+
+
+# ---- the recipe
+
+
+def reduced_by(mesh, tx, start, data, objective=loss, **options):
+    """The program of one step and the state after it."""
+
+    def build():
+        return TrainState(start(), tx.init(start()))
+
+    step = make_step(tx, grad=jd.local_value_and_grad(objective, **options))
+    program = jd.distribute(step, mesh, donate=False).lower(jd.init_state(build, mesh), data).compile()
+    sharding = jax.NamedSharding(mesh, P("data"))
+    return program, program(jd.init_state(build, mesh), jax.device_put(data, sharding))[0]
+
+
+def sent(program):
+    return sum(op.bytes for op in jd.analysis.collectives(program).ops) - 4  # without the loss
+
+
+def test_unused_leaves_cost_nothing_and_stay(mesh):
+    mask = jd.parallel.unused(loss, with_head(), batch())
+    assert mask == MASK
+    rest = optax.masked(optax.adamw(0.1), jax.tree.map(lambda x: not x, mask))
+    program, state = reduced_by(mesh, optax.chain(jd.recipes.ddp(unused=mask), rest), with_head, batch())
+    whole, other = reduced_by(mesh, optax.chain(jd.recipes.ddp(), rest), with_head, batch())
+    assert (sent(program), sent(whole)) == (SIZE, SIZE + 4 * 2050)
+    assert_close(state.params, other.params, 0)
+    assert_close(state.params["head"], with_head()["head"], 0)
+
+
+def all_used(p, data):
+    return (
+        loss(p, data)
+        + jnp.mean(p["head"]["kernel"] ** 2) * data["x"].mean()
+        + jnp.mean(p["head"]["bias"]) * data["x"].max()
+    )
+
+
+def test_buckets_are_messages_and_change_nothing(mesh):
+    """Equal to the plain mean, and to one worker with the whole batch."""
+    plain = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+    single, found = reduced_by(mesh, plain, with_head, batch(), all_used)
+    tx = optax.chain(jd.recipes.ddp(bucket_bytes=4000, first_bucket_bytes=100), optax.sgd(0.1))
+    program, state = reduced_by(mesh, tx, with_head, batch(), all_used)
+    assert_close(state.params, found.params, 1e-6)
+    assert sent(program) == sent(single)
+    # b and w close the first bucket, the kernel and the bias of the head have each one of their own
+    messages = [sum(op.messages for op in jd.analysis.collectives(one).ops) for one in (single, program)]
+    assert messages[1] - messages[0] == 2
+
+
+# ---- what travels: 16 bits, and any hook
+
+
+def mean_of(tx, gradients):
+    """The mean that 8 workers find, and the bytes of its program; gradients `[8, *s]`."""
+
+    def one(rows):
+        gradient = jax.tree.map(lambda x: x[0], rows)
+        return tx.update(gradient, tx.init(gradient))[0]
+
+    mesh = jd.make_mesh({"data": 8})
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    program = step.lower(gradients).compile()
+    return step(gradients), jd.analysis.collectives(program)
+
+
+def test_float16_on_the_wire_is_divided_before_it_is_added():
+    """Integers below 2048 / W are exact; a sum of eight times 57344 would be infinite."""
+    rows = np.random.default_rng(0).integers(-256, 257, (8, 5, 40)).astype(np.float32) * 8
+    large = np.full((8, 8), 57344, np.float32)
+    found, sent = mean_of(jd.recipes.ddp(reduce_dtype=jnp.float16), {"w": rows, "large": large})
+    np.testing.assert_array_equal(found["w"], rows.mean(0))
+    np.testing.assert_array_equal(found["large"], large[0])
+    assert [(op.kind, op.dtype, op.bytes) for op in sent.ops] == [("all-reduce", "float16", 2 * 208)]
+
+
+def test_a_matrix_stays_one_for_power_sgd():
+    """Rank 4 of 4 columns: the mean itself. Buckets of a flat vector would not be compressed at all."""
+    rng = np.random.default_rng(0)
+    rows = {name: rng.standard_normal((8, 64, 32)).astype(np.float32) for name in "ab"}
+    low_rank = {name: x[..., :4] @ rng.standard_normal((4, 32)).astype(np.float32) for name, x in rows.items()}
+    tx = jd.recipes.ddp(jd.power_sgd(rank=4), bucket_bytes=8000, first_bucket_bytes=None)
+    found, sent = mean_of(tx, low_rank)
+    # One shared right factor: the mean has rank 4.
+    np.testing.assert_allclose(found["a"], low_rank["a"].mean(0), atol=1e-4)
+    assert sum(op.bytes for op in sent.ops) == 2 * 4 * 4 * (64 + 32)
+
+
+def test_what_the_recipe_refuses():
+    with pytest.raises(ValueError, match="leave reduce_dtype out"):
+        jd.recipes.ddp(jd.exact(), reduce_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, got 0"):
+        jd.recipes.ddp(bucket_bytes=0)
+    with pytest.raises(ValueError, match="unused says nothing of the leaf 'w'"):
+        jd.recipes.ddp(unused={"b": True}).init(params())
+    by_name: Any = jd.recipes.ddp(unused=lambda path, leaf: path == "w").init(params())
+    assert sorted(by_name.reducer) == [False]
+
+
+# ---- accumulation over calls of the step
+
+
+def chain():
+    return optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1, momentum=0.9))
+
+
+def told_step(tx):
+    def step(state, data, sync=None):
+        _, gradient = jd.local_value_and_grad(loss)(state.params, data)
+        updates, opt = tx.update(gradient, state.opt, state.params, sync=sync)
+        return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def accumulated(mesh):
+    """The programs: by the count, without and with a sync; and the states after four calls, two for an update."""
+    tx = jd.accumulate(chain(), 2)
+    run = jd.distribute(told_step(tx), mesh, static_argnames=("sync",), donate=False)
+    start = fresh(tx, mesh)
+    programs = {sync: run.lower(start, batch(), sync=sync).compile() for sync in (None, False, True)}
+    states = {}
+    for way in ("counted", "told"):
+        state = start
+        for number in range(4):
+            data = jax.device_put(batch(seed=number), jax.NamedSharding(mesh, P("data")))
+            state, _ = programs[None if way == "counted" else bool(number % 2)](state, data)
+            states[way, number] = state
+    return programs, start, states
+
+
+def test_k_calls_are_one_step_of_all_examples(accumulated):
+    _, start, states = accumulated
+    reference, tx = start.params, optax.sgd(0.1, momentum=0.9)
+    opt = tx.init(reference)
+    for number in (0, 2):
+        data = jax.tree.map(lambda *x: np.concatenate(x), batch(seed=number), batch(seed=number + 1))
+        updates, opt = tx.update(jax.jit(jax.grad(loss))(reference, data), opt)
+        reference = optax.apply_updates(reference, updates)
+    assert_close(states["counted", 3].params, reference, 1e-6)
+    assert_close(states["told", 3], states["counted", 3], 0)
+
+
+def test_between_syncs_nothing_moves(accumulated):
+    _, start, states = accumulated
+    for number in (0, 2):
+        state = states["counted", number]
+        before = states["counted", number - 1] if number else start
+        assert_close((state.params, state.opt.inner), (before.params, before.opt.inner), 0)
+        assert np.ptp(np.asarray(state.opt.total.value["w"]), axis=0).max() > 1e-3
+    assert not np.asarray(states["counted", 3].opt.total.value["w"]).any()
+
+
+def test_the_other_calls_send_nothing(accumulated):
+    programs, *_ = accumulated
+
+    def sent(sync, branch):
+        return [(op.kind, op.bytes) for op in jd.analysis.collectives(programs[sync], branch=branch).ops]
+
+    assert sent(None, "min") == sent(False, "max") == []
+    assert sent(None, "max") == sent(True, "max") == [("all-reduce", SIZE)]
+
+
+def test_accumulated_examples_weigh_calls_and_workers():
+    """The mean over all examples of all calls."""
+    tx = jd.accumulate(jd.all_reduce(jd.exact()), 2)
+
+    def one(gradients, counts):
+        state = tx.init(gradients[0])
+        for gradient, count in zip(gradients, counts, strict=True):
+            updates, state = tx.update(gradient, state, examples=count)
+        return updates
+
+    gradients = np.arange(16, dtype=np.float32).reshape(4, 2, 2) + 1
+    counts = np.array([[1, 2], [3, 0], [0, 0], [2, 5]], np.float32)
+    found = jax.jit(jax.vmap(one, axis_name="data"))(gradients, counts)
+    wanted = (gradients * counts[..., None]).sum((0, 1)) / counts.sum()
+    np.testing.assert_allclose(found, np.broadcast_to(wanted, (4, 2)), rtol=1e-6)
+
+
+def test_what_accumulate_refuses(mesh):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        jd.accumulate(chain(), 0)
+    tx = jd.accumulate(jd.all_reduce(jd.exact(), axis=None), axis=None)
+    with pytest.raises(ValueError, match="pass sync=True or False"):
+        tx.update(params(), tx.init(params()))
+    with pytest.raises(ValueError, match="must be static"):
+        tx.update(params(), tx.init(params()), sync=jnp.array(True))
+    tx = optax.MultiSteps(chain(), 2)
+    with pytest.raises(ValueError, match=r"accumulate\(tx, k\)"):
+        jd.distribute(make_step(tx), mesh)(fresh(tx, mesh), batch())
