@@ -23,6 +23,7 @@ from .parallel import broadcast as broadcast
 from .parallel import distribute as distribute
 from .parallel import evaluate as evaluate
 from .parallel import global_batch as global_batch
+from .parallel import initialize as initialize
 from .parallel import join as join
 from .parallel import local_value_and_grad as local_value_and_grad
 from .parallel import make_mesh as make_mesh

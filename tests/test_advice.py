@@ -1,6 +1,10 @@
 """`jaxdist advise`: what is predicted for links that are told, and what is measured of those that are here."""
 
 import math
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +96,51 @@ def test_advise_says_what_to_take(capsys):
     assert "Take f16: 2.0 times as fast, 2 times fewer bytes." in capsys.readouterr().out
     assert cli.main([*small, "--link", "400gbit"]) == 0
     assert "Stay with exact: compression will lose here, it starts to pay below" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_measure_their_link():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        sys.executable,
+        "-c",
+        "from jaxdist.cli import main; raise SystemExit(main())",
+        "advise",
+        "--workload",
+        "digits",
+        "--model",
+        "convnet:4",
+    ]
+    command += ["--batch", "16", "--reducers", "exact", "ef:sign"]
+    told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    children = [
+        subprocess.Popen(command, env=os.environ | told | {"JAX_PROCESS_ID": str(n)}, stdout=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    printed = [child.communicate(timeout=300)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    assert "2 workers, links of" in printed[0]
+    assert "exact:" in printed[0]
+    assert "workers" not in printed[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "are set together"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "is not below"),
+        ({"SLURM_NTASKS": "2"}, "this job has several processes"),
+    ],
+)
+def test_initialize_refuses(variables, message, monkeypatch):
+    assert jax.devices()
+    assert not jd.initialize()  # JAX runs already, and there is nobody else
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        jd.initialize()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ import jax
 from rich.table import Table
 
 from ..analysis import cost, measure_link
-from ..parallel import make_mesh
+from ..parallel import initialize, make_mesh
 from ..workloads import advice, parse, plots
 from .running import new_console
 
 NOTE = (
-    "Bytes: sent by one worker, from the traced step. Coding: measured on this device, for so many workers. Step: the\n"
-    "model's own work, coding and network, one after the other; hidden: with communication behind the model's work.\n"
-    "Break-even: a link slower than this is where the method beats the first one."
+    "Bytes: sent by one worker, from the traced step. Coding: timed on this device.\n"
+    "Step: the model's own work, coding and network, one after the other.\n"
+    "Hidden: with communication behind the model's own work, as far as it goes.\n"
+    "Break-even: on slower links than this the method beats the first one."
 )
 
 
@@ -25,7 +26,9 @@ class Advise:
     """The options of `jaxdist advise`."""
 
     link: str | None = None
-    """Bandwidth and latency of the links, as in 100mbit,20ms. The default is to measure those of the devices here."""
+    """Bandwidth and latency of the links, as in 100mbit,20ms. The default is to measure those between the processes of
+    this job (Slurm, Open MPI, Kubernetes, TPU pods, or the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID), or between the accelerators here."""
     workers: int | None = None
     """How many workers; by default all devices of all processes, or 8 with --link."""
     reducers: tuple[str, ...] = advice.METHODS
@@ -45,14 +48,15 @@ class Advise:
 def advise(chosen: Advise) -> None:
     """Measures, or takes what it is told, and prints a table and what follows from it."""
     console = new_console()
+    several = chosen.link is None and initialize()
     workload = parse.parse_workload(chosen.workload, chosen.model)
     if chosen.link is not None:
         link, workers = advice.parse_link(chosen.link), chosen.workers or 8
-    elif jax.process_count() > 1:
+    elif several or (jax.device_count() > 1 and jax.default_backend() != "cpu"):
         workers = chosen.workers or jax.device_count()
         link = measure_link(make_mesh({advice.AXIS: jax.device_count()}), axis=advice.AXIS)
     else:
-        raise ValueError("this process has no other to measure a link to: say --link, as in --link 100mbit,20ms")
+        raise ValueError("there is no other worker here to measure a link to: say --link, as in --link 100mbit,20ms")
     if chosen.compute is not None and chosen.compute <= 0:
         raise ValueError(f"--compute must be positive, got {chosen.compute}")
     compute = chosen.compute and chosen.compute / 1e3
@@ -60,6 +64,8 @@ def advise(chosen: Advise) -> None:
         compute = advice.compute_seconds(workload, chosen.optimizer, max(1, chosen.batch // workers))
     settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
     found = advice.predict(workload, chosen.reducers, **settings, link=link, compute=compute)
+    if jax.process_index():
+        return  # all have measured; one speaks
     console.print(f"\n{workers} workers, {_spell(link)}, {1e3 * compute:,.0f} ms of the model's own work", style="dim")
     console.print(_table(found))
     console.print("\n".join(verdict(found, link)), highlight=False, soft_wrap=True)

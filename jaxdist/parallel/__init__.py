@@ -11,6 +11,7 @@ from .gathered import gathered as gathered
 from .gathered import gathered_scan as gathered_scan
 from .gathered import shard as shard
 from .grads import local_value_and_grad as local_value_and_grad
+from .initialize import initialize as initialize
 from .join import join as join
 from .layers import forward_order as forward_order
 from .mesh import global_batch as global_batch
