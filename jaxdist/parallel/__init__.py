@@ -1,5 +1,8 @@
 """Running a step written as one worker sees it: on a mesh, or simulated."""
 
+from ._rolling import TickTock as TickTock
+from ._rolling import TickTockState as TickTockState
+from ._rolling import Wave as Wave
 from .agreement import disagreement as disagreement
 from .any_batch import any_batch as any_batch
 from .cross_gradients import cross_value_and_grad as cross_value_and_grad
@@ -23,4 +26,6 @@ from .pipelined import pipelined as pipelined
 from .same import assert_same as assert_same
 from .same import broadcast as broadcast
 from .simulate import simulate as simulate
+from .tick_tock import Layered as Layered
+from .tick_tock import tick_tock as tick_tock
 from .unused import unused as unused

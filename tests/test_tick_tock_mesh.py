@@ -1,0 +1,114 @@
+"""Two waves at a time on several workers: bytes, a state that is saved in the middle, and a GPT."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import TrainState, assert_close
+from waves import data, embed, head, layer, loss, params
+
+import jaxdist as jd
+from jaxdist import analysis
+from jaxdist.parallel import Layered
+from jaxdist.workloads import gpt
+
+WORKERS, EXAMPLES = 2, 16
+REDUCED = jd.all_reduce(jd.exact())
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return jd.make_mesh({"data": WORKERS}, devices=jax.devices()[:WORKERS])
+
+
+def paired(state, waves):
+    """The metrics are left out, which would be an all-reduce of their own."""
+    _, grads = jd.tick_tock(layer, head, embed=embed)(state.params, waves)
+    updates, opt = optax.chain(REDUCED, optax.sgd(0.1)).update(grads, state.opt, state.params)
+    return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+
+def rolling(reducer=None):
+    tx = optax.chain(jd.all_reduce(reducer) if reducer else REDUCED, optax.adam(0.01))
+    return jd.tick_tock(layer, head, tx, embed=embed, mode="rolling")
+
+
+def make(wave, start):
+    def step(state, batch):
+        new, value = wave.step(state["wave"], batch)
+        return {"wave": new}, {"loss": jax.lax.pmean(value, "data")}
+
+    part = jax.eval_shape(lambda: data(0, EXAMPLES // WORKERS))
+    return step, lambda: {"wave": wave.init(start(), part)}
+
+
+def test_pair_on_a_mesh(pair):
+    """One all-reduce of the gradients for two waves."""
+    tx = optax.chain(REDUCED, optax.sgd(0.1))
+    waves = (data(0, EXAMPLES), data(1, EXAMPLES))
+    step = jd.distribute(paired, pair)
+    state = jd.place(TrainState(params(), tx.init(params())), pair)
+    program = step.lower(state, waves).compile()
+    found = analysis.collectives(program)
+    assert [(op.kind, op.count) for op in found.ops] == [("all-reduce", 1)]
+    assert found.wire_bytes == 4 * sum(x.size for x in jax.tree.leaves(params()))
+    state, _ = program(state, waves)
+    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *waves)
+    g = jax.grad(loss)(params(), whole)
+    assert_close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params(), g), 1e-6)
+
+
+def test_rolling_on_a_mesh(pair, tmp_path):
+    """One all-reduce a wave; saved between two calls and restored, it goes on to the bit; simulated, the same."""
+    step, make_state = make(rolling(jd.error_feedback(jd.power_sgd(rank=2))), params)
+    run = jd.distribute(step, pair)
+    state = jd.init_state(make_state, pair)
+    simulated, apart = jd.simulate(step, WORKERS), jd.place(make_state(), WORKERS)
+    for seed in range(3):
+        state, metrics = run(state, data(seed, EXAMPLES))
+        apart, expected = simulated(apart, data(seed, EXAMPLES))
+    assert_close((state, metrics), (apart, expected), 1e-5)
+    jd.checkpoint.save(tmp_path, state, 3)
+    restored = jd.checkpoint.restore(tmp_path, jd.init_state(make_state, pair))
+    for seed in range(3, 5):
+        state, _ = run(state, data(seed, EXAMPLES))
+        restored, _ = run(restored, data(seed, EXAMPLES))
+    assert_close(restored, state, 0)
+
+
+def test_bytes_of_rolling(pair):
+    wave = rolling()
+    _, make_state = make(wave, params)
+    run = jd.distribute(lambda state, batch: ({"wave": wave.step(state["wave"], batch)[0]}, {}), pair)
+    found = analysis.collectives(run.lower(jd.init_state(make_state, pair), data(0, EXAMPLES)).compile())
+    assert [(op.kind, op.count) for op in found.ops] == [("all-reduce", 1)]
+    assert found.wire_bytes == 4 * sum(x.size for x in jax.tree.leaves(params()))
+
+
+def test_a_whole_gpt():
+    """The three parts of the parameters get the gradients of the plain loss."""
+    config = gpt.GPTConfig(layers=2, width=16, heads=2, context=8)
+    start = gpt.init(config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, size=(4, 9), dtype=np.uint8)
+
+    def apply(method):
+        return lambda params, x: gpt.GPT(config).apply({"params": params}, x, method=method)
+
+    def final(params, x, tokens):
+        logits = apply(gpt.GPT.head)(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].astype(jnp.int32)).mean()
+
+    def split(params):
+        blocks = [params[f"block_{number}"] for number in range(config.layers)]
+        ends = [{name: params[name] for name in names} for names in (("tokens", "positions"), ("final_norm", "out"))]
+        return Layered(ends[0], jax.tree.map(lambda *x: jnp.stack(x), *blocks), ends[1])
+
+    wave = jd.tick_tock(
+        lambda params, x: gpt.Block(config).apply({"params": params}, x),
+        final,
+        embed=lambda params, tokens: apply(gpt.GPT.embed)(params, tokens[:, :-1].astype(jnp.int32)),
+    )
+    value, grads = jax.jit(wave)(split(start), (tokens[:2], tokens[2:]))
+    expected = jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, tokens)))(start)
+    assert_close((value, grads), (expected[0], split(expected[1])), 1e-5)
