@@ -1,10 +1,13 @@
 """Two waves at a time: the gradients of one after the other, and the memory of one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Var
 from tiny import assert_close
 from waves import LAYERS, WIDTH, data, embed, head, layer, loss, params, separate, together
 
@@ -105,7 +108,7 @@ def test_rolling_equals_delayed_gradients(unroll):
     found = state.params if unroll else separate(state.params)
     assert_close(found, expected, 0)
     assert_close(losses, values, 1e-6)
-    wrong, _ = delayed(tx, BATCHES, len(BATCHES), stale=False)
+    wrong: Any = delayed(tx, BATCHES, len(BATCHES), stale=False)[0]
     assert not np.allclose(found.layers[0]["w"], wrong.layers[0]["w"], atol=1e-5)
     assert not state.pending
 
@@ -186,7 +189,7 @@ def test_independence():
         for equation in body.eqns:
             data_inputs = {"dynamic_index_in_dim": 1, "dynamic_update_index_in_dim": 2}
             known = None if numbers else data_inputs.get(equation.params.get("name"))
-            if any(v in reached for v in equation.invars[:known] if isinstance(v, jax.extend.core.Var)):
+            if any(v in reached for v in equation.invars[:known] if isinstance(v, Var)):
                 reached.update(equation.outvars)
         assert body.outvars[0] in reached
         assert [v in reached for v in body.outvars[1:3]] == expected

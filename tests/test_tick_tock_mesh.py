@@ -1,5 +1,7 @@
 """Two waves at a time on several workers: bytes, a state that is saved in the middle, and a GPT."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +88,7 @@ def test_a_whole_gpt():
         return lambda params, x: gpt.GPT(config).apply({"params": params}, x, method=method)
 
     def final(params, x, tokens):
-        logits = apply(gpt.GPT.head)(params, x)
+        logits: Any = apply(gpt.GPT.head)(params, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].astype(jnp.int32)).mean()
 
     def split(params):
