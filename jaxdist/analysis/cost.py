@@ -142,7 +142,7 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
 def of_mesh(chip: str, mesh: Mesh) -> Cluster:
     """The cluster of a mesh of `pods.tpu` or `pods.gpu`, with the places of its devices."""
     devices = list(mesh.devices.flat)
-    if hasattr(devices[0], "coords"):
+    if chip in _ICI:
         slices = [getattr(device, "slice_index", None) or 0 for device in devices]
         several = len(set(slices)) > 1
         places = [(*([part] if several else []), *device.coords) for part, device in zip(slices, devices)]

@@ -10,6 +10,7 @@ import tyro
 from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .options import Compare, Train
+from .plan import Plan, plan
 from .running import set_up
 from .topology import ShowTopology, show
 from .train import train
@@ -22,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: what follows `jaxdist`; None for those of this process.
 
     Returns:
-      The exit code: 0, or 2 for arguments that cannot work, with one line on stderr that says why. With
-      `JAXDIST_TRACEBACK=1` in the environment they raise instead.
+      The exit code: 0, 1 for a plan that does not fit, or 2 for arguments that cannot work, with one line on stderr
+      that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
     """
     chosen = tyro.cli(
         _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(show(chosen)))
         elif isinstance(chosen, Advise):
             advise(chosen)
+        elif isinstance(chosen, Plan):
+            return plan(chosen)
         elif isinstance(chosen, Train):
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
@@ -54,9 +57,11 @@ def _subcommands() -> Any:
     train = command(Train, "train", "Trains one model on all devices and compares it with plain all-reduce.")
     compare = command(Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes.")
     advised = command(Advise, "advise", "What to send over given links: bytes, predicted step times, break-even.")
+    planned = command(Plan, "plan", "What a run would take on TPUs or GPUs that are not here: memory, bytes, time.")
     return (
         train
         | compare
         | advised
+        | planned
         | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
     )

@@ -39,6 +39,14 @@ SIZES = {
     "small": GPTConfig(layers=6, width=256, heads=8, context=256),
     "medium": GPTConfig(layers=12, width=512, heads=8, context=512),
     "large": GPTConfig(layers=12, width=768, heads=12, context=1024),
+    # By their parameters, for machines that have the memory: twelve width² a layer, and hardly more for bytes.
+    "125m": GPTConfig(layers=18, width=768, heads=12, context=2048),
+    "350m": GPTConfig(layers=28, width=1024, heads=16, context=2048),
+    "1b": GPTConfig(layers=20, width=2048, heads=16, context=2048),
+    "3b": GPTConfig(layers=26, width=3072, heads=24, context=2048),
+    "7b": GPTConfig(layers=35, width=4096, heads=32, context=2048),
+    "13b": GPTConfig(layers=41, width=5120, heads=40, context=2048),
+    "70b": GPTConfig(layers=87, width=8192, heads=64, context=2048),
 }
 
 

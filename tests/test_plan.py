@@ -1,0 +1,125 @@
+"""`jaxdist plan`: the step of `jaxdist train`, weighed for machines that are not here."""
+
+import jax
+import pytest
+
+import jaxdist as jd
+from jaxdist.analysis import Span, base, cost
+from jaxdist.cli import main
+from jaxdist.workloads import methods, offloaded, parse, planned, planned_plots, train
+
+MODEL = "gpt:tiny"
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return parse.parse_workload("text", MODEL)
+
+
+@pytest.fixture
+def four(monkeypatch):
+    """Four CPU devices in the place of chips of an own kind, two nodes of two."""
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    chip = cost.CHIPS["h100"]._replace(name="own")
+    places = cost.cluster(chip, [(cost.NETWORK, 2), (cost.NVLINK, 2)])
+
+    def become(**changed):
+        monkeypatch.setattr(planned, "mesh_of", lambda target, num_slices=1: (chip._replace(**changed), mesh))
+        monkeypatch.setattr(cost, "of_mesh", lambda name, mesh: places)
+        return mesh
+
+    become()
+    return become
+
+
+@pytest.mark.parametrize("spelled", ["ef:power_sgd:2", "zero:3"])
+def test_it_is_the_step_that_train_runs(four, workload, spelled):
+    mesh, method = four(), methods.parse_method(spelled, "adam:1e-3")
+    found = planned.plan("own", workload, method, batch_size=8)
+    run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8)
+    assert found.wire_bytes == run.wire_bytes > 0
+    assert found.parameters == run.parameters
+    held = {"parameters": run.state.params, "optimizer state": run.state.opt_state}
+    for name, tree in held.items():
+        arrays = [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        here = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        assert here <= found.device_bytes[name] <= here + 64  # keys are counted too
+    assert found.fits
+    assert {link.link for link in found.links} == {"network", "NVLink"}
+    assert found.compute_seconds + found.exposed_seconds == pytest.approx(found.seconds)
+    assert found.exposed_seconds == pytest.approx(sum(kind.seconds for kind in found.kinds))  # nothing hides on CPU
+
+
+def test_rounds_are_spread_over_their_steps(four, workload):
+    method = methods.parse_method("diloco:H=50", "adam:1e-3")
+    found = planned.plan("own", workload, method, batch_size=4)
+    in_round = sum(kind.wire_bytes for kind in found.kinds)
+    assert in_round / 50 <= found.wire_bytes < in_round / 40
+    # Between rounds only the mean of the loss is sent.
+    loss = base.make_collective("all-reduce", [("float32", 4)], groups=((0, 1, 2, 3),), devices=4, where="")
+    always = cost.seconds(cost.crossings(loss, cost.of_mesh("own", jd.make_mesh({"data": 1}))))
+    round_ = sum(kind.seconds for kind in found.kinds)
+    assert found.exposed_seconds == pytest.approx(always + (round_ - always) / 50)
+
+
+def test_the_host_holds_what_was_offloaded(four, workload):
+    method = methods.parse_method("exact", "adam:1e-3")
+    found = planned.plan("own", workload, method, batch_size=4, offload=offloaded.parse_offload("host"))
+    assert found.host_bytes["optimizer state"] == pytest.approx(2 * 4 * found.parameters, rel=0.01)
+    assert found.device_bytes["parameters"] == 4 * found.parameters
+
+
+def test_the_command_prints_and_draws(four, capsys, tmp_path):
+    arguments = ["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    for part in ("optimizer state", "all-reduce", "over network", "step at best", "tokens/s", "fits: "):
+        assert part in said
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    four(memory=1e5)
+    assert main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "--zero 1 cuts" in said
+
+
+def test_a_program_that_the_compiler_refuses():
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
+    held = {"device": {"parameters": 2.0**30}, "pinned_host": {}}
+    known = {"target": "v5e:2x2", "devices": 4, "chip": cost.CHIPS["v5e"], "parameters": 1}
+    method = methods.parse_method("exact", "adam:1e-3")
+    found = planned._refused(message, known, held, method, None, 1.0)
+    assert not found.fits
+    assert found.peak == 20.5 * 2**30
+    assert found.device_bytes["temporaries"] == 19.5 * 2**30
+    assert any("--batch" in line for line in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "v9:3"], "unknown target 'v9:3'; there are v5e:16x16"),
+        (["--target", "v5p:4x4"], "unknown target 'v5p:4x4'"),
+        (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
+        (["--target", "v5e:2x2", "--model", "convnet:4"], "--model is gpt:SIZE"),
+        (["--target", "v5e:2x2", "--zero", "3", "--reducer", "ef:power_sgd:4"], "which ef:power_sgd:4 has not: exact"),
+        (["--target", "v5e:2x2", "--reducer", "nothing"], "unknown reducer 'nothing'; known: exact"),
+        (["--target", "h100:2x8", "--slices", "2"], "slices are of TPUs"),
+    ],
+)
+def test_what_cannot_work_is_one_line(capsys, arguments, said):
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_what_is_waited_for_is_what_no_computation_covers():
+    assert planned_plots._minus([(0.0, 10.0), (12.0, 13.0)], [(1.0, 2.0), (4.0, 5.0), (9.0, 12.5)]) == [
+        (0.0, 1.0),
+        (2.0, 4.0),
+        (5.0, 9.0),
+        (12.5, 13.0),
+    ]
+    spans = [Span("compute", "a", 0.0, 2.0), Span("compute", "b", 1.0, 3.0), Span("compute", "c", 4.0, 5.0)]
+    assert planned_plots._merged([(span.start, span.end) for span in spans]) == [(0.0, 3.0), (4.0, 5.0)]
