@@ -1,19 +1,30 @@
 """`jaxdist plan`: the step of `jaxdist train`, weighed for machines that are not here."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxdist as jd
 from jaxdist.analysis import Span, base, cost
 from jaxdist.cli import main
 from jaxdist.workloads import methods, offloaded, parse, planned, planned_plots, train
+from jaxdist.workloads.base import PLAIN, Workload
 
 MODEL = "gpt:tiny"
 
 
+def loss(params, batch, layers=PLAIN):
+    return jnp.mean(layers.one(lambda params, x: (x @ params["w"]) ** 2)(params, batch))
+
+
 @pytest.fixture(scope="module")
 def workload():
-    return parse.parse_workload("text", MODEL)
+    """A single matrix: it compiles in no time."""
+    rows = lambda seed, step, size: np.ones((size, 64), np.float32)  # noqa: E731
+    init = lambda key: {"w": jax.random.normal(key, (64, 32))}  # noqa: E731
+    metrics = lambda params, batch, layers=PLAIN: {"loss": loss(params, batch, layers)}  # noqa: E731
+    return Workload("matrix", init, loss, metrics, rows, lambda size: [rows(0, 0, size)], "rows", 1)
 
 
 @pytest.fixture
@@ -30,6 +41,11 @@ def four(monkeypatch):
 
     become()
     return become
+
+
+@pytest.mark.slow
+def test_a_gpt(four):
+    test_it_is_the_step_that_train_runs(four, parse.parse_workload("text", MODEL), "zero:3")
 
 
 @pytest.mark.parametrize("spelled", ["ef:power_sgd:2", "zero:3"])
@@ -69,14 +85,15 @@ def test_the_host_holds_what_was_offloaded(four, workload):
     assert found.device_bytes["parameters"] == 4 * found.parameters
 
 
-def test_the_command_prints_and_draws(four, capsys, tmp_path):
+def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
     arguments = ["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     for part in ("optimizer state", "all-reduce", "over network", "step at best", "tokens/s", "fits: "):
         assert part in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
-    four(memory=1e5)
+    four(memory=1e4)
     assert main(arguments) == 1
     said = capsys.readouterr().out
     assert "does not fit" in said
