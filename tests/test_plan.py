@@ -57,7 +57,7 @@ def test_it_is_the_step_that_train_runs(four, workload, spelled):
     assert found.parameters == run.parameters
     held = {"parameters": run.state.params, "optimizer state": run.state.opt_state}
     for name, tree in held.items():
-        arrays = [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        arrays = [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
         here = sum(x.addressable_shards[0].data.nbytes for x in arrays)
         assert here <= found.device_bytes[name] <= here + 64  # keys are counted too
     assert found.fits
