@@ -91,9 +91,11 @@ def nbytes_of(value: PyTree) -> int:
 
 @no_type_check
 def force(value: PyTree) -> PyTree:
-    """The arrays of a value: of a `Lazy` those that it computes, of a tuple those of its entries."""
+    """The arrays of a value: what a `Lazy` computes, also inside tuples and codes."""
     if type(value) is Lazy:
         return value.read()
+    if type(value) is Encoded:
+        return Encoded(force(value.payload), value.like)
     return tuple(map(force, value)) if type(value) is tuple else value
 
 

@@ -5,6 +5,8 @@ from .errors import TooManyEvents as TooManyEvents
 from .run import Simulator as Simulator
 from .run import run as run
 from .run import simulator as simulator
+from .saving import restore as restore
+from .saving import save as save
 from .state import ReplayState as ReplayState
 from .task import Task as Task
 from .trace import Result as Result

@@ -205,7 +205,7 @@ def _result(setup: Setup, state: ReplayState) -> Result:
     computed = np.array(state.computed) + state.tick - np.array(ticks)
     down = np.array(state.down) + [state.tick - since if since >= 0 else 0 for since in state.gone]
     trace = Trace(
-        _columns(state.events, "tick what place sender word nbytes"),
+        _columns(state.events, "tick what place sender word bytes"),
         _columns(state.gradients, "tick worker read version accepted", "accepted"),
         _columns(state.steps, "tick version oldest"),
         tuple(state.words),

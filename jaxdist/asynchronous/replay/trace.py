@@ -17,7 +17,7 @@ class Trace(NamedTuple):
     """Columns of a run; `trace.gradients.delay` or `len(trace.steps)`. Times are whole ticks.
 
     Attributes:
-      events: `tick, what (an index into CLASSES), place, sender, word (an index into words), nbytes`, in order; the
+      events: `tick, what (an index into CLASSES), place, sender, word (an index into words), bytes`, in order; the
         server is -1.
       gradients: `tick, worker, read, version, accepted`: each gradient that reached where it was to be used.
       steps: `tick, version, oldest`: each update of the model, and the oldest version that a gradient in it was read

@@ -7,6 +7,8 @@ from .bsp import BackupState as BackupState
 from .bsp import BSPState as BSPState
 from .bsp import backup_workers as backup_workers
 from .bsp import bsp as bsp
+from .compressed import CompressedState as CompressedState
+from .compressed import compressed as compressed
 from .dc_asgd import DCASGDState as DCASGDState
 from .dc_asgd import dc_asgd as dc_asgd
 from .dude import DuDeState as DuDeState

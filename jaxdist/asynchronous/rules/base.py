@@ -35,9 +35,6 @@ class WorkerState(NamedTuple):
     computing: bool
 
 
-# Functions that are called for every event are without the type checks of the test suite.
-
-
 class Core(NamedTuple):
     """A server's model, optimizer state and count of updates, and the version that each worker was sent last."""
 
@@ -76,6 +73,7 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     return Stepper(init, step)
 
 
+# What is called for every event goes without the type checks of the test suite, which would take nearly all the time.
 @no_type_check
 def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     """The tuple with one entry changed."""

@@ -1,0 +1,122 @@
+"""What messages of a replay weigh, with codes too, and states in files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdist as jd
+from jaxdist.asynchronous import durations, links, replay, rules
+
+SGD = optax.sgd(0.05, momentum=0.5)
+GOALS = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+TASK = replay.Task(
+    {"w": np.zeros(64, np.float32)}, lambda x, goal: 0.5 * jnp.sum((x["w"] - goal) ** 2), lambda s, i, k: GOALS[i]
+)
+CLUSTER = {"workers": 3, "durations": durations.exponential(1.0), "links": links.alpha_beta(0.05, 4e3), "seed": 2}
+
+
+def test_a_gradient_up_and_a_model_down():
+    run = replay.run(rules.asgd(SGD), TASK, steps=30, **CLUSTER)
+    up = sum(count for (source, to), count in run.links.items() if to == -1)
+    arrived = len(run.trace.gradients) * 256
+    assert arrived <= up <= arrived + 3 * 256  # of those in flight
+    events = run.trace.events
+    assert set(events.bytes[events.what == 1].tolist()) == {256}
+    assert run.received[-1] == arrived
+
+
+@pytest.mark.parametrize("timing_only", [False, True])
+def test_codes_shrink_the_wire(timing_only):
+    codes = {"gradient": jd.top_k(0.25), "params": jd.compressors.cast(jnp.float16)}
+    rule = rules.compressed(rules.asgd(SGD), codes, feedback=("gradient",))
+    run = replay.run(rule, TASK, steps=20, timing_only=timing_only, **CLUSTER)
+    weights = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(code.compress(jnp.ones(64), jax.random.key(0))))
+        for code in codes.values()
+    ]
+    events = run.trace.events
+    assert set(events.bytes[events.what == 1].tolist()) == set(weights)
+    assert max(weights) <= 128
+
+
+def test_feedback_pays_what_it_owes():
+    """A quarter of the entries at a time: with feedback the optimum is reached all the same."""
+    plain = rules.asgd(optax.sgd(0.1))
+    settings = {"steps": 300, "record_events": False, "durations": durations.constant([1.0, 1.1, 1.2]), "workers": 3}
+    task = TASK._replace(batch=lambda seed, worker, job: GOALS[0])
+    far = {
+        feedback: np.abs(
+            replay.run(
+                rules.compressed(plain, {"gradient": jd.top_k(0.1)}, feedback=feedback), task, **settings
+            ).params["w"]
+            - GOALS[0]
+        ).max()
+        for feedback in ((), ("gradient",))
+    }
+    assert far["gradient",] < 1e-2
+    assert far["gradient",] < far[()]
+
+
+def test_collectives_travel_coded():
+    code = {"reduced": jd.compressors.cast(jnp.float16)}
+    run = replay.run(rules.compressed(rules.bsp(SGD), code), TASK, steps=5, **CLUSTER)
+    exact = replay.run(rules.bsp(SGD), TASK, steps=5, **CLUSTER)
+    assert run.sent[0] == 5 * 2 * 128  # a gather of codes of 128 bytes
+    assert exact.sent[0] == 5 * (2 * 2 * 256 // 3)  # a ring of 256 bytes
+    np.testing.assert_allclose(run.params["w"], exact.params["w"], atol=1e-3)
+
+
+def test_feedback_needs_a_code_and_a_contraction():
+    with pytest.raises(ValueError, match="needs a compressor for 'params'"):
+        rules.compressed(rules.asgd(SGD), {"gradient": jd.top_k(0.1)}, feedback=("params",))
+    unknown = jd.top_k(0.1)._replace(contraction=None)
+    with pytest.raises(ValueError, match="error feedback needs a contraction"):
+        rules.compressed(rules.asgd(SGD), {"gradient": unknown}, feedback=("gradient",))
+
+
+RULES = {
+    "ringleader": rules.ringleader(optax.adam(0.01)),
+    "bsp": rules.bsp(SGD),
+    "coded": rules.compressed(
+        rules.ringmaster(2, SGD, stop=True), {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}, feedback=("gradient",)
+    ),
+}
+
+
+@pytest.mark.parametrize("timing_only", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_goes_on_from_a_file(name, timing_only, tmp_path):
+    law = durations.failures(
+        durations.markov(durations.exponential(1.0), factor=4, slow_down=0.2, speed_up=0.3), up=9, down=1
+    )
+    settings = CLUSTER | {"durations": law, "timing_only": timing_only}
+    settings |= {} if timing_only else {"evaluate_every": 2.0}
+    task = TASK._replace(evaluate=lambda x: jnp.sum(x["w"] ** 2))
+    clock = replay.simulator(RULES[name], task, **settings)
+    half = clock.advance(clock.init(), seconds=11)
+    replay.save(tmp_path / "run.npz", clock, half)
+    # Another clock, as in another process.
+    again = replay.simulator(RULES[name], task, **settings)
+    whole = clock.result(clock.advance(half, seconds=25))
+    resumed = again.result(again.advance(replay.restore(tmp_path / "run.npz", again), seconds=25))
+    for left, right in zip(jax.tree.leaves(whole.trace[:3]), jax.tree.leaves(resumed.trace[:3])):
+        np.testing.assert_array_equal(left, right)
+    assert len(whole.trace.steps) > 1
+    assert "recovered" in whole.trace.words
+    if not timing_only:
+        np.testing.assert_array_equal(whole.params["w"], resumed.params["w"])
+        np.testing.assert_array_equal(whole.losses, resumed.losses)
+
+
+def test_files_of_others_are_refused(tmp_path):
+    clock = replay.simulator(rules.asgd(SGD), workers=2)
+    replay.save(tmp_path / "run.npz", clock, clock.init())
+    with pytest.raises(ValueError, match=r"is of .*asgd.*not of .*dude"):
+        replay.restore(tmp_path / "run.npz", replay.simulator(rules.dude(SGD), workers=2))
+    text = np.load(tmp_path / "run.npz")["text"].tobytes().replace(b'"WorkerState"', b'"stepper"')
+    arrays = dict(np.load(tmp_path / "run.npz")) | {"text": np.frombuffer(text, np.uint8)}
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match="is no NamedTuple"):
+        replay.restore(tmp_path / "bad.npz", clock)
