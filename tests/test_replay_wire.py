@@ -1,5 +1,7 @@
 """What messages of a replay weigh, with codes too, and states in files."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,12 +78,11 @@ def test_feedback_needs_a_code_and_a_contraction():
         rules.compressed(rules.asgd(SGD), {"gradient": unknown}, feedback=("gradient",))
 
 
+CODES = {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}
 RULES = {
     "ringleader": rules.ringleader(optax.adam(0.01)),
     "bsp": rules.bsp(SGD),
-    "coded": rules.compressed(
-        rules.ringmaster(2, SGD, stop=True), {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}, feedback=("gradient",)
-    ),
+    "coded": rules.compressed(rules.ringmaster(2, SGD, stop=True), CODES, feedback=("gradient",)),
 }
 
 
@@ -116,7 +117,7 @@ def test_files_of_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is of .*asgd.*not of .*dude"):
         replay.restore(tmp_path / "run.npz", replay.simulator(rules.dude(SGD), workers=2))
     text = np.load(tmp_path / "run.npz")["text"].tobytes().replace(b'"WorkerState"', b'"stepper"')
-    arrays = dict(np.load(tmp_path / "run.npz")) | {"text": np.frombuffer(text, np.uint8)}
+    arrays: Any = dict(np.load(tmp_path / "run.npz")) | {"text": np.frombuffer(text, np.uint8)}
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError, match="is no NamedTuple"):
         replay.restore(tmp_path / "bad.npz", clock)

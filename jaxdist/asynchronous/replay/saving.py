@@ -79,7 +79,7 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
             return node(["dict", [[write(key), write(value)] for key, value in one.items()]], one)
         if isinstance(one, tuple) and hasattr(one, "_fields"):
             return node(["named", type(one).__module__, type(one).__qualname__, [write(part) for part in one]], one)
-        if type(one) in (tuple, list):
+        if isinstance(one, tuple | list):
             return node([type(one).__name__, [write(part) for part in one]], one)
         raise ValueError(
             f"a {type(one).__name__} cannot be written: models and states must be dicts, lists, tuples and NamedTuples "
@@ -90,7 +90,8 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
     text = json.dumps({"of": _identity(clock), "nodes": nodes, "state": content})
     beside = path.with_name(path.name + ".new")
     with beside.open("wb") as file:
-        np.savez(file, text=np.frombuffer(text.encode(), np.uint8), **arrays)
+        parts: Any = arrays | {"text": np.frombuffer(text.encode(), np.uint8)}
+        np.savez(file, **parts)
     os.replace(beside, path)
 
 
