@@ -8,9 +8,9 @@ replication checking, and give the same numbers under `vmap` (simulation). Three
 - XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
   local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
   form.
-- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles:
-  there they are padded. On square slices (4x4, 8x8) it does so with every reduce-scatter over one axis of all chips;
-  two axes, one for each side of the square, get two real ones.
+- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles,
+  or that have an odd number of them: there they are padded. On square slices (4x4, 8x8) it does so with every
+  reduce-scatter over one axis of all chips; two axes, one for each side of the square, get two real ones.
 """
 
 import math
@@ -137,13 +137,13 @@ def _tile(x: Array) -> int:
 
 
 def _rows(tiles: int) -> int:
-    """What the number of tiles of a reduce-scatter must divide by on TPU.
+    """What the number of tiles of a reduce-scatter must divide by on TPU, where it should stay one.
 
-    XLA:TPU makes it an all-reduce if that number has a large odd factor (seen with 193, 197, 201 and 1543, and not with
-    127, 131 and 137), or is odd or twice an odd one. A multiple of `2^k` that is at most `128 · 2^k` adds no more than
-    1/64 to many tiles. With four and fewer an all-reduce sends no more than the padding would.
+    XLA:TPU makes an all-reduce of it if that number is odd, has a large odd factor (seen with 193, 197, 201 and 1543,
+    not with 127, 131 and 137) or, on 128 chips, is not a multiple of 8. A multiple of `2^k` that is at most `128 · 2^k`
+    adds no more than 1/64 to many tiles.
     """
-    return 1 if tiles <= 4 else 2 ** max(2, (tiles - 1).bit_length() - 7)
+    return 2 if tiles <= 4 else 2 ** max(3, (tiles - 1).bit_length() - 7)
 
 
 def _gather(axes: tuple[str, ...], varying: Callable, x: Array, **typed: Any) -> Array:
@@ -224,13 +224,14 @@ def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Ar
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
 
     def in_tiles(x):
-        tile = _tile(x)
-        unit = tile * _rows(-(-x[0].size // tile))
+        unit = _tile(x) * _rows(-(-x[0].size // _tile(x)))
         rows = jnp.pad(x.reshape(size, -1) * jnp.asarray(1 / size, x.dtype), ((0, 0), (0, -x[0].size % unit)))
-        rows = rows.reshape(*(lax.axis_size(name) for name in axes), -1, tile)
-        # One axis after the other, fast links first: the same bytes, and fewer of them over slow links.
-        for dimension, name in reversed(list(enumerate(axes))):
-            rows = lax.psum_scatter(rows, name, scatter_dimension=dimension)
+        sizes = [lax.axis_size(name) for name in axes]
+        # One axis after the other, fast links first: the same bytes, and fewer of them over slow links. Of three
+        # dimensions the first, the last being 128: other forms became all-reduces, or megabytes of program.
+        while sizes:
+            rows = jnp.moveaxis(rows.reshape(*sizes, -1), len(sizes) - 1, 0).reshape(sizes.pop(), -1, 128)
+            rows = lax.psum_scatter(rows, axes[len(sizes)], scatter_dimension=0)
         return rows.ravel()[: x[0].size].reshape(x.shape[1:])
 
     tpu = in_tiles if x[0].size >= _tile(x) else scatter

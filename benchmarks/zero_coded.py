@@ -1,0 +1,113 @@
+"""What the codes of ZeRO++ cost in loss: a small GPT on text, four simulated workers in two groups, equal batches.
+
+    python benchmarks/zero_coded.py --out benchmarks/reports/NAME
+
+Parameters are cut (stage 3) and trained by Adam. All begin with the same values; what differs is how layers are
+gathered (qwZ), how gradients are averaged (qgZ) and whether the backward pass gathers inside the groups (hpZ).
+"""
+
+import argparse
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import optax
+
+import jaxdist as jd
+from jaxdist import compressors as jc
+from jaxdist.workloads.base import Layers
+from jaxdist.workloads.gpt import GPTConfig
+from jaxdist.workloads.text import text_workload
+
+PLACE = {"pod": 2, "chip": 2}
+AXES = tuple(PLACE)
+CONFIG = GPTConfig(layers=2, width=96, heads=3, context=64)
+BATCH = 16
+EXACT = jd.hierarchical(inner=jd.exact(), outer=jd.exact())
+
+
+def coded(code: jd.Compressor) -> jd.Reducer:
+    return jd.hierarchical(inner=jd.two_shot(code), outer=jd.two_shot(code))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {"reducer": EXACT},
+    "qwZ, int8": {"reducer": EXACT, "compressor": jc.int8()},
+    "qgZ, int4": {"reducer": coded(jc.int4())},
+    "qwZ int8 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int8()},
+    "qwZ int8 + qgZ int4 + hpZ": {"reducer": coded(jc.int4()), "compressor": jc.int8(), "secondary": True},
+    "qwZ int4 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int4()},
+}
+
+
+class State(NamedTuple):
+    params: Any
+    opt: Any
+
+
+def train(name: str, steps: int, seed: int) -> dict[str, Any]:
+    options = VARIANTS[name]
+    workload = text_workload(CONFIG)
+    layers = Layers(
+        lambda f: jd.parallel.gathered(f, axis=AXES, **options),
+        lambda f, params, x: jd.parallel.gathered_scan(f, params, x, axis=AXES, **options),
+    )
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, steps)
+    tx = jd.zero_redundancy(optax.adam(rate), axis=AXES)
+    loss = partial(workload.loss, layers=layers)
+
+    def make_state():
+        params = jd.parallel.shard(workload.init(jax.random.key(seed)), smallest=1)
+        return State(params, tx.init(params))
+
+    def step(state, batch):
+        value, gradients = jd.local_value_and_grad(loss, axis=AXES)(state.params, batch)
+        updates, opt = tx.update(gradients, state.opt, state.params)
+        return State(optax.apply_updates(state.params, updates), opt), jax.lax.pmean(value, AXES)
+
+    start = time.perf_counter()
+    simulated = jax.jit(jd.simulate(step, PLACE, axis=AXES), donate_argnums=0)
+    state, losses = jd.init_state(make_state, PLACE, axis=AXES), []
+    for n in range(steps):
+        state, value = simulated(state, workload.batch(seed, n, BATCH))
+        losses.append(float(value))
+    params = jd.consensus(state.params)
+    held = [float(workload.loss(params, batch)) for batch in workload.held_out(64)[:8]]
+    found = {
+        "name": name,
+        "seed": seed,
+        "steps": steps,
+        "train": float(np.mean(losses[-20:])),
+        "held_out": float(np.mean(held)),
+    }
+    return found | {"seconds": round(time.perf_counter() - start)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS))
+    given = parser.parse_args()
+    rows = []
+    for seed in range(given.seeds):
+        for name in given.only or VARIANTS:
+            rows.append(train(name, given.steps, seed))
+            print(json.dumps(rows[-1]), flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "coded.json").write_text(json.dumps({"jax": jax.__version__, "runs": rows}, indent=1) + "\n")
+    for name in given.only or VARIANTS:
+        means = [np.mean([row[key] for row in rows if row["name"] == name]) for key in ("train", "held_out")]
+        print(f"| {name} | {means[0]:.4f} | {means[1]:.4f} |")
+
+
+if __name__ == "__main__":
+    main()
