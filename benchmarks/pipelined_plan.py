@@ -128,9 +128,10 @@ def main() -> None:
     layers = (("tokens", "positions"), *(f"block_{i}" for i in range(given.layers)), ("final_norm", "out"))
     found, link = profile(config, params, layers, given.sequences * given.context, where)
     chosen = schedule.choose_defer(found, **link)
-    defers = sorted({0, chosen, len(layers)}) if given.defer is None else given.defer
-    steps = {"plain, one all-reduce": plain(loss, jd.exact()), "plain, buckets": plain(loss, jd.bucketed(jd.exact()))}
+    defers = dict.fromkeys((chosen, 0, len(layers)) if given.defer is None else given.defer)
+    steps = {"plain, buckets": plain(loss, jd.bucketed(jd.exact()))}
     steps |= {f"pipelined, defer={defer}": crossing(loss, layers, defer) for defer in defers}
+    steps |= {"plain, one all-reduce": plain(loss, jd.exact())}
     size = math.fsum(leaf.size for leaf in jax.tree.leaves(params))
     print(
         f"{size / 1e6:.1f} million parameters, {given.topology}, {given.sequences} sequences a device; defer={chosen}"
