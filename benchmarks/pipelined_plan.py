@@ -28,8 +28,9 @@ from jaxdist.analysis import base, cost, pods
 from jaxdist.workloads import gpt
 
 TX = optax.adamw(3e-4)
-# The scheduler that moves starts up and ends down; XLA's default order leaves pairs together.
-OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# The scheduler that moves starts up and ends down; XLA's default order leaves pairs together. Products by cuBLAS, since
+# Triton's kernels take most of the time to compile.
+OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_triton_gemm": False}
 
 
 class TrainState(NamedTuple):
