@@ -11,6 +11,8 @@ from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .options import Compare, Train
 from .plan import Plan, plan
+from .replay import Replay
+from .replay import run as run_replay
 from .running import set_up
 from .topology import ShowTopology, show
 from .train import train
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             advise(chosen)
         elif isinstance(chosen, Plan):
             return plan(chosen)
+        elif isinstance(chosen, Replay):
+            run_replay(chosen)
         elif isinstance(chosen, Train):
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
@@ -58,10 +62,12 @@ def _subcommands() -> Any:
     compare = command(Compare, "compare", "Trains with several reducers on the same data and draws loss against bytes.")
     advised = command(Advise, "advise", "What to send over given links: bytes, predicted step times, break-even.")
     planned = command(Plan, "plan", "What a run would take on TPUs or GPUs that are not here: memory, bytes, time.")
+    replayed = command(Replay, "replay", "Asynchronous methods on a virtual clock: real gradients, simulated time.")
     return (
         train
         | compare
         | advised
+        | replayed
         | planned
         | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
     )

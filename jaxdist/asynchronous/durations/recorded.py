@@ -1,6 +1,8 @@
 """Durations that were measured."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -40,3 +42,33 @@ def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "sto
         return (out if mode == "cycle" else np.where(jobs < len(row), out, np.inf)), None
 
     return Durations("recorded", draw, len(rows))
+
+
+def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
+    """`recorded` from a JSON file: a list of seconds for each worker.
+
+    Args:
+      path: the file.
+      mode: begin again at the end, or never finish another gradient.
+
+    Returns:
+      The law.
+
+    Raises:
+      ValueError: the file has something else in it.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from jaxdist.asynchronous import durations
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "seconds.json"
+      >>> _ = file.write_text("[[1.0, 2.5], [3.0]]")
+      >>> durations.from_file(file).workers
+      2
+    """
+    rows = json.loads(path.read_text())
+    if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
+        raise ValueError(f"{path} must have a list of lists of seconds in it, one for each worker")
+    for row in rows:
+        if not all(isinstance(value, float | int) for value in row):
+            raise ValueError(f"{path} must have a list of lists of seconds in it, got {row}")
+    return recorded(rows, mode=mode)
