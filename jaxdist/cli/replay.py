@@ -96,9 +96,10 @@ def run(chosen: Replay) -> None:
     log = chosen.events.open("w") if chosen.events is not None else None
     finished = []
     for name, clock in clocks:
-        finished.append((name, _finish(name, clock, chosen.seconds, console)))
+        result = _finish(name, clock, chosen.seconds, console)
+        finished.append((name, result))
         if log is not None:
-            replayed.write_events(*finished[-1], log)
+            replayed.write_events(name, result, log)
     if log is not None:
         log.close()
     title = (
