@@ -54,6 +54,7 @@ from .reducers import intsgd as intsgd
 from .reducers import loco as loco
 from .reducers import majority_vote as majority_vote
 from .reducers import power_sgd as power_sgd
+from .reducers import scheduled as scheduled
 from .reducers import switch_at as switch_at
 from .reducers import tracked as tracked
 from .reducers import two_shot as two_shot

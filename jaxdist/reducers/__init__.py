@@ -25,6 +25,7 @@ from .loco import loco as loco
 from .majority import majority_vote as majority_vote
 from .power_sgd import power_sgd as power_sgd
 from .ring import ring as ring
+from .scheduled import scheduled as scheduled
 from .switch_at import switch_at as switch_at
 from .tracked import tracked as tracked
 from .two_shot import two_shot as two_shot
