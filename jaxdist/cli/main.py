@@ -16,6 +16,7 @@ from .replay import run as run_replay
 from .running import set_up
 from .topology import ShowTopology, show
 from .train import train
+from .tune import Tune, tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return plan(chosen)
         elif isinstance(chosen, Replay):
             run_replay(chosen)
+        elif isinstance(chosen, Tune):
+            tune(chosen)
         elif isinstance(chosen, Train):
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
             compare_periods(chosen)
         else:
             compare(chosen, *set_up(chosen))
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, ModuleNotFoundError) as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
         print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)
@@ -63,11 +66,6 @@ def _subcommands() -> Any:
     advised = command(Advise, "advise", "What to send over given links: bytes, predicted step times, break-even.")
     planned = command(Plan, "plan", "What a run would take on TPUs or GPUs that are not here: memory, bytes, time.")
     replayed = command(Replay, "replay", "Asynchronous methods on a virtual clock: real gradients, simulated time.")
-    return (
-        train
-        | compare
-        | advised
-        | replayed
-        | planned
-        | command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
-    )
+    tuned = command(Tune, "tune", "In what messages to send the gradient: for a link that is told, or measured.")
+    graph = command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
+    return train | compare | advised | replayed | planned | tuned | graph

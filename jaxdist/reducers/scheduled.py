@@ -191,8 +191,9 @@ def _in_turn(cut: Array, arrived: list[Array], window: int) -> Array:
 
 
 def _joined(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
-    """The leaves of partitions; a leaf without entries stays as it is."""
-    out = list(leaves)
+    """The leaves of partitions."""
+    # What has no entries does not travel, and all agree on it.
+    out = [leaf if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for group in alike(parts, lambda part: part.members):
         group = sorted(group, key=lambda i: parts[i].start)
         members = parts[group[0]].members

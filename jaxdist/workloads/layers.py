@@ -1,0 +1,116 @@
+"""What each layer of a loss costs, in the order in which the forward pass goes through them."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from .._typing import PyTree
+from ..schedule import Profile, profile_of
+
+
+class Layer(NamedTuple):
+    """A top-level entry of the parameters.
+
+    Attributes:
+      name: its key.
+      bytes: of its parameters, and so of its gradient.
+      flops: of its forward pass: matrix products and convolutions.
+    """
+
+    name: str
+    bytes: int
+    flops: float
+
+
+def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Layer]:
+    """The layers in the order of the forward pass, from a trace: nothing is computed.
+
+    A layer begins where one of its parameters is used for the first time, and what is computed from there on until the
+    next one begins is its work.
+
+    Args:
+      loss: `loss(params, batch)`.
+      params: arrays, or their shapes.
+      batch: of one worker.
+
+    Returns:
+      One `Layer` for each top-level entry that is used.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.workloads.layers import layers_of
+      >>> params = {"out": jnp.zeros((8, 2)), "in": jnp.zeros((4, 8))}
+      >>> layers = layers_of(lambda params, x: (x @ params["in"] @ params["out"]).sum(), params, jnp.zeros((3, 4)))
+      >>> [(layer.name, layer.bytes, layer.flops) for layer in layers]
+      [('in', 128, 192.0), ('out', 64, 96.0)]
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    names = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in leaves]
+    sizes: dict[str, int] = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        sizes[name] = sizes.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+    jaxpr = jax.make_jaxpr(loss)(params, batch).jaxpr
+    owner = {var: name for var, name in zip(jaxpr.invars, names)}
+    flops: dict[str, float] = {}
+    current = None
+    for eqn in jaxpr.eqns:
+        for var in eqn.invars:
+            name = owner.get(var) if isinstance(var, core.Var) else None
+            if name is not None and name not in flops:
+                flops[name], current = 0.0, name
+        if current is not None:
+            flops[current] += _flops(eqn)
+    return [Layer(name, sizes[name], found) for name, found in flops.items()]
+
+
+def profile_from_rate(layers: list[Layer], *, flops: float | int, workers: int) -> Profile:
+    """The profile of layers whose backward pass takes twice the forward pass, and which a ring all-reduce averages.
+
+    Args:
+      layers: from `layers_of`, for the batch of one worker.
+      flops: what a worker computes in a second.
+      workers: `W`; each sends `2(W-1)/W` of the gradient.
+
+    Returns:
+      The profile.
+    """
+    forward = [layer.flops / flops for layer in layers]
+    sent = [2 * (workers - 1) / workers * layer.bytes for layer in layers]
+    return profile_of(forward=forward, backward=[2 * seconds for seconds in forward], sizes=sent)
+
+
+def measured_rate(
+    loss: Callable[..., Any], params: PyTree, batch: Any, layers: list[Layer], *, steps: int = 3
+) -> float:
+    """The floating-point operations a second of forward and backward pass on one device: the fastest of a few."""
+    gradient = jax.jit(jax.grad(loss))
+    jax.block_until_ready(gradient(params, batch))
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        jax.block_until_ready(gradient(params, batch))
+        times.append(time.perf_counter() - start)
+    return 3 * sum(layer.flops for layer in layers) / min(times)
+
+
+def _flops(eqn: Any) -> float:
+    """Of one equation and those inside it."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    inner = [
+        jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+        for value in eqn.params.values()
+        for jaxpr in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(jaxpr, core.ClosedJaxpr | core.Jaxpr)
+    ]
+    repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    return repeated * sum(_flops(inside) for jaxpr in inner for inside in jaxpr.eqns)
