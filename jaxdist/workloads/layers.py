@@ -9,6 +9,7 @@ import jax
 from jax.extend import core
 
 from .._typing import PyTree
+from ..parallel.layers import FORMS
 from ..schedule import Profile, profile_of
 
 
@@ -58,6 +59,9 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
     flops: dict[str, float] = {}
     current = None
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in FORMS and isinstance(eqn.invars[0], core.Var) and eqn.invars[0] in owner:
+            owner[eqn.outvars[0]] = owner[eqn.invars[0]]
+            continue
         for var in eqn.invars:
             name = owner.get(var) if isinstance(var, core.Var) else None
             if name is not None and name not in flops:
