@@ -49,9 +49,10 @@ def test_a_loop_over_layers_counts_each_round():
     assert layer.flops == 5 * 2 * 2 * 4 * 4
 
 
-def test_tune_prints_the_schedules_and_the_winner(capsys):
-    link = ["--flops", "1e9", "--bandwidth", "0.5", "--latency", "5", "--overhead", "20"]
-    assert cli.main([*TINY, *link, "--evaluations", "8"]) == 0
+def test_tune_prints_the_schedules_and_the_winner(capsys, tmp_path):
+    link = ["--flops", "1e9", "--bandwidth", "500mbit", "--latency", "5us", "--overhead", "20us"]
+    assert cli.main([*TINY, *link, "--evaluations", "8", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     rows = re.findall(r"^ (\S.*?)  .* ([\d,.]+) +-?[\d,.]+ +([\d.]+)x", printed, re.M)
     times = {name: float(seconds) for name, seconds, _ in rows}
@@ -73,7 +74,7 @@ def test_tune_times_real_steps(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--bandwidth", "0"], "--bandwidth must be positive"),
+        (["--bandwidth", "10"], "a link is a bandwidth and a latency, such as 100mbit,20ms"),
         (["--flops", "-1"], "--flops must be positive, got -1"),
         (["--workers", "3"], "--batch must be a multiple of the 3 workers, got 8"),
         (["--evaluations", "0"], "--evaluations must be at least 1, got 0"),

@@ -11,10 +11,12 @@ from rich.table import Table
 
 from .. import schedule
 from ..reducers import exact, scheduled
-from ..workloads import layers, parse, train
+from ..workloads import advice, layers, parse, timelines, train
 from ..workloads.base import Workload
 from .options import Options
-from .running import new_console, set_up
+from .running import fresh, new_console, set_up
+
+PLAIN = "a message for each layer, and a barrier"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class Tune:
     """Examples in a step, all workers together."""
     workers: int = 8
     """How many workers there are; with --measured how many devices to use."""
-    bandwidth: float = 10.0
-    """Of the link of a worker, in gigabits a second."""
-    latency: float = 20.0
-    """From one worker to the next, in microseconds; a ring all-reduce has 2(W-1) hops. Messages under way overlap."""
-    overhead: float = 50.0
-    """What each message costs beside its bytes, in microseconds: launch and negotiation."""
+    bandwidth: str = "10gbit"
+    """Of the link of each worker."""
+    latency: str = "20us"
+    """From one worker to the next; a ring all-reduce has 2(W-1) hops. Messages under way overlap."""
+    overhead: str = "50us"
+    """What each message costs beside its bytes: launch and negotiation."""
     flops: float | None = None
     """Floating-point operations a second of one worker. The default is measured on a device of this machine."""
     measured: bool = False
@@ -47,6 +49,8 @@ class Tune:
     """How many trials."""
     seed: int = 0
     """Draws the trials."""
+    out: Path = Path("runs/tune")
+    """Where timeline.png goes, the two schedules beside each other."""
 
 
 def tune(chosen: Tune) -> None:
@@ -54,11 +58,6 @@ def tune(chosen: Tune) -> None:
     for name in ("batch", "workers", "steps", "evaluations"):
         if getattr(chosen, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
-    if not (chosen.bandwidth > 0 and chosen.latency >= 0 and chosen.overhead >= 0):
-        raise ValueError(
-            f"--bandwidth must be positive, --latency and --overhead not negative, got {chosen.bandwidth}, "
-            f"{chosen.latency} and {chosen.overhead}"
-        )
     if chosen.flops is not None and not chosen.flops > 0:
         raise ValueError(f"--flops must be positive, got {chosen.flops}")
     if chosen.batch % chosen.workers:
@@ -73,12 +72,12 @@ def _space(total: int, start: Mapping[str, int]) -> dict[str, schedule.Range]:
 
 
 def _tune_link(chosen: Tune) -> None:
+    hop, launch = (advice.parse_link(f"{chosen.bandwidth},{each}") for each in (chosen.latency, chosen.overhead))
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
     costs, rate = _layers(workload, chosen)
     profile = layers.profile_from_rate(costs, flops=rate, workers=chosen.workers)
-    hops = 2 * (chosen.workers - 1)
-    link = {"bandwidth": chosen.bandwidth * 1e9 / 8, "overhead": chosen.overhead * 1e-6}
-    waiting = {**link, "latency": hops * chosen.latency * 1e-6}
+    link = {"bandwidth": hop.bandwidth, "overhead": launch.latency}
+    waiting = {**link, "latency": 2 * (chosen.workers - 1) * hop.latency}
     play = partial(schedule.timeline, profile, **waiting)
     start = schedule.starting_point(profile, **waiting)
     best = schedule.tune(
@@ -89,11 +88,11 @@ def _tune_link(chosen: Tune) -> None:
         start=[start],
     )
     compute = max(profile.ready) + sum(profile.forward)
-    plain = play(policy="fifo", barrier=True).makespan
+    plain = play(policy="fifo", barrier=True)
     each = {**link, "overhead": link["overhead"] + waiting["latency"]}
     deferred = schedule.choose_defer(profile, **each)
     rows: list[tuple[str, dict[str, Any], float]] = [
-        ("a message for each layer, and a barrier", {}, plain),
+        (PLAIN, {}, plain.makespan),
         ("a message for each layer, by priority", {}, play().makespan),
         ("partitions, at the start", start, play(**start).makespan),
         ("partitions, tuned", best.settings, best.seconds),
@@ -102,7 +101,7 @@ def _tune_link(chosen: Tune) -> None:
     ]
     table = _table("schedule")
     for name, settings, seconds in rows:
-        _add(table, name, settings, seconds, plain, f"{1e3 * (seconds - compute):,.2f}")
+        _add(table, name, settings, seconds, plain.makespan, f"{1e3 * (seconds - compute):,.2f}")
     console = new_console()
     sent = sum(profile.sizes)
     console.print(
@@ -117,6 +116,10 @@ def _tune_link(chosen: Tune) -> None:
     # A partition on the link is that much of the gradient.
     share = sum(layer.bytes for layer in costs) / max(sent, 1)
     _print_winner(console, {name: max(1, round(size * share)) for name, size in best.settings.items()})
+    drawn = {PLAIN: plain, "partitions by priority, tuned": play(**best.settings)}
+    names = [layer.name for layer in costs]
+    plot = timelines.draw(profile, drawn, fresh(chosen.out, "timeline.png"), names=names)
+    console.print(f"plot {plot}", highlight=False, soft_wrap=True)
 
 
 def _tune_steps(chosen: Tune) -> None:

@@ -32,8 +32,8 @@ def scheduled(
     A compiler orders collectives that are independent of each other as it likes, and merges them: XLA:CPU makes one of
     all, GPU and TPU of those up to a threshold. Here partition `m` cannot start before partition `m - w` has arrived,
     `w = ceil(credit / partition)`: it depends on a comparison with that result which always holds, NaN or not, and
-    which no compiler folds. On CPU, whose collectives block anyway, `w = 1`. Elsewhere the partitions of one window may be
-    merged: on GPU set `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them apart.
+    which no compiler folds. On CPU, whose collectives block anyway, `w = 1`. Elsewhere the partitions of one window may
+    be merged: on GPU set `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them apart.
 
     What order helps, and how much, `schedule.timeline` says; `schedule.tune` finds partition and credit. A code sees
     one partition at a time, as a vector: one scale, one top-k for each; PowerSGD does not compress inside.
