@@ -52,7 +52,10 @@ def weigh(name: str, config: GPTConfig, master: bool, topology: str = TOPOLOGY) 
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return found | {"fits": False, "why": re.sub(r"\s+", " ", str(error))[:200]}
+        why = re.sub(r"\s+", " ", str(error))
+        used = re.search(r"Used ([\d.]+)G of", why)
+        peak = {"peak": int(float(used[1]) * 2**30)} if used else {}
+        return found | {"fits": False, "why": why[:300], **peak, "seconds": round(time.perf_counter() - start, 1)}
     kinds: dict[str, float] = {}
     for op in plan.collectives.ops:
         kinds[op.kind] = kinds.get(op.kind, 0) + op.wire_bytes
@@ -86,11 +89,15 @@ class Report:
         return self.runs[-1]
 
 
+def wide(width: int, layers: int) -> GPTConfig:
+    return GPTConfig(layers=layers, width=width, heads=width // 128, context=512, vocabulary=10_240)
+
+
 def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
     """Layers that fit: bytes are affine in them; and what the compiler says of that many and of more."""
 
     def config(layers):
-        return GPTConfig(layers=layers, width=width, heads=width // 128, context=512, vocabulary=10_240)
+        return wide(width, layers)
 
     few, more = (report.get(name, config(layers), True) for layers in (2, 4))
     slope = (more["peak"] - few["peak"]) / 2
@@ -125,7 +132,7 @@ def tables(runs: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", help="100m:STAGE[:master] or largest:STAGE:WIDTH")
+    parser.add_argument("--only", nargs="*", help="100m:STAGE[:master], wide:STAGE:WIDTH:LAYERS or largest:STAGE:WIDTH")
     given = parser.parse_args()
     report = Report(given.out)
     for job in given.only or [
@@ -139,6 +146,8 @@ def main() -> None:
         kind, name, *rest = job.split(":")
         if kind == "100m":
             report.get(name, GPT_100M, bool(rest))
+        elif kind == "wide":
+            report.get(name, wide(*map(int, rest)), True)
         else:
             largest(report, name, int(rest[0]))
     print(tables(report.runs))
