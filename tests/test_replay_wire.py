@@ -18,6 +18,13 @@ TASK = replay.Task(
 )
 CLUSTER = {"workers": 3, "durations": durations.exponential(1.0), "links": links.alpha_beta(0.05, 4e3), "seed": 2}
 
+CODES = {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}
+RULES = {
+    "ringleader": rules.ringleader(optax.adam(0.01)),
+    "bsp": rules.bsp(SGD),
+    "coded": rules.compressed(rules.ringmaster(2, SGD, stop=True), CODES, feedback=("gradient",)),
+}
+
 
 def test_a_gradient_up_and_a_model_down():
     run = replay.run(rules.asgd(SGD), TASK, steps=30, **CLUSTER)
@@ -31,12 +38,10 @@ def test_a_gradient_up_and_a_model_down():
 
 @pytest.mark.parametrize("timing_only", [False, True])
 def test_codes_shrink_the_wire(timing_only):
-    codes = {"gradient": jd.top_k(0.25), "params": jd.compressors.cast(jnp.float16)}
-    rule = rules.compressed(rules.asgd(SGD), codes, feedback=("gradient",))
-    run = replay.run(rule, TASK, steps=20, timing_only=timing_only, **CLUSTER)
+    run = replay.run(RULES["coded"], TASK, steps=20, timing_only=timing_only, **CLUSTER)
     weights = [
         sum(leaf.nbytes for leaf in jax.tree.leaves(code.compress(jnp.ones(64), jax.random.key(0))))
-        for code in codes.values()
+        for code in CODES.values()
     ]
     events = run.trace.events
     assert set(events.bytes[events.what == 1].tolist()) == set(weights)
@@ -76,14 +81,6 @@ def test_feedback_needs_a_code_and_a_contraction():
     unknown = jd.top_k(0.1)._replace(contraction=None)
     with pytest.raises(ValueError, match="error feedback needs a contraction"):
         rules.compressed(rules.asgd(SGD), {"gradient": unknown}, feedback=("gradient",))
-
-
-CODES = {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}
-RULES = {
-    "ringleader": rules.ringleader(optax.adam(0.01)),
-    "bsp": rules.bsp(SGD),
-    "coded": rules.compressed(rules.ringmaster(2, SGD, stop=True), CODES, feedback=("gradient",)),
-}
 
 
 @pytest.mark.parametrize("timing_only", [False, True])

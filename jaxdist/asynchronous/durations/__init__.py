@@ -8,6 +8,7 @@ from .laws import constant as constant
 from .laws import exponential as exponential
 from .laws import lognormal as lognormal
 from .laws import shifted_exponential as shifted_exponential
+from .power import power as power
 from .recorded import from_file as from_file
 from .recorded import recorded as recorded
 from .slow import markov as markov

@@ -62,7 +62,8 @@ class Engine:
         state = self.state
         heapq.heappush(state.heap, (tick, what, place, state.sequence, data))
         state.sequence += 1
-        state.live += what != EVALUATION
+        if what != EVALUATION:
+            state.live += 1
 
     def ticks(self, seconds: float) -> int:
         return round(seconds * self.setup.ticks_per_second)
@@ -268,21 +269,22 @@ class Engine:
                 found[place] = whom
         return found
 
-    def advance(self, until: int, enough: Callable[[ReplayState], bool]) -> None:
+    def advance(self, until: int, enough: Callable[[ReplayState], bool] | None) -> None:
         """Until a tick (its events included), or until enough has happened."""
         state, happens, limit = self.state, self.happens, self.setup.events_per_tick
-        at, count = state.tick, 0
-        while not enough(state):
+        heap, pop, at, count = state.heap, heapq.heappop, state.tick, 0
+        while enough is None or not enough(state):
             if not state.live:
-                raise Deadlock(self.waiting(), state.tick / self.setup.ticks_per_second)
-            if state.heap[0][0] > until:
+                endless = tuple([i for i, running in enumerate(state.running) if running is not None])
+                raise Deadlock(self.waiting(), state.tick / self.setup.ticks_per_second, endless)
+            if heap[0][0] > until:
                 state.tick = until
                 return
-            tick, what, place, _, data = heapq.heappop(state.heap)
-            state.live -= what != EVALUATION
-            state.tick = tick
+            tick, what, place, _, data = pop(heap)
+            if what != EVALUATION:
+                state.live -= 1
             count = count + 1 if tick == at else 1
-            at = tick
+            state.tick = at = tick
             if count > limit:
                 raise TooManyEvents(
                     f"more than {limit} events at {tick / self.setup.ticks_per_second:g} s: messages go in a circle, "

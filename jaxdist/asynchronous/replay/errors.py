@@ -8,12 +8,14 @@ class Deadlock(RuntimeError):
 
     Attributes:
       waiting: for each place that waits (the server is -1), whom it waits for.
+      endless: the workers whose gradients are never done.
     """
 
-    def __init__(self, waiting: Mapping[int, tuple[int, ...]], seconds: float):
-        self.waiting = dict(waiting)
-        shown = "; ".join(f"{_name(who)} for {', '.join(map(_name, whom))}" for who, whom in self.waiting.items())
-        super().__init__(f"at {seconds:g} s nothing can happen any more, and there wait: {shown or 'none'}")
+    def __init__(self, waiting: Mapping[int, tuple[int, ...]], seconds: float, endless: tuple[int, ...] = ()):
+        self.waiting, self.endless = dict(waiting), endless
+        lines = [f"{_name(who)} waits for {', '.join(map(_name, whom))}" for who, whom in self.waiting.items()]
+        lines += [f"{_name(who)} computes for ever" for who in endless]
+        super().__init__(f"at {seconds:g} s nothing can happen any more: {'; '.join(lines) or 'nobody does anything'}")
 
 
 class TooManyEvents(RuntimeError):

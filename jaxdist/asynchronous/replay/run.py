@@ -141,7 +141,9 @@ def simulator(
             )
 
         engine = Engine(setup, copied(state))
-        engine.advance(FOREVER if seconds is None else round(seconds * ticks_per_second), enough)
+        counted = steps is not None or gradients is not None or target is not None
+        until = FOREVER if seconds is None else round(seconds * ticks_per_second)
+        engine.advance(until, enough if counted else None)
         return engine.state
 
     return Simulator(lambda: begun(setup), advance, lambda state: _result(setup, state), setup)

@@ -77,9 +77,7 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
 @no_type_check
 def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     """The tuple with one entry changed."""
-    out = list(values)
-    out[index] = value
-    return tuple(out)
+    return values[:index] + (value,) + values[index + 1 :]  # noqa: RUF005  several times faster for a thousand workers
 
 
 @no_type_check
@@ -99,8 +97,9 @@ def again(core: Core, worker: int) -> Send:
 @no_type_check
 def fresh(core: Core, worker: int) -> tuple[Core, Send]:
     """The current model for a worker, whatever it has."""
-    reads = put(core.reads, worker, core.version)
-    return core._replace(reads=reads), Send(worker, Message(PARAMS, core.params, core.version))
+    params, opt_state, version, reads = core
+    core = Core(params, opt_state, version, put(reads, worker, version))
+    return core, Send(worker, Message(PARAMS, core.params, core.version))
 
 
 def to_all(core: Core) -> tuple[Core, Actions]:
@@ -130,6 +129,8 @@ def _receive_worker(state: WorkerState, sender: int, message: Message) -> tuple[
         start = Compute(message.value, message.version)
         return WorkerState(message.value, message.version, True), ((Cancel(), start) if state.computing else (start,))
     if kind == AGAIN:
+        if state.computing:  # it asked twice, having failed twice
+            return state, ()
         return WorkerState(state.params, state.version, True), (Compute(state.params, state.version),)
     if kind == RECOVERED:
         return state._replace(computing=False), (Send(SERVER, Message(PULL, None, state.version)),)
