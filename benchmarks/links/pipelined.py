@@ -32,9 +32,18 @@ def main() -> None:
     given = parser.parse_args()
     if cluster.refusal():
         sys.exit(f"this needs shaped links, and cannot make them here: {cluster.refusal()}")
-    records = []
+    records: list[dict] = []
+    about = {"rate_mbit": given.rate, "hosts": given.hosts, "problem": given.problem, "steps": given.steps}
+
+    def save():
+        if given.out:
+            given.out.mkdir(parents=True, exist_ok=True)
+            name = f"links_{given.problem}_{given.hosts}x{given.rate:g}.json"
+            (given.out / name).write_text(json.dumps({"about": about, "records": records}) + "\n")
+
     with cluster.hosts(given.hosts, given.rate) as places:
         system = System("pipelined_step.py", sys.executable, given.problem, places)
+        about |= system.about
         try:
             for mode in given.modes:
                 losses = system.run(mode, 0)[0]["losses"]
@@ -53,15 +62,10 @@ def main() -> None:
                             "load": os.getloadavg()[0],
                         }
                     )
+                save()
+                print(table(records, given.modes), flush=True)
         finally:
             system.close()
-    about = {"rate_mbit": given.rate, "hosts": given.hosts, "problem": given.problem, "steps": given.steps}
-    about |= system.about
-    print(table(records, given.modes))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        name = f"links_{given.problem}_{given.hosts}x{given.rate:g}.json"
-        (given.out / name).write_text(json.dumps({"about": about, "records": records}) + "\n")
 
 
 def table(records: list[dict], modes: list[str]) -> str:
