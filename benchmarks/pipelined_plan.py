@@ -76,7 +76,7 @@ def profile(config, params, layers, tokens, where):
     return found, {"overhead": overhead, "bandwidth": max(sizes) / (reduction(max(sizes)) - overhead)}
 
 
-def weigh(name, made, params, batch, mesh, where):
+def weigh(name, made, params, batch, mesh, where, options):
     step, make_state = made
     began = time.perf_counter()
     planned = pods.plan(
@@ -84,7 +84,7 @@ def weigh(name, made, params, batch, mesh, where):
         lambda: make_state(jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), params)),
         batch,
         mesh,
-        compiler_options=OPTIONS,
+        compiler_options=options,
     )
     compiling = time.perf_counter() - began
     seen = analysis.overlap(planned.compiled, where)
@@ -116,10 +116,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=1, help="on each device")
     parser.add_argument("--defer", type=int, nargs="*", help="default: 0, what `schedule.choose_defer` says, and all")
+    parser.add_argument("--xla", nargs="*", default=[], help="further options of the compiler, NAME=VALUE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     given = parser.parse_args()
 
+    options = OPTIONS | {name: json.loads(value) for name, value in (option.split("=") for option in given.xla)}
     mesh = pods.gpu(given.topology)
     where = cost.of_mesh(cost.chip_of(given.topology), mesh)
     config = gpt.GPTConfig(given.layers, given.width, given.width // 64, given.context)
@@ -132,7 +134,8 @@ def main() -> None:
     defers = dict.fromkeys((chosen, 0, len(layers)) if given.defer is None else given.defer)
     steps = {"plain, buckets": plain(loss, jd.bucketed(jd.exact()))}
     steps |= {f"pipelined, defer={defer}": crossing(loss, layers, defer) for defer in defers}
-    steps |= {"plain, one all-reduce": plain(loss, jd.exact())}
+    if given.defer is None:
+        steps |= {"plain, one all-reduce": plain(loss, jd.exact())}
     size = math.fsum(leaf.size for leaf in jax.tree.leaves(params))
     print(
         f"{size / 1e6:.1f} million parameters, {given.topology}, {given.sequences} sequences a device; defer={chosen}"
@@ -149,11 +152,11 @@ def main() -> None:
         "chosen_defer": chosen,
         "model": {k: schedule.pipelined_time(found, defer=k, **link) for k in range(len(layers) + 1)},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin")},
-        "options": OPTIONS,
+        "options": options,
         "steps": [],
     }
     for name, made in steps.items():
-        row, compiled = weigh(name, made, params, batch, mesh, where)
+        row, compiled = weigh(name, made, params, batch, mesh, where, options)
         record["steps"].append(row)
         milliseconds = [1e3 * row[f"{what}seconds"] for what in ("communication_", "exposed_", "compute_", "")]
         print(
