@@ -54,9 +54,9 @@ def crossing(loss, layers, defer):
     return pipeline.step, pipeline.init
 
 
-def profile(config, params, layers, tokens, where):
-    """Seconds of each layer at the peak of its products, and of its all-reduce."""
-    chip, devices = where.chip, len(where.coordinates)
+def profile(config, params, layers, tokens, where, compute_seconds):
+    """Seconds of each layer, and of its all-reduce: a share of a step's computation as its products have in all."""
+    devices = len(where.coordinates)
 
     def reduction(nbytes):
         op = base.make_collective("all-reduce", [("float32", nbytes)], devices=devices, where="")
@@ -70,7 +70,8 @@ def profile(config, params, layers, tokens, where):
         count + 4 * tokens * config.context * config.width * layer[0].startswith("block")
         for count, layer in zip(flops, entries, strict=True)
     ]
-    forward = [count / chip.flops["other"] for count in flops]
+    # A third is forward. Products at their peak would be too short: most of a step is memory traffic.
+    forward = [compute_seconds / 3 * count / sum(flops) for count in flops]
     found = schedule.profile_of(forward=forward, backward=[2 * seconds for seconds in forward], sizes=sizes)
     overhead = reduction(4)
     return found, {"overhead": overhead, "bandwidth": max(sizes) / (reduction(max(sizes)) - overhead)}
@@ -115,7 +116,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=1, help="on each device")
-    parser.add_argument("--defer", type=int, nargs="*", help="default: 0, what `schedule.choose_defer` says, and all")
+    parser.add_argument(
+        "--defer", type=int, nargs="*", help="default: what `schedule.choose_defer` says, 0, half and all"
+    )
     parser.add_argument("--xla", nargs="*", default=[], help="further options of the compiler, NAME=VALUE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
@@ -129,33 +132,16 @@ def main() -> None:
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     batch = jax.ShapeDtypeStruct((given.sequences * mesh.size, given.context + 1), jax.numpy.uint8)
     layers = (("tokens", "positions"), *(f"block_{i}" for i in range(given.layers)), ("final_norm", "out"))
-    found, link = profile(config, params, layers, given.sequences * given.context, where)
-    chosen = schedule.choose_defer(found, **link)
-    defers = dict.fromkeys((chosen, 0, len(layers)) if given.defer is None else given.defer)
-    steps = {"plain, buckets": plain(loss, jd.bucketed(jd.exact()))}
-    steps |= {f"pipelined, defer={defer}": crossing(loss, layers, defer) for defer in defers}
-    if given.defer is None:
-        steps |= {"plain, one all-reduce": plain(loss, jd.exact())}
-    size = math.fsum(leaf.size for leaf in jax.tree.leaves(params))
-    print(
-        f"{size / 1e6:.1f} million parameters, {given.topology}, {given.sequences} sequences a device; defer={chosen}"
-    )
-    print(
-        "| step | all-reduces (asynchronous) | communication, ms | exposed | computation | step | temporary MiB | "
-        "compile s |"
-    )
-    record = {
+    record: dict[str, Any] = {
         "topology": given.topology,
         "config": config._asdict(),
         "sequences": given.sequences,
-        "parameters": size,
-        "chosen_defer": chosen,
-        "model": {k: schedule.pipelined_time(found, defer=k, **link) for k in range(len(layers) + 1)},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin")},
         "options": options,
         "steps": [],
     }
-    for name, made in steps.items():
+
+    def add(name, made):
         row, compiled = weigh(name, made, params, batch, mesh, where, options)
         record["steps"].append(row)
         milliseconds = [1e3 * row[f"{what}seconds"] for what in ("communication_", "exposed_", "compute_", "")]
@@ -172,6 +158,22 @@ def main() -> None:
             (given.hlo / f"{name.replace(' ', '_')}.hlo").write_text(compiled.as_text())
         if given.out:
             (given.out / "pipelined_plan.json").write_text(json.dumps(record, indent=1) + "\n")
+        return row
+
+    size = record["parameters"] = math.fsum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"{size / 1e6:.1f} million parameters, {given.topology}, {given.sequences} sequences a device")
+    print(
+        "| step | all-reduces (asynchronous) | communication, ms | exposed | computation | step | temporary MiB | "
+        "compile s |"
+    )
+    seconds = add("plain, buckets", plain(loss, jd.bucketed(jd.exact())))["compute_seconds"]
+    found, link = profile(config, params, layers, given.sequences * given.context, where, seconds)
+    chosen = record["chosen_defer"] = schedule.choose_defer(found, **link)
+    record["model"] = {k: schedule.pipelined_time(found, defer=k, **link) for k in range(len(layers) + 1)}
+    for defer in dict.fromkeys((chosen, 0, len(layers) // 2, len(layers)) if given.defer is None else given.defer):
+        add(f"pipelined, defer={defer}", crossing(loss, layers, defer))
+    if given.defer is None:
+        add("plain, one all-reduce", plain(loss, jd.exact()))
 
 
 if __name__ == "__main__":
