@@ -66,3 +66,11 @@ def typed_like(x: Array, aval: Any) -> Array:
     """`x`, cast to vary over the mesh axes that a type varies over."""
     missing = frozenset(aval.manual_axis_type.varying) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def scan_sizes(parameters: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are the same in every round, and how many it carries from one to the next."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    consts, carry, _ = parameters["ft_in"].unpack()  # since 0.12
+    return len(consts), len(carry)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import Jaxpr, Literal
+from .._compat import Jaxpr, Literal, scan_sizes
 from .._marks import axis_tuple
 from .._primitives import inner_jaxprs
 from .._typing import AxisNames, PyTree
@@ -93,7 +93,7 @@ def _call(equation: Any, operands: list[bool]) -> list[bool]:
 
 
 def _scan(equation: Any, operands: list[bool]) -> list[bool]:
-    consts, carried = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carried = scan_sizes(equation.params)
     body = equation.params["jaxpr"].jaxpr
     carry, xs = operands[consts : consts + carried], operands[consts + carried :]
     carry = _fixed_point(lambda carry: _reached(body, [*operands[:consts], *carry, *xs])[:carried], carry)

@@ -53,17 +53,15 @@ def bucketed(
             kinds=[leaf.dtype for leaf in leaves],
         )
 
-    def parts(tree):
-        """For each bucket its members and what its reducer sees of a tree, of arrays or of their shapes."""
+    def parts(tree, as_vector):
+        """For each bucket its members and what its reducer sees of a tree."""
         leaves, structure = jax.tree.flatten(tree)
 
         def part(members):
-            inside = [leaves[i] for i in members]
-            if not flat:
-                chosen = set(members)
-                return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
-            shapes = isinstance(inside[0], jax.ShapeDtypeStruct)
-            return vector_likes(inside)[0] if shapes else concatenate(inside)
+            if flat:
+                return as_vector([leaves[i] for i in members])
+            chosen = set(members)
+            return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
         return [(members, part(members)) for members in plan(leaves)]
 
@@ -77,14 +75,13 @@ def bucketed(
     def init(like):
         if is_stand_in(like):
             return 0
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         # Buckets must not share their draws.
-        return tuple(fold_keys(reducer.init(part), i) for i, (_, part) in enumerate(parts(like)))
+        return tuple(fold_keys(reducer.init(part), i) for i, (_, part) in enumerate(parts(like, _vector_like)))
 
     def reduce(updates, state, comm, **agreed):
         leaves, structure = jax.tree.flatten(updates)
         means, owns, states = list(leaves), list(leaves), []
-        for (members, part), bucket_state in zip(parts(updates), state, strict=True):
+        for (members, part), bucket_state in zip(parts(updates, concatenate), state, strict=True):
             reduced, bucket_state = drive(rounds_of(reducer, part, bucket_state, comm, **agreed), comm)
             states.append(bucket_state)
             write(means, members, reduced.mean)
@@ -92,9 +89,9 @@ def bucketed(
         return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
 
     def held(state, like, comm):
-        leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like))
+        leaves, structure = jax.tree.flatten(like)
         out = list(leaves)
-        for (members, part), bucket_state in zip(parts(structure.unflatten(leaves)), state, strict=True):
+        for (members, part), bucket_state in zip(parts(like, _vector_like), state, strict=True):
             write(out, members, held_by(reducer, bucket_state, part, comm))
         return structure.unflatten(out)
 
@@ -107,3 +104,7 @@ def bucketed(
             feedback_form(reducer), bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=flat
         ),
     )
+
+
+def _vector_like(leaves: list) -> jax.ShapeDtypeStruct:
+    return vector_likes(leaves)[0]
