@@ -139,6 +139,32 @@ def test_bytes_and_memory():
     assert analysis.memory(program).arguments == pytest.approx(4 * (entries + 2 * entries / 4), rel=0.02)
 
 
+def test_stage_2_needs_less_memory(mesh, monkeypatch):
+    """Gradients leave as they arise, and updates arrive bucket by bucket: neither exist all at once."""
+    monkeypatch.setattr(means, "BUCKET_BYTES", 4 * 128**2)
+    layers = [jnp.zeros((128, 128)) for _ in range(8)]
+
+    def loss(params, x):
+        for layer in params:
+            x = jnp.tanh(x @ layer)
+        return (x**2).mean()
+
+    def temporary(stage):
+        tx = jd.zero_redundancy(optax.sgd(1e-2), stage=stage)
+
+        def step(state, batch):
+            _, grads = jd.local_value_and_grad(loss)(state.params, batch)
+            updates, opt = tx.update(grads, state.opt, state.params)
+            return TrainState(optax.apply_updates(state.params, updates), opt), {}
+
+        state = jd.place(TrainState(layers, tx.init(layers)), mesh)
+        return analysis.memory(
+            jd.distribute(step, mesh).lower(state, np.zeros((8, 128), np.float32)).compile()
+        ).temporary
+
+    assert temporary(2) < 0.6 * temporary(1)
+
+
 def test_examples_weigh_and_none_changes_nothing():
     tx = jd.zero_redundancy(optax.adam(1e-2))
 

@@ -82,8 +82,8 @@ def zero_redundancy(
 
     Args:
       inner: any optimizer, or a chain with clipping, schedules, masks and weight decay.
-      stage: 1: one collective for all gradients. 2: one for each 25 MiB of them, so that gradients need not all exist
-        at once.
+      stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
+        neither need all exist at once.
       reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
         `error_feedback(two_shot(int4()))`, with two axes `hierarchical`. `None`: the gradients are means already,
         `optax.chain(jd.all_reduce(...), jd.zero_redundancy(..., reducer=None))`.
@@ -225,7 +225,7 @@ def zero_redundancy(
     def deliver(steps, params, state, some, comm):
         """The updates for all, of the steps of this worker's parts or of its master parameters."""
         if code is None:
-            return (taken if master_dtype is None else differences)(steps, params, comm), state
+            return (taken if master_dtype is None else differences)(steps, params, stage, comm), state
         return (coded if master_dtype is None else coded_differences)(steps, params, state, code, some, comm)
 
     return optax.GradientTransformationExtraArgs(init, update)

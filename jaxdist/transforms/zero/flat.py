@@ -18,7 +18,12 @@ def whole(x: Array, shape: Shape, comm: Comm) -> Array:
     return joined(comm.all_gather(x), jax.ShapeDtypeStruct(shape, x.dtype))
 
 
-def gather(pieces: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[Array]:
-    """Everybody's pieces of each leaf, put together again; one collective for each dtype."""
-    gathered = fused(comm.all_gather, pieces)
-    return [joined(rows, like) for rows, like in zip(gathered, likes, strict=True)]
+def gather(
+    pieces: Sequence[Array], likes: Sequence[Like], comm: Comm, *, buckets: Sequence[Sequence[int]] | None = None
+) -> list[Array]:
+    """Everybody's pieces of each leaf, put together again; one collective for each bucket and dtype."""
+    found: dict[int, Array] = {}
+    for members in [range(len(pieces))] if buckets is None else buckets:
+        gathered = fused(comm.all_gather, [pieces[i] for i in members])
+        found |= {i: joined(rows, likes[i]) for i, rows in zip(members, gathered, strict=True)}
+    return [found[i] for i in range(len(pieces))]
