@@ -14,6 +14,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist.workloads import gpt, stages
+from jaxdist.workloads.base import Layers
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 RATE, FIRST, SECOND = 1e-3, 0.9, 0.999
@@ -41,7 +42,6 @@ used.defvjp(lambda params, gradients: (used(params, gradients), None), used_back
 def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.Weighed:
     base = stages.stage_step(config, 0, master=True)
     tx = optax.adam(RATE)
-    block = stages._block(config)
 
     def make_state():
         params = dict(base.make_state().params)
@@ -58,17 +58,18 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
             "count": jnp.zeros((), jnp.int32),
         }
 
-    def loss(ends, gradients, blocks, tokens):
-        x = stages._embed(ends, tokens[:, :-1])
-
+    def through_blocks(f, stacked, x):
         @partial(jax.checkpoint, prevent_cse=False)
         def body(x, each):
             params, buffer = each
             params = to(DEVICE, params) if params_on_host else params
-            return block(used(params, buffer), x), None
+            return f(used(params, buffer), x), None
 
-        x = jax.lax.scan(body, x, (jax.lax.stop_gradient(blocks), gradients))[0]
-        return jax.checkpoint(stages._head)(ends, x, tokens[:, 1:])
+        return jax.lax.scan(body, x, stacked)[0]
+
+    def loss(ends, gradients, blocks, tokens):
+        params = {**ends, "blocks": (jax.lax.stop_gradient(blocks), gradients)}
+        return gpt.loss(config, params, tokens, layers=Layers(jax.checkpoint, through_blocks))
 
     def adam(state, g, count):
         g = g.astype(jnp.float32)

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from .._typing import Array, Metrics, PRNGKeyArray, PyTree
 from ..reducers import Reducer
+
+LOOP_FROM = 12  # layers: fewer are faster unrolled, and compile soon enough
 
 
 class Layers(NamedTuple):
@@ -21,13 +25,22 @@ class Layers(NamedTuple):
     alike: Callable[[Callable[..., Any], Sequence[PyTree], Any], Any]
 
 
-def _in_turn(f: Callable[..., Any], layers: Sequence[PyTree], x: Any) -> Any:
+def in_turn(f: Callable[..., Any], layers: Sequence[PyTree], x: Any) -> Any:
+    """One layer after the other; of many, in a loop that computes each again in the backward pass."""
+    if len(layers) >= LOOP_FROM:
+        return looped(f, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), x)
     for params in layers:
         x = f(params, x)
     return x
 
 
-PLAIN = Layers(lambda f: f, _in_turn)
+def looped(f: Callable[..., Any], stacked: PyTree, x: Any) -> Any:
+    """The same for parameters that are stacked: compiled once, with the activations of one layer at a time."""
+    again = jax.checkpoint(f, prevent_cse=False)
+    return jax.lax.scan(lambda x, params: (again(params, x), None), x, stacked)[0]
+
+
+PLAIN = Layers(lambda f: f, in_turn)
 
 
 class Workload(NamedTuple):

@@ -133,7 +133,7 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = P
 
     Args:
       config: the sizes that `params` were drawn with.
-      params: from `init`.
+      params: from `init`; or with the blocks in `"blocks"`, as `layers.alike` takes them.
       batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
       layers: how to go through the embedding, the blocks and the head.
 
@@ -154,6 +154,7 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = P
         return Block(config).apply({"params": params}, x)
 
     x = end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
-    x = layers.alike(block, [params[f"block_{number}"] for number in range(config.layers)], x)
-    logits = end(GPT.head, "final_norm", "out")(x)
+    blocks = params.get("blocks") or [params[f"block_{number}"] for number in range(config.layers)]
+    x = layers.alike(block, blocks, x)
+    logits = end(GPT.head, "final_norm", "out")(x).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))

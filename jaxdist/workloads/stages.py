@@ -1,7 +1,8 @@
 """A training step of a GPT under each stage of ZeRO, to be compiled and weighed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from ..parallel import gathered, gathered_scan, local_value_and_grad, shard
 from ..reducers import exact
 from ..transforms import all_reduce, zero_redundancy
 from . import gpt
+from .base import Layers, looped
 
 
 class Weighed(NamedTuple):
@@ -70,20 +72,9 @@ def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrol
         params = make_params()
         return StageState(params, tx.init(params))
 
-    def loss(params, batch):
-        tokens = batch.astype(jnp.int32)
-        x = (gathered(_embed) if stage == 3 else _embed)(_of(params, "tokens", "positions"), tokens[:, :-1])
-        block = _block(config)
-        if stage == 3:
-            x = gathered_scan(block, params["blocks"], x)
-        elif unrolled:
-            for layer in params["blocks"]:
-                x = jax.checkpoint(block)(layer, x)
-        else:
-            again = jax.checkpoint(block, prevent_cse=False)
-            x = jax.lax.scan(lambda x, layer: (again(layer, x), None), x, params["blocks"])[0]
-        head = gathered(_head) if stage == 3 else jax.checkpoint(_head)
-        return head(_of(params, "final_norm", "out"), x, tokens[:, 1:])
+    plain = Layers(jax.checkpoint, _in_turn if unrolled else looped)
+    layers = Layers(gathered, gathered_scan) if stage == 3 else plain
+    loss = partial(gpt.loss, config, layers=layers)
 
     def step(state, batch):
         value, grads = local_value_and_grad(loss)(state.params, batch)
@@ -100,20 +91,7 @@ def _entries(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=is_mark))
 
 
-def _of(params: PyTree, *names: str) -> PyTree:
-    return {name: params[name] for name in names}
-
-
-def _block(config: gpt.GPTConfig) -> Callable[..., Any]:
-    return lambda layer, x: gpt.Block(config).apply({"params": layer}, x)
-
-
-def _embed(params: PyTree, tokens: Any) -> Any:
-    return params["tokens"]["embedding"][tokens] + params["positions"][None, : tokens.shape[1]]
-
-
-def _head(params: PyTree, x: Any, targets: Any) -> Any:
-    wide = x.astype(jnp.float32)
-    normed = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-6)
-    logits = (normed.astype(x.dtype) * params["final_norm"]["scale"][None, None]) @ params["out"]["kernel"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+def _in_turn(f: Callable[..., Any], blocks: Sequence[PyTree], x: Any) -> Any:
+    for params in blocks:
+        x = jax.checkpoint(f)(params, x)
+    return x
