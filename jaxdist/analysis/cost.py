@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -196,7 +196,7 @@ def _of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Cro
         return ()
     total = op.bytes * (count if op.kind == "all-gather" else 1)
     times = 2 if op.kind == "all-reduce" else 1
-    found, parts, first = [], 1, 0
+    found, parts = [], 1
     for name in dict.fromkeys(link.name for link in where.links):
         columns = [n for n, link in enumerate(where.links) if link.name == name]
         through = len(np.unique(places[:, : columns[-1] + 1], axis=0))
@@ -209,7 +209,6 @@ def _of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Cro
         sent = times * (k - 1) / k * total / members
         hops = times * sum((min(size, k) - 1) * link.latency for link, size in spread)
         found.append(Crossing(name, sent, hops + sent / sum(link.bandwidth for link, _ in spread)))
-        first += 1
     return tuple(found)
 
 
@@ -234,8 +233,3 @@ def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> fl
 def _peak(dtype: str, chip: Chip) -> float:
     short = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}.get(dtype, dtype)
     return chip.flops.get("float8" if short.startswith("f8") else short, chip.flops["other"])
-
-
-def chip_of(target: Any) -> str:
-    """The chip in a target such as `"v5e:16x16"`."""
-    return str(target).partition(":")[0].lower()

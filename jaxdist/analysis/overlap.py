@@ -103,7 +103,7 @@ def overlap(program: Program, cluster: Cluster | None = None, *, branch: str = "
       True
 
     References:
-      Shoeybi et al. and others model collectives so; the latency-hiding scheduler that places starts and ends is XLA's.
+      Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005.
       Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", CACM 52(4), 2009.
     """
     check_branch(branch)

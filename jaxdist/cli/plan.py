@@ -81,8 +81,9 @@ def _only_cpu() -> None:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     # So does libtpu, for their names.
-    for name, value in (("TPU_ACCELERATOR_TYPE", "v5litepod-1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
-        os.environ.setdefault(name, value)
+    names = {"ACCELERATOR_TYPE": "v5litepod-16", "WORKER_HOSTNAMES": "localhost", "WORKER_ID": "0"}
+    for name, value in names.items():
+        os.environ.setdefault(f"TPU_{name}", value)
 
 
 def _check_target(chosen: Plan) -> None:
