@@ -60,7 +60,7 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
             f"cannot describe the TPU topology {topology!r} (num_slices={num_slices}): it must be like 'v5e:4x4' or "
             "'v5p:2x2x4', of at least one slice"
         )
-    _need("libtpu", "tpu-plan", topology)
+    _need(("libtpu",), "tpu-plan", topology)
     # Else libtpu asks the metadata server of a cloud machine that this is not.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # A lock keeps a chip to one process; here there is no chip.
@@ -110,7 +110,7 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
             "node, as in 'h100:4x8'"
         )
     chip, nodes, each = found.groups()
-    _need("jax_plugins.xla_cuda13", "gpu-plan", topology)
+    _need(("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "gpu-plan", topology)
     # It compares the libraries with a driver that is not there.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     facts = (resources.files("jaxdist.analysis") / "targets" / f"{chip}.txtpb").read_text()
@@ -119,14 +119,18 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
-def _need(module: str, extra: str, topology: str) -> None:
-    """Raise in one line unless a plugin is installed."""
+def _need(modules: Sequence[str], extra: str, topology: str) -> None:
+    """Raise in one line unless one of the plugins is installed."""
+    if not any(map(_installed, modules)):
+        name = modules[0].split(".")[-1]
+        raise ValueError(f"compiling for {topology} needs {name}: pip install 'jaxdist[{extra}]'")
+
+
+def _installed(module: str) -> bool:
     try:
-        found = find_spec(module)
+        return find_spec(module) is not None
     except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise ValueError(f"compiling for {topology} needs {module.split('.')[-1]}: pip install 'jaxdist[{extra}]'")
+        return False
 
 
 def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:
