@@ -1,5 +1,6 @@
 """`jaxdist plan`: the step of `jaxdist train`, weighed for machines that are not here."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import jaxdist as jd
 from jaxdist.analysis import Span, base, cost
 from jaxdist.cli import main
-from jaxdist.workloads import methods, offloaded, parse, planned, planned_plots, train
+from jaxdist.workloads import base as layering
+from jaxdist.workloads import gpt, methods, offloaded, parse, planned, planned_plots, train
 from jaxdist.workloads.base import PLAIN, Workload
 
 MODEL = "gpt:tiny"
@@ -140,3 +142,26 @@ def test_what_is_waited_for_is_what_no_computation_covers():
     ]
     spans = [Span("compute", "a", 0.0, 2.0), Span("compute", "b", 1.0, 3.0), Span("compute", "c", 4.0, 5.0)]
     assert planned_plots._merged([(span.start, span.end) for span in spans]) == [(0.0, 3.0), (4.0, 5.0)]
+
+
+def test_many_layers_are_a_loop_with_the_same_loss():
+    config = gpt.GPTConfig(layers=layering.LOOP_FROM, width=8, heads=1, context=4)
+    params = gpt.init(config, jax.random.key(0))
+    tokens = jnp.arange(10, dtype=jnp.uint8).reshape(2, 5)
+    blocks = [params[f"block_{n}"] for n in range(config.layers)]
+    ends = {name: leaf for name, leaf in params.items() if not name.startswith("block_")}
+
+    def one_by_one(f, layers, x):
+        for layer in layers:
+            x = f(layer, x)
+        return x
+
+    plain = layering.Layers(lambda f: f, one_by_one)
+    expected, slopes = jax.value_and_grad(lambda p: gpt.loss(config, p, tokens, layers=plain))(params)
+    compiled = jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, tokens)))
+    found, got = compiled(params)
+    assert "while(" in str(compiled.lower(params).compile().as_text())
+    chex.assert_trees_all_close((found, got), (expected, slopes), rtol=1e-4, atol=1e-6)
+    stacked = {**ends, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+    looped = layering.Layers(lambda f: f, layering.looped)
+    assert gpt.loss(config, stacked, tokens, layers=looped) == pytest.approx(float(expected), rel=1e-5)

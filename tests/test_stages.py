@@ -2,14 +2,12 @@
 
 from importlib.util import find_spec
 
-import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
 from jaxdist.analysis import pods
-from jaxdist.workloads import base, gpt
 from jaxdist.workloads.gpt import GPTConfig
 from jaxdist.workloads.stages import stage_step
 
@@ -43,29 +41,6 @@ def test_planned(mesh, stage):
     assert found.memory.arguments == pytest.approx(arguments(stage, weighed, 8), rel=0.05)
     assert found.memory.aliased > 0.95 * arguments(stage, weighed, 8)
     assert found.collectives.wire_bytes == pytest.approx(7 / 8 * 4 * sent(stage, weighed), rel=0.05)
-
-
-def test_many_layers_are_a_loop_with_the_same_loss():
-    config = GPTConfig(layers=base.LOOP_FROM, width=8, heads=1, context=4)
-    params = gpt.init(config, jax.random.key(0))
-    tokens = jnp.arange(10, dtype=jnp.uint8).reshape(2, 5)
-    blocks = [params[f"block_{n}"] for n in range(config.layers)]
-    ends = {name: leaf for name, leaf in params.items() if not name.startswith("block_")}
-
-    def one_by_one(f, layers, x):
-        for layer in layers:
-            x = f(layer, x)
-        return x
-
-    plain = base.Layers(lambda f: f, one_by_one)
-    expected, slopes = jax.value_and_grad(lambda p: gpt.loss(config, p, tokens, layers=plain))(params)
-    compiled = jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, tokens)))
-    found, got = compiled(params)
-    assert "while(" in compiled.lower(params).compile().as_text()
-    chex.assert_trees_all_close((found, got), (expected, slopes), rtol=1e-4, atol=1e-6)
-    stacked = {**ends, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
-    looped = base.Layers(lambda f: f, base.looped)
-    assert gpt.loss(config, stacked, tokens, layers=looped) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.slow
