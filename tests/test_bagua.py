@@ -117,6 +117,22 @@ def test_shift_one_without_gradients_ends_in_the_mean(workers, steps):
         assert apart(found[0]) > 0.1
 
 
+def test_the_host_may_choose_the_round():
+    graph = jd.topology.shift_one(6)
+    tx = bagua.decentralized(optax.sgd(1.0), 6, peers="shift_one", interval=2)
+    start, talks = jnp.asarray(rows(6), jnp.float32), []
+    for step in range(6):
+        found = jd.transforms.due_round(step, graph, interval=2)
+        if found is None:
+            continue
+        x = jax.vmap(lambda x, found=found: x + tx.update(0 * x, tx.init(x), x, round=found)[0], axis_name="data")(
+            start
+        )
+        talks.append([reference.partner(r, len(talks), 6) for r in range(6)])
+        np.testing.assert_allclose(x, (start + start[jnp.array(talks[-1])]) / 2, atol=1e-6)
+    assert len({tuple(talk) for talk in talks}) == 3
+
+
 @pytest.mark.parametrize(("replicas", "interval"), [(True, 2), (False, 2)])
 def test_the_low_precision_ring_follows_its_pseudo_code(replicas, interval):
     a, b = quadratics(5)

@@ -117,11 +117,13 @@ def check_replicas(state):
                 np.testing.assert_array_equal(replicas[destination, k], own[source])
 
 
-@pytest.mark.parametrize(("name", "waits"), [("decentralized", False), ("async", False), ("low_precision", True)])
+@pytest.mark.parametrize(
+    ("name", "waits"), [("decentralized", False), ("async", False), ("low_precision", True), ("shift_one", False)]
+)
 def test_models_travel_without_waiting_for_the_gradient(name, waits):
     """Codes of differences wait for it: they hold the step."""
     tx = ALGORITHMS[name][0]
-    given = {"sync": True} if name == "async" else {}
+    given = {"async": {"sync": True}, "shift_one": {"round": 1}}.get(name, {})
 
     def update(updates, state, params=None):
         return tx.update(updates, state, params, **given)

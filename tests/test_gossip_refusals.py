@@ -54,3 +54,7 @@ def test_what_cannot_work_in_a_step_says_so():
         quasi.update(x, quasi.init(x), x)
     alone = jd.gossip(optax.sgd(0.5), graphs.ring(1), axis=None)
     np.testing.assert_array_equal(np.asarray(alone.update(x + 1, alone.init(x), x)[0]), -0.5)
+    with pytest.raises(ValueError, match="so it must be static"):
+        alone.update(x, alone.init(x), x, round=jnp.zeros((), int))
+    with pytest.raises(ValueError, match="round must be one of the 1 of ring, from 0, got 1"):
+        alone.update(x, alone.init(x), x, round=1)

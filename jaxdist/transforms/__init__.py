@@ -12,6 +12,7 @@ from .gossip import consensus_distance as consensus_distance
 from .gossip import d2 as d2
 from .gossip import d_psgd as d_psgd
 from .gossip import dcd as dcd
+from .gossip import due_round as due_round
 from .gossip import ecd as ecd
 from .gossip import gossip as gossip
 from .gossip import gradient_tracking as gradient_tracking

@@ -61,6 +61,12 @@ SYNCS = {
             "H=N,learning_rate=R",
             "diloco with Muon of rate R for matrices, and Adam at the rate of --optimizer",
         ),
+        (
+            "async_model_average",
+            recipes.bagua.async_model_average,
+            "H=N[,delay=D]",
+            "local_sgd whose mean arrives D steps late, and workers keep what they did meanwhile",
+        ),
     )
 }
 

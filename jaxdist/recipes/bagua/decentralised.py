@@ -16,7 +16,7 @@ Peers = Literal["all", "shift_one"]
 
 
 def decentralized(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     workers: int,
     *,
     peers: Peers = "all",
@@ -33,7 +33,7 @@ def decentralized(
     *State*: that of the optimizer, per worker.
 
     Args:
-      optimizer: of each worker.
+      inner: the optimizer of each worker.
       workers: how many there are along the axis; with `hierarchical` along the slow one.
       peers: `"all"`, or `"shift_one"`: the first half meets the second, another one each time. With `"all"` what is
         sent does not wait for the gradient, and can be hidden behind it; with `"shift_one"` the program chooses among
@@ -61,11 +61,11 @@ def decentralized(
     graphs = {"all": complete, "shift_one": shift_one}
     if peers not in graphs:
         raise ValueError(f'peers must be "all" or "shift_one", got {peers!r}: for another graph, jd.gossip')
-    return _gossip(optimizer, graphs[peers](workers), d_fp_s(interval=interval), hierarchical, axis)
+    return _gossip(inner, graphs[peers](workers), d_fp_s(interval=interval), hierarchical, axis)
 
 
 def low_precision_decentralized(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     workers: int,
     *,
     compressor: Compressor | None = None,
@@ -86,7 +86,7 @@ def low_precision_decentralized(
     *State*: that of the optimizer and three models in float32, per worker; without `replicas` two models.
 
     Args:
-      optimizer: of each worker.
+      inner: the optimizer of each worker.
       workers: how many there are along the axis; with `hierarchical` along the slow one. With two, who are each other's
         only neighbour, weights are 1/2.
       compressor: `Q`; by default `min_max_uint8()`. It must be a good one, 8 bits or so.
@@ -113,11 +113,11 @@ def low_precision_decentralized(
       Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv 1803.06443, 2018.
     """
     method = d_lp_s(compressor, interval=interval, replicas=replicas)
-    return _gossip(optimizer, ring(workers), method, hierarchical, axis)
+    return _gossip(inner, ring(workers), method, hierarchical, axis)
 
 
 def async_model_average(
-    optimizer: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     *,
     sync_period: SyncPeriod,
     delay: int = 1,
@@ -141,7 +141,7 @@ def async_model_average(
     float32, `jd.anchor(opt_state)`.
 
     Args:
-      optimizer: of each worker.
+      inner: the optimizer of each worker.
       sync_period: `H`, more than `d`, or a schedule.
       delay: `d`, at least 1: with 1 the mean travels during one step. Longer delays are for studying staleness.
       warmup_steps: so many first steps average gradients instead.
@@ -164,7 +164,7 @@ def async_model_average(
       2006.00441, 2020.
     """
     return local_steps(
-        optimizer,
+        inner,
         optax.sgd(1.0),
         sync_period=sync_period,
         delay=delay,
@@ -176,11 +176,11 @@ def async_model_average(
 
 
 def _gossip(
-    optimizer: optax.GradientTransformation, graph: Topology, method: Method, hierarchical: bool, axis: AxisNames
+    inner: optax.GradientTransformation, graph: Topology, method: Method, hierarchical: bool, axis: AxisNames
 ) -> optax.GradientTransformationExtraArgs:
     """Among all workers, or among nodes whose workers hold one model."""
     if not hierarchical:
-        return gossip(optimizer, graph, method=method, axis=axis)
+        return gossip(inner, graph, method=method, axis=axis)
     slow, fast = levels(axis)
-    across = gossip(optimizer, graph, method=method, axis=slow, carriers=fast)
+    across = gossip(inner, graph, method=method, axis=slow, carriers=fast)
     return optax.with_extra_args_support(optax.chain(all_reduce(exact(), axis=fast), across))

@@ -16,4 +16,5 @@ from .mixing import mix as mix
 from .quasi_global import qg_adam as qg_adam
 from .quasi_global import qg_momentum as qg_momentum
 from .relay import relay_sgd as relay_sgd
+from .rounds import due_round as due_round
 from .sgp import sgp as sgp

@@ -19,6 +19,7 @@ from ..optimizers.base import NO_PARAMS
 from .carried import carried
 from .d_psgd import d_psgd
 from .method import Method, Turn, wide
+from .rounds import only
 
 
 class GossipState(NamedTuple):
@@ -113,7 +114,7 @@ def gossip(
         )
 
     def update(
-        updates, state, params=None, *, learning_rate=None, examples=None, active=None, **extra_args
+        updates, state, params=None, *, learning_rate=None, examples=None, active=None, round=None, **extra_args
     ) -> tuple[Updates, State]:
         if params is None:
             raise ValueError(NO_PARAMS)
@@ -145,11 +146,12 @@ def gossip(
                     state=state.method.value,
                     adapt=adapt,
                     comm=comm,
-                    topology=graph,
+                    topology=graph if round is None else only(graph, round),
                     count=state.count,
                     key=jax.random.fold_in(state.key, state.count),
                     learning_rate=None if learning_rate is None else jnp.asarray(learning_rate),
                     active=active,
+                    told=round is not None,
                 )
             )
             steps = jax.tree.map(

@@ -26,6 +26,7 @@ class Turn(NamedTuple):
       key: of this step (agreed).
       learning_rate: that of this step (agreed), if it was passed.
       active: whether this worker takes a step, if that was passed.
+      told: whether the host has said that neighbours talk in this step, and in which round: `topology` has that alone.
     """
 
     gradients: Updates
@@ -38,6 +39,7 @@ class Turn(NamedTuple):
     key: Key[Array, ""]
     learning_rate: Array | None
     active: Array | None
+    told: bool = False
 
 
 class Turned(NamedTuple):
@@ -64,7 +66,7 @@ class Method(NamedTuple):
 
 def in_turns(turn: Turn, interval: int, talk: Callable[..., Any], silent: Callable[..., Any], *operands: PyTree) -> Any:
     """`talk(turn, *operands)` in every `interval`-th step, whose `count` is that of the talks; else `silent(...)`."""
-    if interval == 1:
+    if interval == 1 or turn.told:
         return talk(turn, *operands)
     numbered = turn._replace(count=turn.count // interval)
     return comms.cond(
