@@ -37,7 +37,7 @@ def decentralized(
       workers: how many there are along the axis; with `hierarchical` along the slow one.
       peers: `"all"`, or `"shift_one"`: the first half meets the second, another one each time. What is sent does not
         wait for the gradient. With `"shift_one"` the program chooses among `W/2` messages by a condition, which
-        compilers do not hide behind computation: pass `round=jd.transforms.due_round(step, graph)`, static, to `update`.
+        compilers do not hide behind computation: pass `update` the static `round=jd.transforms.due_round(step, graph)`.
       interval: neighbours talk in every so many steps.
       hierarchical: the workers of a node act as one and each carries its part of the messages; with
         `axis=(slow, fast)`, and `PerWorker(params, axis=slow)`. Gradients are averaged within a node in every step;
