@@ -302,9 +302,11 @@ CASES = {
         lambda: jd.scheduled(jd.exact(), partition_bytes=128, credit_bytes=256), all_reduced(4 * TOTAL), [REDUCE] * 5
     ),
     "scheduled codes": Case(
-        lambda: jd.error_feedback(jd.scheduled(by_code("qsgd 2"), partition_bytes=256, credit_bytes=256, order="fifo")),
-        gathered(sum(CODES["qsgd 2"].bytes(n) for n in (32, 64, SIZES["b"], SIZES["s"]))),
-        [GATHER] * 4,
+        lambda: jd.error_feedback(
+            jd.scheduled(by_code("scaled_sign"), partition_bytes=256, order=[0, 0], layer_fn=lambda path, leaf: 0)
+        ),
+        gathered(sum(CODES["scaled_sign"].bytes(n) for n in (64, TOTAL - 64))),
+        [GATHER] * 2,
     ),
     "tracked": Case(
         lambda: jd.error_feedback(jd.tracked(by_code("top_k"))), gathered(code_bytes("top_k")), [GATHER], tolerance=0
