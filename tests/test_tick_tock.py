@@ -217,6 +217,10 @@ def test_refusals():
         jd.tick_tock(layer, head, optax.sgd(0.1))
     with pytest.raises(ValueError, match="pass tx"):
         jd.tick_tock(layer, head, mode="rolling")
+    with pytest.raises(ValueError, match="reducer= is for"):
+        jd.tick_tock(layer, head, reducer=jd.exact())
+    with pytest.raises(ValueError, match="keeps nothing from wave to wave"):
+        jd.tick_tock(layer, head, optax.sgd(0.1), mode="rolling", reducer=jd.error_feedback(jd.power_sgd(2)))
     with pytest.raises(ValueError, match="at least one layer"):
         jd.tick_tock([], head)
     rolling = jd.tick_tock(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tiny import TrainState, assert_close
-from waves import data, embed, head, layer, loss, params
+from waves import LAYERS, data, embed, head, layer, loss, params
 
 import jaxdist as jd
 from jaxdist import analysis
@@ -31,9 +31,9 @@ def paired(state, waves):
     return TrainState(optax.apply_updates(state.params, updates), opt), {}
 
 
-def rolling():
+def rolling(tx=REDUCED, **options):
     """A step without metrics, and what makes its state."""
-    wave = jd.tick_tock(layer, head, optax.chain(REDUCED, optax.adam(0.01)), embed=embed, mode="rolling")
+    wave = jd.tick_tock(layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options)
     part = jax.eval_shape(lambda: data(0, EXAMPLES // WORKERS))
     return lambda state, batch: ({"wave": wave.step(state["wave"], batch)[0]}, {}), lambda: {
         "wave": wave.init(params(), part)
@@ -75,6 +75,15 @@ def test_rolling_on_a_mesh(pair, tmp_path):
         state, _ = run(state, data(seed, EXAMPLES))
         restored, _ = run(restored, data(seed, EXAMPLES))
     assert_close(restored, state, 0)
+    step, make_state = rolling(optax.identity(), reducer=jd.exact())
+    state = jd.init_state(make_state, pair)
+    run = jd.distribute(step, pair).lower(state, data(0, EXAMPLES)).compile()
+    found = analysis.collectives(run)
+    assert sorted(op.count for op in found.ops) == [1, LAYERS]  # in the loop, and for both ends together
+    assert found.wire_bytes == 4 * sum(x.size for x in jax.tree.leaves(params()))
+    for seed in range(5):
+        state, _ = run(state, data(seed, EXAMPLES))
+    assert_close(state["wave"].params, restored["wave"].params, 1e-6)
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import optax
 
 from .._marks import PerWorker, bind, is_mark
 from .._typing import Array, AxisNames, Bool, Float, PyTree, State
-from ._waves import Layers, floating
+from ..comm import over
+from ..reducers import Reducer
+from ._waves import Layers, floating, select
 from .grads import to_varying
 
 
@@ -64,14 +66,35 @@ class TickTock(NamedTuple):
     flush: Callable[..., TickTockState]
 
 
-def rolling(through: Layers, ends: Any, tx: optax.GradientTransformation, axis: AxisNames) -> TickTock:
+def averaged(reducer: Reducer, axis: AxisNames) -> Callable[[PyTree], PyTree]:
+    """The mean over workers by a reducer that keeps nothing from call to call."""
+    if jax.tree.leaves(reducer.init({"w": jnp.zeros((8, 8))})):
+        raise ValueError(
+            "the reducer of tick_tock averages layer by layer and keeps nothing from wave to wave, and this one has a "
+            "state (error feedback, a key): put it into all_reduce, in tx"
+        )
+
+    def mean(gradients):
+        return reducer.reduce(gradients, reducer.init(gradients), over(axis))[0].mean
+
+    return mean
+
+
+def rolling(
+    through: Layers,
+    ends: Any,
+    tx: optax.GradientTransformation,
+    axis: AxisNames,
+    mean: Callable[[PyTree], PyTree] | None,
+) -> TickTock:
     """The three functions.
 
     Args:
-      through: how to go through the layers.
+      through: how to go through the layers, whose gradients are means if there is a `mean`.
       ends: the two ends of the model.
       tx: the optimizer.
       axis: that of the workers.
+      mean: of gradients over workers.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -92,10 +115,11 @@ def rolling(through: Layers, ends: Any, tx: optax.GradientTransformation, axis: 
         """Parameters and optimizer state after the wave under way, or as they were if there is none."""
         wave = _unmarked(state.wave)
         embed = ends.pull_start(to_varying(state.stash.embed, axis), wave.batch, g)
-        gradients = type(state.params)(embed, layers, wave.head)
+        embed, head = (embed, wave.head) if mean is None else mean((embed, wave.head))
+        gradients = type(state.params)(embed, layers, head)
         updates, opt_state = tx.update(gradients, state.opt_state, state.params, **extra_args)
         new = (optax.apply_updates(state.params, updates), opt_state)
-        return jax.tree.map(lambda x, old: jnp.where(state.pending, x, old), new, (state.params, state.opt_state))
+        return select(state.pending, new, (state.params, state.opt_state))
 
     def step(state, batch, **extra_args):
         ends.check(state.params, batch)

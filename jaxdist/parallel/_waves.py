@@ -59,22 +59,27 @@ def add(sums: PyTree | None, gradients: PyTree) -> PyTree:
     return wide if sums is None else jax.tree.map(jnp.add, sums, wide)
 
 
-def stacked(layer: Callable[[PyTree, PyTree], PyTree]) -> Layers:
+def stacked(layer: Callable[[PyTree, PyTree], PyTree], mean: Callable[[PyTree], PyTree] | None = None) -> Layers:
     """Layers that are alike, in a loop; all leaves of parameters and slots begin with the number of layers.
 
     One round of the loop takes layer `j` backward and layer `L-1-j` forward. They do not depend on each other but for
     the number of the slot, which is known only when the slot has been read: without that XLA has no order of reading
     and writing, and copies all slots, twice in each round.
+
+    Args:
+      layer: the function of a layer.
+      mean: of the gradient of a layer over workers, taken in its round; not together with `sums`.
     """
+    mean = mean or _as_it_is
 
     def forward(params, x):
         return lax.scan(lambda x, one: (layer(one, x), x), x, params)
 
     def gradient(params, slots, j, s, g, sums):
-        one, g = pull_back(layer, params, _at(slots, s), g)
+        one, g = pull_back(layer, params, at(slots, s), g)
         if sums is None:
-            return one, g, None, one
-        return one, g, _put(sums, j, add(_at(sums, j), one)), None
+            return one, g, None, mean(one)
+        return one, g, put(sums, j, add(at(sums, j), one)), None
 
     def backward(params, slots, flipped, g, sums):
         count = _length(params)
@@ -95,8 +100,8 @@ def stacked(layer: Callable[[PyTree, PyTree], PyTree]) -> Layers:
             i = count - 1 - j
             s = jnp.where(flipped, i, j)
             one, g, sums, out = gradient(params, slots, j, s, g, sums)
-            slots = _put(slots, _known_after(s, (one, g)), x)
-            return (g, sums, layer(_at(new, i), x), slots), out
+            slots = put(slots, known_after(s, (one, g)), x)
+            return (g, sums, layer(at(new, i), x), slots), out
 
         (g, sums, x, slots), out = lax.scan(body, (g, sums, x, slots), (jnp.arange(count), old), reverse=True)
         return (out if sums is None else sums), g, x, slots
@@ -104,13 +109,20 @@ def stacked(layer: Callable[[PyTree, PyTree], PyTree]) -> Layers:
     return Layers(forward, backward, both)
 
 
-def unrolled(layers: Sequence[Callable[[PyTree, PyTree], PyTree]]) -> Layers:
+def unrolled(
+    layers: Sequence[Callable[[PyTree, PyTree], PyTree]], mean: Callable[[PyTree], PyTree] | None = None
+) -> Layers:
     """Layers of any kind, one after the other; parameters and slots are tuples, and slots are never flipped.
 
     Each round waits for the one before, by words that are always zero (`_held_back`): a compiler that took all of one
     pass first would hold the activations of both. Waiting also keeps what the backward pass computes again apart from
     what the forward pass has computed.
+
+    Args:
+      layers: the functions.
+      mean: as in `stacked`.
     """
+    mean = mean or _as_it_is
 
     def forward(params, x):
         slots = []
@@ -128,21 +140,25 @@ def unrolled(layers: Sequence[Callable[[PyTree, PyTree], PyTree]]) -> Layers:
         gradients = []
         for j in reversed(range(len(layers))):
             one, g = gradient(j, params, slots, g, sums)
-            gradients.append(one)
+            gradients.append(mean(one))
         return tuple(reversed(gradients)), g
 
     def both(old, new, slots, flipped, g, x, sums):
         del flipped
-        gradients, written = [], []
+        gradients, written, one = [], [], ()
         for i, j in enumerate(reversed(range(len(layers)))):
-            x = _held_back(x, (g, gradients[-1:]))
+            x = _held_back(x, (g, one))
             one, g = gradient(j, old, slots, g, sums)
-            gradients.append(one)
+            gradients.append(mean(one))
             written.append(x)
             x = layers[i](new[i], x)
         return tuple(reversed(gradients)), g, x, tuple(written)
 
     return Layers(forward, backward, both)
+
+
+def _as_it_is(tree: PyTree) -> PyTree:
+    return tree
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -153,12 +169,19 @@ def _length(tree: PyTree) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _at(tree: PyTree, l: Any) -> PyTree:
+def at(tree: PyTree, l: Any) -> PyTree:
+    """Row `l` of every leaf."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, l, keepdims=False), tree)
 
 
-def _put(tree: PyTree, l: Any, one: PyTree) -> PyTree:
+def put(tree: PyTree, l: Any, one: PyTree) -> PyTree:
+    """Every leaf with another row `l`."""
     return jax.tree.map(lambda all, leaf: lax.dynamic_update_index_in_dim(all, leaf, l, 0), tree, one)
+
+
+def select(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
+    """One of two trees."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
 def _any_positive(tree: PyTree) -> Array:
@@ -167,7 +190,7 @@ def _any_positive(tree: PyTree) -> Array:
     return jnp.stack(signs).any().astype(jnp.int32) if signs else jnp.zeros((), jnp.int32)
 
 
-def _known_after(number: Array, tree: PyTree) -> Array:
+def known_after(number: Array, tree: PyTree) -> Array:
     """The same number, for a compiler that cannot know so before the arrays of the tree are there."""
     return jnp.minimum(number, number + _any_positive(tree))
 

@@ -9,8 +9,10 @@ import optax
 
 from .._marks import is_mark
 from .._typing import Array, AxisNames, PyTree
-from ._rolling import rolling
-from ._waves import add, floating, stacked, unrolled, with_floating
+from ..reducers import Reducer
+from ._rolling import averaged, rolling
+from ._staged import staged
+from ._waves import Layers, add, floating, stacked, unrolled, with_floating
 from .grads import to_varying
 
 
@@ -51,6 +53,8 @@ def tick_tock(
     *,
     embed: Callable[[PyTree, PyTree], PyTree] | None = None,
     mode: Literal["pair", "rolling"] = "pair",
+    reducer: Reducer | None = None,
+    stages: str | None = None,
     axis: AxisNames = "data",
 ) -> Any:
     """The backward pass of one wave of data beside the forward pass of another, in the memory of one (Wavelet).
@@ -75,6 +79,12 @@ def tick_tock(
     *On the wire*: nothing in `"pair"`, and so one reduction for all its waves; in `"rolling"` what `tx` sends, for
     every wave: twice the bytes of a pair.
 
+    With `stages`, a pipeline whose waves are whole batches: on each stage, one wave goes back beside another that goes
+    forward. All waves must see the same parameters, so it drains: `k` waves through `S` stages take `k + 2S - 1` steps
+    of `max(F, B)/S`; give it many more waves than stages. A stage keeps at most `2S-1` waves, about `2A` in all. Each
+    step sends one activation and one gradient of it to the neighbours; at the end the gradients of `embed` and `head`,
+    which are computed on one stage each, are summed over the stages.
+
     *Memory*: with activations `A` and parameters `P`, a pair takes `A + P` and what the two layers at work need;
     a batch of twice the size takes `2A`. `"rolling"` keeps `A` in its state and the parameters twice. Sequences of
     layer functions depend on how well the compiler packs what is not alike, and can take more.
@@ -89,6 +99,10 @@ def tick_tock(
       tx: for `"rolling"`: the optimizer, with `all_reduce` in it.
       embed: `embed(params, batch) -> x`, what comes before the layers; by default `batch[0]`.
       mode: `"pair"` where it has to be synchronous SGD, or the network is slow; `"rolling"` for the most overlap.
+      reducer: for `"rolling"`: averages the gradient of each layer in the round of the loop that computes it, where the
+        forward pass of the other wave can hide that: as many collectives as layers, the same bytes. It must be
+        stateless, `exact()`, and `tx` then has no `all_reduce`.
+      stages: a further mesh axis over which the layers are cut, `L/S` to a stage (`"pair"`, layers that are alike).
       axis: the mesh axis of the workers.
 
     Returns:
@@ -128,16 +142,25 @@ def tick_tock(
         raise ValueError(
             'mode="pair" returns gradients, and the step updates: leave out tx, or use it in mode="rolling"'
         )
-    alike = callable(layer)
-    if not alike and not layer:
+    if not callable(layer) and not layer:
         raise ValueError("tick_tock needs at least one layer, got an empty sequence")
-    through = stacked(layer) if alike else unrolled(tuple(layer))
+    if reducer is not None and mode == "pair":
+        raise ValueError('reducer= is for mode="rolling"; the gradients of mode="pair" go to all_reduce(reducer)')
+    mean = None if reducer is None else averaged(reducer, axis)
+    through = stacked(layer, mean) if callable(layer) else unrolled(tuple(layer), mean)
     ends = _ends(layer, head, embed or _first)
+    if stages is not None:
+        if mode != "pair" or not callable(layer):
+            raise ValueError(
+                f'stages={stages!r} is for mode="pair" and one function of layers that are alike: waves stay under way '
+                "between the stages"
+            )
+        return _checked(staged(layer, ends, stages, axis), ends)
     if mode == "pair":
-        return _pair(through, ends, axis)
+        return _checked(_pair(through, ends, axis), ends)
     if tx is None:
         raise ValueError('mode="rolling" updates parameters: pass tx, optax.chain(all_reduce(exact()), optax.sgd(0.1))')
-    return rolling(through, ends, tx, axis)
+    return rolling(through, ends, tx, axis, mean)
 
 
 def _first(params: PyTree, batch: PyTree) -> PyTree:
@@ -145,8 +168,8 @@ def _first(params: PyTree, batch: PyTree) -> PyTree:
     return batch[0]
 
 
-def _pair(through, ends, axis) -> Callable[[PyTree, Sequence[PyTree]], tuple[Array, PyTree]]:
-    def value_and_grad(params, waves):
+def _checked(value_and_grad: Callable, ends: _Ends) -> Callable[[PyTree, Sequence[PyTree]], tuple[Array, PyTree]]:
+    def checked(params, waves):
         if not isinstance(waves, tuple | list) or len(waves) < 2:
             raise ValueError(
                 f"the batch must be a tuple of two waves or more, (tick, tock), got {type(waves).__name__}"
@@ -154,6 +177,13 @@ def _pair(through, ends, axis) -> Callable[[PyTree, Sequence[PyTree]], tuple[Arr
             )
         for wave in waves:
             ends.check(params, wave)
+        return value_and_grad(params, waves)
+
+    return checked
+
+
+def _pair(through: Layers, ends: _Ends, axis: AxisNames) -> Callable[[PyTree, Sequence[PyTree]], tuple[Array, PyTree]]:
+    def value_and_grad(params, waves):
         params, waves = to_varying((params, waves), axis)
         losses, sums, flipped = [], Layered(None, None, None), False
         x, slots = through.forward(params.layers, ends.start(params.embed, waves[0]))
