@@ -12,7 +12,7 @@ from .._typing import Array, AxisNames, PyTree
 from ..reducers import Reducer
 from ._rolling import averaged, rolling
 from ._staged import staged
-from ._waves import Layers, add, floating, stacked, unrolled, with_floating
+from ._waves import Layers, add, at, floating, stacked, unrolled, with_floating
 from .grads import to_varying
 
 
@@ -227,22 +227,29 @@ def _ends(layer: Any, head: Callable, embed: Callable) -> _Ends:
                 raise ValueError(f"{name} is {type(leaf).__name__}: tick_tock wants whole parameters")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(f"{name} has dtype {leaf.dtype}, which has no gradient: pass it in the batch")
-        x = jax.eval_shape(embed, params.embed, batch)
         if callable(layer):
-            x = _check_stacked(layer, params.layers, x)
-        else:
-            if not isinstance(params.layers, tuple) or len(params.layers) != len(layer):
-                raise ValueError(f"{len(layer)} layer functions need a tuple of as many trees of parameters")
+            _check_stacked(params.layers)
+        elif not isinstance(params.layers, tuple) or len(params.layers) != len(layer):
+            raise ValueError(f"{len(layer)} layer functions need a tuple of as many trees of parameters")
+
+        def once(params, batch):
+            x = embed(params.embed, batch)
+            if callable(layer):
+                out = layer(at(params.layers, 0), x)
+                _check_kept(x, out)
+                return head(params.head, out, batch)
             for f, one in zip(layer, params.layers, strict=True):
-                x = jax.eval_shape(f, one, x)
-        loss = jax.eval_shape(head, params.head, x, batch)
+                x = f(one, x)
+            return head(params.head, x, batch)
+
+        loss = jax.eval_shape(once, params, batch)
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(f"head(params, x, batch) must return the mean loss, one floating number, got {loss}")
 
     return _Ends(embed, pull_start, finish, check)
 
 
-def _check_stacked(layer: Callable, params: PyTree, x: PyTree) -> PyTree:
+def _check_stacked(params: PyTree) -> None:
     leaves = jax.tree.leaves(params)
     counts = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(counts) != 1 or counts & {0, None}:
@@ -250,12 +257,12 @@ def _check_stacked(layer: Callable, params: PyTree, x: PyTree) -> PyTree:
             "the parameters of stacked layers must all begin with the number of layers, got the shapes "
             f"{[leaf.shape for leaf in leaves]}; for layers that differ pass a sequence of functions"
         )
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-    out = jax.eval_shape(layer, one, x)
+
+
+def _check_kept(x: PyTree, out: PyTree) -> None:
     found, expected = (jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), tree) for tree in (out, x))
     if found != expected:
         raise ValueError(
             f"a stacked layer must return what it is given, {expected}, got {found}; for layers that differ pass a "
             "sequence of functions"
         )
-    return out
