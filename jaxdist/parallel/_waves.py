@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array, PyTree
+from .._typing import Array, Like, PyTree
 from ..compressors.base import working_dtype
 
 
@@ -31,7 +31,7 @@ class Layers(NamedTuple):
     both: Callable[..., tuple[PyTree, list[Array], PyTree, PyTree]]
 
 
-def floating(tree: PyTree) -> list[Array]:
+def floating(tree: PyTree) -> list[Like]:
     """The leaves that have gradients."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_floating(leaf)]
 
