@@ -31,7 +31,7 @@ def paired(state, waves):
     return TrainState(optax.apply_updates(state.params, updates), opt), {}
 
 
-def rolling(tx=REDUCED, **options):
+def rolling(tx: optax.GradientTransformation = REDUCED, **options):
     """A step without metrics, and what makes its state."""
     wave = jd.tick_tock(layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options)
     part = jax.eval_shape(lambda: data(0, EXAMPLES // WORKERS))
