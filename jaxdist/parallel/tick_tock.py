@@ -86,8 +86,9 @@ def tick_tock(
     which are computed on one stage each, are summed over the stages.
 
     *Memory*: with activations `A` and parameters `P`, a pair takes `A`, gradients of `P` entries in float32 and what
-    the two layers at work need; a batch of twice the size takes `2A`. `"rolling"` keeps `A` in its state and the parameters twice. Sequences of
-    layer functions depend on how well the compiler packs what is not alike, and can take more.
+    the two layers at work need; a batch of twice the size takes `2A`. `"rolling"` keeps `A` in its state and the
+    parameters twice. Sequences of layer functions depend on how well the compiler packs what is not alike, and can
+    take more.
 
     *State* of `"rolling"`: `TickTockState`; the wave under way is per worker, all else agreed but for what `tx` says.
 
