@@ -33,7 +33,7 @@ def used(params, gradients):
 
 def used_backward(_, g):
     mean = jax.tree.map(lambda x: jax.lax.pmean(x, "data"), g)
-    return jax.tree.map(jnp.zeros_like, mean), to(HOST, mean)
+    return jax.tree.map(jnp.zeros_like, mean), matrices(partial(to, HOST), mean, 2)
 
 
 used.defvjp(lambda params, gradients: (used(params, gradients), None), used_backward)
@@ -49,9 +49,9 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), blocks)
         zeros = jax.tree.map(jnp.zeros_like, wide)
         return {
-            "blocks": jax.tree.map(jd.OnHost, blocks) if params_on_host else blocks,
+            "blocks": matrices(jd.OnHost, blocks) if params_on_host else blocks,
             # Half precision, as the parameters: the host's buffer for gradients.
-            "gradients": jax.tree.map(lambda x: jd.OnHost(jnp.zeros_like(x)), blocks),
+            "gradients": matrices(jd.OnHost, jax.tree.map(jnp.zeros_like, blocks)),
             "adam": jax.tree.map(jd.OnHost, {"master": wide, "mu": zeros, "nu": zeros}),
             "ends": params,
             "opt": tx.init(params),
@@ -98,12 +98,12 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
             ]
             trees = {name: names.unflatten([leaf[name] for leaf in new]) for name in ("master", "mu", "nu")}
             params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trees["master"])
-            return None, (to(HOST, trees), to(HOST, params) if params_on_host else params)
+            return None, (to(HOST, trees), matrices(partial(to, HOST), params, 2) if params_on_host else params)
 
         adams, blocks = jax.lax.scan(update, None, (plain["adam"], gradients))[1]
         new = {
-            "blocks": jax.tree.map(jd.OnHost, blocks) if params_on_host else blocks,
-            "gradients": jax.tree.map(jd.OnHost, gradients),
+            "blocks": matrices(jd.OnHost, blocks) if params_on_host else blocks,
+            "gradients": matrices(jd.OnHost, gradients),
             "adam": jax.tree.map(jd.OnHost, adams),
             "ends": optax.apply_updates(plain["ends"], updates),
             "opt": opt,
@@ -112,6 +112,11 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
         return new, {"loss": jax.lax.pmean(value, "data")}
 
     return stages.Weighed(step, make_state, base.parameters, base.ends)
+
+
+def matrices(f, tree, dimensions=3):
+    """`f` for stacked matrices: XLA:TPU cannot slice bfloat16 vectors of the host's."""
+    return jax.tree.map(lambda x: f(x) if x.ndim >= dimensions else x, tree)
 
 
 def is_host(x):
