@@ -163,14 +163,12 @@ def test_checkpoint_comes_back_bit_equal(finished, tmp_path):
 
 
 def test_a_restored_run_goes_on_as_if_never_stopped(writing, mesh, tmp_path):
-    def prepare():
-        return train.prepare(writing, parse.parse_reducer("ef:top_k:0.05"), optax.adam(1e-3), mesh=mesh, batch_size=8)
-
-    run = prepare()
+    reducer = parse.parse_reducer("ef:top_k:0.05")
+    run = train.prepare(writing, reducer, optax.adam(1e-3), mesh=mesh, batch_size=8)
+    like = run.with_seed(1).state
     *_, (_, state) = train.steps(run, 2)
     saved.save(tmp_path / "checkpoint", state)
     through = [record.loss for record, _ in train.steps(run._replace(state=state), 2, first=2)]
-    like = prepare().state
     again = run._replace(state=saved.restore(tmp_path / "checkpoint", like))
     stopped = [record for record, _ in train.steps(again, 2, first=2)]
     assert [record.loss for record in stopped] == through
