@@ -40,8 +40,10 @@ def plain():
 def test_cut_and_offloaded_training_is_the_same_training(plain, spelling, offload, tmp_path):
     prepared, losses = run(spelling, f"nvme:{tmp_path}" if offload == "nvme" else offload)
     np.testing.assert_allclose(losses, plain[1], rtol=2e-5)
-    # The model is one layer, so stage 3 too needs it whole only once.
-    assert prepared.wire_bytes == pytest.approx(plain[0].wire_bytes, rel=0.1)
+    # The model is one layer: some compilers make one gather of the two of stage 3, that of backward following at once.
+    gathers = (1, 2) if spelling == "zero:3" else (1,)
+    sent = prepared.wire_bytes / plain[0].wire_bytes
+    assert any(sent == pytest.approx((1 + times) / 2, rel=0.1) for times in gathers)
 
 
 def test_blocks_are_whole_one_at_a_time():
@@ -53,8 +55,9 @@ def test_blocks_are_whole_one_at_a_time():
         sum(x.size for name in sizes if name.startswith("block") is inside for x in jax.tree.leaves(sizes[name]))
         for inside in (True, False)
     )
-    # Of the blocks two gathers and a reduce-scatter; what is at the ends is needed forward and backward at a time.
-    assert cut[0].wire_bytes == pytest.approx(4 / 2 * (3 * blocks + 2 * ends), rel=0.05)
+    # Two gathers and a reduce-scatter; compilers may make one gather of the two of an end, where little lies between.
+    sent = cut[0].wire_bytes / (4 / 2)
+    assert 0.98 * (3 * blocks + 2 * ends) < sent < 1.02 * (3 * blocks + 3 * ends)
 
 
 def test_a_run_on_disk_goes_on(plain, tmp_path):
