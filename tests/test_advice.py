@@ -114,7 +114,7 @@ def test_two_processes_measure_their_link():
         "convnet:4",
     ]
     command += ["--batch", "16", "--reducers", "exact", "ef:sign"]
-    told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "XLA_FLAGS": ""}
     children = [
         subprocess.Popen(command, env=os.environ | told | {"JAX_PROCESS_ID": str(n)}, stdout=subprocess.PIPE, text=True)
         for n in range(2)
