@@ -5,6 +5,7 @@ import re
 from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarise
 from .hlo import Computation, Instruction, Module, Program, arrays, called, pairs, parse, program_text, replica_groups
 from .loops import trip_count
+from .slices import between_slices
 
 _KINDS = (
     "all-reduce",
@@ -87,7 +88,8 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
 def kind_of(instruction: Instruction) -> str | None:
     """Return the kind of collective that an instruction is or starts, or `None`."""
     if instruction.opcode == "send":
-        return "collective-permute" if pairs(instruction) else None
+        between = between_slices(instruction, 1)
+        return between.kind if between else "collective-permute" if pairs(instruction) else None
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in _KINDS else None
 
@@ -101,6 +103,12 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
         warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token
+        between = between_slices(instruction, module.devices)
+        if between:
+            devices = between.slices * module.devices
+            return make_collective(
+                kind, operands, groups=between.groups, pairs=between.pairs, devices=devices, where=name
+            )
     groups = None if kind == "collective-permute" else replica_groups(instruction.attributes, module.devices)
     if groups is None and re.search(r"\breplica_groups=", instruction.attributes):
         warnings.append(f"the groups of {instruction.name} in {name} cannot be read; counted as one group")

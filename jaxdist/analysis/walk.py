@@ -7,6 +7,7 @@ from .collectives import CALLERS, calls_target, chain_of, chains, goes_on, kind_
 from .cost import Cluster, compute_seconds, crossings, seconds
 from .hlo import Computation, Instruction, Module, called
 from .loops import trip_count
+from .slices import between_slices
 from .work import HOST_SPACE, shapes, weigher
 
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
@@ -131,6 +132,11 @@ def walk(module: Module, where: Cluster | None, branch: str) -> Walked:
                     found += collectives_in(inner) if inner in module.computations else []
         return found
 
+    def key_of(instruction: Instruction) -> str:
+        """What a pending operation is known by: between slices, one receives what another sends."""
+        between = between_slices(instruction, module.devices)
+        return between.key if between else instruction.name
+
     def run(name: str, times: int) -> None:
         for instruction in module.computations[name].instructions.values():
             visit(name, instruction, times)
@@ -139,7 +145,10 @@ def walk(module: Module, where: Cluster | None, branch: str) -> Walked:
         opcode = instruction.opcode
         base = opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         if opcode.endswith("-done") or opcode in ("send-done", "recv-done"):
-            going = pending.pop(f"{name}/{instruction.operands[0]}", None)
+            begun = module.computations[name].instructions[instruction.operands[0]]
+            if begun.opcode == "send" and between_slices(begun, module.devices):
+                return  # it is on its way; who waits for it is the end of the receive
+            going = pending.pop(f"{name}/{key_of(begun)}", None)
             if going is not None:
                 wait(going, True, times)
         elif opcode.endswith("-update"):
@@ -151,7 +160,7 @@ def walk(module: Module, where: Cluster | None, branch: str) -> Walked:
                 return
             going = send([(instruction.name, record(module, name, instruction, warnings))])
             if opcode.endswith("-start") or opcode == "send":
-                pending[f"{name}/{instruction.name}"] = going
+                pending[f"{name}/{key_of(instruction)}"] = going
             else:
                 wait(going, False, times)
         elif opcode == "while":
