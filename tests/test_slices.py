@@ -51,6 +51,14 @@ def test_a_permutation_between_slices():
     assert op.wire_bytes == 16384 / 2  # half of the workers send
 
 
+def test_an_exchange_between_all_devices():
+    (op,) = analysis.collectives(
+        program("ALL_TO_ALL", "{{100000,100001,100003,100002,200000,200001,200003,200002}}")
+    ).ops
+    assert (op.kind, op.replica_groups) == ("all-to-all", (tuple(range(8)),))
+    assert op.wire_bytes == 16384 * 7 / 8
+
+
 def test_the_end_of_the_receive_is_what_waits():
     ici, dcn = cost.Link("ICI", 0.0, 1e12), cost.Link("DCN", 0.0, 16384 / 1e-3)  # a millisecond for these bytes
     places = cost.cluster("v5e", [(dcn, 2), (ici, 4)])

@@ -59,6 +59,11 @@ def between_slices(instruction: Instruction, devices: int) -> Between | None:
     if moves:
         pairs = tuple((_position(source, devices), _position(target, devices)) for source, target in moves)
         return Between(name, None, pairs, 1 + max(max(pair) for pair in pairs) // devices, found)
+    listed = re.search(r"_xla_megascale_target=\{((?:\{[\d,]+\},?)+)\}", instruction.attributes)
+    if listed:
+        members = [re.findall(r"\d+", group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        groups = tuple(tuple(sorted(_position(number, devices) for number in group)) for group in members)
+        return Between(name, groups, (), 1 + max(map(max, groups)) // devices, found)
     target = re.search(r'_xla_megascale_target="\{([^}]*)\}x\{([^}]*)\}"', instruction.attributes)
     if target is None:
         return None
