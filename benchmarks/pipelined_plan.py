@@ -126,7 +126,7 @@ def main() -> None:
 
     options = OPTIONS | {name: json.loads(value) for name, value in (option.split("=") for option in given.xla)}
     mesh = pods.gpu(given.topology)
-    where = cost.of_mesh(cost.chip_of(given.topology), mesh)
+    where = cost.of_mesh(given.topology.partition(":")[0].lower(), mesh)
     config = gpt.GPTConfig(given.layers, given.width, given.width // 64, given.context)
     loss = functools.partial(gpt.loss, config)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))

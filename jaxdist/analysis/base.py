@@ -52,6 +52,11 @@ class Collectives(NamedTuple):
     warnings: tuple[str, ...]
 
 
+def dtype_name(op: Collective) -> str:
+    """What travels, in one word: `"float32"`, `"float32+int32"`."""
+    return op.dtype if isinstance(op.dtype, str) else "+".join(dict.fromkeys(op.dtype))
+
+
 def sent_per_byte(kind: str, workers: int) -> float:
     """Return how many bytes one of `workers` sends for each byte of its operand, with ring algorithms.
 

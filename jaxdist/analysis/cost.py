@@ -233,8 +233,3 @@ def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> fl
 def _peak(dtype: str, chip: Chip) -> float:
     short = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}.get(dtype, dtype)
     return chip.flops.get("float8" if short.startswith("f8") else short, chip.flops["other"])
-
-
-def chip_of(target: str) -> str:
-    """The name of the chip in a target such as `"v5e:16x16"`."""
-    return target.partition(":")[0].lower()

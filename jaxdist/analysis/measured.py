@@ -1,8 +1,8 @@
 """The latency and the bandwidth of the links that are here, measured."""
 
 import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from .._marks import axis_tuple
 from .._typing import AxisNames
 from ..comm import over
 from .cost import Link
+from .timing import seconds_of
 
 SIZES = (2**10, 2**14, 2**18, 2**22)
 
@@ -62,7 +63,8 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
             check_vma=True,
         )
     )
-    medians = [_median_seconds(mean, jnp.ones(max(1, size // 4), jnp.float32), turns) for size in sizes]
+    values = (jnp.ones(max(1, size // 4), jnp.float32) for size in sizes)
+    medians = [statistics.median(seconds_of(partial(mean, x), turns)) for x in values]
     latency, beta = fit(sizes, medians, workers)
     return Link("measured", latency, 1 / beta)
 
@@ -85,13 +87,3 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
             other = relative[:, 1 - which]
             found[which], found[1 - which] = 0.0, (other @ np.ones(len(times))) / (other @ other)
     return float(found[0]), max(float(found[1]), 1e-15)
-
-
-def _median_seconds(mean: jax.stages.Wrapped, x: jax.Array, turns: int) -> float:
-    jax.block_until_ready(mean(x))
-    times = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        jax.block_until_ready(mean(x))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -1,7 +1,6 @@
 """What a reducer computes when it has many workers, timed on one device and with no other worker there."""
 
 import statistics
-import time
 from functools import partial
 
 import jax
@@ -12,6 +11,7 @@ from .._typing import Array, Like, PyTree
 from ..comm import Comm
 from ..placement import init_state
 from ..reducers import Reducer
+from .timing import seconds_of
 
 _AXIS = "rehearsed"
 
@@ -54,17 +54,12 @@ def coding_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns:
         reduced, state = reducer.reduce(updates, state, _imitation(workers, nought))
         return reduced.mean, state
 
-    def run(state):
+    def run():
+        nonlocal state
         mean, state = reduce(updates, state, jnp.int32(0))
-        return jax.block_until_ready((mean, state))[1]
+        return mean, state
 
-    state = run(state)
-    seconds = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        state = run(state)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(seconds_of(run, turns))
 
 
 def _as_one_sees_it(reducer: Reducer, like: PyTree[Like], workers: int) -> PyTree:

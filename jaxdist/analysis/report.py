@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import NamedTuple
 
-from .base import Collective, Collectives
+from .base import Collective, Collectives, dtype_name
 
 
 class Widened(NamedTuple):
@@ -76,8 +76,7 @@ def table(found: Collectives) -> str:
     """
     merged: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
     for op in found.ops:
-        dtype = op.dtype if isinstance(op.dtype, str) else "+".join(dict.fromkeys(op.dtype))
-        merged[op.kind, dtype, op.group_size, op.bytes].append(op)
+        merged[op.kind, dtype_name(op), op.group_size, op.bytes].append(op)
     rows = [("kind", "dtype", "workers", "times", "messages", "bytes", "wire bytes")]
     for (kind, dtype, workers, size), ops in merged.items():
         times, messages = sum(op.count for op in ops), sum(op.messages for op in ops)

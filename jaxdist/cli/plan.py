@@ -1,11 +1,10 @@
 """`jaxdist plan`: what a run would take on machines that are not here."""
 
-import ast
 import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -56,7 +55,7 @@ def plan(chosen: Plan) -> int:
             f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "
             "two_shot:qsgd:4, two_shot:int8, and with --zero 1 or 2 also ef:two_shot:qsgd:4"
         )
-    options = {name: _literal(value) for name, _, value in (flag.partition("=") for flag in chosen.xla)}
+    options = {name: parse.literal(value) for name, _, value in (flag.partition("=") for flag in chosen.xla)}
     _only_cpu()
     workload = parse.parse_workload("text", chosen.model)
     with console.status(f"compiling for {chosen.target}"):
@@ -103,13 +102,6 @@ def _spelled(chosen: Plan) -> str:
     if chosen.sync is not None and not sync.is_sync(chosen.sync):
         sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is
     return methods.spell(chosen.sync, chosen.zero, chosen.reducer, default="exact")
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
 
 
 def _title(chosen: Plan, found: planned.Planned, config: gpt.GPTConfig) -> str:

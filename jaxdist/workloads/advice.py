@@ -3,7 +3,6 @@
 import math
 import re
 import statistics
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,11 +12,12 @@ from jax.sharding import AbstractMesh
 from .. import analysis
 from ..analysis import cost
 from ..analysis.base import make_collective
+from ..analysis.timing import seconds_of
 from ..parallel import distribute, global_batch, make_mesh
 from ..placement import init_state
 from ..reducers import Reducer
 from . import methods, parse, sync
-from .base import Method, Workload
+from .base import Method, Workload, check_batch
 from .one_worker import one_worker
 
 AXIS = "data"
@@ -94,13 +94,13 @@ def compute_seconds(workload: Workload, optimizer: str, examples: int, *, turns:
     state = init_state(lambda: one.make_state(0), mesh, axis=AXIS)
     batch = global_batch(workload.batch(0, 0, examples), mesh, axis=AXIS)
     step = distribute(one.step, mesh, axis=AXIS)
-    state, _ = jax.block_until_ready(step(state, batch))
-    seconds = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+
+    def run():
+        nonlocal state
+        state, metrics = step(state, batch)
+        return state, metrics
+
+    return statistics.median(seconds_of(run, turns))
 
 
 def predict(
@@ -132,9 +132,9 @@ def predict(
     """
     if workers < 2:
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
-    if batch_size < 1 or batch_size % workers:
-        raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
-    spelled = [(name, methods.parse_method(name, optimizer), _carrier(name, optimizer)) for name in names]
+    check_batch(batch_size, workers)
+    parsed = [(name, methods.parse_method(name, optimizer)) for name in names]
+    spelled = [(name, method, _carrier(name, method)) for name, method in parsed]
     like = jax.eval_shape(workload.init, jax.random.key(0))
     found: list[tuple[str, _Traffic, float]] = []
     for name, method, reducer in spelled:
@@ -158,14 +158,13 @@ def recommend(predictions: Sequence[Prediction]) -> Prediction:
     return max((one for one in predictions if one.step <= CLOSE * fastest), key=lambda one: one.wire_bytes)
 
 
-def _carrier(name: str, optimizer: str) -> Reducer:
+def _carrier(name: str, method: Method) -> Reducer:
     """What codes and decodes: the method's reducer, or the one that carries what a round sends."""
     if sync.is_sync(name):
         return parse.parse_reducer(name.partition("/")[2] or "exact")
-    reducer = methods.parse_method(name, optimizer).reducer
-    if reducer is None:
+    if method.reducer is None:
         raise ValueError(f"{name!r} is an optimizer that communicates by itself: try it with jaxdist compare")
-    return reducer
+    return method.reducer
 
 
 def _traffic(workload: Workload, method: Method, workers: int, batch_size: int, link: cost.Link) -> _Traffic:

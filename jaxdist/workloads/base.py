@@ -1,5 +1,6 @@
 """The `Workload` and the `Method`: what the command line, the examples and the benchmarks train, and how."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -86,3 +87,14 @@ class Method(NamedTuple):
     optimizer: optax.GradientTransformation
     sync_period: int | None = None
     stage: Literal[0, 1, 2, 3] = 0
+
+
+def parameters_of(workload: Workload) -> int:
+    """How many numbers a workload's model has; nothing is computed."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(0))))
+
+
+def check_batch(size: int, workers: int) -> None:
+    """Raises unless a batch divides among the workers."""
+    if size < 1 or size % workers:
+        raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {size}")

@@ -1,14 +1,16 @@
 """What each layer of a loss costs, in the order in which the forward pass goes through them."""
 
 import math
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
+from .._primitives import inner_jaxprs
 from .._typing import PyTree
+from ..analysis.timing import seconds_of
 from ..parallel.layers import FORMS
 from ..schedule import Profile, profile_of
 
@@ -92,13 +94,7 @@ def measured_rate(
 ) -> float:
     """The floating-point operations a second of forward and backward pass on one device: the fastest of a few."""
     gradient = jax.jit(jax.grad(loss))
-    jax.block_until_ready(gradient(params, batch))
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        jax.block_until_ready(gradient(params, batch))
-        times.append(time.perf_counter() - start)
-    return 3 * sum(layer.flops for layer in layers) / min(times)
+    return 3 * sum(layer.flops for layer in layers) / min(seconds_of(partial(gradient, params, batch), steps))
 
 
 def _flops(eqn: Any) -> float:
@@ -110,11 +106,5 @@ def _flops(eqn: Any) -> float:
     if eqn.primitive.name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    inner = [
-        jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-        for value in eqn.params.values()
-        for jaxpr in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(jaxpr, core.ClosedJaxpr | core.Jaxpr)
-    ]
     repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-    return repeated * sum(_flops(inside) for jaxpr in inner for inside in jaxpr.eqns)
+    return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn.params.values()) for inside in part.jaxpr.eqns)

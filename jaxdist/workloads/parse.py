@@ -107,13 +107,14 @@ def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     for part in rest.split(",") if rest else []:
         key, equals, value = part.rpartition("=")
         if equals:
-            keywords[key.strip()] = _literal(value)
+            keywords[key.strip()] = literal(value)
         else:
-            values.append(_literal(part))
+            values.append(literal(part))
     return name.strip(), values, keywords
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
+    """A number, a boolean, or what else Python writes so; the text itself where it is none."""
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, ValueError):

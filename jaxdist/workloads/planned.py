@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from ..analysis import Overlap, Span, cost, memory, overlap, pods
+from ..analysis.base import dtype_name
 from ..analysis.cost import Chip
 from ..parallel import distribute
-from .base import Method, Workload
+from .base import Method, Workload, check_batch, parameters_of
 from .offloaded import Offload
 from .one_worker import one_worker
 from .planned_advice import advise
@@ -151,8 +152,7 @@ def plan(
     """
     chip, mesh = mesh_of(target, num_slices)
     batch_size = mesh.size if batch_size is None else batch_size
-    if batch_size < 1 or batch_size % mesh.size:
-        raise ValueError(f"the batch must be a positive multiple of the {mesh.size} workers, got {batch_size}")
+    check_batch(batch_size, mesh.size)
     if offload is not None and offload.folder is not None:
         raise ValueError("--offload nvme works between the steps, where nothing is compiled: plan with --offload host")
     one = one_worker(workload, method, offload, axis=AXIS)
@@ -161,9 +161,8 @@ def plan(
     make_state = lambda: one.make_state(0)  # noqa: E731
     shapes, batch = pods.abstract(make_state, rows, mesh, axis=AXIS)
     held = _held(shapes, batch)
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(0))))
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
-    known |= {"parameters": parameters}
+    known |= {"parameters": parameters_of(workload)}
     lowered = distribute(one.step, mesh, axis=AXIS).lower(shapes, batch)
     try:
         compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
@@ -257,9 +256,7 @@ def _refused(
 def _kinds(found: Overlap) -> tuple[Kind, ...]:
     merged: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for op in found.ops:
-        dtype = op.collective.dtype
-        name = dtype if isinstance(dtype, str) else "+".join(dict.fromkeys(dtype))
-        merged[op.collective.kind, name, op.collective.group_size].append(op)
+        merged[op.collective.kind, dtype_name(op.collective), op.collective.group_size].append(op)
     kinds = [
         Kind(
             *key,

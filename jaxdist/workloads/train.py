@@ -15,7 +15,7 @@ from ..parallel import distribute, evaluate, global_batch
 from ..placement import init_state
 from ..reducers import Reducer, tracked
 from ..transforms import anchor, stats
-from .base import Method, Workload
+from .base import Method, Workload, check_batch, parameters_of
 from .offloaded import Offload, around
 from .one_worker import TrainState as TrainState
 from .one_worker import one_worker
@@ -123,8 +123,7 @@ def prepare(
       [1, 2]
     """
     workers = mesh.shape[AXIS]
-    if batch_size < 1 or batch_size % workers:
-        raise ValueError(f"the batch must be a positive multiple of the {workers} workers, got {batch_size}")
+    check_batch(batch_size, workers)
     method = Method(reducer, optimizer, sync_period, stage)
     make_state, train_step, metrics_fn, streamed = one_worker(workload, method, offload, axis=AXIS)
 
@@ -140,7 +139,6 @@ def prepare(
 
     start = time.perf_counter()
     state, rows = first_state(seed), batch(seed, 0)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(workload.init, jax.random.key(seed))))
     if any_period:
         specs = jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
         distributed = distribute(train_step_of_any_period, mesh, axis=AXIS, batch_specs=specs)
@@ -171,7 +169,7 @@ def prepare(
             batch=partial(batch, seed),
             evaluate=evaluation,
             workers=workers,
-            parameters=parameters,
+            parameters=parameters_of(workload),
             wire_bytes=wire_bytes,
             sent=sent,
             units_per_step=batch_size * workload.units_per_example,
