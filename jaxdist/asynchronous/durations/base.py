@@ -66,6 +66,7 @@ def outages(durations: Durations, seed: int, worker: int) -> Iterator[tuple[floa
 
 
 def check_positive(**values: Number) -> None:
+    """`ValueError` that names the first value which is not positive, or not finite."""
     for name, value in values.items():
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, got {value}")
