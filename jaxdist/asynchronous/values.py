@@ -71,7 +71,7 @@ def spec_of(tree: PyTree) -> Spec:
         return tree.spec
     leaves, structure = jax.tree.flatten(tree)
     shapes = [(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else ((), np.result_type(leaf)) for leaf in leaves]
-    key = (structure, tuple((shape, str(dtype)) for shape, dtype in shapes))
+    key = (structure, tuple(shapes))
     if key not in _known:
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
         nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes)
@@ -160,11 +160,15 @@ add = numeric(lambda left, right: jax.tree.map(lambda a, b: a + b, left, right))
 scale = numeric(lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree))
 replaced = numeric(lambda total, old, new: jax.tree.map(lambda t, a, b: t + (b - a), total, old, new))
 _FEW = 16
+_add_few = numeric(lambda *trees: jax.tree.map(lambda *leaves: functools.reduce(lambda a, b: a + b, leaves), *trees))
 
 
 def sum_of(values: Sequence[Any]) -> Any:
     """The sum of values in the order given."""
-    return functools.reduce(add, values)
+    total, *rest = values
+    while len(rest) >= _FEW:  # the same additions in fewer calls
+        total, rest = _add_few(total, *rest[:_FEW]), rest[_FEW:]
+    return functools.reduce(add, rest, total)
 
 
 def mean_of(values: Sequence[Any]) -> Any:

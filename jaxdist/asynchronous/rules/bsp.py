@@ -1,5 +1,6 @@
 """Bulk synchronous: all-reduce of gradients, and the parameter server that does not wait for the last."""
 
+import functools
 from typing import Any, NamedTuple
 
 import optax
@@ -73,7 +74,7 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
     def receive(state: BSPState, sender: int, message: Message) -> tuple[BSPState, Actions]:
         site, version = state.site, state.version
         if message.kind == COMPUTED:
-            part = Reduce(tuple(range(site.workers)), version, message.value)
+            part = Reduce(_everybody(site.workers), version, message.value)
             return state._replace(waiting=True), (Counted(site.index, version, version), part)
         if message.kind == REDUCED:
             params, opt_state = move(state.params, state.opt_state, message.value)
@@ -88,6 +89,11 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
         return tuple(others) if state.waiting else ()
 
     return Rule("bsp", Role(init, receive, lambda state: state.params, waits_for))
+
+
+@functools.lru_cache(maxsize=16)  # one object, which is found in dictionaries without being compared
+def _everybody(workers: int) -> tuple[int, ...]:
+    return tuple(range(workers))
 
 
 class BackupState(NamedTuple):

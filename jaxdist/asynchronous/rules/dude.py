@@ -60,7 +60,7 @@ def dude(optimizer: optax.GradientTransformation) -> Rule:
         old, workers = gradients[worker], len(reads)
         gradients = put(gradients, worker, message.value)
         reads = put(reads, worker, message.version)
-        if any(gradient is None for gradient in gradients):
+        if total is None and any(gradient is None for gradient in gradients):
             return DuDeState(core, gradients, reads, None), (counted, again(core, worker))
         # Summed anew every n steps, so that rounding errors do not add up.
         anew = total is None or core.version % workers == 0

@@ -9,10 +9,12 @@ from .base import Core, fresh, put, reply, server_rule, stepper
 
 
 class SSPState(NamedTuple):
-    """The server's core, each worker's completed iterations, and who waits for slower ones."""
+    """The server's core, each worker's completed iterations, their least and how many have it, and who waits."""
 
     core: Core
     completed: tuple[int, ...]
+    least: int
+    last: int
     waiting: tuple[int, ...]
 
 
@@ -53,22 +55,25 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     begin, step = stepper(optimizer)
 
     def init(site: Site, params: Any) -> SSPState:
-        return SSPState(begin(site, params), (0,) * site.workers, ())
+        return SSPState(begin(site, params), (0,) * site.workers, 0, site.workers, ())
 
     def on_gradient(state: SSPState, worker: int, message: Message) -> tuple[SSPState, Actions]:
         version = state.core.version
         core, stepped = step(state.core, message.value, 1.0, message.version)
-        completed = put(state.completed, worker, state.completed[worker] + 1)
-        most = min(completed) + staleness
+        done, least = state.completed[worker], state.least
+        completed = put(state.completed, worker, done + 1)
+        last, asking, waiting = state.last - (done == least), [worker], list(state.waiting)
+        if not last:  # the slowest moved: all are looked at once more
+            least = min(completed)
+            last, asking, waiting = completed.count(least), sorted([*waiting, worker]), []
         actions: list = [Counted(worker, message.version, version), stepped]
-        waiting = []
-        for other in sorted({*state.waiting, worker}):
-            if completed[other] <= most:
+        for other in asking:
+            if completed[other] <= least + staleness:
                 core, sent = reply(core, other)
                 actions.append(sent)
             else:
                 waiting.append(other)
-        return SSPState(core, completed, tuple(waiting)), tuple(actions)
+        return SSPState(core, completed, least, last, tuple(waiting)), tuple(actions)
 
     def on_pull(state: SSPState, worker: int, message: Message) -> tuple[SSPState, Actions]:
         if worker in state.waiting:  # its gradient has arrived, and it must wait as before
@@ -77,7 +82,6 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
         return state._replace(core=core), (sent,)
 
     def waits_for(state: SSPState) -> tuple[int, ...]:
-        least = min(state.completed)
-        return tuple(i for i, c in enumerate(state.completed) if c == least) if state.waiting else ()
+        return tuple(i for i, c in enumerate(state.completed) if c == state.least) if state.waiting else ()
 
     return server_rule("ssp", init, on_gradient, on_pull=on_pull, waits_for=waits_for)
