@@ -141,6 +141,7 @@ def _table(finished: list[tuple[str, replay.Result]], target: float | None) -> T
         cells += [f"{run.computing.mean():.0%}", plots.in_bytes(float(run.sent.sum()))]
         cells += [f"{run.losses[-1]:.4f}" if len(run.losses) else "-"]
         if target is not None:
-            cells += [f"{replay.time_to_target(run, target, persist=3):,.0f} s"]
+            reached = replay.time_to_target(run, target, persist=3)
+            cells += [f"{reached:,.0f} s" if np.isfinite(reached) else "-"]
         table.add_row(name, *cells)
     return table
