@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist import topology
 from jaxdist.asynchronous import Compute, Message, Role, Rule, Send, durations, links, replay, rules
 
 SGD = optax.sgd(0.1)
@@ -36,6 +37,7 @@ RULES = {
     "ringmaster": rules.ringmaster(2, SGD, stop=True),
     "ringleader": rules.ringleader(SGD),
     "dude": rules.dude(SGD),
+    "hop": rules.hop(topology.ring, SGD, tokens=3, backup=1, skip=3),
 }
 
 

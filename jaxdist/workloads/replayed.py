@@ -17,6 +17,25 @@ from .advice import parse_link
 from .base import Workload
 from .digits import Digits, splits
 from .partition import dirichlet_partition
+from .topologies import MAKE as GRAPHS
+
+
+def _hop(
+    graph: str = "ring",
+    *,
+    tokens: int | None = None,
+    backup: int = 0,
+    staleness: int = 0,
+    skip: int = 0,
+    optimizer: optax.GradientTransformation,
+) -> Rule:
+    if graph not in GRAPHS:
+        raise ValueError(f"unknown graph {graph!r}; known: {', '.join(GRAPHS)}")
+    return rules.hop(GRAPHS[graph], optimizer, tokens=tokens, backup=backup, staleness=staleness, skip=skip)
+
+
+AVERAGING = ("hop",)  # these send models, and no gradients
+
 
 # name: (factory of a rule, how it is spelled, what it does)
 RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
@@ -39,6 +58,11 @@ RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
     "ringmaster": (rules.ringmaster, "ringmaster:DELAY[,stop=True]", "throws away what is older"),
     "ringleader": (rules.ringleader, "ringleader", "asynchronous, and every worker counts the same"),
     "dude": (rules.dude, "dude", "the last gradient of every worker in every step"),
+    "hop": (
+        _hop,
+        "hop[:GRAPH,tokens=N,backup=N,staleness=N,skip=N]",
+        "models go to neighbours in a graph, and queues keep them near each other",
+    ),
 }
 LAWS: dict[str, tuple[Callable[..., durations.Durations], str]] = {
     "constant": (durations.constant, "constant:SECONDS"),
@@ -68,6 +92,8 @@ def parse_rule(text: str, optimizer: optax.GradientTransformation, gradient: str
     rule = parse.call("rule", text, functools.partial(RULES[name][0], optimizer=optimizer), values, keywords)
     if gradient is None:
         return rule
+    if name in AVERAGING:
+        raise ValueError(f"rule {text!r} sends models, and no gradients that a code could shrink: leave out --gradient")
     kind = "gradient" if rule.server is not None else "reduced"
     feedback = gradient.startswith("ef:")
     code = parse.parse_code(gradient.removeprefix("ef:"))

@@ -13,6 +13,8 @@ from .dc_asgd import DCASGDState as DCASGDState
 from .dc_asgd import dc_asgd as dc_asgd
 from .dude import DuDeState as DuDeState
 from .dude import dude as dude
+from .hop import HopState as HopState
+from .hop import hop as hop
 from .rennala import malenia as malenia
 from .rennala import rennala as rennala
 from .ringleader import RingleaderState as RingleaderState

@@ -1,0 +1,79 @@
+"""What a worker of Hop keeps of its neighbours' models, which of them an iteration may use, and with what weight."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, no_type_check
+
+import numpy as np
+from jaxtyping import Float
+
+from ...topology import Topology, matrix
+
+Queue = tuple[tuple[int, Any], ...]
+
+
+class Neighbours(NamedTuple):
+    """Whose models a worker gets, who gets its own, and the weights of its own model and of those it gets."""
+
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+def neighbours_in(topology: Topology | Callable[[int], Topology], workers: int, index: int) -> Neighbours:
+    """The neighbours of one worker; refuses graphs that change, or that are not for so many workers."""
+    graph = topology if isinstance(topology, Topology) else topology(workers)
+    if graph.workers != workers:
+        raise ValueError(f"topology {graph.name!r} is for {graph.workers} workers, got workers={workers}")
+    if len(graph.rounds) > 1:
+        raise ValueError(
+            f"topology {graph.name!r} changes from step to step, and neighbours must stay: take a static one"
+        )
+    weights = matrix(graph)
+    if abs(weights.sum(1) - 1).max() > 1e-6:
+        raise ValueError(f"the rows of topology {graph.name!r} must sum to 1: push-sum weights do not work here")
+    others = [other for other in range(workers) if other != index]
+    sources = tuple(other for other in others if weights[index, other])
+    destinations = tuple(other for other in others if weights[other, index])
+    return Neighbours(sources, destinations, (float(weights[index, index]), *weights[index, sources].tolist()))
+
+
+@no_type_check
+def arrived(queue: Queue, iteration: int, model: Any, *, newest: bool) -> Queue:
+    """The queue of a neighbour with one more model; of two the newest alone, where that is all that counts."""
+    if queue and queue[-1][0] >= iteration:  # sent again, by one who had been gone
+        return queue
+    return ((iteration, model),) if newest else (*queue, (iteration, model))
+
+
+@no_type_check
+def usable(queues: tuple[Queue, ...], iteration: int, staleness: int) -> list[tuple[int, int, Any]]:
+    """`(which neighbour, iteration, model)` of all that this iteration may use.
+
+    Without staleness the model of this very iteration. Where that was lost, since nobody was there to take it, a later
+    one is first in the queue and stands in: links keep their order, so the lost one cannot come any more.
+    """
+    found = []
+    for which, queue in enumerate(queues):
+        for sent, model in queue:
+            if sent >= iteration - staleness:
+                found.append((which, sent, model))
+                break
+    return found
+
+
+@no_type_check
+def since(queues: tuple[Queue, ...], iteration: int) -> tuple[Queue, ...]:
+    """The queues without what came too late for this iteration."""
+    return tuple([tuple([one for one in queue if one[0] >= iteration]) for queue in queues])
+
+
+def shares(
+    weights: tuple[float, ...], found: list[tuple[int, int, Any]], iteration: int, staleness: int
+) -> Float[np.ndarray, " models"]:
+    """The weights of the own model and of those found: they sum to 1, and fall linearly with staleness.
+
+    `w_ij (k_j - (k - s) + 1)`, normalised; the own model is of iteration `k`. With no staleness, `w_ij`.
+    """
+    fresh = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
+    given = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * fresh
+    return (given / given.sum()).astype(np.float32)
