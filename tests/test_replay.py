@@ -38,6 +38,12 @@ RULES = {
     "ringleader": rules.ringleader(SGD),
     "dude": rules.dude(SGD),
     "hop": rules.hop(topology.ring, SGD, tokens=3, backup=1, skip=3),
+    "pipe_sgd": rules.pipe_sgd(SGD, width=3),
+    "dasgd": rules.dasgd(SGD, sync_period=2, delay=1),
+    "lasgd": rules.lasgd(SGD),
+    "palsgd": rules.palsgd(SGD, learning_rate=0.1, sync_period=2, probability=0.3),
+    "any_batch": rules.any_batch(2.0, SGD),
+    "task_allocation": rules.task_allocation(5, SGD),
 }
 
 

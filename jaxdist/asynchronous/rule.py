@@ -18,12 +18,14 @@ class Message(NamedTuple):
       value: a pytree of arrays, which a compressor can encode, or None.
       version: which model the value belongs to: for `"computed"` that of the `Compute`.
       tag: one more number: for `"computed"` the worker's own count of jobs.
+      seconds: for `"computed"` how long it took, on the virtual clock or measured.
     """
 
     kind: str
     value: Any = None
     version: int = 0
     tag: int = 0
+    seconds: float = 0.0
 
 
 class Send(NamedTuple):

@@ -16,6 +16,11 @@ from .pipelined import choose_defer as choose_defer
 from .pipelined import pipelined_time as pipelined_time
 from .profile import Profile as Profile
 from .profile import profile_of as profile_of
+from .straggl_ar import Transfer as Transfer
+from .straggl_ar import ring_seconds as ring_seconds
+from .straggl_ar import straggl_ar as straggl_ar
+from .straggl_ar import straggl_ar_reduce as straggl_ar_reduce
+from .straggl_ar import straggl_ar_seconds as straggl_ar_seconds
 from .timeline import Message as Message
 from .timeline import Timeline as Timeline
 from .timeline import timeline as timeline

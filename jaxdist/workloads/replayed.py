@@ -63,6 +63,13 @@ RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
         "hop[:GRAPH,tokens=N,backup=N,staleness=N,skip=N]",
         "models go to neighbours in a graph, and queues keep them near each other",
     ),
+    "pipe_sgd": (rules.pipe_sgd, "pipe_sgd[:width=W]", "synchronous, with all-reduces behind the next computations"),
+    "local_sgd": (rules.local_sgd, "local_sgd:sync_period=H", "local steps, averaged every H"),
+    "dasgd": (rules.dasgd, "dasgd:sync_period=H,delay=D", "local_sgd whose averages travel during D local steps"),
+    "lasgd": (rules.lasgd, "lasgd[:sync_period=H]", "local steps, averaged in the background, and nobody waits"),
+    "palsgd": (rules.palsgd, "palsgd:learning_rate=R,sync_period=H", "local_sgd with pulls to the last average"),
+    "any_batch": (rules.any_batch, "any_batch:SECONDS", "rounds of fixed time, as many gradients as there are"),
+    "task_allocation": (rules.task_allocation, "task_allocation:BATCH", "synchronous, with shares by measured speed"),
 }
 LAWS: dict[str, tuple[Callable[..., durations.Durations], str]] = {
     "constant": (durations.constant, "constant:SECONDS"),

@@ -177,7 +177,8 @@ class Engine:
         state.running[place] = None
         state.computed[place] += end - start
         self.record(DONE, place, place, COMPUTED)
-        self.tell(place, place, Message(COMPUTED, self.setup.gradient(params, place, job), version, job))
+        gradient, seconds = self.setup.gradient(params, place, job), (end - start) / self.setup.ticks_per_second
+        self.tell(place, place, Message(COMPUTED, gradient, version, job, seconds))
 
     def on_collective(self, place: int, data: tuple) -> None:
         state = self.state

@@ -1,5 +1,7 @@
 """Asynchronous methods, each a `Rule`: what a worker and the server do when something arrives."""
 
+from .any_batch import AnyBatchState as AnyBatchState
+from .any_batch import any_batch as any_batch
 from .asgd import asgd as asgd
 from .asgd import delay_adaptive as delay_adaptive
 from .asgd import staleness_aware as staleness_aware
@@ -15,6 +17,13 @@ from .dude import DuDeState as DuDeState
 from .dude import dude as dude
 from .hop import HopState as HopState
 from .hop import hop as hop
+from .local import LocalState as LocalState
+from .local_sgd import dasgd as dasgd
+from .local_sgd import lasgd as lasgd
+from .local_sgd import local_sgd as local_sgd
+from .local_sgd import palsgd as palsgd
+from .pipe_sgd import PipeState as PipeState
+from .pipe_sgd import pipe_sgd as pipe_sgd
 from .rennala import malenia as malenia
 from .rennala import rennala as rennala
 from .ringleader import RingleaderState as RingleaderState
@@ -22,3 +31,5 @@ from .ringleader import ringleader as ringleader
 from .ringmaster import ringmaster as ringmaster
 from .ssp import SSPState as SSPState
 from .ssp import ssp as ssp
+from .task_allocation import AllocationState as AllocationState
+from .task_allocation import task_allocation as task_allocation

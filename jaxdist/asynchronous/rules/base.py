@@ -73,6 +73,16 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     return Stepper(init, step)
 
 
+def replica(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`start(params)` and `move(params, opt_state, gradient)`, for workers that all take the same steps: one does."""
+
+    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return numeric(optimizer.init, shared=True), numeric(moved, outputs=2, shared=True)
+
+
 # What is called for every event goes without the type checks of the test suite, which would take nearly all the time.
 @no_type_check
 def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

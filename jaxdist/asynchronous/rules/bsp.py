@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import optax
 
-from ..._typing import PyTree
 from ..rule import (
     COMPUTED,
     RECOVERED,
@@ -20,8 +19,8 @@ from ..rule import (
     Site,
     Stepped,
 )
-from ..values import mean_of, numeric
-from .base import Core, fresh, outdated, server_rule, stepper, to_all
+from ..values import mean_of
+from .base import Core, fresh, outdated, replica, server_rule, stepper, to_all
 
 
 class BSPState(NamedTuple):
@@ -60,13 +59,7 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
     References:
       Valiant, "A bridging model for parallel computation", 1990.
     """
-
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    start = numeric(optimizer.init, shared=True)
-    move = numeric(moved, outputs=2, shared=True)
+    start, move = replica(optimizer)
 
     def init(site: Site, params: Any) -> tuple[BSPState, Actions]:
         return BSPState(site, params, start(params), 0, False), (Compute(params, 0),)

@@ -39,7 +39,7 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
 
     The rule works as before; its gradients and models arrive as what the other side decoded. Kinds are the rule's
     words: `"gradient"` and `"params"` for all rules with a parameter server, and `"reduced"` for collectives, whose
-    payloads are gathered and averaged after decoding.
+    payloads are gathered and averaged after decoding. Whole numbers, by which rules decide, travel as they are.
 
     On the wire: what the compressor makes of each leaf.
 
@@ -93,7 +93,7 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
             if message.kind in made and message.value is not None:
                 state, value = coded(state, message.kind, action.to, message.value)
                 return state, Send(action.to, message._replace(value=value))
-        elif type(action) is Reduce and REDUCED in made:
+        elif type(action) is Reduce and REDUCED in made and type(action.value) is not int:
             state, value = coded(state, REDUCED, action.tag if REDUCED not in feedback else 0, action.value)
             if action.op == "mean":
                 state = state._replace(means=(*state.means, action.tag))
