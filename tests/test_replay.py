@@ -37,6 +37,8 @@ RULES = {
     "ringmaster": rules.ringmaster(2, SGD, stop=True),
     "ringleader": rules.ringleader(SGD),
     "dude": rules.dude(SGD),
+    "prague": rules.prague(SGD, group_size=3),
+    "prague_random": rules.prague(SGD, group_size=2, groups="random"),
     "hop": rules.hop(topology.ring, SGD, tokens=3, backup=1, skip=3),
     "pipe_sgd": rules.pipe_sgd(SGD, width=3),
     "dasgd": rules.dasgd(SGD, sync_period=2, delay=1),

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist import topology
 from jaxdist.asynchronous import durations, links, replay, rules
 
 SGD = optax.sgd(0.05, momentum=0.5)
@@ -22,6 +23,8 @@ CODES = {"gradient": jd.top_k(0.1), "params": jd.compressors.cast(jnp.float16)}
 RULES = {
     "ringleader": rules.ringleader(optax.adam(0.01)),
     "bsp": rules.bsp(SGD),
+    "hop": rules.compressed(rules.hop(topology.ring, SGD, tokens=2, staleness=1), {"params": CODES["params"]}),
+    "prague": rules.compressed(rules.prague(SGD, group_size=2, groups="random"), {"reduced": CODES["params"]}),
     "coded": rules.compressed(rules.ringmaster(2, SGD, stop=True), CODES, feedback=("gradient",)),
 }
 

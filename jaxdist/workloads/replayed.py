@@ -34,7 +34,14 @@ def _hop(
     return rules.hop(GRAPHS[graph], optimizer, tokens=tokens, backup=backup, staleness=staleness, skip=skip)
 
 
-AVERAGING = ("hop",)  # these send models, and no gradients
+def _prague(
+    group_size: int, groups: str = "smart", *, max_lag: float = 4, optimizer: optax.GradientTransformation
+) -> Rule:
+    made: Any = groups
+    return rules.prague(optimizer, group_size=group_size, groups=made, max_lag=max_lag)
+
+
+AVERAGING = ("hop", "prague")  # these send models, and no gradients
 
 
 # name: (factory of a rule, how it is spelled, what it does)
@@ -63,6 +70,7 @@ RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
         "hop[:GRAPH,tokens=N,backup=N,staleness=N,skip=N]",
         "models go to neighbours in a graph, and queues keep them near each other",
     ),
+    "prague": (_prague, "prague:SIZE[,random|static|smart,max_lag=N]", "models are averaged in groups that change"),
     "pipe_sgd": (rules.pipe_sgd, "pipe_sgd[:width=W]", "synchronous, with all-reduces behind the next computations"),
     "local_sgd": (rules.local_sgd, "local_sgd:sync_period=H", "local steps, averaged every H"),
     "dasgd": (rules.dasgd, "dasgd:sync_period=H,delay=D", "local_sgd whose averages travel during D local steps"),

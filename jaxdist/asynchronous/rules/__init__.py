@@ -24,6 +24,9 @@ from .local_sgd import local_sgd as local_sgd
 from .local_sgd import palsgd as palsgd
 from .pipe_sgd import PipeState as PipeState
 from .pipe_sgd import pipe_sgd as pipe_sgd
+from .prague import PragueState as PragueState
+from .prague import prague as prague
+from .prague_groups import GeneratorState as GeneratorState
 from .rennala import malenia as malenia
 from .rennala import rennala as rennala
 from .ringleader import RingleaderState as RingleaderState

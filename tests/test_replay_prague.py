@@ -1,0 +1,182 @@
+"""Prague: what groups keep, in which order they run, who is left out of them, and how fast that is."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference.prague import prague as transcribed
+
+from jaxdist.asynchronous import SERVER, Message, Send, Site, durations, links, replay, rules
+from jaxdist.asynchronous.rules.prague_groups import divided, members_of, scheduled, shuffled
+
+SGD = optax.sgd(0.1)
+MODES = ("static", "random", "smart")
+GOALS = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+TASK = replay.Task(
+    np.zeros(3, np.float32), lambda x, goal: 0.5 * jnp.sum((x - goal) ** 2), lambda seed, i, k: GOALS[i] * (1 + k % 3)
+)
+UNEVEN = durations.one_slow(durations.lognormal(1.0, 0.1), worker=0, factor=6)
+WIRE = links.alpha_beta(1e-3, 1e9)
+BIG = replay.Task(np.zeros(25_000_000, np.float32), lambda x, batch: x.sum(), lambda *job: None)  # 100 MB, for timing
+
+
+def prague(groups, size, workers, law, seconds, task=None, **settings):
+    rule = rules.prague(SGD, group_size=size, groups=groups)
+    settings = {"timing_only": True, "record_events": False, "seed": 0} | settings
+    return replay.run(rule, task, workers=workers, durations=law, seconds=seconds, **settings)
+
+
+def speeds(run):
+    return np.bincount(run.trace.gradients.worker) / run.seconds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_keep_the_sum_and_bring_models_nearer(mode):
+    """One gradient each, then none: what is left is averaging, with members failing meanwhile."""
+    moving = TASK._replace(loss=lambda x, push: x @ push, batch=lambda seed, i, k: GOALS[i] if k == 0 else 0 * GOALS[i])
+    law = durations.failures(durations.exponential(1.0), up=9, down=1)
+    rule = rules.prague(optax.sgd(1.0), group_size=3, groups=mode)
+    clock = replay.simulator(rule, moving, workers=6, durations=law, links=links.alpha_beta(0.05, 50.0), seed=1)
+    state, sums, spreads = clock.init(), [], []
+    for until in range(5, 65):
+        state = clock.advance(state, seconds=until)
+        if all(role.steps for role in state.roles[:6]):
+            models = np.stack([role.params for role in state.roles[:6]])
+            sums.append(models.sum(0))
+            spreads.append(((models - models.mean(0)) ** 2).sum())
+    assert len(sums) > 30
+    np.testing.assert_allclose(sums, np.broadcast_to(-GOALS[:6].sum(0), (len(sums), 3)), atol=1e-5)
+    assert (np.diff(spreads) <= 1e-6).all()
+    assert spreads[-1] < 1e-3
+
+
+def test_a_schedule_computes_the_same_in_any_order_of_its_groups():
+    """Disjoint groups come in the order of speeds, which random durations shuffle; the models are the schedule's."""
+    models = transcribed(
+        lambda k: scheduled(6, 2, k), lambda x, i, k: x - GOALS[i] * (1 + k % 3), np.zeros((6, 3)), 60, 0.1
+    )
+    rule = rules.prague(SGD, group_size=2, groups="static")
+    for seed in (0, 1):
+        clock = replay.simulator(rule, TASK, workers=6, durations=durations.exponential(1.0), seed=seed)
+        state = clock.advance(clock.init(), gradients=120)
+        steps = [role.steps for role in state.roles[:6]]
+        assert max(steps) > min(steps)
+        for worker, role in enumerate(state.roles[:6]):
+            if role.doing == "computing":
+                np.testing.assert_allclose(role.params, models[role.steps, worker], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 6, 8, 9, 16, 27])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_schedule_reaches_everybody(workers, size):
+    mixing = np.eye(workers)
+    for t in range(12):
+        groups = scheduled(workers, size, t)
+        assert sorted(worker for group in groups for worker in group) == list(range(workers))
+        assert max(map(len, groups)) <= size
+        for group in groups:
+            mixing[group] = mixing[group].mean(0)
+        if workers in (size, size**2, size**3) and size ** (t + 1) == workers:
+            np.testing.assert_allclose(mixing, 1 / workers)
+    assert mixing.min() > 0
+
+
+def test_a_schedule_takes_a_gradient_and_an_all_reduce():
+    run = prague("static", 4, 8, durations.constant(1.0), 50.5, BIG, links=WIRE)
+    each = 1 + 2 * 3 * 1e-3 + 2 * 3 / 4 * 0.1
+    np.testing.assert_allclose(
+        run.trace.steps.tick[::8] / 1e9, 1 + each * np.arange(len(run.trace.steps) // 8), rtol=1e-9
+    )
+    assert run.sent.tolist() == [150_000_000 * (len(run.trace.steps) // 8)] * 8 + [0]
+
+
+def told(actions):
+    return [(action.to, action.message.kind, action.message.version) for action in actions if type(action) is Send]
+
+
+def test_groups_that_overlap_run_in_the_order_in_which_they_were_made():
+    server = rules.prague(SGD, group_size=3, groups="random").server
+    assert server is not None
+    state, _ = server.init(Site(SERVER, 4), None)
+    state, first = server.receive(state, 0, Message("request", None, 1))
+    assert {(kind, number) for _, kind, number in told(first)} == {("group", 0), ("join", 0)}
+    assert [to for to, kind, _ in told(first) if kind == "group"] == [0]
+    for other in (1, 2):  # three of four always share a member with three of four
+        state, nothing = server.receive(state, other, Message("request", None, 1))
+        assert nothing == ()
+    again = told(server.receive(state, 0, Message("pull"))[1])
+    assert again == [(0, "group", 0)]
+    for number in (0, 1):
+        state, following = server.receive(state, 0, Message("done", None, number))
+        assert {which for _, _, which in told(following)} == {number + 1}
+        assert len(following) == 3
+
+
+def test_a_request_divides_all_who_are_idle_and_near():
+    server = rules.prague(SGD, group_size=2, max_lag=2).server
+    assert server is not None
+    state, _ = server.init(Site(SERVER, 6), None)
+    state, actions = server.receive(state, 3, Message("request", None, 1))
+    groups = {members_of(action.message.tag) for action in actions}
+    assert sorted(sum(groups, ())) == list(range(6))
+    assert [len(group) for group in groups] == [2, 2, 2]
+    state, nothing = server.receive(state, 1, Message("request", None, 1))  # it is in its buffer
+    assert nothing == ()
+    for number in range(3):
+        state, _ = server.receive(state, 0, Message("done", None, number))
+    state = state._replace(counts=(1, 4, 3, 4, 2, 3), given=(1, 4, 3, 4, 2, 3))
+    state, actions = server.receive(state, 1, Message("request", None, 5))
+    assert sorted(action.to for action in actions) in ([1, 3], [1, 2], [1, 5], [1, 2, 3, 5])[-1:]  # 0 and 4 are too far
+
+
+def test_divisions_and_draws():
+    assert [len(part) for part in divided(range(10), 4)] == [4, 3, 3]
+    assert divided([5, 1, 2], 2) == [[5, 1]]
+    assert divided([5], 3) == [[5]]
+    counts = np.zeros((5, 5), int)
+    for draw in range(3000):
+        for place, value in enumerate(shuffled([0, 1, 2, 3, 4], 5, 7, draw)):
+            counts[place, value] += 1
+    assert np.abs(counts / 3000 - 0.2).max() < 0.03
+    assert members_of(sum(1 << k for k in (0, 5, 700))) == (0, 5, 700)
+
+
+def test_smart_groups_leave_a_slow_worker_out():
+    """Eight workers, one of them six times slower, a model of 100 MB over 1 GB/s."""
+    law = UNEVEN
+    bsp = replay.run(rules.bsp(SGD), BIG, workers=8, durations=law, seconds=200, links=WIRE, timing_only=True)
+    smart = speeds(prague("smart", 3, 8, law, 200, BIG, links=WIRE))
+    everybody = rules.prague(SGD, group_size=3, max_lag=float("inf"))
+    blind = speeds(replay.run(everybody, BIG, workers=8, durations=law, seconds=200, links=WIRE, timing_only=True))
+    even = speeds(prague("smart", 3, 8, durations.lognormal(1.0, 0.1), 200, BIG, links=WIRE))
+    assert smart[1:].mean() > 0.9 * even.mean()  # its share of the others' time is small
+    assert smart.sum() > 4 * len(bsp.trace.gradients) / 200
+    assert smart.sum() > 1.15 * blind.sum()
+    assert smart[0] > 0.13  # and it is not stopped
+
+
+def test_nobody_waits_for_ever():
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        mode, workers = MODES[seed % 3], int(rng.integers(3, 8))
+        size = int(rng.integers(2, 4))
+        law = durations.constant(rng.uniform(0.5, 3, workers).tolist()) if seed % 2 else durations.exponential(1.0)
+        law = durations.failures(law, up=8, down=2)
+        wire = links.alpha_beta(0.01, 100.0, nic=seed % 5 == 0)
+        run = prague(mode, size, workers, law, 90, seed=seed, links=wire)
+        late = run.trace.gradients.tick > 45e9
+        assert set(run.trace.gradients.worker[late].tolist()) == set(range(workers))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1}, "group_size must be at least 2, got 1"),
+        ({"group_size": 2, "max_lag": 0}, "max_lag must be at least 1.*got 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        rules.prague(SGD, **options)
+    with pytest.raises(ValueError, match="group_size must be at most the 3 workers, got 4"):
+        replay.run(rules.prague(SGD, group_size=4), workers=3, seconds=1)
