@@ -72,7 +72,7 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     return in_turn("random matchings", workers, drawn)
 
 
-def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0) -> Topology:
+def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
     """A ring whose workers change places in every step.
 
     *Sent* in a step: two models, as in a ring. It mixes as a graph of far more neighbours: the consensus error falls
@@ -82,12 +82,14 @@ def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolog
       workers: their number `W`.
       rounds: how many orders are drawn; they repeat after that. Each is in the compiled program once.
       seed: of the draw.
+      halves: even workers change places with even ones alone, and odd ones with odd ones: all rounds together are
+        bipartite then, as `asynchronous.rules.ad_psgd` needs them. It mixes a little more slowly.
 
     Returns:
       A topology of `rounds` rounds, symmetric.
 
     Raises:
-      ValueError: there are no workers, or no rounds.
+      ValueError: there are no workers, or no rounds; `halves` with an odd number of workers.
 
     Example:
       >>> from jaxdist import topology
@@ -99,10 +101,14 @@ def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolog
     """
     check_workers(workers)
     check_rounds(rounds)
+    if halves and workers % 2:
+        raise ValueError(f"a ring of two halves needs an even number of workers, got {workers}")
     rng = np.random.default_rng(seed)
     drawn = []
     for _ in range(rounds):
         seats = rng.permutation(workers)
+        if halves:
+            seats = np.stack([seats[seats % 2 == 0], seats[seats % 2 == 1]], axis=1).reshape(-1)
         moves = []
         for step in (1, -1):
             move = np.empty(workers, int)

@@ -12,12 +12,19 @@ import numpy as np
 import optax
 
 from ..asynchronous import Rule, durations, links, replay, rules
+from ..topology import Topology, relabelled_ring
 from . import parse
 from .advice import parse_link
 from .base import Workload
 from .digits import Digits, splits
 from .partition import dirichlet_partition
 from .topologies import MAKE as GRAPHS
+
+
+def _graph(name: str) -> Callable[[int], Topology]:
+    if name not in GRAPHS:
+        raise ValueError(f"unknown graph {name!r}; known: {', '.join(GRAPHS)}")
+    return GRAPHS[name]
 
 
 def _hop(
@@ -29,9 +36,7 @@ def _hop(
     skip: int = 0,
     optimizer: optax.GradientTransformation,
 ) -> Rule:
-    if graph not in GRAPHS:
-        raise ValueError(f"unknown graph {graph!r}; known: {', '.join(GRAPHS)}")
-    return rules.hop(GRAPHS[graph], optimizer, tokens=tokens, backup=backup, staleness=staleness, skip=skip)
+    return rules.hop(_graph(graph), optimizer, tokens=tokens, backup=backup, staleness=staleness, skip=skip)
 
 
 def _prague(
@@ -42,6 +47,30 @@ def _prague(
 
 
 AVERAGING = ("hop", "prague")  # these send models, and no gradients
+
+
+def _ad_psgd(
+    graph: str = "ring",
+    *,
+    optimizer: optax.GradientTransformation,
+    rank: int | None = None,
+    group: int = 1,
+    choice: str = "uniform",
+) -> Rule:
+    # The randomised ring of halves, since others have odd cycles.
+    made = functools.partial(relabelled_ring, halves=True) if graph == "relabelled-ring" else _graph(graph)
+    settings: dict[str, Any] = {"choice": choice, "exchange": None if rank is None else rules.power_gossip(rank)}
+    if group == 1:
+        return rules.ad_psgd(made, optimizer, **settings)
+    return rules.hierarchical_ad_psgd(made, optimizer, group_size=group, **settings)
+
+
+def _d_psgd(graph: str = "ring", *, optimizer: optax.GradientTransformation, order: str = "adapt_then_combine") -> Rule:
+    settings: dict[str, Any] = {"order": order}
+    return rules.d_psgd(_graph(graph), optimizer, **settings)
+
+
+AVERAGING = ("hop", "ad_psgd", "d_psgd", "delay_by_one")  # these send models, and no gradients
 
 
 # name: (factory of a rule, how it is spelled, what it does)
@@ -65,6 +94,17 @@ RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
     "ringmaster": (rules.ringmaster, "ringmaster:DELAY[,stop=True]", "throws away what is older"),
     "ringleader": (rules.ringleader, "ringleader", "asynchronous, and every worker counts the same"),
     "dude": (rules.dude, "dude", "the last gradient of every worker in every step"),
+    "ad_psgd": (
+        _ad_psgd,
+        "ad_psgd[:GRAPH,rank=R,group=N,choice=in_turn]",
+        "averages with one neighbour at a time, and waits for nobody",
+    ),
+    "d_psgd": (
+        _d_psgd,
+        "d_psgd[:GRAPH,order=combine_then_adapt]",
+        "averages with the neighbours, and waits for them alone",
+    ),
+    "delay_by_one": (rules.delay_by_one, "delay_by_one", "synchronous, the mean of models beside the gradient"),
     "hop": (
         _hop,
         "hop[:GRAPH,tokens=N,backup=N,staleness=N,skip=N]",

@@ -13,6 +13,7 @@ from .trace import Result as Result
 from .trace import Trace as Trace
 from .trace import delays as delays
 from .trace import event_lines as event_lines
+from .trace import peer_delays as peer_delays
 from .trace import step_delays as step_delays
 from .trace import time_to_target as time_to_target
 from .trace import write_events as write_events

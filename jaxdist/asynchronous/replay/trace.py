@@ -103,6 +103,34 @@ def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
     return trace.steps.version - 1 - trace.steps.oldest
 
 
+def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
+    """For rules without a server: how many gradients all workers applied between reading and using each.
+
+    There is no common version then: those in the trace are a worker's own count of steps, as `rules.ad_psgd` has them.
+
+    Args:
+      trace: of a run in which each accepted gradient is one of its worker's steps.
+      worker: of one worker alone.
+
+    Returns:
+      A number for each accepted gradient, 0 where nobody else applied one meanwhile.
+
+    Example:
+      >>> import optax, jaxdist as jd
+      >>> from jaxdist.asynchronous import replay, rules
+      >>> run = replay.run(rules.ad_psgd(jd.topology.ring, optax.sgd(0.1)), workers=4, seconds=100)
+      >>> replay.peer_delays(run.trace)[4:].tolist() == [3] * 396
+      True
+    """
+    rows = trace.gradients[trace.gradients.accepted]
+    out = np.zeros(len(rows), np.int64)
+    for one in np.unique(rows.worker):
+        places = np.flatnonzero(rows.worker == one)
+        read = rows.read[places]
+        out[places] = places - np.where(read > 0, places[read - 1] + 1, 0)
+    return out if worker is None else out[rows.worker == worker]
+
+
 def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
     """The first time from which `persist` evaluations in a row are at the level or below.
 

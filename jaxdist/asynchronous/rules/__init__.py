@@ -1,5 +1,7 @@
 """Asynchronous methods, each a `Rule`: what a worker and the server do when something arrives."""
 
+from .ad_psgd import ADPSGDState as ADPSGDState
+from .ad_psgd import ad_psgd as ad_psgd
 from .any_batch import AnyBatchState as AnyBatchState
 from .any_batch import any_batch as any_batch
 from .asgd import asgd as asgd
@@ -11,10 +13,19 @@ from .bsp import backup_workers as backup_workers
 from .bsp import bsp as bsp
 from .compressed import CompressedState as CompressedState
 from .compressed import compressed as compressed
+from .d_psgd import DPSGDState as DPSGDState
+from .d_psgd import d_psgd as d_psgd
 from .dc_asgd import DCASGDState as DCASGDState
 from .dc_asgd import dc_asgd as dc_asgd
+from .delay_by_one import DelayByOneState as DelayByOneState
+from .delay_by_one import delay_by_one as delay_by_one
 from .dude import DuDeState as DuDeState
 from .dude import dude as dude
+from .exchange import Exchange as Exchange
+from .exchange import choco_exchange as choco_exchange
+from .exchange import whole_models as whole_models
+from .hierarchical_ad_psgd import GroupState as GroupState
+from .hierarchical_ad_psgd import hierarchical_ad_psgd as hierarchical_ad_psgd
 from .hop import HopState as HopState
 from .hop import hop as hop
 from .local import LocalState as LocalState
@@ -24,6 +35,7 @@ from .local_sgd import local_sgd as local_sgd
 from .local_sgd import palsgd as palsgd
 from .pipe_sgd import PipeState as PipeState
 from .pipe_sgd import pipe_sgd as pipe_sgd
+from .power_gossip import power_gossip as power_gossip
 from .prague import PragueState as PragueState
 from .prague import prague as prague
 from .prague_groups import GeneratorState as GeneratorState
