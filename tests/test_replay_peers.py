@@ -198,12 +198,19 @@ def test_d_psgd_is_what_gossip_does(graph, order):
     )
 
 
-@pytest.mark.parametrize("graph", ["ring", "one_peer_exponential", "random_matchings", "delay"])
-@pytest.mark.parametrize("order", ["adapt_then_combine", "combine_then_adapt"])
+@pytest.mark.parametrize(
+    ("graph", "order"),
+    [
+        ("ring", "adapt_then_combine"),
+        ("ring", "combine_then_adapt"),
+        ("one_peer_exponential", "adapt_then_combine"),
+        ("one_peer_exponential", "combine_then_adapt"),
+        ("random_matchings", "adapt_then_combine"),
+        ("delay", "combine_then_adapt"),
+    ],
+)
 def test_no_failure_changes_what_d_psgd_computes(graph, order):
     first = order == "combine_then_adapt"
-    if graph == "delay" and not first:
-        pytest.skip("it combines first")
     topology = jd.topology.complete(4) if graph == "delay" else getattr(jd.topology, graph)(4)
     rule = rules.delay_by_one(SGD) if graph == "delay" else rules.d_psgd(topology, SGD, order=order)
     law = durations.failures(durations.exponential(0.5), up=6, down=2)
@@ -338,7 +345,7 @@ def test_neighbours_are_chosen_evenly_and_the_same_each_time():
     drawn = [_graph.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
     assert drawn == [_graph.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
     assert set(drawn) == {1, 2, 4, 8}
-    assert min(np.bincount(drawn)[[1, 2, 4, 8]]) > 160
+    assert min(drawn.count(neighbour) for neighbour in (1, 2, 4, 8)) > 160
 
 
 def test_a_relabelled_ring_of_halves_meets_everybody():

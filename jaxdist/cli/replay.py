@@ -135,7 +135,7 @@ def _table(finished: list[tuple[str, replay.Result]], target: float | None) -> T
         table.add_column(heading, justify="right")
     for name, run in finished:
         gradients = run.trace.gradients
-        old = replay.delays(run.trace)
+        old = replayed.staleness(name, run.trace)
         cells = [f"{len(run.trace.steps):,}", f"{len(gradients):,}", f"{np.sum(~gradients.accepted):,}"]
         cells += [f"{old.mean():.1f}", f"{old.max()}"] if len(old) else ["-", "-"]
         cells += [f"{run.computing.mean():.0%}", plots.in_bytes(float(run.sent.sum()))]

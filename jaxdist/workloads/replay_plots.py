@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ..asynchronous import replay
 from .plots import COLOURS, GREY, write
+from .replayed import staleness
 
 WAITING = "#D9D9D9"
 
@@ -55,12 +56,12 @@ def draw(runs: Sequence[tuple[str, replay.Result]], path: str | Path, *, title: 
 
 def _bins(runs: Sequence[tuple[str, replay.Result]]) -> list[int]:
     """Where the bins of staleness begin: 0, 1, 2, 4, 8, ... to the most of all runs, and one past the last."""
-    most = max((int(found.max(initial=0)) for found in (replay.delays(run.trace) for _, run in runs)), default=0)
+    most = max((int(found.max(initial=0)) for found in (staleness(name, run.trace) for name, run in runs)), default=0)
     return [0, *(1 << power for power in range(most.bit_length() + 1))]
 
 
 def _staleness(axes: Axes, run: replay.Result, name: str, colour: str, bins: list[int], *, last: bool) -> None:
-    found = replay.delays(run.trace)
+    found = staleness(name, run.trace)
     parts = np.histogram(found, bins)[0] / max(len(found), 1)
     axes.bar(np.arange(len(parts)), parts, color=colour, width=0.9)
     axes.set_yticks([0, 0.5, 1])

@@ -244,6 +244,11 @@ def task(workload: Workload, *, batch: int, seed: int, workers: int, skew: float
     return replay.Task(workload.init(jax.random.key(seed)), workload.loss, own, evaluate)
 
 
+def staleness(name: str, trace: replay.Trace) -> np.ndarray:
+    """Of each gradient that was used: in versions of the model, or in gradients for `ad_psgd`, which has none."""
+    return replay.peer_delays(trace) if parse.parse_call(name)[0] == "ad_psgd" else replay.delays(trace)
+
+
 def write_events(name: str, run: replay.Result, log: TextIO) -> None:
     """Each event as a line of JSON, with the rule's name first."""
     for line in replay.event_lines(run.trace):

@@ -122,13 +122,14 @@ def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gr
       >>> replay.peer_delays(run.trace)[4:].tolist() == [3] * 396
       True
     """
-    rows = trace.gradients[trace.gradients.accepted]
-    out = np.zeros(len(rows), np.int64)
-    for one in np.unique(rows.worker):
-        places = np.flatnonzero(rows.worker == one)
-        read = rows.read[places]
-        out[places] = places - np.where(read > 0, places[read - 1] + 1, 0)
-    return out if worker is None else out[rows.worker == worker]
+    used = trace.gradients.accepted
+    workers, read = trace.gradients.worker[used], trace.gradients.read[used]
+    out = np.zeros(len(workers), np.int64)
+    for one in np.unique(workers):
+        places = np.flatnonzero(workers == one)
+        own = read[places]
+        out[places] = places - np.where(own > 0, places[own - 1] + 1, 0)
+    return out if worker is None else out[workers == worker]
 
 
 def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:

@@ -81,8 +81,8 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> rule, law = rules.d_psgd(jd.topology.ring, optax.sgd(0.1)), durations.exponential(1.0)
       >>> for rule in (rule, rules.bsp(optax.sgd(0.1))):  # seconds per iteration of 16 workers
-      ...     run = replay.run(rule, durations=law, workers=16, seconds=500)
-      ...     print(round(500 * 16 / len(run.trace.gradients), 1))
+      ...     run = replay.run(rule, durations=law, workers=16, seconds=1500)
+      ...     print(round(1500 * 16 / len(run.trace.gradients), 1))
       2.3
       3.4
 
