@@ -2,6 +2,7 @@
 
 from . import durations as durations
 from . import links as links
+from . import ray_engine as ray_engine
 from . import replay as replay
 from . import rules as rules
 from .rule import SERVER as SERVER

@@ -13,7 +13,7 @@ from ..values import force, spec_of
 from .engine import Engine, Setup, begun
 from .state import ReplayState, copied
 from .task import Task, gradients
-from .trace import Result, Trace
+from .trace import Result, Trace, columns
 
 FOREVER = 2**62
 
@@ -194,22 +194,15 @@ def run(
     return clock.result(state)
 
 
-def _columns(flat: Any, names: str, flags: str = "") -> np.recarray:
-    rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
-    columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
-    typed = [column.astype(bool) if name == flags else column for name, column in zip(names.split(), columns)]
-    return np.rec.fromarrays(typed, names=",".join(names.split()))  # pyright: ignore[reportArgumentType]
-
-
 def _result(setup: Setup, state: ReplayState) -> Result:
     now = max(state.tick, 1)
     ticks = [running[1] if running is not None else state.tick for running in state.running]
     computed = np.array(state.computed) + state.tick - np.array(ticks)
     down = np.array(state.down) + [state.tick - since if since >= 0 else 0 for since in state.gone]
     trace = Trace(
-        _columns(state.events, "tick what place sender word bytes"),
-        _columns(state.gradients, "tick worker read version accepted", "accepted"),
-        _columns(state.steps, "tick version oldest"),
+        columns(state.events, "tick what place sender word bytes"),
+        columns(state.gradients, "tick worker read version accepted", "accepted"),
+        columns(state.steps, "tick version oldest"),
         tuple(state.words),
     )
     return Result(

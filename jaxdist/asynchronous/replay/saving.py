@@ -1,19 +1,14 @@
 """The state of a replay as a file of numbers and names: no code in it."""
 
-import json
 import os
-import sys
-from array import array
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..values import Lazy, Spec, spec_of
+from ..portable import flat, read, write
+from ..values import Spec
 from .run import Simulator
 from .state import ReplayState
 
@@ -41,53 +36,15 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
       >>> clock.advance(replay.restore(file, clock), seconds=5).tick
       5000000000
     """
-    nodes: list[Any] = []
     arrays: dict[str, np.ndarray] = {}
-    seen: dict[int, tuple[Any, int]] = {}  # the object too, so that its number stays its own
 
-    def node(content: Any, source: Any) -> Any:
-        nodes.append(content)
-        seen[id(source)] = (source, len(nodes) - 1)
-        return {"is": len(nodes) - 1}
-
-    def stored(data: np.ndarray) -> str:
+    def store(one: Any) -> str:
         name = f"a{len(arrays)}"
-        arrays[name] = np.frombuffer(data.tobytes(), np.uint8)
+        arrays[name] = flat(one)
         return name
 
-    def write(one: Any) -> Any:
-        if one is None or isinstance(one, bool | int | float | str):
-            return one
-        if isinstance(one, np.generic) and not one.dtype.hasobject and one.shape == ():
-            return node(["array", stored(np.asarray(one)), [], str(one.dtype), False], one)
-        if id(one) in seen:
-            return {"is": seen[id(one)][1]}
-        if isinstance(one, Spec):
-            return node(["spec", write(one.tree)], one)
-        if isinstance(one, Lazy):
-            return node(["gradient", *map(write, one.recipe)] if one.recipe else ["same", write(one.read())], one)
-        if isinstance(one, jax.ShapeDtypeStruct):
-            return node(["shape", list(one.shape), str(one.dtype)], one)
-        if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            return node(["key", write(jax.random.key_data(one)), str(jax.random.key_impl(one))], one)
-        if isinstance(one, jax.Array | np.ndarray):
-            shape = [list(one.shape), str(one.dtype), isinstance(one, jax.Array)]
-            return node(["array", stored(np.asarray(one)), *shape], one)
-        if isinstance(one, array):
-            return node(["column", stored(np.frombuffer(one, np.uint8)), one.typecode], one)
-        if isinstance(one, dict):
-            return node(["dict", [[write(key), write(value)] for key, value in one.items()]], one)
-        if isinstance(one, tuple) and hasattr(one, "_fields"):
-            return node(["named", type(one).__module__, type(one).__qualname__, [write(part) for part in one]], one)
-        if isinstance(one, tuple | list):
-            return node([type(one).__name__, [write(part) for part in one]], one)
-        raise ValueError(
-            f"a {type(one).__name__} cannot be written: models and states must be dicts, lists, tuples and NamedTuples "
-            "of arrays"
-        )
-
-    content = {one.name: write(getattr(state, one.name)) for one in fields(state)}
-    text = json.dumps({"of": _identity(clock), "nodes": nodes, "state": content})
+    content = {one.name: getattr(state, one.name) for one in fields(state)}
+    text = write({"of": _identity(clock), "state": content}, store)
     beside = path.with_name(path.name + ".new")
     with beside.open("wb") as file:
         parts: Any = arrays | {"text": np.frombuffer(text.encode(), np.uint8)}
@@ -119,54 +76,13 @@ def restore(path: Path, clock: Simulator) -> ReplayState:
     """
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    content = json.loads(arrays.pop("text").tobytes())
+    content = read(arrays.pop("text").tobytes().decode(), arrays.__getitem__, clock.setup.gradient)
     if content["of"] != _identity(clock):
         raise ValueError(f"{path} is of {content['of']}, not of {_identity(clock)}")
-    made: list[Any] = []
-
-    def read(one: Any) -> Any:
-        return made[one["is"]] if isinstance(one, dict) else one
-
-    for kind, *parts in content["nodes"]:
-        made.append(_READ[kind](read, arrays, clock.setup.gradient, *parts))
-    return ReplayState(**{name: read(value) for name, value in content["state"].items()})
+    return ReplayState(**content["state"])
 
 
 def _identity(clock: Simulator) -> dict[str, Any]:
     setup = clock.setup
     timing = isinstance(setup.params, Spec)
     return {"rule": setup.rule.name, "workers": setup.workers, "seed": setup.seed, "timing_only": timing}
-
-
-def _array(read: Any, arrays: Any, gradient: Any, name: str, shape: list[int], dtype: str, on_device: bool) -> Any:
-    data = np.frombuffer(arrays[name].tobytes(), jnp.dtype(dtype)).reshape(shape)
-    return jnp.asarray(data) if on_device else data
-
-
-def _column(read: Any, arrays: Any, gradient: Any, name: str, typecode: str) -> array:
-    return array(typecode, arrays[name].tobytes())
-
-
-def _named(read: Any, arrays: Any, gradient: Any, module: str, name: str, parts: list[Any]) -> Any:
-    # Among what is imported already, and a NamedTuple: nothing in the file makes code run.
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise ValueError(f"{module}.{name} is no NamedTuple that is imported: make the clock first, with the same rule")
-    return found(*map(read, parts))
-
-
-_READ: dict[str, Callable[..., Any]] = {
-    "array": _array,
-    "column": _column,
-    "named": _named,
-    "spec": lambda read, arrays, gradient, tree: spec_of(read(tree)),
-    "shape": lambda read, arrays, gradient, shape, dtype: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)),
-    "gradient": lambda read, arrays, gradient, params, worker, job: gradient(read(params), worker, job),
-    "same": lambda read, arrays, gradient, value: read(value),
-    "key": lambda read, arrays, gradient, data, name: jax.random.wrap_key_data(read(data), impl=name),
-    "dict": lambda read, arrays, gradient, pairs: {read(key): read(value) for key, value in pairs},
-    "tuple": lambda read, arrays, gradient, parts: tuple(map(read, parts)),
-    "list": lambda read, arrays, gradient, parts: list(map(read, parts)),
-}

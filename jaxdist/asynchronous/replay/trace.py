@@ -62,6 +62,14 @@ class Result(NamedTuple):
     ticks_per_second: int
 
 
+def columns(flat: Any, names: str, flags: str = "") -> np.recarray:
+    """Rows that lie one after the other, as named columns; those of `flags` as truth values."""
+    rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
+    columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
+    typed = [column.astype(bool) if name == flags else column for name, column in zip(names.split(), columns)]
+    return np.rec.fromarrays(typed, names=",".join(names.split()))  # pyright: ignore[reportArgumentType]
+
+
 def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
     """The staleness of each gradient that was used: versions between reading and using.
 
