@@ -162,7 +162,8 @@ class Place:
             return
         self.stop_computing()
         self.record(ON_COMPUTED, self.site.index, COMPUTED)
-        self.own.append((self.site.index, Message(COMPUTED, gradient, running.version, job)))
+        seconds = (self.now() - running.start) / 1e9
+        self.own.append((self.site.index, Message(COMPUTED, gradient, running.version, job, seconds)))
         self.settle()
 
     def due(self) -> None:

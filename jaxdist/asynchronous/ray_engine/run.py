@@ -18,7 +18,7 @@ from .cluster import Crew, connected
 from .errors import Stalled, WorkerLost
 from .results import result
 
-LOOK = 0.1  # seconds between two looks at the run
+LOOK, QUIET = 0.1, 2.0  # seconds between two looks at the run; seconds without a sign of life that are remarkable
 
 
 class Status(NamedTuple):
@@ -180,11 +180,11 @@ class _Driver:
             if over or (target is not None and bool(self.losses) and self.losses[-1] <= target):
                 break
             self.mourn(places)
-            if (commits := [one.commits for one in places.values()]) != before:
-                before, moved = commits, time.monotonic()
-            elif time.monotonic() - moved > crew.timeout and all(
-                one.silent < crew.timeout / 2 for one in places.values()
-            ):
+            # That one falls silent or is back is something that happens.
+            heard = [(one.commits, one.life, one.silent > QUIET) for one in places.values()]
+            if heard != before:
+                before, moved = heard, time.monotonic()
+            elif time.monotonic() - moved > crew.timeout and not any(quiet for _, _, quiet in heard):
                 waiting = {place: one.report.waits_for for place, one in places.items() if one.report.waits_for}
                 computing = tuple([place for place, one in places.items() if one.report.computing])
                 raise Stalled(waiting, computing, crew.timeout)
