@@ -139,9 +139,9 @@ def _tile(x: Array) -> int:
 def _rows(tiles: int, chips: int) -> int:
     """What the number of tiles of a reduce-scatter must divide by on TPU, where it should stay one.
 
-    XLA:TPU makes an all-reduce of it if that number is odd, is not a multiple of 8 on 128 chips, or has too large an odd
-    factor: what passes is at most 151 on 8 chips of an axis, 91 on 16, 49 on 32 and 13 on 128. A power of two that goes
-    into it no more than `1800 / (chips + 4)` times keeps that, and adds a few per cent to many tiles.
+    XLA:TPU makes an all-reduce of it if that number is odd, is not a multiple of 8 on 128 chips, or has too large an
+    odd factor: what passes is at most 151 on 8 chips of an axis, 91 on 16, 49 on 32 and 13 on 128. A power of two that
+    goes into it no more than `1800 / (chips + 4)` times keeps that, and adds a few per cent to many tiles.
     """
     if tiles <= 4:
         return 2

@@ -1,5 +1,6 @@
 """State in host memory: the numbers of the optimizer itself; where things lie; what crosses."""
 
+import math
 from typing import Any
 
 import jax
@@ -34,7 +35,11 @@ STEPS = 4
 
 
 def params(dtype=jnp.float32):
-    return {"w": jnp.linspace(-1, 1, 52, dtype=dtype).reshape(13, 4), "b": jnp.ones(3, dtype), "s": jnp.array(2, dtype)}
+    return {
+        "w": jnp.linspace(-1, 1, 116, dtype=dtype).reshape(29, 4),
+        "b": jnp.ones(3, dtype),
+        "s": jnp.array(2, dtype),
+    }
 
 
 def gradient(params):
@@ -81,6 +86,27 @@ def test_equals_more_optimizers(name):
     check_equal(SLOW[name])
 
 
+SHAPES = [(29, 4), (40, 3), (41, 2, 9), (4096,), (5120,), (33,), (2, 3)]
+
+
+def test_tiles_of_every_shape():
+    """With a remainder that fills registers and one that does not; vectors that do and one that does not."""
+    found = {str(shape): jnp.linspace(-1, 1, math.prod(shape)).reshape(shape) for shape in SHAPES}
+    tx, streamed = optax.adamw(1e-2), offload.host(optax.adamw(1e-2), compute="device", tile_bytes=100)
+
+    @jax.jit
+    def both(p, q, state, streamed_state):
+        updates, state = tx.update(gradient(p), state, p)
+        others, streamed_state = streamed.update(gradient(q), streamed_state, q)
+        return optax.apply_updates(p, updates), optax.apply_updates(q, others), state, streamed_state
+
+    p, q, state, streamed_state = found, found, tx.init(found), streamed.init(found)
+    for _ in range(3):
+        p, q, state, streamed_state = both(p, q, state, streamed_state)
+    assert_close(q, p, 1e-6)
+    assert kinds(streamed_state) == {"pinned_host"}
+
+
 def test_bytes_that_cross():
     """The formulas, and a few numbers of four bytes (counts and rates) besides."""
     like = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(4096)}
@@ -123,7 +149,7 @@ def test_types_of_the_trace():
     regions = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "compute_on"]
     assert regions
     assert all(eqn.params["compute_type"] == "device_host" for eqn in regions)
-    assert "float32<host>[13,4]" in {str(var.aval) for eqn in regions for var in eqn.outvars}
+    assert "float32<host>[29,4]" in {str(var.aval) for eqn in regions for var in eqn.outvars}
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name not in ("compute_on", "device_put"):
             assert not any("<host>" in str(var.aval) for var in eqn.outvars)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .values import DEVICE, HOST, Values, evaluate
 
 # Smaller groups travel together and as they are.
 SMALL = 2**20
+ROWS, LANES = 8, 128  # of a register of XLA:TPU
 
 
 def stream(
@@ -35,12 +36,41 @@ def stream(
     done: list[Array] = []
     for portion in chunks(program, nodes, held.keys(), min(SMALL, tile_bytes)):
         shape = entrywise(program, portion)
-        if shape is None or max(shape) < 4 or portion.nbytes < min(SMALL, tile_bytes):
+        cuts = None
+        if shape is not None and portion.nbytes >= min(SMALL, tile_bytes):
+            cuts = _cuts(shape, -(-portion.nbytes // tile_bytes))
+        if cuts is None:
             _whole(portion, values, held, later)
             continue
-        tiles = max(4, -(-portion.nbytes // tile_bytes))  # a loop of one round would be unrolled
-        finished = _tiled(program, portion, values, held, later, shape, tiles, done[-2] if len(done) > 1 else None)
+        finished = _tiled(program, portion, values, held, later, cuts, done[-2] if len(done) > 1 else None)
         done += [] if finished is None else [finished]
+
+
+class Cuts(NamedTuple):
+    """How a leaf is cut: its shape, the shape that it is seen in, which dimension is cut, and how long a tile is."""
+
+    shape: tuple[int, ...]
+    seen: tuple[int, ...]
+    axis: int
+    length: int
+
+
+def _cuts(shape: tuple[int, ...], tiles: int) -> Cuts | None:
+    """Into at least so many tiles, or not at all.
+
+    XLA:TPU moves no parts of the last dimension between host and device, and of the one before whole registers only. A
+    vector that fills registers is seen as a matrix, which there is the same bytes.
+    """
+    tiles = max(4, tiles)  # a loop of one round would be unrolled
+    seen = (shape[0] // LANES, LANES) if len(shape) == 1 and shape[0] % (ROWS * LANES) == 0 else shape
+    outer = seen[:-1]
+    if not outer:
+        return None
+    axis = next((i for i, length in enumerate(outer) if length >= tiles), outer.index(max(outer)))
+    length = -(-outer[axis] // min(tiles, outer[axis]))
+    if axis == len(seen) - 2:
+        length = max(ROWS, length // ROWS * ROWS)
+    return Cuts(shape, seen, axis, length) if outer[axis] // length >= 3 else None
 
 
 def _sides(portion: Chunk, values: Values, held: Mapping[int, Any], later: set[int]):
@@ -81,19 +111,17 @@ def _tiled(
     values: Values,
     held: Mapping[int, Any],
     later: set[int],
-    shape: tuple[int, ...],
-    tiles: int,
+    cuts: Cuts,
     after: Array | None,
 ) -> Array | None:
     state, others, new, rest = _sides(portion, values, held, later)
     state_arrays = program.arrays(state)
-    axis = next((i for i, length in enumerate(shape) if length >= tiles), shape.index(max(shape)))
-    length = -(-shape[axis] // min(tiles, shape[axis]))
+    _, shape, axis, length = cuts
     full, remainder = divmod(shape[axis], length)
     fixed = {v: values.get(v, host=False) for v in (*state, *others) if not program.is_array(v)}
-    arrays = {v: values.get(v, host=False) for v in others if program.is_array(v)}
-    untouched = {v: values.get(v, host=True) for v in state_arrays if v not in new}
-    buffers = {v: values.get(v, host=True) for v in new}
+    arrays = {v: values.get(v, host=False).reshape(shape) for v in others if program.is_array(v)}
+    untouched = {v: values.get(v, host=True).reshape(shape) for v in state_arrays if v not in new}
+    buffers = {v: values.get(v, host=True).reshape(shape) for v in new}
 
     def fetch(buffers, at, size):
         source = untouched | buffers
@@ -117,15 +145,21 @@ def _tiled(
 
     outs = {v: typed_like(jnp.zeros(shape, program.types[v].dtype), program.types[v]) for v in rest}
     first = _zero(after, values.get(state_arrays[0], host=True))
+    # A remainder that XLA:TPU cannot move reaches back into the tile before and computes entries of that again: so it
+    # is read before they change, which may cost a copy on the host.
+    size = remainder if axis < len(shape) - 2 or remainder % ROWS == 0 else length
+    end = shape[axis] - size
+    last = fetch(buffers, end, size) if size > remainder else None
     tile, buffers, outs = lax.fori_loop(0, full - 1, body, (fetch(buffers, first, length), buffers, outs))
-    last = fetch(buffers, full * length, remainder) if remainder else None
+    if remainder and last is None:
+        last = fetch(buffers, end, size)
     buffers, outs = compute(tile, buffers, outs, (full - 1) * length, length)
     if last is not None:
-        buffers, outs = compute(last, buffers, outs, full * length, remainder)
+        buffers, outs = compute(last, buffers, outs, end, size)
     for old, x in buffers.items():
-        values.put(new[old], x)
+        values.put(new[old], x.reshape(cuts.shape))
     for value, x in outs.items():
-        values.put(value, x)
+        values.put(value, x.reshape(cuts.shape))
     if not outs:
         return None
     x = next(iter(outs.values()))
