@@ -219,7 +219,7 @@ def test_task_allocation_deals_out_by_speed():
 
 def test_task_allocation_follows_speeds_that_change():
     law = durations.power([0, 100], [[1.0, 0.25], [1.0, 1.0]])
-    run = replay.run(rules.task_allocation(20, SGD), seconds=300, durations=law, workers=2)
+    run = replay.run(rules.task_allocation(20, SGD), seconds=700, durations=law, workers=2)
     assert np.bincount(run.trace.gradients.worker[:20]).tolist() == [10, 10]
     assert np.bincount(run.trace.gradients.worker[-40:]).tolist() == [8, 32]
 

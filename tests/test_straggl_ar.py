@@ -1,8 +1,11 @@
 """StragglAR: who sends what, that all get the sum, and how long it takes."""
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxdist.asynchronous import durations, links, replay, rules
 from jaxdist.schedule import ring_seconds, straggl_ar, straggl_ar_reduce, straggl_ar_seconds
 
 SIZES = [2, 4, 8, 16, 32]
@@ -62,3 +65,22 @@ def test_a_straggler_that_comes_too_early_waits_for_the_others():
     for wrong in ({"latency": -1.0}, {"lead": -1.0}, {"bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be at least 0"):
             straggl_ar_seconds(8, 1, **LINK | wrong)
+
+
+@pytest.mark.parametrize(("late", "missing"), [(0.5, 0.0), (1e-3, 6 * (3e-6 + 2**20 / 7 / 1e9) - 1e-3), (0.0, None)])
+def test_on_the_clock_the_last_one_counts(late, missing):
+    """A step of bsp: the longest computation, and the all-reduce from then on."""
+    task = replay.Task(np.zeros(2**18, np.float32), lambda x, batch: jnp.sum(x), lambda *job: None)
+    law = durations.constant([0.1] * 7 + [0.1 + late])
+    line = links.straggl_ar(3e-6, 1e9)
+    rule = rules.bsp(optax.sgd(0.1))
+    run = replay.run(rule, task, steps=3, durations=law, workers=8, links=line, timing_only=True)
+    rest = 6 * (3e-6 + 2**20 / 7 / 1e9) if missing is None else max(0.0, missing)
+    step = 0.1 + late + rest + 9 * (3e-6 + 2**20 / 7 / 1e9)
+    np.testing.assert_allclose(run.trace.steps.tick / 1e9, step * np.arange(1, 4), atol=1e-8)
+
+
+def test_other_groups_and_gathers_take_a_ring():
+    ring, own = links.alpha_beta(1e-3, 1e6), links.straggl_ar(1e-3, 1e6)
+    for group, op in (((0, 1, 2), "mean"), ((0,), "mean"), ((0, 1, 2, 3), "gather")):
+        assert own.collective(group, 1000, op, 9.0) == ring.collective(group, 1000, op)

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._typing import Number
+from ..schedule import straggl_ar_seconds
 
 
 class Links(NamedTuple):
@@ -15,14 +16,15 @@ class Links(NamedTuple):
     Attributes:
       name: for messages and plots.
       seconds: `seconds(source, destination, nbytes)`, without waiting; the server is -1. None: nothing takes time.
-      collective: `collective(group, nbytes, op)` for `"mean"` or `"gather"` of so many bytes of each worker.
+      collective: `collective(group, nbytes, op, lead)` for `"mean"` or `"gather"` of so many bytes of each worker, from
+        when the last is there, which came `lead` seconds after the one before.
       nic: a place sends one message at a time, whomever to, and receives one at a time.
       workers: for how many workers they are, or None for any number.
     """
 
     name: str
     seconds: Callable[[int, int, int], float] | None
-    collective: Callable[[tuple[int, ...], int, str], float]
+    collective: Callable[..., float]
     nic: bool = False
     workers: int | None = None
 
@@ -38,7 +40,7 @@ def instant() -> Links:
       >>> links.instant().collective((0, 1, 2), 1000, "mean")
       0.0
     """
-    return Links("instant", None, lambda group, nbytes, op: 0.0)
+    return Links("instant", None, lambda group, nbytes, op, lead=0.0: 0.0)
 
 
 def alpha_beta(
@@ -94,7 +96,7 @@ def alpha_beta(
     def seconds(source: int, destination: int, nbytes: int) -> float:
         return at(alpha, source, destination) + nbytes * at(beta, source, destination)
 
-    def collective(group: tuple[int, ...], nbytes: int, op: str) -> float:
+    def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
         n = len(group)
         ring = [(group[k], group[(k + 1) % n]) for k in range(n)]
         # The slowest link of the ring, at each of the two.
@@ -104,3 +106,43 @@ def alpha_beta(
         return (n - 1) * (a + nbytes * b) if op == "gather" else 2 * (n - 1) * a + 2 * (n - 1) / n * nbytes * b
 
     return Links("alpha_beta", seconds, collective, nic, None if places is None else places - 1)
+
+
+def straggl_ar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
+    """As `alpha_beta`, with all-reduces by StragglAR, which the others have half done when the last of n comes.
+
+    From then on it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, and what is missing where the last comes sooner: see
+    `schedule.straggl_ar_seconds`. Groups whose size is no power of 2 take a ring.
+
+    Args:
+      latency: α in seconds.
+      bandwidth: 1/β in bytes per second.
+      nic: as for `alpha_beta`.
+
+    Returns:
+      The links.
+
+    Raises:
+      ValueError: the latency is negative, or the bandwidth not positive.
+
+    Example:
+      >>> import optax
+      >>> from jaxdist.asynchronous import durations, links, replay, rules
+      >>> cluster = {"workers": 8, "durations": durations.one_slow(durations.constant(5.0), worker=7, factor=2)}
+      >>> for one in (links.alpha_beta(0.1), links.straggl_ar(0.1)):  # 1.4 s and 0.9 s
+      ...     print(len(replay.run(rules.bsp(optax.sgd(0.1)), seconds=1140, links=one, **cluster).trace.steps))
+      100
+      104
+
+    References:
+      Devraj, Ding, Vijaya Kumar, Kleinberg, Singh, "Efficient AllReduce with Stragglers", arXiv:2505.23523, 2025.
+    """
+    ring = alpha_beta(latency, bandwidth, nic=nic)
+
+    def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
+        n = len(group)
+        if op != "mean" or n < 2 or n.bit_count() != 1:
+            return ring.collective(group, nbytes, op)
+        return straggl_ar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)
+
+    return ring._replace(name="straggl_ar", collective=collective)

@@ -22,9 +22,7 @@ from ..rule import (
     Site,
     Stepped,
 )
-from ..rule import (
-    TIMER as TIMER_KIND,
-)
+from ..rule import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
 from .errors import Deadlock, TooManyEvents
 from .state import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER, ReplayState, empty
@@ -116,10 +114,12 @@ class Engine:
         state, group = self.state, action.group
         key = (group, action.tag)
         parts = state.collectives.setdefault(key, {})
-        parts[place] = (action.value, action.op)
+        parts[place] = (action.value, action.op, state.tick)
         if len(parts) == len(group):
             nbytes = nbytes_of(action.value)
-            taken = self.ticks(self.setup.links.collective(group, nbytes, action.op))
+            came = [tick for _, _, tick in parts.values()]
+            lead = (came[-1] - came[-2]) / self.setup.ticks_per_second if len(group) > 1 else 0.0
+            taken = self.ticks(self.setup.links.collective(group, nbytes, action.op, lead))
             n = len(group)
             each = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
             for member in group:

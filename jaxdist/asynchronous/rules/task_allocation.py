@@ -11,6 +11,9 @@ from ..._typing import PyTree
 from ..rule import COMPUTED, RECOVERED, REDUCED, Actions, Compute, Counted, Message, Reduce, Role, Rule, Site, Stepped
 from ..values import add, numeric
 
+# Rounds that a measurement counts for: fewer deal noise out, more are slow to see a speed that changed.
+MEMORY = 8
+
 
 class AllocationState(NamedTuple):
     """A worker's model and share of the batch, and what it has of this round.
@@ -60,10 +63,10 @@ def task_allocation(batch: int, optimizer: optax.GradientTransformation) -> Rule
 
     `x <- x - γ (1/B) Σ_i Σ_{k <= b_i} g_ik`. The first round is dealt out evenly. Workers measure what their
     microbatches take, and all learn the times of all, in whole microseconds, beside the reduction. From them follows
-    what everybody expects of everybody, `τ_i <- τ_i + (measured - τ_i) / 2`, and how the next round is dealt out: so
-    that the last is done as soon as can be, in proportion to the speeds. A round takes about `B / Σ 1/τ_i`, where even
-    shares take `max τ_i B / n`. Each microbatch weighs the same: on data that differ between workers fast ones count
-    more.
+    what everybody expects of everybody, `τ_i <- τ_i + (measured - τ_i) / min(t + 1, 8)`, and how the next round is
+    dealt out: so that the last is done as soon as can be, in proportion to the speeds. A round takes about `B / Σ
+    1/τ_i`, where even shares take `max τ_i B / n`. Each microbatch weighs the same: on data that differ between workers
+    fast ones count more.
 
     On the wire: an all-reduce of the sum of gradients, and a gather of a number of 8 bytes from each worker, per round;
     kind `"reduced"`, of which codes take the gradients alone.
@@ -91,7 +94,7 @@ def task_allocation(batch: int, optimizer: optax.GradientTransformation) -> Rule
 
     References:
       Chao, Liao, Gao, "Task allocation for decentralized training in heterogeneous environment", arXiv:2111.08272,
-      2021. The step of 1/2 is ours: the last measurement alone deals noise out.
+      2021. The memory of 8 rounds is ours.
     """
     if batch < 1:
         raise ValueError(f"batch must be at least the number of workers, got {batch}")
@@ -117,7 +120,8 @@ def task_allocation(batch: int, optimizer: optax.GradientTransformation) -> Rule
         dealt = shares(batch, state.seconds or (1.0,) * site.workers)
         times = tuple([max(spent, 1) / 1e6 / count for spent, count in zip(measured, dealt)])
         if state.seconds:
-            times = tuple([(old + new) / 2 for old, new in zip(state.seconds, times)])
+            weight = 1 / min(version + 1, MEMORY)
+            times = tuple([old + (new - old) * weight for old, new in zip(state.seconds, times)])
         params, opt_state = move(state.params, state.opt_state, state.mean, site.workers / batch)
         share = shares(batch, times)[site.index]
         state = AllocationState(site, params, opt_state, version + 1, times, share, None, 0, 0, None, None)
