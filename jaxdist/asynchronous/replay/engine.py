@@ -118,7 +118,7 @@ class Engine:
         if len(parts) == len(group):
             nbytes = nbytes_of(action.value)
             came = [tick for _, _, tick in parts.values()]
-            lead = (came[-1] - came[-2]) / self.setup.ticks_per_second if len(group) > 1 else 0.0
+            lead = (came[-1] - came[-2:][0]) / self.setup.ticks_per_second  # none without others
             taken = self.ticks(self.setup.links.collective(group, nbytes, action.op, lead))
             n = len(group)
             each = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
