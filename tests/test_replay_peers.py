@@ -13,6 +13,7 @@ from reference import peers
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
 from jaxdist.asynchronous.rules import _graph
+from jaxdist.workloads.replayed import parse_rule, staleness
 
 SGD = optax.sgd(0.05)
 SEVEN_AND_A_SLOW_ONE = [1, 1, 1, 1, 1, 1, 1, 6]
@@ -335,7 +336,26 @@ def test_a_run_of_pairs_goes_on_from_a_file(tmp_path):
     np.testing.assert_array_equal(whole.params["w"], resumed.params["w"])
 
 
-# Graphs.
+# Graphs, and how rules are spelled.
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("ad_psgd", "ad_psgd"),
+        ("ad_psgd:relabelled-ring,rank=2,choice=in_turn", "ad_psgd"),
+        ("ad_psgd:hypercube,group=2", "hierarchical_ad_psgd"),
+        ("d_psgd:torus,order=combine_then_adapt", "d_psgd"),
+        ("delay_by_one", "delay_by_one"),
+    ],
+)
+def test_spellings(text, name):
+    rule = parse_rule(text, SGD)
+    assert rule.name == name
+    run = seen(rule, 8, 20, durations.constant(1.0))
+    assert set(staleness(text, run.trace)[20:]) == {7 if "ad_psgd" in name else int(name == "delay_by_one")}
+    with pytest.raises(ValueError, match="sends models, and no gradients"):
+        parse_rule(text, SGD, "f16")
 
 
 def test_neighbours_are_chosen_evenly_and_the_same_each_time():

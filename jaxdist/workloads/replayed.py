@@ -46,9 +46,6 @@ def _prague(
     return rules.prague(optimizer, group_size=group_size, groups=made, max_lag=max_lag)
 
 
-AVERAGING = ("hop", "prague")  # these send models, and no gradients
-
-
 def _ad_psgd(
     graph: str = "ring",
     *,
@@ -70,7 +67,7 @@ def _d_psgd(graph: str = "ring", *, optimizer: optax.GradientTransformation, ord
     return rules.d_psgd(_graph(graph), optimizer, **settings)
 
 
-AVERAGING = ("hop", "ad_psgd", "d_psgd", "delay_by_one")  # these send models, and no gradients
+AVERAGING = ("hop", "prague", "ad_psgd", "d_psgd", "delay_by_one")  # these send models, and no gradients
 
 
 # name: (factory of a rule, how it is spelled, what it does)

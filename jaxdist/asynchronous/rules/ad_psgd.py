@@ -44,7 +44,10 @@ def ad_psgd(
     Versions in the trace are a worker's own count of steps; `replay.peer_delays` counts the gradients that all workers
     applied between reading and using one: the number of workers less one, on average.
 
-    On the wire: a model each way per gradient of the half that asks; other exchanges send less.
+    On the wire: a model each way per gradient of the half that asks; other exchanges send less. `compressed` with a
+    code for `"params"` works too, but its errors are in proportion to the models rather than to their difference, do
+    not vanish as workers agree, and move the sum of all models by half of each: 16 bits are safe; for less take an
+    exchange.
 
     State: a worker's model and optimizer; of the half that replies the last reply to each neighbour, in case it was
     lost.
