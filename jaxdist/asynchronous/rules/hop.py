@@ -115,12 +115,13 @@ def hop(
     _check(tokens, backup, staleness, skip)
 
     @functools.cache
-    def neighbours(workers: int, index: int) -> Neighbours:
-        found = neighbours_in(topology, workers, index)
-        if backup and backup >= len(found.sources):
-            raise ValueError(
-                f"backup must be less than the {len(found.sources)} neighbours of worker {index}, got {backup}"
-            )
+    def neighbours(workers: int) -> tuple[Neighbours, ...]:
+        found = neighbours_in(topology, workers)
+        for index, near in enumerate(found):
+            if backup and backup >= len(near.sources):
+                raise ValueError(
+                    f"backup must be less than the {len(near.sources)} neighbours of worker {index}, got {backup}"
+                )
         return found
 
     def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, weights: Any, *others: PyTree) -> tuple:
@@ -143,7 +144,7 @@ def hop(
         return (*sends, *[Send(j, Message(PARAMS, state.params, k)) for j in near.destinations])
 
     def init(site: Site, params: Any) -> tuple[HopState, Actions]:
-        near = neighbours(site.workers, site.index)
+        near = neighbours(site.workers)[site.index]
         empty = ((),) * len(near.sources)
         state = HopState(site, params, start(params), 0, None, empty, (0,) * len(near.destinations))
         return state, (*enter(state, near), Compute(params, 0))
@@ -155,7 +156,7 @@ def hop(
         if tokens is None or not state.leads:
             return k + 1
         least = min(state.leads)
-        if skip and least >= k + 2:
+        if skip and state.queues and least >= k + 2:
             return min(least, k + skip, k + tokens)
         return k + 1 if k + 1 <= least + tokens else k
 
@@ -165,7 +166,7 @@ def hop(
         entered = following(state)
         if gradient is None or entered == k:
             return state, ()
-        near = neighbours(site.workers, site.index)
+        near = neighbours(site.workers)[site.index]
         found = usable(queues, entered - 1, staleness)
         if len(found) < len(queues) - backup:
             return state, ()
@@ -182,7 +183,7 @@ def hop(
         kind = message.kind
         if kind == COMPUTED:
             return onward(state._replace(gradient=message.value))
-        near = neighbours(state.site.workers, state.site.index)
+        near = neighbours(state.site.workers)[state.site.index]
         if kind == PARAMS:
             if not staleness and message.version < state.iteration:
                 return state, ()  # late
@@ -205,7 +206,7 @@ def hop(
     def waits_for(state: HopState) -> tuple[int, ...]:
         if state.gradient is None:
             return ()
-        near, entered = neighbours(state.site.workers, state.site.index), following(state)
+        near, entered = neighbours(state.site.workers)[state.site.index], following(state)
         if entered == state.iteration:
             assert tokens is not None
             return tuple(j for j, lead in zip(near.destinations, state.leads) if lead + tokens <= entered)

@@ -19,8 +19,8 @@ class Neighbours(NamedTuple):
     weights: tuple[float, ...]
 
 
-def neighbours_in(topology: Topology | Callable[[int], Topology], workers: int, index: int) -> Neighbours:
-    """The neighbours of one worker; refuses graphs that change, or that are not for so many workers."""
+def neighbours_in(topology: Topology | Callable[[int], Topology], workers: int) -> tuple[Neighbours, ...]:
+    """The neighbours of each worker; refuses graphs that change, or that are not for so many workers."""
     graph = topology if isinstance(topology, Topology) else topology(workers)
     if graph.workers != workers:
         raise ValueError(f"topology {graph.name!r} is for {graph.workers} workers, got workers={workers}")
@@ -31,10 +31,13 @@ def neighbours_in(topology: Topology | Callable[[int], Topology], workers: int, 
     weights = matrix(graph)
     if abs(weights.sum(1) - 1).max() > 1e-6:
         raise ValueError(f"the rows of topology {graph.name!r} must sum to 1: push-sum weights do not work here")
-    others = [other for other in range(workers) if other != index]
-    sources = tuple(other for other in others if weights[index, other])
-    destinations = tuple(other for other in others if weights[other, index])
-    return Neighbours(sources, destinations, (float(weights[index, index]), *weights[index, sources].tolist()))
+    own, others = np.diag(weights), weights - np.diag(np.diag(weights))
+    found = []
+    for index in range(workers):
+        sources = np.flatnonzero(others[index])
+        given = (own[index].item(), *others[index, sources].tolist())
+        found.append(Neighbours(tuple(sources.tolist()), tuple(np.flatnonzero(others[:, index]).tolist()), given))
+    return tuple(found)
 
 
 @no_type_check

@@ -23,7 +23,7 @@ from ..rule import (
 )
 from ..values import numeric
 from .base import PULL
-from .prague_groups import DONE, GROUP, JOIN, REQUEST, generator, members_of, scheduled
+from .prague_groups import DONE, GROUP, JOIN, REQUEST, generator, members_of, schedule
 
 Groups = Literal["random", "static", "smart"]
 GROUPS = ("random", "static", "smart")
@@ -154,7 +154,8 @@ def prague(
         if not static:
             state, actions = onward(state)
             return state, (*books, Send(SERVER, Message(REQUEST, None, steps)), *actions)
-        group = next(tuple(one) for one in scheduled(site.workers, group_size, steps - 1) if site.index in one)
+        plan = schedule(site.workers, group_size)
+        group = plan[(steps - 1) % len(plan)][site.index]
         return state._replace(doing=REDUCING, group=group), (*books, Reduce(group, steps, params))
 
     @no_type_check

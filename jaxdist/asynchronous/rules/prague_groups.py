@@ -1,5 +1,6 @@
 """The group generator of Prague: who averages with whom next, and who waits for whom meanwhile."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, no_type_check
 
@@ -108,8 +109,9 @@ def generator(group_size: int, groups: Literal["random", "smart"], max_lag: Numb
     return Role(init, receive, lambda state: None)
 
 
-def scheduled(workers: int, group_size: int, iteration: int) -> list[list[int]]:
-    """Disjoint groups that every worker knows without asking; with each iteration members are further apart.
+@functools.lru_cache(maxsize=16)
+def schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Disjoint groups that all know without asking: `[t % m][i]` is the group of worker i in iteration t.
 
     In iteration t workers are in the order of `(i mod s, i)`, `s = g^(t mod m)`, `g^m >= n`, and cut into groups of g:
     neighbours at first, which share a node where nodes are numbered so, and then one of each node. For `n = g^m` the
@@ -118,9 +120,13 @@ def scheduled(workers: int, group_size: int, iteration: int) -> list[list[int]]:
     strides = [1]
     while strides[-1] * group_size < workers:
         strides.append(strides[-1] * group_size)
-    stride = strides[iteration % len(strides)]
-    order = [i for first in range(min(stride, workers)) for i in range(first, workers, stride)]
-    return [sorted(order[first : first + group_size]) for first in range(0, workers, group_size)]
+    plan = []
+    for stride in strides:
+        order = [i for first in range(min(stride, workers)) for i in range(first, workers, stride)]
+        groups = [tuple(sorted(order[first : first + group_size])) for first in range(0, workers, group_size)]
+        of = {worker: group for group in groups for worker in group}
+        plan.append(tuple(of[worker] for worker in range(workers)))
+    return tuple(plan)
 
 
 def divided(workers: Sequence[int], group_size: int) -> list[Sequence[int]]:
