@@ -72,6 +72,7 @@ def test_equal_seeds_write_equal_files(tmp_path, capsys):
         (["--rule", "hop:ringg"], "unknown graph 'ringg'; known: ring, directed-ring"),
         (["--rule", "hop:ring,backup=1"], "backup=1 needs token queues"),
         (["--rule", "hop", "--gradient", "f16"], "sends models, and no gradients"),
+        (["--rule", "prague:2", "--gradient", "f16"], "sends models, and no gradients"),
         (["--rule", "prague:5"], "group_size must be at most the 4 workers, got 5"),
         (["--slow", "fast"], "--slow must be a factor such as 4x, got 'fast'"),
         (["--random-slow", "6x"], "--random-slow must be a factor and a probability, as in 6x,0.1"),

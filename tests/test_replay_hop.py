@@ -168,8 +168,8 @@ def test_failures_stop_nobody_for_good(options, graph):
         ({"skip": 2, "staleness": 1}, "skip=2 needs token queues.*set tokens="),
         ({"skip": 2, "tokens": 3}, "skip=2 needs neighbours that may be ahead.*set backup= or staleness="),
         ({"backup": 2, "tokens": 3}, "backup must be less than the 2 neighbours of worker 0, got 2"),
-        ({"graph": topology.ring(4)}, "topology 'ring' is for 4 workers, got workers=8"),
-        ({"graph": topology.random_matchings}, "changes from step to step.*take a static one"),
+        ({"graph": topology.ring(4)}, "the ring joins 4 workers, and there are 8"),
+        ({"graph": topology.random_matchings}, "changes from step to step.*take a static topology"),
         ({"graph": topology.digraph(8, [(k, (k + 1) % 8) for k in range(8)] + [(0, 2)])}, "rows .* must sum to 1"),
     ],
 )

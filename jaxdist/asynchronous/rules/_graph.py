@@ -1,16 +1,17 @@
-"""Who exchanges with whom: the neighbours in each round of a topology, the two halves of it, and a choice by chance."""
+"""Who exchanges with whom: the neighbours in each round of a topology, the two halves of it, and whose turn it is."""
 
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, no_type_check
 
 from ...topology import Topology
+from ._chance import mixed
 
 # A graph, or what makes one for so many workers, such as `topology.ring`.
 Graph = Topology | Callable[[int], Topology]
 Choice = Literal["uniform", "in_turn"]
 CHOICES = ("uniform", "in_turn")
-_MASK, _NEIGHBOUR = (1 << 64) - 1, 3
+_NEIGHBOUR = 3
 
 
 class Halves(NamedTuple):
@@ -87,15 +88,3 @@ def chosen(graph: Halves, choice: Choice, seed: int, node: int, count: int) -> i
         return None
     which = count // len(graph.order) if choice == "in_turn" else mixed(seed, _NEIGHBOUR, node, count)
     return options[which % len(options)]
-
-
-@no_type_check
-def mixed(*words: int) -> int:
-    """64 bits that look random and follow from whole numbers (SplitMix64)."""
-    state = 0
-    for word in words:
-        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state

@@ -1,7 +1,6 @@
 """Hop: decentralised training in which queues of models and tokens keep neighbours near each other."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from ..._typing import PyTree
-from ...topology import Topology
 from ..rule import COMPUTED, RECOVERED, Actions, Compute, Counted, Message, Role, Rule, Send, Site, Stepped
 from ..values import numeric
+from ._graph import Graph
 from .base import PARAMS, PULL, put
 from .hop_queues import Neighbours, Queue, arrived, neighbours_in, shares, since, usable
 
@@ -40,7 +39,7 @@ class HopState(NamedTuple):
 
 
 def hop(
-    topology: Topology | Callable[[int], Topology],
+    graph: Graph,
     optimizer: optax.GradientTransformation,
     *,
     tokens: int | None = None,
@@ -76,8 +75,8 @@ def hop(
     undirected graph, up to `tokens + 1` with them, one with staleness.
 
     Args:
-      topology: who sends to whom, and the weights; or a function of the number of workers, such as `topology.ring`.
-        The graph must stay the same.
+      graph: a topology, which says who sends to whom and with what weight, or what makes one for any number of
+        workers, such as `jd.topology.ring`. It must stay the same.
       optimizer: what every worker steps with.
       tokens: how far a worker may lead a neighbour (`max_ig` in the paper), or None for no token queues. With many,
         models that came early fill the memory.
@@ -116,7 +115,7 @@ def hop(
 
     @functools.cache
     def neighbours(workers: int) -> tuple[Neighbours, ...]:
-        found = neighbours_in(topology, workers)
+        found = neighbours_in(graph, workers)
         for index, near in enumerate(found):
             if backup and backup >= len(near.sources):
                 raise ValueError(

@@ -1,12 +1,12 @@
 """What a worker of Hop keeps of its neighbours' models, which of them an iteration may use, and with what weight."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Float
 
-from ...topology import Topology, matrix
+from ...topology import matrix
+from ._graph import Graph, graph_of
 
 Queue = tuple[tuple[int, Any], ...]
 
@@ -19,18 +19,16 @@ class Neighbours(NamedTuple):
     weights: tuple[float, ...]
 
 
-def neighbours_in(topology: Topology | Callable[[int], Topology], workers: int) -> tuple[Neighbours, ...]:
+def neighbours_in(graph: Graph, workers: int) -> tuple[Neighbours, ...]:
     """The neighbours of each worker; refuses graphs that change, or that are not for so many workers."""
-    graph = topology if isinstance(topology, Topology) else topology(workers)
-    if graph.workers != workers:
-        raise ValueError(f"topology {graph.name!r} is for {graph.workers} workers, got workers={workers}")
-    if len(graph.rounds) > 1:
+    topology = graph_of(graph, workers)
+    if len(topology.rounds) > 1:
         raise ValueError(
-            f"topology {graph.name!r} changes from step to step, and neighbours must stay: take a static one"
+            f"the {topology.name} changes from step to step, and neighbours must stay: take a static topology"
         )
-    weights = matrix(graph)
+    weights = matrix(topology)
     if abs(weights.sum(1) - 1).max() > 1e-6:
-        raise ValueError(f"the rows of topology {graph.name!r} must sum to 1: push-sum weights do not work here")
+        raise ValueError(f"the rows of the {topology.name} must sum to 1: push-sum weights do not work here")
     own, others = np.diag(weights), weights - np.diag(np.diag(weights))
     found = []
     for index in range(workers):
