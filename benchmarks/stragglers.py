@@ -1,0 +1,271 @@
+"""Time to a loss when workers are uneven: every rule on the same clusters, each at its own best rate.
+
+    python benchmarks/stragglers.py --jobs 2 --out benchmarks/reports/NAME
+
+Eight or sixteen workers on a virtual clock. A gradient takes 5 ms (lognormal), and one worker is six times slower for
+good, or each gradient is six times slower with probability 1/n, or neither. Messages weigh what they weigh. The
+learning rate of a rule in a scene is the best of `RATES` on a seed of its own; the others count.
+
+Where all draw from the same data, a convolutional net of 5 thousand parameters learns handwritten digits until it is
+good enough. Where data differ (a Dirichlet partition of concentration 0.1), the model is softmax regression on sixteen
+pixels, which cannot fit all images, so that it matters whose images count how much; runs go on for a fixed time, and
+what counts is the loss then, also on the images of the slow worker alone.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # runs side by side, not threads of one
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.asynchronous import Rule, durations, links, replay
+from jaxdist.workloads import parse, replayed
+from jaxdist.workloads.digits import Digits, splits
+from jaxdist.workloads.partition import dirichlet_partition
+
+BATCH, GRADIENT, SPREAD, FACTOR = 16, 5e-3, 0.2, 6
+GRID, PERSIST, TARGET = 1e-2, 3, 0.2
+HORIZON, FIXED, PIECE = 6.0, 3.0, 0.1
+DIVERGED, LAST = 4.0, 20
+RATES = (1.6, 0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625)
+TUNING_SEED = 100
+FAST, SLOW = (1e-5, 1.25e9), (5e-5, 1.25e8)  # seconds and bytes a second: 10 and 1 Gbit/s
+
+
+class Scene(NamedTuple):
+    """A cluster and its data."""
+
+    workers: int
+    slow: str
+    link: tuple[float, float] = FAST
+    skew: float | None = None
+
+
+SCENES = {
+    "16, even": Scene(16, "none"),
+    "16, one slow": Scene(16, "one"),
+    "16, random": Scene(16, "random"),
+    "16, one slow, 1 Gbit/s": Scene(16, "one", SLOW),
+    "8, one slow": Scene(8, "one"),
+    "8, random": Scene(8, "random"),
+    "8, one slow, data differ": Scene(8, "one", skew=0.1),
+}
+# As for `jaxdist replay`; {n} is the number of workers.
+METHODS = (
+    "bsp",
+    "pipe_sgd",
+    "backup_workers:1",
+    "task_allocation:{n}",
+    "ssp:4",
+    "asgd",
+    "ringmaster:{n}",
+    "rennala:{n}",
+    "ringleader",
+    "dude",
+    "d_psgd:hypercube",
+    "ad_psgd:hypercube",
+    "hop:hypercube,tokens=8,backup=1,skip=8",
+    "prague:4",
+)
+
+
+class Problem(NamedTuple):
+    """What is trained from `init(key)`, the accuracy on held-out images, and the loss on the slow worker's own."""
+
+    task: replay.Task
+    init: Callable[[Any], Any]
+    accuracy: Callable[[Any], Any]
+    own: Callable[[Any], Any]
+
+
+def by_rate() -> optax.GradientTransformation:
+    """SGD whose rate lies beside the model, so that one program serves all rates."""
+
+    def update(updates, state, params=None):
+        assert params is not None
+        steps = jax.tree.map(lambda g: -params["rate"] * g, updates["model"])
+        return {"model": steps, "rate": jnp.zeros(())}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@functools.cache
+def problem_of(workers: int, skew: float | None) -> Problem:
+    return network(workers) if skew is None else regression(workers, skew)
+
+
+def network(workers: int) -> Problem:
+    """A convolutional net on all digits."""
+    workload = parse.parse_workload("digits", "convnet:8")
+    plain = replayed.task(workload, batch=BATCH, seed=0, workers=workers)
+    _, held = splits()
+    accuracy = jax.jit(lambda model: workload.metrics(model, held)["accuracy"])
+    return Problem(beside_a_rate(plain), workload.init, accuracy, lambda model: math.nan)
+
+
+def regression(workers: int, skew: float) -> Problem:
+    """Softmax regression on images of four by four pixels, of which each worker has its own."""
+    train, held = splits()
+    parts = dirichlet_partition(train.labels, workers, concentration=skew)
+    mine = Digits(train.images[parts[0]], train.labels[parts[0]])
+
+    def init(key: Any) -> Any:
+        return {"kernel": jnp.zeros((16, 10)), "bias": jnp.zeros(10)}
+
+    def logits(model: Any, batch: Digits) -> Any:
+        pixels = batch.images.reshape(-1, 4, 2, 4, 2).mean((2, 4)).reshape(-1, 16)
+        return 4 * pixels @ model["kernel"] + model["bias"]
+
+    def loss(model: Any, batch: Digits) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(logits(model, batch), batch.labels).mean()
+
+    def own_batch(seed: int, worker: int, job: int) -> Digits:
+        chosen = np.random.default_rng((seed, worker, job)).choice(parts[worker], BATCH)
+        return Digits(train.images[chosen], train.labels[chosen])
+
+    accuracy = jax.jit(lambda model: (logits(model, held).argmax(-1) == held.labels).mean())
+    task = replay.Task(None, loss, own_batch, jax.jit(lambda model: loss(model, held)))
+    return Problem(beside_a_rate(task), init, accuracy, jax.jit(lambda model: loss(model, mine)))
+
+
+def beside_a_rate(task: replay.Task) -> replay.Task:
+    """The task of a model under `"model"`, and of anything else beside it."""
+    loss, evaluate = task.loss, task.evaluate
+    assert evaluate is not None
+    return task._replace(
+        loss=lambda params, batch: loss(params["model"], batch), evaluate=lambda params: evaluate(params["model"])
+    )
+
+
+def law_of(scene: Scene) -> durations.Durations:
+    base = durations.lognormal(GRADIENT, SPREAD)
+    if scene.slow == "one":
+        return durations.one_slow(base, worker=0, factor=FACTOR)
+    return durations.random_slow(base, factor=FACTOR, probability=1 / scene.workers) if scene.slow == "random" else base
+
+
+def clock_of(rule: Rule, scene: Scene, rate: float, seed: int) -> replay.Simulator:
+    """A run that has not begun."""
+    problem = problem_of(scene.workers, scene.skew)
+    task = problem.task._replace(params={"model": problem.init(jax.random.key(seed)), "rate": jnp.float32(rate)})
+    wires = links.alpha_beta(*scene.link, nic=True)
+    settings = {"workers": scene.workers, "durations": law_of(scene), "links": wires, "seed": seed}
+    return replay.simulator(rule, task, evaluate_every=GRID, record_events=False, **settings)
+
+
+def to_target(result: replay.Result) -> float:
+    return replay.time_to_target(result, TARGET, persist=PERSIST)
+
+
+def tuned(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
+    """The rate that reaches the target first, or is lowest in the end where data differ: all rates side by side."""
+    clocks = {rate: clock_of(rule, scene, rate, TUNING_SEED) for rate in RATES}
+    states = {rate: clock.init() for rate, clock in clocks.items()}
+    found: dict[float, float] = {}
+    now = 0.0
+    while now < (HORIZON if scene.skew is None else FIXED):
+        now += PIECE
+        for rate in list(states):
+            states[rate] = clocks[rate].advance(states[rate], seconds=now)
+            result = clocks[rate].result(states[rate])
+            if not result.losses[-1] < DIVERGED:
+                del states[rate]
+                found.pop(rate, None)
+            elif scene.skew is not None:
+                found[rate] = float(np.mean(result.losses[-LAST:]))
+            elif np.isfinite(to_target(result)):
+                found[rate] = to_target(result)
+        if scene.skew is None and found:
+            break  # every other rate is slower
+    return min(found, key=lambda rate: (found[rate], rate), default=RATES[-1]), found
+
+
+def run(rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
+    """One run: to the target, or for a fixed time where data differ."""
+    clock = clock_of(rule, scene, rate, seed)
+    state, now, result = clock.init(), 0.0, None
+    while result is None or (result.losses[-1] < DIVERGED and now < (HORIZON if scene.skew is None else FIXED)):
+        now += PIECE
+        state = clock.advance(state, seconds=now)
+        result = clock.result(state)
+        if scene.skew is None and np.isfinite(to_target(result)):
+            break
+    reached, gradients = to_target(result), result.trace.gradients
+    counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
+    problem, model = problem_of(scene.workers, scene.skew), result.params["model"]
+    return {
+        "seconds": reached,
+        "samples": BATCH * counted,
+        "loss": float(np.mean(result.losses[-LAST:])) if result.losses[-1] < DIVERGED else math.inf,
+        "slow worker's loss": float(problem.own(model)),
+        "accuracy": float(problem.accuracy(model)),
+        "gradients a second": len(gradients) / result.seconds,
+        "staleness": float(replay.delays(result.trace).mean()) if gradients.accepted.any() else 0.0,
+        "computing": float(result.computing.mean()),
+        "bytes a gradient": float(result.sent.sum() / max(1, len(gradients))),
+        "curve": {
+            "seconds": result.times.round(3).tolist(),
+            "samples": (BATCH * np.searchsorted(gradients.tick, result.times * result.ticks_per_second)).tolist(),
+            "loss": result.losses.round(3).tolist(),
+        },
+    }
+
+
+def measure(name: str, scene_name: str, seeds: int) -> dict[str, Any]:
+    """The best rate on the tuning seed, then the seeds that count."""
+    scene = SCENES[scene_name]
+    rule = replayed.parse_rule(name.format(n=scene.workers), by_rate())
+    rate, tuning = tuned(rule, scene)
+    runs = [run(rule, scene, rate, seed) for seed in range(seeds)]
+    curve = runs[0].pop("curve")
+    row = {"scene": scene_name, "rule": name, "rate": rate, "tuning": tuning}
+    return row | {key: [one[key] for one in runs] for key in runs[0]} | {"curve": curve}
+
+
+def plain(value: Any) -> Any:
+    """Without what JSON does not know: what never happened is null."""
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return (round(value, 5) if math.isfinite(value) else None) if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="rules side by side")
+    parser.add_argument("--scenes", nargs="*", default=list(SCENES))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--out", type=Path, required=True, help="the folder; rows of what is not asked for stay")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out / "stragglers.json"
+    rows = {(row["scene"], row["rule"]): row for row in (json.loads(file.read_text()) if file.exists() else [])}
+    with concurrent.futures.ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        # Rule by rule, since a scene's last rule would leave the other processes idle.
+        asked = [(name, scene) for scene in given.scenes for name in given.methods]
+        waiting = {pool.submit(measure, name, scene, given.seeds): (name, scene) for name, scene in asked}
+        for done in concurrent.futures.as_completed(waiting):
+            row = plain(done.result())
+            rows[row["scene"], row["rule"]] = row
+            print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
+            order = [(scene, name) for scene in SCENES for name in METHODS]
+            text = ",\n".join(json.dumps(rows[key]) for key in order if key in rows)
+            file.write_text(f"[\n{text}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
