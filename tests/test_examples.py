@@ -15,6 +15,7 @@ PROMISES = {
     "hospitals.py": "quasi-global momentum  8",
     "two_clusters.py": "times fewer bytes between clusters",
     "two_processes.py": "one worker sends",
+    "uneven_workers.py": "times sooner than bsp",
     "your_own_compressor.py": "the laws hold",
 }
 
