@@ -142,6 +142,6 @@ def _table(finished: list[tuple[str, replay.Result]], target: float | None) -> T
         cells += [f"{run.losses[-1]:.4f}" if len(run.losses) else "-"]
         if target is not None:
             reached = replay.time_to_target(run, target, persist=3)
-            cells += [f"{reached:,.0f} s" if np.isfinite(reached) else "-"]
+            cells += [f"{reached:{',.0f' if reached >= 100 else '.3g'}} s" if np.isfinite(reached) else "-"]
         table.add_row(name, *cells)
     return table
