@@ -41,6 +41,8 @@ HORIZON, FIXED, PIECE = 6.0, 3.0, 0.1
 DIVERGED, LAST = 4.0, 20
 RATES = (1.6, 0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625)
 TUNING_SEED = 100
+PIECES = {"task_allocation": 4}  # gradients of a quarter of the images, which take a quarter of the time
+DRAWN = "16, one slow"
 FAST, SLOW = (1e-5, 1.25e9), (5e-5, 1.25e8)  # seconds and bytes a second: 10 and 1 Gbit/s
 
 
@@ -62,12 +64,12 @@ SCENES = {
     "8, random": Scene(8, "random"),
     "8, one slow, data differ": Scene(8, "one", skew=0.1),
 }
-# As for `jaxdist replay`; {n} is the number of workers.
+# As for `jaxdist replay`; {n} is the number of workers, {m} that of the pieces of a step.
 METHODS = (
     "bsp",
     "pipe_sgd",
     "backup_workers:1",
-    "task_allocation:{n}",
+    "task_allocation:{m}",
     "ssp:4",
     "asgd",
     "ringmaster:{n}",
@@ -102,20 +104,20 @@ def by_rate() -> optax.GradientTransformation:
 
 
 @functools.cache
-def problem_of(workers: int, skew: float | None) -> Problem:
-    return network(workers) if skew is None else regression(workers, skew)
+def problem_of(workers: int, skew: float | None, size: int = BATCH) -> Problem:
+    return network(workers, size) if skew is None else regression(workers, skew, size)
 
 
-def network(workers: int) -> Problem:
+def network(workers: int, size: int) -> Problem:
     """A convolutional net on all digits."""
     workload = parse.parse_workload("digits", "convnet:8")
-    plain = replayed.task(workload, batch=BATCH, seed=0, workers=workers)
+    plain = replayed.task(workload, batch=size, seed=0, workers=workers)
     _, held = splits()
     accuracy = jax.jit(lambda model: workload.metrics(model, held)["accuracy"])
     return Problem(beside_a_rate(plain), workload.init, accuracy, lambda model: math.nan)
 
 
-def regression(workers: int, skew: float) -> Problem:
+def regression(workers: int, skew: float, size: int) -> Problem:
     """Softmax regression on images of four by four pixels, of which each worker has its own."""
     train, held = splits()
     parts = dirichlet_partition(train.labels, workers, concentration=skew)
@@ -132,7 +134,7 @@ def regression(workers: int, skew: float) -> Problem:
         return optax.softmax_cross_entropy_with_integer_labels(logits(model, batch), batch.labels).mean()
 
     def own_batch(seed: int, worker: int, job: int) -> Digits:
-        chosen = np.random.default_rng((seed, worker, job)).choice(parts[worker], BATCH)
+        chosen = np.random.default_rng((seed, worker, job)).choice(parts[worker], size)
         return Digits(train.images[chosen], train.labels[chosen])
 
     accuracy = jax.jit(lambda model: (logits(model, held).argmax(-1) == held.labels).mean())
@@ -149,8 +151,8 @@ def beside_a_rate(task: replay.Task) -> replay.Task:
     )
 
 
-def law_of(scene: Scene) -> durations.Durations:
-    base = durations.lognormal(GRADIENT, SPREAD)
+def law_of(scene: Scene, pieces: int = 1) -> durations.Durations:
+    base = durations.lognormal(GRADIENT / pieces, SPREAD)
     if scene.slow == "one":
         return durations.one_slow(base, worker=0, factor=FACTOR)
     return durations.random_slow(base, factor=FACTOR, probability=1 / scene.workers) if scene.slow == "random" else base
@@ -158,10 +160,11 @@ def law_of(scene: Scene) -> durations.Durations:
 
 def clock_of(rule: Rule, scene: Scene, rate: float, seed: int) -> replay.Simulator:
     """A run that has not begun."""
-    problem = problem_of(scene.workers, scene.skew)
+    pieces = PIECES.get(rule.name, 1)
+    problem = problem_of(scene.workers, scene.skew, BATCH // pieces)
     task = problem.task._replace(params={"model": problem.init(jax.random.key(seed)), "rate": jnp.float32(rate)})
     wires = links.alpha_beta(*scene.link, nic=True)
-    settings = {"workers": scene.workers, "durations": law_of(scene), "links": wires, "seed": seed}
+    settings = {"workers": scene.workers, "durations": law_of(scene, pieces), "links": wires, "seed": seed}
     return replay.simulator(rule, task, evaluate_every=GRID, record_events=False, **settings)
 
 
@@ -192,7 +195,7 @@ def tuned(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
     return min(found, key=lambda rate: (found[rate], rate), default=RATES[-1]), found
 
 
-def run(rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
+def run(name: str, rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
     """One run: to the target, or for a fixed time where data differ."""
     clock = clock_of(rule, scene, rate, seed)
     state, now, result = clock.init(), 0.0, None
@@ -203,21 +206,23 @@ def run(rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
         if scene.skew is None and np.isfinite(to_target(result)):
             break
     reached, gradients = to_target(result), result.trace.gradients
+    staleness = replayed.staleness(name, result.trace)
     counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
-    problem, model = problem_of(scene.workers, scene.skew), result.params["model"]
+    size = BATCH // PIECES.get(rule.name, 1)
+    problem, model = problem_of(scene.workers, scene.skew, size), result.params["model"]
     return {
         "seconds": reached,
-        "samples": BATCH * counted,
+        "samples": size * counted,
         "loss": float(np.mean(result.losses[-LAST:])) if result.losses[-1] < DIVERGED else math.inf,
         "slow worker's loss": float(problem.own(model)),
         "accuracy": float(problem.accuracy(model)),
         "gradients a second": len(gradients) / result.seconds,
-        "staleness": float(replay.delays(result.trace).mean()) if gradients.accepted.any() else 0.0,
+        "staleness": float(staleness.mean()) if len(staleness) else 0.0,
         "computing": float(result.computing.mean()),
         "bytes a gradient": float(result.sent.sum() / max(1, len(gradients))),
         "curve": {
             "seconds": result.times.round(3).tolist(),
-            "samples": (BATCH * np.searchsorted(gradients.tick, result.times * result.ticks_per_second)).tolist(),
+            "samples": (size * np.searchsorted(gradients.tick, result.times * result.ticks_per_second)).tolist(),
             "loss": result.losses.round(3).tolist(),
         },
     }
@@ -226,12 +231,14 @@ def run(rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
 def measure(name: str, scene_name: str, seeds: int) -> dict[str, Any]:
     """The best rate on the tuning seed, then the seeds that count."""
     scene = SCENES[scene_name]
-    rule = replayed.parse_rule(name.format(n=scene.workers), by_rate())
+    spelled = name.format(n=scene.workers, m=scene.workers * PIECES.get(name.partition(":")[0], 1))
+    rule = replayed.parse_rule(spelled, by_rate())
     rate, tuning = tuned(rule, scene)
-    runs = [run(rule, scene, rate, seed) for seed in range(seeds)]
+    runs = [run(spelled, rule, scene, rate, seed) for seed in range(seeds)]
     curve = runs[0].pop("curve")
     row = {"scene": scene_name, "rule": name, "rate": rate, "tuning": tuning}
-    return row | {key: [one[key] for one in runs] for key in runs[0]} | {"curve": curve}
+    row |= {key: [one[key] for one in runs] for key in runs[0]}
+    return row | {"curve": curve} if scene_name == DRAWN else row
 
 
 def plain(value: Any) -> Any:
