@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from jaxdist_launch import command as launcher
+
 from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .options import Compare, Train
@@ -29,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code: 0, 1 for a plan that does not fit, or 2 for arguments that cannot work, with one line on stderr
       that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
     """
-    chosen = tyro.cli(
-        _subcommands(), prog="jaxdist", description="Distributed training, cheap in bytes.", args=arguments
-    )
+    given = sys.argv[1:] if arguments is None else arguments
+    if list(given[:1]) == ["launch"]:
+        return launcher.main(given[1:])
+    description = "Distributed training, cheap in bytes. `launch` starts processes: see `jaxdist launch --help`."
+    chosen = tyro.cli(_subcommands(), prog="jaxdist", description=description, args=given)
     try:
         if isinstance(chosen, ShowTopology):
             print("\n".join(show(chosen)))

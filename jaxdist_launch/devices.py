@@ -1,0 +1,35 @@
+"""Which of a machine's GPUs each process takes."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+CHOSEN = "JAX_LOCAL_DEVICE_IDS"
+
+
+def gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
+    """How many GPUs JAX would use here."""
+    if environment.get(CHOSEN) or "cpu" in environment.get("JAX_PLATFORMS", ""):
+        return 0
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name and not name.startswith("-")])
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in folder.glob("nvidia*"))
+
+
+def given(processes: int, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[dict[str, str]]:
+    """The variable that gives each process its GPUs, the same number to all; none where there are no GPUs.
+
+    Raises:
+      ValueError: the GPUs do not divide among the processes.
+    """
+    count = gpus(environment, folder)
+    if count % processes:
+        raise ValueError(
+            f"{count} GPUs do not divide among {processes} processes: set CUDA_VISIBLE_DEVICES, or JAX_PLATFORMS=cpu"
+        )
+    if not count:
+        return [{} for _ in range(processes)]
+    each = count // processes
+    parts = [range(number * each, (number + 1) * each) for number in range(processes)]
+    return [{CHOSEN: ",".join(map(str, part))} for part in parts]
