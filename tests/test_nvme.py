@@ -362,10 +362,13 @@ while True:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
+    """Bit for bit as if it had never been killed."""
     rng = np.random.default_rng(kills)
-    reported = 0
+    tx, reported = optax.adamw(1e-2), 0
+    spared = offload.nvme(tx, offload.Store(tmp_path / "spared", chunk_bytes=CHUNK), master_dtype=jnp.float32)
+    after = [spared.init(params())]  # so many steps
     for _ in range(kills):
-        command = [sys.executable, "-c", CHILD, str(tmp_path), os.path.dirname(__file__)]
+        command = [sys.executable, "-c", CHILD, str(tmp_path / "killed"), os.path.dirname(__file__)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -376,13 +379,15 @@ def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
         child.wait()
         child.stdout.close()
 
-        tx = optax.adamw(1e-2)
-        opt = offload.nvme(tx, offload.Store(tmp_path, chunk_bytes=CHUNK), master_dtype=jnp.float32)
+        opt = offload.nvme(tx, offload.Store(tmp_path / "killed", chunk_bytes=CHUNK), master_dtype=jnp.float32)
         found = opt.init(params())
         step = opt.stats().step
         assert step >= reported
-        assert equal(found, plain(tx, params(), step))
+        while len(after) <= step + 2:
+            after.append(spared.apply(after[-1], gradient(after[-1], len(after) - 1)))
+        assert equal(found, after[step])
         found = train(opt, found, step + 2, step)
-        assert equal(found, plain(tx, params(), step + 2))
+        assert equal(found, after[step + 2])
         reported = step + 2
         opt.close()
+    spared.close()
