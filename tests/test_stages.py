@@ -55,6 +55,8 @@ def test_on_tpu(master):
         assert weighed.parameters > 100e6
         assert found.memory.arguments == pytest.approx(arguments(stage, weighed, 8, master), rel=0.05)
         expected = 7 / 8 * (2 if master else 4) * sent(stage, weighed)
+        if stage == 3 and not master:  # going back the compiler gathers bfloat16: what its products take anyway
+            expected -= 7 / 8 * 2 * (weighed.parameters - weighed.ends)
         assert found.collectives.wire_bytes == pytest.approx(expected, rel=0.05)
         temporary[stage] = found.memory.temporary
     assert temporary[2] < temporary[1]
