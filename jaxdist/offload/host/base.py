@@ -41,7 +41,9 @@ def host(
     - `compute="host"` (ZeRO-Offload): the host's processor updates. `4M` bytes cross a step for `M` parameters in
       bfloat16 with `master_dtype`, `8M` for float32.
     - `compute="device"`: the state visits the device in portions of `tile_bytes`; while one is computed on, the next
-      travels. Twice the state crosses, 16M bytes for float32 Adam, but no processor stands in the way.
+      travels. Twice the state crosses, 16M bytes for float32 Adam, but no processor stands in the way. Portions are
+      rows, 8 or a multiple, as TPUs move them; matrices of fewer than 24 rows, and vectors of a length that is no
+      multiple of 1024, visit it whole.
 
     Around `zero_redundancy` each worker keeps its part in its host's memory, `K/W` bytes a parameter, and computes on
     it: write `host(zero_redundancy(inner))`. The other order is refused.
