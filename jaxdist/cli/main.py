@@ -9,10 +9,12 @@ import tyro
 
 from jaxdist_launch import command as launcher
 
+from ..asynchronous.ray_engine import Stalled, WorkerLost
 from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .options import Compare, Train
 from .plan import Plan, plan
+from .processes import refuse_of_processes, train_processes
 from .replay import Replay
 from .replay import run as run_replay
 from .running import set_up
@@ -47,13 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_replay(chosen)
         elif isinstance(chosen, Tune):
             tune(chosen)
+        elif isinstance(chosen, Train) and chosen.engine == "ray":
+            train_processes(chosen)
         elif isinstance(chosen, Train):
+            refuse_of_processes(chosen)
             train(chosen, *set_up(chosen))
         elif chosen.suite == "local":
             compare_periods(chosen)
         else:
             compare(chosen, *set_up(chosen))
-    except (ValueError, OSError, ModuleNotFoundError) as problem:
+    except (ValueError, OSError, ModuleNotFoundError, WorkerLost, Stalled) as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
         print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)

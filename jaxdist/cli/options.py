@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..workloads import parse, sweep, sync
+from ..workloads import parse, replayed, sweep, sync
 
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 REDUCER = "Default: ef:power_sgd:4, or exact with --sync, where it carries what a round sends.\n"
 SYNC = "Workers step by themselves and meet every H steps, each with the --optimizer:\n" + sync.describe()
+RULE = "How workers learn from each other, as for jaxdist replay:\n"
 COMPARED = "The first is what the others are measured against. Also SYNC/REDUCER, as in diloco:H=50/ef:qsgd:4.\n"
 
 
@@ -49,7 +50,23 @@ class Train(Options):
     """Where the optimizer's state lies: host for the host's memory, nvme:FOLDER for a disk. A run that was stopped
     goes on from the folder."""
     baseline: bool = True
-    """Train with plain all-reduce too, to compare with."""
+    """Train with plain all-reduce too, to compare with; not with --engine ray."""
+    engine: Literal["mesh", "ray"] = "mesh"
+    """mesh: one program on all devices. ray: a process a worker, by a --rule, on this machine or a Ray cluster; --batch
+    is then that of a gradient, --steps are updates of the model, and what follows is for it."""
+    rule: Annotated[str | None, tyro.conf.arg(help=RULE + replayed.describe())] = None
+    workers: int | None = None
+    """How many processes."""
+    seconds: float | None = None
+    """How long, instead of --steps."""
+    slow: str | None = None
+    """Worker 0 sleeps until its gradients take so many times longer, as in 5x."""
+    gradient: str | None = None
+    """A code for gradients on the wire, as in qsgd:4 or ef:top_k:0.01."""
+    on_death: Literal["restart", "continue"] | None = None
+    """When a worker dies: restart, the default, replaces it; continue goes on without it, for rules with a server."""
+    address: str | None = None
+    """Of a running Ray cluster, as in auto or 10.0.0.1:6379; the default is to start one here, for this run."""
     out: Path = Path("runs/train")
     """Where log.jsonl, loss.png and checkpoint/ go."""
 

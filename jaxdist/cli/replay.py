@@ -106,7 +106,7 @@ def run(chosen: Replay) -> None:
         f"{workload.name}, {chosen.workers} workers, gradients take {law.name}, {chosen.optimizer}, seed {chosen.seed}"
     )
     console.print(f"\n{title}", style="dim", highlight=False)
-    console.print(_table(finished, chosen.target))
+    console.print(table(finished, chosen.target))
     plot = replay_plots.draw(finished, fresh(chosen.out, "replay.png"), title=title)
     console.print(f"plot {plot}", highlight=False, soft_wrap=True)
     if chosen.events is not None:
@@ -127,7 +127,8 @@ def _finish(name: str, clock: replay.Simulator, seconds: float, console: Console
     return clock.result(state)
 
 
-def _table(finished: list[tuple[str, replay.Result]], target: float | None) -> Table:
+def table(finished: list[tuple[str, replay.Result]], target: float | None) -> Table:
+    """What each rule did."""
     table = Table(box=None, pad_edge=False, caption=NOTE, caption_justify="left", header_style="bold")
     table.add_column("rule")
     headings = ["steps", "gradients", "thrown away", "staleness", "most", "computing", "sent", "held-out loss"]

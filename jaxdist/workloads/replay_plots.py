@@ -1,4 +1,4 @@
-"""The drawing of replays: loss over virtual time, staleness, and what workers did with their time."""
+"""The drawing of replays and of runs on processes: loss over time, staleness, what workers did with their time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,14 @@ from .replayed import staleness
 WAITING = "#D9D9D9"
 
 
-def draw(runs: Sequence[tuple[str, replay.Result]], path: str | Path, *, title: str) -> Path:
-    """Draws runs on the virtual clock side by side and writes a PNG.
+def draw(runs: Sequence[tuple[str, replay.Result]], path: str | Path, *, title: str, clock: str = "virtual") -> Path:
+    """Draws runs on the same clock side by side and writes a PNG.
 
     Args:
       runs: names and results.
       path: where the PNG goes.
       title: a line above the panels.
+      clock: which: virtual, or wall.
 
     Returns:
       The path.
@@ -43,9 +44,9 @@ def draw(runs: Sequence[tuple[str, replay.Result]], path: str | Path, *, title: 
             loss.step(seconds, steps, color=colour, linewidth=1.8, label=f"{name}   {count:,}", where="post")
         _staleness(figure.add_subplot(grid[row, 1]), run, name, colour, bins, last=row == rows - 1)
         _time(figure.add_subplot(grid[row, 2]), run, colour, last=row == rows - 1)
-    loss.set_xlabel("virtual seconds")
+    loss.set_xlabel(f"{clock} seconds")
     loss.set_ylabel("held-out loss" if evaluated else "steps of the model")
-    loss.set_title("loss over virtual time" if evaluated else "steps over virtual time", loc="left")
+    loss.set_title(f"loss over {clock} time" if evaluated else f"steps over {clock} time", loc="left")
     loss.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     loss.spines[["top", "right"]].set_visible(False)
     loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)

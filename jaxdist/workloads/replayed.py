@@ -46,8 +46,13 @@ def _prague(
     return rules.prague(optimizer, group_size=group_size, groups=made, max_lag=max_lag)
 
 
+def _even_ring(workers: int) -> Topology:
+    # Cycles must be even; of an odd number of workers the first and the last are no neighbours.
+    return GRAPHS["path" if workers % 2 else "ring"](workers)
+
+
 def _ad_psgd(
-    graph: str = "ring",
+    graph: str | None = None,
     *,
     optimizer: optax.GradientTransformation,
     rank: int | None = None,
@@ -55,7 +60,9 @@ def _ad_psgd(
     choice: str = "uniform",
 ) -> Rule:
     # The randomised ring of halves, since others have odd cycles.
-    made = functools.partial(relabelled_ring, halves=True) if graph == "relabelled-ring" else _graph(graph)
+    made = functools.partial(relabelled_ring, halves=True) if graph == "relabelled-ring" else _even_ring
+    if graph not in (None, "relabelled-ring"):
+        made = _graph(graph)
     settings: dict[str, Any] = {"choice": choice, "exchange": None if rank is None else rules.power_gossip(rank)}
     if group == 1:
         return rules.ad_psgd(made, optimizer, **settings)
