@@ -28,9 +28,11 @@ from .parallel import join as join
 from .parallel import local_value_and_grad as local_value_and_grad
 from .parallel import make_mesh as make_mesh
 from .parallel import pipelined as pipelined
+from .parallel import preempted as preempted
 from .parallel import simulate as simulate
 from .parallel import tick_tock as tick_tock
 from .parallel import use_cpu_devices as use_cpu_devices
+from .parallel import watchdog as watchdog
 from .placement import OnHost as OnHost
 from .placement import PerWorker as PerWorker
 from .placement import Sharded as Sharded

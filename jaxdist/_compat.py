@@ -74,3 +74,10 @@ def scan_sizes(parameters: dict[str, Any]) -> tuple[int, int]:
         return parameters["num_consts"], parameters["num_carry"]
     consts, carry, _ = parameters["ft_in"].unpack()  # since 0.12
     return len(consts), len(carry)
+
+
+def coordination_client() -> Any:
+    """JAX's connection to process 0's coordination service: a dictionary of text that all processes share."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

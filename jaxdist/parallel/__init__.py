@@ -20,12 +20,17 @@ from .layers import forward_order as forward_order
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh
 from .mesh import use_cpu_devices as use_cpu_devices
+from .peers import StepTimeout as StepTimeout
+from .peers import WorkerLost as WorkerLost
 from .pipelined import Pipelined as Pipelined
 from .pipelined import PipelinedState as PipelinedState
 from .pipelined import pipelined as pipelined
+from .preemption import preempted as preempted
 from .same import assert_same as assert_same
 from .same import broadcast as broadcast
 from .simulate import simulate as simulate
 from .tick_tock import Layered as Layered
 from .tick_tock import tick_tock as tick_tock
 from .unused import unused as unused
+from .watchdog import Watchdog as Watchdog
+from .watchdog import watchdog as watchdog

@@ -1,0 +1,226 @@
+"""Steps that do not end, and who is named for it; processes only with `--slow`."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxdist as jd
+from jaxdist.parallel import peers
+from jaxdist.parallel import watchdog as make
+from jaxdist.parallel.peers import Seen, Sign
+
+HERE = pathlib.Path(__file__).parent
+module = sys.modules["jaxdist.parallel.watchdog"]
+
+
+# ---- what is known of the others
+
+
+def test_a_sign_is_new_when_its_count_is():
+    first = peers.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
+    assert first == {1: Seen(Sign(3, 8), 10.0)}
+    assert peers.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
+    assert peers.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
+
+
+def test_who_is_silent():
+    seen = {0: Seen(Sign(3, 1), 9.0), 1: Seen(Sign(3, 1), 5.0), 2: Seen(Sign(1, 1, True), 5.0)}
+    assert peers.silent(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
+
+
+def test_the_one_who_is_missing_is_named():
+    seen = {1: Seen(Sign(12, 1), 9.0), 2: Seen(Sign(11, 1), 9.0), 3: Seen(Sign(9, 5, True), 9.0)}
+    waits = "process 0 has waited in step 12 for 30 s"
+
+    def error(seen, gone=()):
+        found = peers.overdue(seen, gone, 0, 12, 30.0)
+        return found.process, found.step, str(found)
+
+    assert error(seen) == (2, 12, f"process 2 lives and has not begun step 12; {waits}")
+    assert error({3: seen[3]}) == (3, 12, f"process 3 left after step 9; {waits}")
+    assert error({1: seen[1]}) == (None, 12, f"{waits}, which all have begun")
+    silent = "process 1 gives no sign of life since it began step 12: it died or is stopped"
+    assert error(seen, (1,)) == (1, 12, f"{silent}; {waits}")
+    assert str(peers.lost({}, (4,))).startswith("process 4 gives no sign of life and has not begun a step")
+
+
+# ---- the watchdog of process 0 of two, with a board in memory
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """How the process would have ended, and when it has."""
+    found, event = [], threading.Event()
+
+    def leave(problem):
+        found.append(problem)
+        event.set()
+
+    monkeypatch.setattr(module, "_leave", leave)
+    return found, event
+
+
+def watch_of_two(other: Sign, alive: bool, **options):
+    """The other process says always the same, or what it says is always new."""
+    texts = {}
+
+    def read():
+        said = other._replace(count=time.monotonic_ns() if alive else 0)
+        return texts | {1: peers.json.dumps(said._asdict())}
+
+    settings = {"seconds": 0.5, "first_seconds": 0.5, "step": 12, "on_timeout": None} | options
+    return module.Watchdog(**settings, board=peers.Board(texts.__setitem__, read), own=0, processes=2), texts
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_step_that_does_not_end(ended, alive):
+    told = []
+    watch, _ = watch_of_two(Sign(11, 0), alive, on_timeout=told.append)
+    began = time.monotonic()
+    with watch:
+        watch(ended[1].wait, 20)
+    assert 0.5 < time.monotonic() - began < 1.5
+    assert told == ended[0]
+    assert (told[0].process, told[0].step) == (1, 12)
+    assert ("lives and has not begun step 12" if alive else "no sign of life since it began step 11") in str(told[0])
+
+
+def test_results_are_watched_after_the_call(ended, monkeypatch):
+    monkeypatch.setattr(module, "_is_there", lambda x: False)
+    watch, _ = watch_of_two(Sign(12, 0), True)
+    with watch:
+        watch(lambda: (jnp.zeros(3), {"loss": jnp.zeros(())}))
+        assert [x.shape for x in watch._running[0][1]] == [(3,), ()]
+        assert ended[1].wait(20)
+        monkeypatch.setattr(module, "_is_there", lambda x: True)
+    assert "process 0 has waited in step 12" in str(ended[0][0])
+
+
+def test_the_first_call_of_a_function_may_take_longer(ended):
+    watch, _ = watch_of_two(Sign(12, 0), True, first_seconds=20)
+    with watch:
+        for pause, times in ((0.7, 1), (0.0, 3)):
+            for _ in range(times):
+                watch(time.sleep, pause)
+        assert not ended[0]
+        watch(lambda: time.sleep(0.7))
+    assert not ended[0]
+
+
+def test_a_step_fails_because_another_process_died(ended):
+    def fails():
+        raise jax.errors.JaxRuntimeError("connection reset")
+
+    watch, _ = watch_of_two(Sign(7, 0), False)
+    with watch:
+        with pytest.raises(peers.WorkerLost, match="process 1 gives no sign of life since it began step 7") as lost:
+            watch(fails)
+        assert (lost.value.process, lost.value.step) == (1, 7)
+    watch, _ = watch_of_two(Sign(7, 0), True)
+    with watch, pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
+        watch(fails)
+
+
+def test_what_is_raised_ends_the_process(ended):
+    watch, texts = watch_of_two(Sign(12, 0), True)
+    with pytest.raises(KeyError), watch:
+        raise KeyError("mine")
+    assert isinstance(ended[0][0], KeyError)
+    watch, texts = watch_of_two(Sign(12, 0), True)
+    with pytest.raises(SystemExit), watch:
+        sys.exit(0)
+    assert len(ended[0]) == 1
+    assert '"done": true' in texts[0]
+
+
+def test_alone():
+    step = jax.jit(lambda state, batch: (state + batch, {"loss": batch}), donate_argnums=0)
+    with jd.watchdog(60) as watch:
+        state = jnp.zeros(4)
+        for _ in range(3):
+            state, _ = watch(step, state, jnp.ones(4))
+    assert state.tolist() == [3.0] * 4
+    assert not watch._running
+    with pytest.raises(KeyError), jd.watchdog(60):
+        raise KeyError
+    with pytest.raises(ValueError, match="times must be positive, got 0 and 600 seconds"):
+        make(0)
+
+
+def test_sigterm_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert not jd.preempted(0)
+        signal.raise_signal(signal.SIGTERM)
+        assert jd.preempted(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        sys.modules["jaxdist.parallel.preemption"]._received = None
+
+
+# ---- processes
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two processes that train until something happens; what the launcher said, its code and how long that took."""
+
+    def run(happens, *options):
+        command = [sys.executable, "-m", "jaxdist_launch", "-n", "2", "--logs", str(tmp_path), *options]
+        flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+        environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
+        script = [str(HERE / "processes" / "watched.py"), happens, str(tmp_path / "when")]
+        with subprocess.Popen([*command, *script], env=environment, stderr=subprocess.PIPE, text=True) as started:
+            if happens == "preempted":
+                while not (tmp_path / "when").exists():
+                    time.sleep(0.05)
+                started.terminate()
+            err = started.communicate(timeout=300)[1]
+            now = time.time()
+        return err, started.returncode, now - float((tmp_path / "when").read_text())
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_dies(job, process):
+    err, code, seconds = job(f"killed {process}")
+    assert f"WorkerLost: process {process} was killed by SIGKILL" in err
+    assert code == 128 + signal.SIGKILL
+    assert seconds < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["asleep 0", "asleep 1", "stopped 0", "stopped 1"])
+def test_a_process_is_stuck(job, what):
+    process = int(what[-1])
+    err, code, seconds = job(what)
+    assert f"StepTimeout: process {process} " in err
+    assert ("step 21" if "asleep" in what else "no sign of life") in err
+    assert code == 1
+    assert seconds < 3 + 1 + 2  # the timeout, the second until it is reported, and the end of the others
+
+
+@pytest.mark.slow
+def test_all_leave_at_the_same_step(job, tmp_path):
+    err, code, _ = job("preempted")
+    assert (code, "WorkerLost" in err) == (0, False)
+    left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split() for number in range(2)]
+    assert left[0] == left[1]
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_both(job):
+    err, code, seconds = job("raises 1")
+    assert "WorkerLost: process 1 exited with code 1" in err
+    assert "ValueError: bad data" in err
+    assert (code, seconds < 2) == (1, True)
