@@ -32,6 +32,10 @@ def kind(rule: str) -> str:
     return rule.partition(":")[0]
 
 
+def label(rule: str) -> str:
+    return f"`{rule.replace('{n}', 'n').replace('{m}', '4n')}`"
+
+
 def values(row: dict[str, Any], key: str) -> np.ndarray:
     return np.array([np.inf if value is None else value for value in row[key]])
 
@@ -56,11 +60,13 @@ def tables(rows: Rows) -> str:
     lines = ["Seconds to the target, median and quartiles", "", f"| rule | {' | '.join(scenes)} |"]
     lines += ["|---|" + "--:|" * len(scenes)]
     for name in names:
-        lines.append(f"| {name} | {' | '.join(in_words(rows.get((scene, name)), 'seconds') for scene in scenes)} |")
+        lines.append(
+            f"| {label(name)} | {' | '.join(in_words(rows.get((scene, name)), 'seconds') for scene in scenes)} |"
+        )
     lines += ["", "Times sooner than bsp", "", f"| rule | {' | '.join(scenes)} |", "|---|" + "--:|" * len(scenes)]
     for name in names:
         found = [factor(rows, scene, name) if (scene, name) in rows else np.nan for scene in scenes]
-        lines.append(f"| {name} | {' | '.join('' if np.isnan(value) else f'{value:.1f}' for value in found)} |")
+        lines.append(f"| {label(name)} | {' | '.join('' if np.isnan(value) else f'{value:.1f}' for value in found)} |")
     heads = ("rate", "thousand samples", "gradients a second", "computing", "staleness", "kB a gradient")
     lines += ["", f"What they do: {SHOWN}", "", f"| rule | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for name in names:
@@ -68,7 +74,7 @@ def tables(rows: Rows) -> str:
         cells = [f"{row['rate']:g}", f"{np.median(values(row, 'samples')) / 1e3:.1f}"]
         cells += [f"{np.median(row['gradients a second']):,.0f}", f"{np.median(row['computing']):.0%}"]
         cells += [f"{np.median(row['staleness']):.1f}", f"{np.median(row['bytes a gradient']) / 1e3:.0f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {label(name)} | {' | '.join(cells)} |")
     heads = ("rate", "loss", "slow worker's loss", "accuracy, %")
     lines += ["", f"Data differ: {DIFFER}", "", f"| rule | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for name in names:
@@ -76,7 +82,7 @@ def tables(rows: Rows) -> str:
             row = rows[DIFFER, name]
             cells = [f"{row['rate']:g}", in_words(row, "loss", 3), in_words(row, "slow worker's loss", 3)]
             cells += [f"{100 * np.median(row['accuracy']):.1f}"]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append(f"| {label(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
