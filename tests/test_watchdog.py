@@ -49,7 +49,8 @@ def test_the_one_who_is_missing_is_named():
     assert error({1: seen[1]}) == (None, 12, f"{waits}, which all have begun")
     silent = "process 1 gives no sign of life since it began step 12: it died or is stopped"
     assert error(seen, (1,)) == (1, 12, f"{silent}; {waits}")
-    assert str(peers.lost({}, (4,))).startswith("process 4 gives no sign of life and has not begun a step")
+    assert str(peers.lost({}, (0,))) == "process 0 gives no sign of life: it died or is stopped"
+    assert str(peers.lost(seen, (4,))) == "process 4 gives no sign of life and never did: it died or is stopped"
 
 
 # ---- the watchdog of process 0 of two, with a board in memory

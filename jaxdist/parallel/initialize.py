@@ -4,7 +4,8 @@ import os
 
 import jax
 
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+from .cluster import detect
+
 # How many processes a scheduler started; each of them must not go on alone.
 RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -12,9 +13,10 @@ RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 def initialize(*, timeout_seconds: int = 300) -> bool:
     """Joins the processes of this job, wherever it was started. Call it before anything runs.
 
-    It takes `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` where they
-    are set, and otherwise what JAX finds out by itself: Slurm, Open MPI, Kubernetes, Cloud TPU and GKE pods. Where
-    there is nothing of the kind, or the processes were joined already, it does nothing.
+    `jaxdist launch` sets `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`. What is not set is taken from Slurm (`srun`), Open MPI or an indexed Job of Kubernetes;
+    otherwise it is left to JAX, which knows Cloud TPU and GKE pods, and Kubernetes by its API. Where there is nothing
+    of the kind, or the processes were joined already, it does nothing.
 
     Args:
       timeout_seconds: how long to wait for the others.
@@ -23,8 +25,8 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
       Whether there are several processes now.
 
     Raises:
-      ValueError: some of the three variables are set and others are not, or they are not numbers; or JAX runs already,
-        in a job of several processes.
+      ValueError: some of the three variables are missing, and nobody tells them, or they are not numbers; or JAX runs
+        already, in a job of several processes.
 
     Example:
       >>> import jaxdist as jd
@@ -33,18 +35,9 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
     """
     if jax.distributed.is_initialized():
         return jax.process_count() > 1
-    told = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if told:
-        missing = [name for name in VARIABLES if name not in told]
-        numbers = [told.get(name, "") for name in VARIABLES[1:]]
-        if missing or not all(number.isdigit() for number in numbers):
-            raise ValueError(
-                f"{', '.join(VARIABLES)} are set together, the last two to numbers; found {told or 'nothing'}"
-            )
-        count, process = map(int, numbers)
-        if process >= count:
-            raise ValueError(f"JAX_PROCESS_ID={process} is not below JAX_NUM_PROCESSES={count}")
-        address = told["JAX_COORDINATOR_ADDRESS"]
+    job = detect(os.environ)
+    if job is not None:
+        address, count, process = job
         jax.distributed.initialize(address, count, process, initialization_timeout=timeout_seconds)
         return count > 1
     try:

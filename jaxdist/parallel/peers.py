@@ -96,8 +96,8 @@ def silent(seen: Mapping[int, Seen], others: Iterable[int], now: float, seconds:
 def lost(seen: Mapping[int, Seen], gone: tuple[int, ...]) -> WorkerLost:
     """The error that names the first of the silent ones."""
     step = seen[gone[0]].sign.step if gone[0] in seen else -1
-    since = f"since it began step {step}" if step >= 0 else "and has not begun a step"
-    return WorkerLost(f"process {gone[0]} gives no sign of life {since}: it died or is stopped", gone[0], step)
+    since = f" since it began step {step}" if gone[0] in seen else " and never did" if seen else ""
+    return WorkerLost(f"process {gone[0]} gives no sign of life{since}: it died or is stopped", gone[0], step)
 
 
 def overdue(seen: Mapping[int, Seen], gone: tuple[int, ...], own: int, step: int, seconds: float) -> StepTimeout:

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# A process for each GPU, on all nodes; nothing but `srun` is needed to join them: jd.initialize() reads what it sets.
+#
+#   sbatch examples/cluster/slurm.sh train.py --my-option 3
+#
+#SBATCH --job-name=jaxdist
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --output=runs/slurm-%j.log
+# SIGTERM to this script two minutes before time is over.
+#SBATCH --signal=B:TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -uo pipefail
+
+# --kill-on-bad-exit: the first process that fails ends all. --label: lines behind the number of their process.
+srun --kill-on-bad-exit=1 --label python "$@" &
+step=$!
+
+# srun passes the signal on to the processes, which jd.preempted() tells: they save and leave with 0.
+asked=
+trap 'asked=1; kill -TERM "$step"' TERM
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do # the signal ended the first wait
+  wait "$step"
+  code=$?
+done
+
+# Back to the queue, to go on from what was saved.
+if [ -n "$asked" ] && [ "$code" -eq 0 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
