@@ -19,6 +19,7 @@ from .compressors import random_k as random_k
 from .compressors import scaled_sign as scaled_sign
 from .compressors import top_k as top_k
 from .compressors.base import Compressor as Compressor
+from .parallel import agree as agree
 from .parallel import broadcast as broadcast
 from .parallel import distribute as distribute
 from .parallel import evaluate as evaluate

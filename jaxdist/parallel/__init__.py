@@ -3,7 +3,12 @@
 from ._rolling import TickTock as TickTock
 from ._rolling import TickTockState as TickTockState
 from ._rolling import Wave as Wave
+from .agree import agree as agree
 from .agreement import disagreement as disagreement
+from .agreement_errors import AgreementError as AgreementError
+from .agreement_errors import MismatchError as MismatchError
+from .agreement_errors import MissingProcessError as MissingProcessError
+from .agreement_errors import PortError as PortError
 from .any_batch import any_batch as any_batch
 from .cross_gradients import cross_value_and_grad as cross_value_and_grad
 from .cross_gradients import neighbourhood_value_and_grad as neighbourhood_value_and_grad
@@ -28,6 +33,8 @@ from .pipelined import pipelined as pipelined
 from .preemption import preempted as preempted
 from .same import assert_same as assert_same
 from .same import broadcast as broadcast
+from .self_check import CollectiveError as CollectiveError
+from .self_check import self_check as self_check
 from .simulate import simulate as simulate
 from .tick_tock import Layered as Layered
 from .tick_tock import tick_tock as tick_tock

@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from . import cards
+from .check_in import check_in
 from .cluster import detect
 
 # How many processes a scheduler started; each of them must not go on alone.
@@ -18,6 +20,10 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
     otherwise it is left to JAX, which knows Cloud TPU and GKE pods, and Kubernetes by its API. Where there is nothing
     of the kind, or the processes were joined already, it does nothing.
 
+    Before JAX's own service starts, which aborts where a process is missing, all processes that are known so check in
+    with process 0, at the same port: they must have come in time, be as many as they were told, and have the same
+    versions and settings of JAX. `agree` then compares what they build.
+
     Args:
       timeout_seconds: how long to wait for the others.
 
@@ -25,6 +31,10 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
       Whether there are several processes now.
 
     Raises:
+      MissingProcessError: a process did not come in time; it is named.
+      MismatchError: a process has another version or setting than process 0, or was told of another number of
+        processes.
+      PortError: process 0 cannot listen at its port, or another program answers there.
       ValueError: some of the three variables are missing, and nobody tells them, or they are not numbers; or JAX runs
         already, in a job of several processes.
 
@@ -38,6 +48,7 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
     job = detect(os.environ)
     if job is not None:
         address, count, process = job
+        check_in(address, count, process, cards.of_this_process(), timeout_seconds=timeout_seconds)
         jax.distributed.initialize(address, count, process, initialization_timeout=timeout_seconds)
         return count > 1
     try:

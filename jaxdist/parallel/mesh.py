@@ -11,26 +11,46 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from .._marks import axis_tuple
 from .._typing import AxisNames, PyTree
+from . import hybrid
 
 
-def make_mesh(axes: Mapping[str, int] | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    axes: Mapping[str, int] | None = None,
+    *,
+    outer: Mapping[str, int] | None = None,
+    inner: Mapping[str, int] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
     """A mesh with Auto axes.
+
+    With `outer` and `inner` no link of an inner axis leaves a group of devices with fast links: a slice of a TPU, the
+    devices that share NVLink, else those of one process. JAX says which they are (`slice_index`, `process_index`).
 
     Args:
       axes: the number of devices along each axis, slow links first; by default all devices along `"data"`.
+      outer: instead, the axes between groups. They come first.
+      inner: instead, the axes inside groups.
       devices: the devices to use; all by default.
 
     Returns:
       The mesh.
 
     Raises:
-      ValueError: the axes need another number of devices than there are.
+      ValueError: the axes need another number of devices than there are; an inner axis would leave a group; an axis is
+        named twice; `axes` beside `outer` or `inner`.
 
     Example:
       >>> import jaxdist as jd
       >>> jd.make_mesh({"data": 1}).axis_names
       ('data',)
+      >>> jd.use_cpu_devices(8)
+      >>> dict(jd.make_mesh(outer={"pod": 2}, inner={"chip": 4}).shape)
+      {'pod': 2, 'chip': 4}
     """
+    if outer is not None or inner is not None:
+        if axes is not None:
+            raise ValueError(f"give axes, or outer and inner, got axes {dict(axes)} too")
+        return hybrid.mesh(dict(outer or {}), dict(inner or {}), jax.devices() if devices is None else list(devices))
     count = len(jax.devices() if devices is None else devices)
     axes = {"data": count} if axes is None else axes
     needed = int(np.prod(list(axes.values())))

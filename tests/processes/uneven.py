@@ -83,6 +83,9 @@ def report(mesh):
         ]
     found["shape"] = raised(jd.broadcast, {"w": np.ones(3 + process)})
     found["structure"] = raised(jd.parallel.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
+    jd.agree({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
+    found["agree"] = raised(jd.agree, {"w": np.ones(3 + process)}, mesh=mesh)
+    found["late"] = "" if process else raised(jd.agree, {}, timeout_seconds=1)
     placed = jd.place({"w": jnp.ones(3)}, mesh)
     found["placed"] = raised(jd.broadcast, placed)
     return found

@@ -6,6 +6,7 @@ Prints, as JSON, how far this process's part of each state is from the simulated
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from laws_run import State, gradients, params, train_step
 from uneven import report
 
 import jaxdist as jd
+from jaxdist.parallel.initialize import VARIABLES
 
 PROCESSES, LOCAL, STEPS = 2, 2, 2
 WORKERS = PROCESSES * LOCAL
@@ -75,7 +77,8 @@ def compare(chains, axis, mesh, workers):
 def main():
     process, port, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     jax.config.update("jax_num_cpu_devices", LOCAL)
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process, initialization_timeout=60)
+    os.environ |= dict(zip(VARIABLES, (f"127.0.0.1:{port}", str(PROCESSES), str(process)), strict=True))
+    assert jd.initialize(timeout_seconds=60)
     assert (jax.process_count(), len(jax.devices())) == (PROCESSES, WORKERS)
     levels = {1: {}, 2: {}}
     for name in names:

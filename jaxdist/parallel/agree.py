@@ -1,0 +1,124 @@
+"""Do all processes build the same thing? Asked before the first step, through JAX's coordination service."""
+
+import hashlib
+import itertools
+import json
+import time
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import Mesh
+
+from .._compat import coordination_client
+from .._typing import Number, PyTree
+from . import cards
+from .agreement_errors import AgreementError, MismatchError, MissingProcessError
+from .check_in import missing
+
+GRACE_SECONDS = 5.0
+_calls = itertools.count()
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A dictionary of text that all processes share; a value can be waited for."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Writes a value, once."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Waits for a value; raises when it does not come in time."""
+        ...
+
+
+def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeout_seconds: Number = 60) -> None:
+    """Raises, in all processes alike, unless all of them build the same state, mesh and recipe. Before the first step.
+
+    It compares what programs are compiled from: the names of the leaves, their shapes, dtypes, marks and shardings, the
+    axes and the order of the devices, and the recipe. Different programs would wait for each other for ever, or be
+    stopped. Values are not looked at: see `parallel.assert_same` for values and `parallel.disagreement` for placed
+    ones.
+
+    *On the wire*: no collective. Each process exchanges a few short texts with process 0; one that differs reads the
+    whole description.
+
+    Args:
+      state: arrays, marks, or the shapes that `jax.eval_shape` gives.
+      mesh: the mesh of the run.
+      recipe: what else must be the same: options, text, a dictionary or a dataclass of them. Say the seed, the batch
+        size, the data.
+      timeout_seconds: how long to wait for the others. Those that compile or read data before need more.
+
+    Raises:
+      MismatchError: a process has another leaf, mesh or recipe than process 0; the message names both.
+      MissingProcessError: a process did not come in time.
+      ValueError: the recipe holds something else than numbers and text.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> jd.agree({"w": jnp.ones(3)}, mesh=mesh, recipe={"learning_rate": 0.1, "data": "digits"})
+    """
+    card = cards.of_state(state, mesh, recipe)
+    if jax.process_count() == 1:
+        return
+    client = coordination_client()
+    error = exchange(
+        client, card, jax.process_index(), jax.process_count(), f"jaxdist/agree/{next(_calls)}", float(timeout_seconds)
+    )
+    if error is not None:
+        raise error
+
+
+def exchange(
+    store: Store, card: cards.Card, process: int, processes: int, place: str, seconds: float
+) -> AgreementError | None:
+    """What is wrong, the same for all: each compares itself with process 0, which gathers what they found."""
+    until = time.monotonic() + seconds
+    digest = hashlib.sha256(json.dumps(card).encode()).hexdigest()
+
+    def read(key: str, last: float) -> str | None:
+        try:
+            return store.blocking_key_value_get(f"{place}/{key}", max(1, int(1e3 * (last - time.monotonic()))))
+        except Exception as problem:  # a type of jaxlib's own
+            if "DEADLINE_EXCEEDED" not in str(problem):
+                raise
+            return None
+
+    def write(key: str, value: str) -> None:
+        store.key_value_set(f"{place}/{key}", value)
+
+    if process > 0:
+        common = read("digest", until)
+        if common is None:
+            return MissingProcessError(
+                f"process 0 did not come to agree() within {seconds:g} s: see what it does", (0,)
+            )
+        found = ""
+        if common != digest:
+            found = cards.difference(card, json.loads(read("card", until) or "{}"), process)
+        write(f"found/{process}", found)
+        answer = read("answer", until + seconds + GRACE_SECONDS)
+        if answer is None:
+            return MissingProcessError("process 0 ended, or fell silent, in agree(): see what it printed", (0,))
+        return _error(json.loads(answer))
+    write("card", json.dumps(card))
+    write("digest", digest)
+    found = {0: ""}
+    for other in range(1, processes):
+        text = read(f"found/{other}", until)
+        if text is not None:
+            found[other] = text
+    different = {other: text for other, text in found.items() if text}
+    answer: dict[str, Any] = {"processes": list(different), "text": next(iter(different.values()), "")}
+    if not different and len(found) < processes:
+        late = missing(processes, found, seconds, "come to agree()")
+        answer = {"processes": late.processes, "text": str(late), "missing": True}
+    write("answer", json.dumps(answer))
+    return _error(answer)
+
+
+def _error(answer: dict[str, Any]) -> AgreementError | None:
+    kind = MissingProcessError if answer.get("missing") else MismatchError
+    return kind(answer["text"], tuple(answer["processes"])) if answer["text"] else None

@@ -1,0 +1,78 @@
+"""Where slow links come to lie in a mesh, and collectives that are checked before they are used."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import jax.numpy as jnp
+import pytest
+
+import jaxdist as jd
+from jaxdist.parallel import hybrid
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
+PROCESSES = [Device(i, i // 2) for i in (5, 0, 3, 1, 2, 4, 7, 6)]  # four of two devices, in any order
+SLICES = [Device(i, i // 2, slice_index=i % 2) for i in range(8)]  # which are not where the processes are
+
+
+def test_inner_axes_stay_in_a_group():
+    found = hybrid.order({"pod": 4}, {"chip": 2}, PROCESSES)
+    assert [[device.id for device in row] for row in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    found = hybrid.order({"pod": 2}, {"data": 2, "model": 2}, SLICES)
+    assert [{device.slice_index for device in block.ravel()} for block in found] == [{0}, {1}]
+    found = hybrid.order({"data": 8}, {}, SLICES)
+    assert [device.slice_index for device in found] == [0] * 4 + [1] * 4
+    assert len(hybrid.groups([Device(i, i // 2, platform="tpu") for i in range(8)])) == 1  # a pod is one slice
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "message"),
+    [
+        ({"pod": 2}, {"chip": 4}, "needs groups of 4 devices with fast links, but there are 4 groups of 2"),
+        ({"pod": 2}, {"chip": 2}, "need 4 devices, but there are 8"),
+        ({"data": 4}, {"data": 2}, "'data' is both outer and inner"),
+    ],
+)
+def test_what_cannot_be(outer, inner, message):
+    with pytest.raises(ValueError, match=message):
+        hybrid.order(outer, inner, PROCESSES)
+
+
+def test_one_process_is_one_group():
+    assert dict(jd.make_mesh(outer={"pod": 2}, inner={"chip": 4}).shape) == {"pod": 2, "chip": 4}
+    assert dict(jd.make_mesh(inner={"chip": 8}).shape) == {"chip": 8}
+    with pytest.raises(ValueError, match="give axes, or outer and inner"):
+        jd.make_mesh({"data": 8}, inner={"chip": 8})
+
+
+def test_good_collectives_pass(pods):
+    jd.parallel.self_check(pods)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("sum", lambda x: x + (x == 3)),
+        ("mean", lambda x: jnp.where(x > 5, jnp.nan, x)),
+        ("reduce_scatter_mean", lambda x: x.at[-1].set(0)),
+    ],
+)
+def test_a_wrong_one_is_named(mesh, monkeypatch, name, fault):
+    def faulty(axis):
+        comm = jd.comm.over(axis)
+        right = getattr(comm, name)
+        return comm._replace(**{name: lambda x: jnp.where(comm.index == 6, fault(right(x)), right(x))})
+
+    module = import_module("jaxdist.parallel.self_check")  # not the function of that name
+    monkeypatch.setattr(module, "over", faulty)
+    monkeypatch.setattr(module, "SIZES", (5,))
+    with pytest.raises(jd.parallel.CollectiveError, match=f"wrong numbers from {name} over the axis 'data'") as caught:
+        jd.parallel.self_check(mesh)
+    assert caught.value.collectives == (name,)
