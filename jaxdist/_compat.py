@@ -81,3 +81,16 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def known_problems() -> list[tuple[str, str]]:
+    """What is known to be bad in what runs here, and what to do about it."""
+    found = []
+    if jax.default_backend() == "cpu":
+        found.append(
+            (
+                "lax.psum_scatter of 8 MiB or more gives wrong numbers between CPU processes (jax-ml/jax#40830)",
+                "use Comm.reduce_scatter_mean, which goes another way",
+            )
+        )
+    return found

@@ -1,0 +1,117 @@
+"""What there is to run on, as lines that `jaxdist doctor` prints: each a fact, a word to look at, or a fault."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .._compat import known_problems
+from ..analysis import measure_link
+from ..parallel import CollectiveError, make_mesh, self_check
+from ..parallel.cards import PACKAGES
+from ..parallel.hybrid import groups
+
+SHOWN = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "NPROC")
+TRANSPORT = {"gpu": "NCCL", "tpu": "ICI inside a slice, the hosts' network between slices"}
+
+
+class Finding(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    found: str
+    verdict: Literal["", "good", "look", "wrong"] = ""
+    advice: str = ""
+
+
+def software() -> list[Finding]:
+    """Versions."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return [Finding("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
+
+
+def devices() -> list[Finding]:
+    """What JAX sees, how its processes talk, what is known to be bad there, and what may be left unused."""
+    here, backend = jax.local_devices(), jax.default_backend()
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    found = [
+        Finding("devices", f"{jax.device_count()} of {' and '.join(kinds)}, {len(here)} in this process"),
+        Finding("processes", str(jax.process_count())),
+        Finding("memory of a device", _memory(here[0])),
+        Finding("between processes", TRANSPORT.get(backend) or str(jax.config.jax_cpu_collectives_implementation)),
+    ]
+    found += [Finding("known problem", problem, "look", advice) for problem, advice in known_problems()]
+    if backend == "cpu" and Path("/dev/nvidia0").exists() and not os.environ.get("JAX_PLATFORMS"):
+        found.append(Finding("unused", "an NVIDIA GPU", "wrong", "pip install 'jax[cuda13]'"))
+    cores, threads = os.cpu_count() or 1, os.environ.get("NPROC")
+    if backend == "cpu" and len(here) > 1 and int(threads or cores) < 2 * len(here):
+        text = f"{threads or cores} threads for {len(here)} devices"
+        found.append(Finding("threads", text, "look", "they can wait for each other for ever: jd.use_cpu_devices(n)"))
+    return found
+
+
+def settings(environment: Mapping[str, str]) -> list[Finding]:
+    """Variables and settings that change programs, and the cache of compiled ones."""
+    told = [f"{name}={environment[name]}" for name in SHOWN if environment.get(name)]
+    folder = jax.config.jax_compilation_cache_dir
+    found = [
+        Finding("variables", " ".join(told) or "none"),
+        Finding(
+            "numbers",
+            f"64 bits {'on' if jax.config.jax_enable_x64 else 'off'}, matmul precision "
+            f"{jax.config.jax_default_matmul_precision or 'default'}",
+        ),
+    ]
+    if folder:
+        return [*found, Finding("compile cache", str(folder), "good")]
+    return [
+        *found,
+        Finding("compile cache", "not set", "look", "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiling again"),
+    ]
+
+
+def whole_mesh() -> Mesh:
+    """All devices; where there are groups of them, slow links apart from fast ones."""
+    found = groups(jax.devices())
+    inside = int(np.gcd.reduce([len(group) for group in found]))
+    if len(found) == 1 or inside == 1:
+        return make_mesh()
+    return make_mesh(outer={"between": jax.device_count() // inside}, inner={"inside": inside})
+
+
+def links(mesh: Mesh) -> list[Finding]:
+    """The collectives over each axis, and how fast its links are."""
+    found = []
+    try:
+        self_check(mesh)
+        found.append(Finding("collectives", "all right", "good"))
+    except CollectiveError as error:
+        wrong = f"wrong over {error.axis!r}: {', '.join(error.collectives)}"
+        found.append(Finding("collectives", wrong, "wrong", "try another version of jaxlib or of its plugin"))
+    for axis, workers in mesh.shape.items():
+        if workers > 1:
+            link = measure_link(mesh, axis=axis)
+            speed = f"{workers} workers, {1e6 * link.latency:,.0f} µs a hop, {link.bandwidth / 1e9:.2f} GB/s"
+            found.append(Finding(f"links of axis {axis!r}", speed))
+    return found
+
+
+def _memory(device: Any) -> str:
+    """What it has, and what is taken; a CPU device has the host's."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return f"{stats['bytes_limit'] / 2**30:.1f} GiB, {stats.get('bytes_in_use', 0) / 2**30:.1f} in use"
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return f"the host's, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    return "unknown"

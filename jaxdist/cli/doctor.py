@@ -1,0 +1,47 @@
+"""`jaxdist doctor`: what there is to run on, and whether it works."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+from rich.table import Table
+
+from ..parallel import AgreementError, initialize, use_cpu_devices
+from . import diagnosis
+from .running import new_console
+
+COLOURS = {"good": "green", "look": "yellow", "wrong": "red", "": ""}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """The options of `jaxdist doctor`."""
+
+    devices: int | None = None
+    """How many devices to make of a CPU; the default is those that there are."""
+    timeout: int = 60
+    """Seconds to wait for the other processes of this job."""
+
+
+def doctor(chosen: Doctor) -> int:
+    """Prints a table; 1 if something is wrong. With several processes, process 0 prints."""
+    if chosen.devices is not None:
+        use_cpu_devices(chosen.devices)
+    found = diagnosis.software()
+    try:
+        initialize(timeout_seconds=chosen.timeout)
+    except AgreementError as error:
+        found.append(diagnosis.Finding("processes", "do not agree", "wrong", str(error)))
+    else:
+        found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.links(diagnosis.whole_mesh())
+        if jax.process_index() > 0:
+            return _code(found)
+    table = Table("", "found", "", "what to do", box=None, pad_edge=False)
+    for line in found:
+        table.add_row(line.what, line.found, line.verdict, line.advice, style=COLOURS[line.verdict])
+    new_console().print(table)
+    return _code(found)
+
+
+def _code(found: list[diagnosis.Finding]) -> int:
+    return int(any(line.verdict == "wrong" for line in found))
