@@ -26,6 +26,7 @@ from .parallel import evaluate as evaluate
 from .parallel import global_batch as global_batch
 from .parallel import initialize as initialize
 from .parallel import join as join
+from .parallel import json_log as json_log
 from .parallel import local_value_and_grad as local_value_and_grad
 from .parallel import make_mesh as make_mesh
 from .parallel import pipelined as pipelined

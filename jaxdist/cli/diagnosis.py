@@ -49,7 +49,7 @@ def devices() -> list[Finding]:
         Finding("devices", f"{jax.device_count()} of {' and '.join(kinds)}, {len(here)} in this process"),
         Finding("processes", str(jax.process_count())),
         Finding("memory of a device", _memory(here[0])),
-        Finding("between processes", TRANSPORT.get(backend) or str(jax.config.jax_cpu_collectives_implementation)),
+        Finding("between processes", TRANSPORT.get(backend) or _setting("cpu_collectives_implementation")),
     ]
     found += [Finding("known problem", problem, "look", advice) for problem, advice in known_problems()]
     if backend == "cpu" and Path("/dev/nvidia0").exists() and not os.environ.get("JAX_PLATFORMS"):
@@ -64,17 +64,11 @@ def devices() -> list[Finding]:
 def settings(environment: Mapping[str, str]) -> list[Finding]:
     """Variables and settings that change programs, and the cache of compiled ones."""
     told = [f"{name}={environment[name]}" for name in SHOWN if environment.get(name)]
-    folder = jax.config.jax_compilation_cache_dir
-    found = [
-        Finding("variables", " ".join(told) or "none"),
-        Finding(
-            "numbers",
-            f"64 bits {'on' if jax.config.jax_enable_x64 else 'off'}, matmul precision "
-            f"{jax.config.jax_default_matmul_precision or 'default'}",
-        ),
-    ]
+    folder = _setting("compilation_cache_dir")
+    numbers = f"64 bits {_setting('enable_x64')}, matmul precision {_setting('default_matmul_precision') or 'default'}"
+    found = [Finding("variables", " ".join(told) or "none"), Finding("numbers", numbers)]
     if folder:
-        return [*found, Finding("compile cache", str(folder), "good")]
+        return [*found, Finding("compile cache", folder, "good")]
     return [
         *found,
         Finding("compile cache", "not set", "look", "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiling again"),
@@ -105,6 +99,12 @@ def links(mesh: Mesh) -> list[Finding]:
             speed = f"{workers} workers, {1e6 * link.latency:,.0f} µs a hop, {link.bandwidth / 1e9:.2f} GB/s"
             found.append(Finding(f"links of axis {axis!r}", speed))
     return found
+
+
+def _setting(name: str) -> str:
+    """What JAX is told; empty for None."""
+    value = getattr(jax.config, f"jax_{name}")
+    return "" if value is None else str(value)
 
 
 def _memory(device: Any) -> str:

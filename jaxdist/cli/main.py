@@ -12,6 +12,7 @@ from jaxdist_launch import command as launcher
 from ..asynchronous.ray_engine import Stalled, WorkerLost
 from .advise import Advise, advise
 from .compare import compare, compare_periods
+from .doctor import Doctor, doctor
 from .options import Compare, Train
 from .plan import Plan, plan
 from .processes import refuse_of_processes, train_processes
@@ -30,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: what follows `jaxdist`; None for those of this process.
 
     Returns:
-      The exit code: 0, 1 for a plan that does not fit, or 2 for arguments that cannot work, with one line on stderr
-      that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
+      The exit code: 0, 1 for a plan that does not fit or a fault that `doctor` finds, or 2 for arguments that cannot
+      work, with one line on stderr that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if list(given[:1]) == ["launch"]:
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(show(chosen)))
         elif isinstance(chosen, Advise):
             advise(chosen)
+        elif isinstance(chosen, Doctor):
+            return doctor(chosen)
         elif isinstance(chosen, Plan):
             return plan(chosen)
         elif isinstance(chosen, Replay):
@@ -76,5 +79,6 @@ def _subcommands() -> Any:
     planned = command(Plan, "plan", "What a run would take on TPUs or GPUs that are not here: memory, bytes, time.")
     replayed = command(Replay, "replay", "Asynchronous methods on a virtual clock: real gradients, simulated time.")
     tuned = command(Tune, "tune", "In what messages to send the gradient: for a link that is told, or measured.")
+    health = command(Doctor, "doctor", "What there is to run on, and whether its collectives give right numbers.")
     graph = command(ShowTopology, "topology", "A graph over the workers, and how fast it mixes.")
-    return train | compare | advised | replayed | planned | tuned | graph
+    return train | compare | advised | replayed | planned | tuned | graph | health

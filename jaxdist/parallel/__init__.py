@@ -21,6 +21,7 @@ from .gathered import shard as shard
 from .grads import local_value_and_grad as local_value_and_grad
 from .initialize import initialize as initialize
 from .join import join as join
+from .json_log import json_log as json_log
 from .layers import forward_order as forward_order
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh

@@ -95,25 +95,23 @@ def exchange(
             return MissingProcessError(
                 f"process 0 did not come to agree() within {seconds:g} s: see what it does", (0,)
             )
-        found = ""
-        if common != digest:
-            found = cards.difference(card, json.loads(read("card", until) or "{}"), process)
-        write(f"found/{process}", found)
-        answer = read("answer", until + seconds + GRACE_SECONDS)
-        if answer is None:
+        reference = json.loads(read("card", until) or "{}") if common != digest else card
+        write(f"found/{process}", cards.difference(card, reference, process))
+        text = read("answer", until + seconds + GRACE_SECONDS)
+        if text is None:
             return MissingProcessError("process 0 ended, or fell silent, in agree(): see what it printed", (0,))
-        return _error(json.loads(answer))
+        return _error(json.loads(text))
     write("card", json.dumps(card))
     write("digest", digest)
-    found = {0: ""}
+    said = {0: ""}
     for other in range(1, processes):
         text = read(f"found/{other}", until)
         if text is not None:
-            found[other] = text
-    different = {other: text for other, text in found.items() if text}
-    answer: dict[str, Any] = {"processes": list(different), "text": next(iter(different.values()), "")}
-    if not different and len(found) < processes:
-        late = missing(processes, found, seconds, "come to agree()")
+            said[other] = text
+    wrong = [other for other, text in said.items() if text]
+    answer: dict[str, Any] = {"processes": wrong, "text": said[wrong[0]] if wrong else ""}
+    if not wrong and len(said) < processes:
+        late = missing(processes, said, seconds, "come to agree()")
         answer = {"processes": late.processes, "text": str(late), "missing": True}
     write("answer", json.dumps(answer))
     return _error(answer)

@@ -1,7 +1,6 @@
 """What a run leaves behind: one line of JSON a step, and a summary."""
 
 import json
-import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 import numpy as np
 
+from ..parallel.json_log import json_line
 from .train import Record, Run
 
 LAST_SHARE = 10  # the final loss is the mean over the last tenth of the steps
@@ -126,14 +126,8 @@ def header(run: Run, **settings: Any) -> dict[str, Any]:
 
 
 def write_line(log: TextIO, line: dict[str, Any]) -> None:
-    """Appends one JSON object; numbers that are not finite become null, since JSON has none."""
-    log.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Appends one JSON object."""
+    log.write(json_line(line))
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:

@@ -1,0 +1,67 @@
+"""`jaxdist doctor`, and metrics as lines of JSON."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdist as jd
+from jaxdist.cli import diagnosis, main
+
+
+@pytest.fixture
+def quick(monkeypatch, pods):
+    """Nothing is sent, on two axes of eight devices."""
+    monkeypatch.setattr(diagnosis, "self_check", lambda mesh: None)
+    monkeypatch.setattr(diagnosis, "whole_mesh", lambda: pods)
+    monkeypatch.setattr(diagnosis, "measure_link", lambda mesh, axis: jd.analysis.cost.Link("measured", 2e-5, 3e9))
+
+
+def test_doctor_finds_nothing_wrong(quick, capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for part in ("jax 0.", "8 of cpu, 8 in this process", "gloo", "all right", "axis 'chip'", "20 µs a hop, 3.00 GB/s"):
+        assert part in out
+    assert "JAX_COMPILATION_CACHE_DIR=FOLDER" in out
+
+
+def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
+    def wrong(mesh):
+        raise jd.parallel.CollectiveError("pod", ("mean", "ppermute"))
+
+    monkeypatch.setattr(diagnosis, "self_check", wrong)
+    assert main(["doctor"]) == 1
+    assert "wrong over 'pod': mean, ppermute" in capsys.readouterr().out
+
+
+def test_doctor_fails_where_processes_do_not_agree(capsys, monkeypatch):
+    def alone(**options):
+        raise jd.parallel.MissingProcessError("process 1 of 2 did not check in within 60 s", (1,))
+
+    monkeypatch.setattr("jaxdist.cli.doctor.initialize", alone)
+    assert main(["doctor"]) == 1
+    assert "process 1 of 2 did not check in" in capsys.readouterr().out
+
+
+def test_settings_are_shown():
+    found = {line.what: line for line in diagnosis.settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
+    assert found["variables"].found == "XLA_FLAGS=--xla_dump_to=/x"
+    assert found["compile cache"].verdict == "look"
+
+
+def test_json_log(tmp_path):
+    path = tmp_path / "runs" / "log.jsonl"
+    write = jd.json_log(path)
+    write(
+        {"step": 1, "loss": jnp.float32(0.5), "rank": np.int64(3), "rates": np.ones(2), "note": "µ", "x": {"y": (1,)}}
+    )
+    write({"step": 2, "loss": jnp.bfloat16(float("nan"))})
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')  # killed here
+    jd.json_log(path)({"step": 3})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.5, "rank": 3, "rates": [1.0, 1.0], "note": "µ", "x": {"y": [1]}},
+        {"step": 2, "loss": None},
+        {"step": 3},
+    ]
