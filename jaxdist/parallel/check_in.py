@@ -6,6 +6,7 @@ process says of itself (its number, how many it was told of, its card), the answ
 """
 
 import json
+import os
 import selectors
 import socket
 import time
@@ -166,7 +167,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except OSError as refused:
         raise PortError(
-            f"process 0 cannot listen at port {port} ({refused.strerror}): another program has it, or another process "
+            f"process 0 cannot listen at port {port} ({os.strerror(refused.errno)}): another program has it, or another process "
             "0; choose another port",
             (0,),
         ) from None
