@@ -167,8 +167,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except OSError as refused:
         raise PortError(
-            f"process 0 cannot listen at port {port} ({os.strerror(refused.errno)}): another program has it, or another process "
-            "0; choose another port",
+            f"process 0 cannot listen at port {port} ({os.strerror(refused.errno or 0)}): another program has it, or "
+            "another process 0; choose another port",
             (0,),
         ) from None
 
