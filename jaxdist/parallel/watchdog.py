@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -80,7 +80,7 @@ class Watchdog:
         finally:
             self._call = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Watchdog":
         for thread in self._threads:
             thread.start()
         return self
