@@ -7,11 +7,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import devices
+from .keeper import keeper
 from .ports import hold_port, number_of
 from .worker import Worker, finish, how_it_ended, kill, read, start
 
@@ -57,7 +58,7 @@ def launch(
     Each process finds `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
     reads, and `JAXDIST_ATTEMPT`: 0, and one more after each restart. What it prints is shown behind its number and kept
     in `logs/NUMBER.log`. When one fails, the others get SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP
-    are passed on. Whatever ends the launcher ends all processes, on Linux even SIGKILL.
+    are passed on. Whatever ends the launcher, SIGKILL too, ends all processes and what they started.
 
     Args:
       command: what each process runs.
@@ -85,7 +86,7 @@ def launch(
     given = devices.given(processes, environment)
     for attempt in range(restarts + 1):
         folder = Path(logs, f"attempt-{attempt}") if attempt else Path(logs)
-        with hold_port(port) as held, _signals() as (wakeup, received):
+        with hold_port(port) as held, _signals() as (wakeup, received), keeper() as note:
             address = f"127.0.0.1:{number_of(held)}"
             own = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(attempt)}
             # Processes of one machine: nobody else needs to reach them.
@@ -96,7 +97,8 @@ def launch(
                 for number in range(processes):
                     variables = own | given[number] | {"JAX_PROCESS_ID": str(number)}
                     workers.append(start(command, number, variables, folder / f"{number}.log"))
-                ended = _watch(workers, wakeup, received, grace_seconds)
+                    note(workers[-1].process.pid, True)
+                ended = _watch(workers, wakeup, received, grace_seconds, note)
             finally:
                 for worker in workers:
                     if not worker.ended:
@@ -110,7 +112,13 @@ def launch(
         print(f"jaxdist launch: restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
 
 
-def _watch(workers: Sequence[Worker], wakeup: socket.socket, received: list[int], grace: float) -> _Ended:
+def _watch(
+    workers: Sequence[Worker],
+    wakeup: socket.socket,
+    received: list[int],
+    grace: float,
+    note: Callable[[int, bool], None],
+) -> _Ended:
     """Passes on output and signals until all processes have ended."""
     lost, asked, deadline = None, False, None
     with selectors.DefaultSelector() as selector:
@@ -130,7 +138,7 @@ def _watch(workers: Sequence[Worker], wakeup: socket.socket, received: list[int]
                 deadline = time.monotonic() + (0.0 if asked else grace)  # the second time, at once
                 asked = True
                 _send(alive, number)
-            failed = [worker for worker in alive if _has_ended(worker, selector) and worker.process.returncode]
+            failed = [worker for worker in alive if _has_ended(worker, selector, note) and worker.process.returncode]
             if failed and lost is None:
                 lost = _lost(failed)
                 deadline = min(deadline or float("inf"), time.monotonic() + STOP_SECONDS)
@@ -143,7 +151,7 @@ def _watch(workers: Sequence[Worker], wakeup: socket.socket, received: list[int]
     return _Ended(lost, asked)
 
 
-def _has_ended(worker: Worker, selector: selectors.BaseSelector) -> bool:
+def _has_ended(worker: Worker, selector: selectors.BaseSelector, note: Callable[[int, bool], None]) -> bool:
     """Whether it has; then its pipes are emptied and closed."""
     if worker.process.poll() is None:
         return False
@@ -151,6 +159,7 @@ def _has_ended(worker: Worker, selector: selectors.BaseSelector) -> bool:
         with contextlib.suppress(KeyError):
             selector.unregister(pipe)
     finish(worker)
+    note(worker.process.pid, False)
     return True
 
 

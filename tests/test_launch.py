@@ -122,22 +122,24 @@ def test_who_does_not_end_after_a_signal_is_killed(start, tmp_path):
 
 
 def test_nothing_is_left_behind(start, tmp_path):
-    """Neither when the launcher is killed, nor what a process started and forgot."""
-    forgotten = 'child = subprocess.Popen(["sleep", "60"]); pathlib.Path(f"{me}.part").write_text(str(child.pid));'
-    job = start(forgotten + 'os.rename("0.part", "0")')
+    """Of a process and of what it started and forgot: when it ends well, and when the launcher is killed."""
+    forgotten = """
+child = subprocess.Popen(["sleep", "60"])
+pathlib.Path(f"{me}.part").write_text(f"{os.getpid()} {child.pid}")
+os.rename(f"{me}.part", sys.argv[1] + str(me))
+"""
+    job = start(forgotten, arguments=("well",))
     job.communicate()
     assert job.returncode == 0
-    assert gone(int((tmp_path / "0").read_text()))
-    if sys.platform.startswith("linux"):
-        own = 'pathlib.Path(f"{me}.part").write_text(str(os.getpid())); os.rename(f"{me}.part", f"own{me}")'
-        job = start(own + "; time.sleep(60)", "-n", "2")
-        for name in ("own0", "own1"):
-            wait_for(tmp_path / name)
-        job.kill()
-        until = time.monotonic() + 20
-        while not all(gone(int((tmp_path / name).read_text())) for name in ("own0", "own1")):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    killed = start(forgotten + "time.sleep(60)", "-n", "2", arguments=("killed",))
+    names = ("well0", "killed0", "killed1")
+    for name in names:
+        wait_for(tmp_path / name)
+    killed.kill()
+    until = time.monotonic() + 20
+    while not all(gone(int(number)) for name in names for number in (tmp_path / name).read_text().split()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_held_port_is_for_process_0_alone():
