@@ -1,13 +1,11 @@
 """Data parallelism over two processes: the same step as on one machine, the batch made by each process for itself.
 
-    python examples/two_processes.py
+    jaxdist launch -n 2 examples/two_processes.py
 
-starts both on this machine. On a cluster, start one copy on each host with `--process`, `--count` and `--coordinator`.
+starts both on this machine; without `jaxdist launch` the script does that itself. On a cluster it runs as it is:
+`srun python examples/two_processes.py`, or see examples/cluster.
 """
 
-import argparse
-import socket
-import subprocess
 import sys
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ import numpy as np
 import optax
 
 import jaxdist as jd
+import jaxdist_launch
 
 
 class TrainState(NamedTuple):
@@ -43,40 +42,26 @@ def make_state():
     return TrainState(params, tx.init(params))
 
 
-def work(process: int, count: int, coordinator: str) -> None:
-    jax.distributed.initialize(coordinator, count, process, initialization_timeout=60)
+def train() -> None:
+    process = jax.process_index()
     mesh = jd.make_mesh()  # the devices of all processes
     state = jd.init_state(make_state, mesh)
     step = jd.distribute(train_step, mesh)
     rng = np.random.default_rng(process)  # each process reads its own data
-    for number in range(201):
-        x = rng.standard_normal((32, 64)).astype(np.float32)
-        state, loss = step(state, jd.global_batch({"x": x, "y": x @ TEACHER}, mesh))
-        if process == 0 and number % 50 == 0:
-            print(f"step {number}: loss {float(loss):.4f}", flush=True)
+    with jd.watchdog(60) as watch:  # names the process that all wait for
+        for number in range(201):
+            x = rng.standard_normal((32, 64)).astype(np.float32)
+            state, loss = watch(step, state, jd.global_batch({"x": x, "y": x @ TEACHER}, mesh))
+            if process == 0 and number % 50 == 0:
+                print(f"step {number}: loss {float(loss):.4f}", flush=True)
     batch = jd.global_batch({"x": x, "y": x @ TEACHER}, mesh)
     sent = jd.analysis.collectives(step.lower(state, batch).compile())
     if process == 0:
         print(jd.analysis.table(sent), flush=True)
-    jax.distributed.shutdown()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--count", type=int, default=2)
-    parser.add_argument("--coordinator")
-    options = parser.parse_args()
-    if options.process is not None:
-        work(options.process, options.count, options.coordinator)
-        return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{found.getsockname()[1]}"
-    command = [sys.executable, __file__, "--count", str(options.count), "--coordinator", coordinator]
-    processes = [subprocess.Popen([*command, "--process", str(i)]) for i in range(options.count)]
-    sys.exit(max(process.wait() for process in processes))
 
 
 if __name__ == "__main__":
-    main()
+    if jd.initialize():
+        train()
+    else:
+        jaxdist_launch.launch([sys.executable, __file__], 2)

@@ -1,21 +1,21 @@
 """One process of the job: how it is started, what it prints, how it ended."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from .tether import tethered
+
 LAST_LINES = 20
 LONGEST_LINE = 1 << 16  # a longer one is cut
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @dataclass
@@ -34,13 +34,12 @@ class Worker:
 def start(command: Sequence[str], number: int, environment: Mapping[str, str], path: Path) -> Worker:
     """Starts a process in a session of its own, which dies with the launcher, whatever ends that one."""
     process = subprocess.Popen(
-        command,
+        tethered(command),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with_parent(),
     )
     pipes = {}
     for pipe in (process.stdout, process.stderr):
@@ -103,17 +102,3 @@ def how_it_ended(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the new process asks of Linux before it becomes the script. Other systems have nothing of the kind."""
-    if not sys.platform.startswith("linux"):
-        return None
-    ask, launcher = ctypes.CDLL(None).prctl, os.getpid()
-
-    def before_it_starts() -> None:
-        ask(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died meanwhile
-            os._exit(1)
-
-    return before_it_starts
