@@ -65,7 +65,8 @@ def settings(environment: Mapping[str, str]) -> list[Finding]:
     """Variables and settings that change programs, and the cache of compiled ones."""
     told = [f"{name}={environment[name]}" for name in SHOWN if environment.get(name)]
     folder = _setting("compilation_cache_dir")
-    numbers = f"64 bits {_setting('enable_x64')}, matmul precision {_setting('default_matmul_precision') or 'default'}"
+    bits = "64 bits" if _setting("enable_x64") == "True" else "32 bits"
+    numbers = f"{bits}, matmul precision {_setting('default_matmul_precision') or 'default'}"
     found = [Finding("variables", " ".join(told) or "none"), Finding("numbers", numbers)]
     if folder:
         return [*found, Finding("compile cache", folder, "good")]
