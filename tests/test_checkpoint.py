@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny import TrainState, assert_close, batch, make_step, params
 
 import jaxdist as jd
@@ -187,44 +189,174 @@ def test_a_save_that_was_killed_is_never_seen(tmp_path):
     assert checkpoint.latest(tmp_path) == step + 1
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path):
-    """The data are random bits, which no decoder can tell from other random bits."""
-    state = {"noise": jnp.asarray(RNG.integers(0, 2**32, 1 << 14, np.uint32)), "w": jnp.ones(3)}
-    folder = checkpoint.save(tmp_path, state, step=1)
-    data = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-    good = data.read_bytes()
-    assert 1 << 16 <= len(good) < 9 << 13
-    for place in (len(good) // 5, len(good) // 2, len(good) * 4 // 5):
-        data.write_bytes(good[:place] + bytes([good[place] ^ 16]) + good[place + 1 :])
-        with pytest.raises(ValueError, match=r"leaf `noise` of .* is damaged"):
-            checkpoint.restore(tmp_path, state)
-    data.write_bytes(good)
-    assert_close(checkpoint.restore(tmp_path, state), state, tolerance=0)
-    for name in ("_METADATA", "_CHECKPOINT_METADATA"):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
-        with pytest.raises(ValueError, match="cannot be read, a file is damaged or missing"):
-            checkpoint.restore(tmp_path, state, step=1)
-        (folder / name).write_bytes(content)
-    assert_close(checkpoint.restore(tmp_path, state), state, tolerance=0)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two checkpoints of one state, the data random bits, which no decoder can tell from other random bits."""
+    folder = tmp_path_factory.mktemp("small")
+    state = {
+        "noise": jnp.asarray(RNG.integers(0, 2**32, 1 << 12, np.uint32)),
+        "key": jax.random.key(1),
+        "w": jnp.ones(3),
+    }
+    for step in (1, 2):
+        checkpoint.save(folder, state, step)
+    return folder, state
+
+
+def damage(file, rng):
+    """One bit flipped, the end cut off, or gone."""
+    content, how = file.read_bytes(), rng.integers(3)
+    if how == 2 or not content:
+        file.unlink()
+        return "is missing"
+    place = int(rng.integers(len(content)))
+    flipped = bytes([content[place] ^ 1 << int(rng.integers(8))])
+    file.write_bytes(content[:place] + (b"" if how == 1 else flipped + content[place + 1 :]))
+    return "holds other bytes than were written"
+
+
+def test_each_of_a_hundred_damages_names_its_file(small):
+    folder, state = small
+    files = sorted(file for file in (folder / "2").rglob("*") if file.is_file())
+    assert {"manifest.json", "SHA256SUMS", "_METADATA"} < {file.name for file in files}
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        file = files[seed % len(files)]
+        good = file.read_bytes()
+        message = damage(file, rng)
+        with pytest.raises(
+            checkpoint.CheckpointDamagedError, match=f"^checkpoint 2 is damaged: .* {message}"
+        ) as caught:
+            checkpoint.restore(folder, state)
+        assert (caught.value.file, caught.value.step) == (file, 2)
+        file.write_bytes(good)
+    assert_close(checkpoint.restore(folder, state), state, tolerance=0)
+
+
+def test_anyone_can_check_the_files(small):
+    check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=small[0] / "2", check=False).returncode == 0
+
+
+def test_the_newest_whole_one_by_choice(small, tmp_path):
+    folder, state = shutil.copytree(small[0], tmp_path / "run"), small[1]
+    next((folder / "2" / "arrays").rglob("manifest.ocdbt")).unlink()
+    assert checkpoint.latest(folder) == 2
+    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"manifest\.ocdbt is missing; .* skip_damaged=True"):
+        checkpoint.resume(folder, state)
+    found = checkpoint.resume(folder, jax.tree.map(lambda x: x, state), skip_damaged=True)
+    assert (found.step, found.damaged, checkpoint.latest(folder)) == (1, (2,), 1)
+    assert_close(found.state, state, tolerance=0)
+    assert (folder / "2.damaged").is_dir()
+    (folder / "1" / "SHA256SUMS").unlink()
+    assert checkpoint.resume(folder, state, skip_damaged=True) == (state, 0, None, (), (), (), (1,))
+
+
+def test_saved_beside_the_training(tmp_path, mesh):
+    """The state is donated to the next step while it is being written; the last ones are kept, with their data."""
+    (tmp_path / "7.unfinished").mkdir()
+    run = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    copies, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    state = jax.device_put({"w": jnp.zeros((256, 1024)), "count": jnp.zeros((), jnp.int32)}, copies)
+    state["cut"] = jax.device_put(state["w"], cut)
+    with checkpoint.writing(tmp_path, keep=2) as writer:
+        for step in range(1, 5):
+            state = run(state)
+            writer.save(state, step, data={"examples": 8 * step})
+        run(state)
+        writer.wait()
+        assert checkpoint.latest(tmp_path) == 4
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["3", "4"]
+    for step in (3, 4):
+        found = checkpoint.load(tmp_path, step=step)
+        assert (found.step, found.data, found.state["count"]) == (step, {"examples": 8 * step}, step)
+        for name in ("w", "cut"):
+            assert found.state[name].min() == found.state[name].max() == step
+    checkpoint.save(tmp_path, {"w": jnp.ones(2)}, 3, keep=1)  # a step that is there, and one that is later
+    assert (checkpoint.latest(tmp_path), checkpoint.load(tmp_path, step=3).state["w"].tolist()) == (4, [1, 1])
+
+
+def test_what_went_wrong_beside_the_training_is_raised(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint._files, "_write", full)
+    with pytest.raises(OSError, match="No space left"), checkpoint.writing(tmp_path) as writer:  # noqa: PT012
+        writer.save({"w": jnp.ones(2)}, 1)
+        writer.wait()
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_without_devices(four):
+    """Plain numpy arrays in their marks; the consensus is that of the state itself."""
+    folder, state = four
+    found = checkpoint.load(folder)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found.state))
+    assert (found.step, found.data) == (5, None)
+    assert found.state["residual.a"].axis == ("pod", "chip")
+    assert (found.state["nested"].axis, found.state["nested"].value.value.shape) == (("pod",), (2, 6))
+    assert (found.state["cut"].shape, found.state["cut"].multiple) == ((10,), 2)
+    assert (found.state["zero"].resize, found.state["empty"].shape) == ("zero", (0, 4))
+    assert found.state["half"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found.state["key"], jax.random.key_data(state["key"]))
+    mine, wanted = jd.consensus(found.state), jd.consensus(state)
+    np.testing.assert_allclose(mine["residual.a"], wanted["residual"]["a"], atol=1e-5)  # sums in two orders
+    np.testing.assert_array_equal(mine["cut"], np.arange(10.0))
+    np.testing.assert_array_equal(mine["nested"], np.arange(5.0))
+
+
+def test_another_method_keeps_the_model_and_says_what_is_new(tmp_path):
+    """From plain data parallel to parameters of each worker, cut moments and a residual, and back."""
+    w, moment = RNG.standard_normal((3, 5)).astype(np.float32), RNG.standard_normal((3, 5)).astype(np.float32)
+    key = jax.random.key(4)
+    plain = jd.place({"params": {"w": w}, "opt": {"moment": moment, "key": key, "rank2": jnp.ones((3, 2))}}, 4)
+    checkpoint.save(tmp_path, plain, 10)
+    opt = {"moment": jd.Sharded(jnp.zeros((3, 5))), "key": jd.PerWorker(jax.random.key(0), resize="copy")}
+    opt |= {"rank2": jnp.full((3, 4), 7.0), "residual": jd.PerWorker(jnp.zeros((3, 5)))}
+    other = jd.place({"params": {"w": jd.PerWorker(jnp.zeros((3, 5)))}, "opt": opt}, 8)
+    with pytest.raises(ValueError, match=r"leaf `opt\.rank2` was saved .*, and 1 more leaves do not fit; .* changed="):
+        checkpoint.resume(tmp_path, other)
+    found = checkpoint.resume(tmp_path, other, changed=["opt"])
+    assert (found.step, found.new, found.dropped) == (10, ("opt.rank2", "opt.residual"), ())
+    assert found.converted == ("opt.key", "opt.moment", "params.w")
+    state = found.state
+    np.testing.assert_array_equal(state["params"]["w"].value, np.broadcast_to(w, (8, 3, 5)))
+    np.testing.assert_array_equal(state["opt"]["moment"].value, np.pad(moment.ravel(), (0, 1)))
+    assert (jax.random.key_data(state["opt"]["key"].value) == jax.random.key_data(key)[None]).all()
+    assert float(state["opt"]["rank2"].min()) == 7
+    checkpoint.save(tmp_path, state, 20)
+    found = checkpoint.resume(tmp_path, plain, changed=["opt"])
+    assert (found.new, found.dropped) == (("opt.rank2",), ("opt.residual",))
+    assert_close(found.state["params"], plain["params"], tolerance=0)
+    assert_close(found.state["opt"], plain["opt"], tolerance=0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), other)
+    with pytest.raises(ValueError, match=r"leaf `opt\.new` is new: give its array"):
+        checkpoint.resume(
+            tmp_path, {**shapes, "opt": {**shapes["opt"], "new": shapes["opt"]["rank2"]}}, changed=["opt"]
+        )
 
 
 def test_what_does_not_fit_is_named(tmp_path):
     state = jd.place({"w": jnp.ones((2, 3)), "e": jd.PerWorker(jnp.ones(2))}, 4)
     checkpoint.save(tmp_path / "run", state, step=0)
     for message, other in {
-        r"lacks `b`, `c\.d`": {**state, "b": jnp.ones(2), "c": {"d": jnp.ones(1)}},
-        "also has `e.value`": {"w": state["w"]},
+        r"lacks `b`, and 1 more": {**state, "b": jnp.ones(2), "c": {"d": jnp.ones(1)}},
+        "also has `e`": {"w": state["w"]},
         "leaf `w` of .* is float32, the state to fill has int32": {**state, "w": jnp.ones((2, 3), jnp.int32)},
         r"leaf `w` was saved as \[2, 3\], the state to fill has \[3, 2\]": {**state, "w": jnp.ones((3, 2))},
-        r"leaf `e.value` was saved as \[4, 2\]": jd.place({"w": state["w"], "e": jd.PerWorker(jnp.ones(3))}, 2),
+        r"leaf `e` was saved as \[4, 2\]": jd.place({"w": state["w"], "e": jd.PerWorker(jnp.ones(3))}, 2),
     }.items():
         with pytest.raises(ValueError, match=message):
             checkpoint.restore(tmp_path / "run", other)
     with pytest.raises(ValueError, match=r"two leaves have the name `a\.b`"):
         checkpoint.save(tmp_path, {"a.b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, 0)
-    with pytest.raises(ValueError, match="not be negative, got -1"):
-        checkpoint.save(tmp_path, state, -1)
+    for message, arguments in {
+        "not be negative, got -1": {"step": -1},
+        "keep must be at least 1, or None to keep all, got 0": {"step": 1, "keep": 0},
+        "data must be what JSON holds .*, got .*object": {"step": 1, "data": {"position": object()}},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            checkpoint.save(tmp_path, state, **arguments)
     assert checkpoint.latest(tmp_path / "elsewhere") is None
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*elsewhere"):
         checkpoint.restore(tmp_path / "elsewhere", state)

@@ -215,7 +215,7 @@ def test_a_process_is_stuck(job, what):
 def test_all_leave_at_the_same_step(job, tmp_path):
     err, code, _ = job("preempted")
     assert (code, "WorkerLost" in err) == (0, False)
-    left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split()[0] for number in range(2)]
+    left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split() for number in range(2)]
     assert left[0] == left[1]
 
 
@@ -225,10 +225,3 @@ def test_an_error_in_one_process_ends_both(job):
     assert "WorkerLost: process 1 exited with code 1" in err
     assert "ValueError: bad data" in err
     assert (code, seconds < 2) == (1, True)
-
-
-@pytest.mark.slow
-def test_a_pause_that_the_others_wait_for(job):
-    err, code, seconds = job("naps 1")
-    assert (code, "WorkerLost" in err) == (0, False)
-    assert seconds > 35

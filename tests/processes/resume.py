@@ -68,13 +68,16 @@ def main():
 
     if what == "train":
         state = fresh()
-        for first in range(0, 3000, PERIOD):
-            state = train(state, first, first + PERIOD, save_at=(first + PERIOD,))
-            time.sleep(0.1)
+        with checkpoint.writing(folder, keep=4) as writer:
+            for first in range(0, 3000, PERIOD):
+                state = train(state, first, first + PERIOD)
+                writer.save(state, first + PERIOD, data={"batches": first + PERIOD})
+                time.sleep(0.1)
         return
-    found = checkpoint.latest(folder)
+    stopped = checkpoint.resume(folder, fresh())
+    found = stopped.data["batches"]
     last = found + MORE
-    resumed = train(checkpoint.restore(folder, fresh()), found, last)
+    resumed = train(stopped.state, found, last)
     through = train(fresh(), 0, last, save_at=(last - 1,))  # that is inside a round
     again = train(checkpoint.restore(folder, fresh(), step=last - 1), last - 1, last)
     residuals = [x for x in jax.tree.leaves(through.opt.reducer) if jnp.issubdtype(x.dtype, jnp.floating)]

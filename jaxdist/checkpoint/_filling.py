@@ -1,0 +1,139 @@
+"""The leaves of a checkpoint in their new places: as they are, moved by their marks, or new."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._typing import Array, Like, State
+from ._files import ARRAYS
+from ._manifest import Leaf, Manifest, is_key, named
+from ._moving import moved, same_kinds, whole_shape
+from ._orbax import orbax
+
+# What does not come back as it is passes through host memory, so many bytes at a time (but every leaf whole): the
+# leaves of more workers than there are now may not fit into the devices of these.
+_AT_A_TIME = 256 << 20
+
+
+class Filled(NamedTuple):
+    """A state and how its leaves came to be; the fields are those of `Resumed`."""
+
+    state: State
+    new: tuple[str, ...]
+    dropped: tuple[str, ...]
+    converted: tuple[str, ...]
+
+
+def filled(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) -> Filled:
+    """The state of a checkpoint in the places of `like`; what does not fit is an error, or new where it has changed."""
+    stored, wanted = manifest.leaves, named(like)
+    unfit = {name: why for name in wanted if (why := _unfit(name, stored.get(name), wanted[name], folder))}
+    unfit |= {name: f"{folder} is of another state: it also has `{name}`" for name in stored if name not in wanted}
+    for name, why in unfit.items():
+        if not any(name == part or name.startswith(f"{part}.") for part in changed):
+            others = len(unfit) - 1
+            more = f", and {others} more leaves do not fit" if others else ""
+            raise ValueError(f"{why}{more}; name the part that is of another method in resume(..., changed=)")
+        if name in wanted and isinstance(wanted[name][1], jax.ShapeDtypeStruct):
+            raise ValueError(f"leaf `{name}` is new: give its array in `like`, not only its shape")
+
+    in_place, others, found = {}, [], {}
+    for name, (marks, leaf) in wanted.items():
+        if name in unfit:
+            found[name] = leaf
+        elif not leaf.size:
+            found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        elif stored[name].shape == leaf.shape and same_kinds(stored[name].marks, marks):
+            in_place[name] = leaf
+        else:
+            others.append(name)
+    found |= _read_in_place(folder, in_place)
+    for names in _portions(others, stored):
+        for name, array in read_to_host(folder, {name: stored[name] for name in names}).items():
+            marks, leaf = wanted[name]
+            words = array.shape[-1:] if is_key(leaf) else ()
+            found[name] = _put(moved(stored[name].marks, array, marks, (*leaf.shape, *words)), leaf)
+    return Filled(
+        jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]),
+        tuple(name for name in unfit if name in wanted),
+        tuple(name for name in unfit if name not in wanted),
+        tuple(name for name in others if not same_kinds(stored[name].marks, wanted[name][0])),
+    )
+
+
+def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
+    """Whole global arrays, in host memory; of keys the words."""
+    empty = {name for name, leaf in leaves.items() if 0 in leaf.shape}
+    kind = orbax().RestoreArgs(restore_type=np.ndarray)
+    found = _read(folder, {name: 0 for name in leaves if name not in empty}, dict.fromkeys(leaves.keys() - empty, kind))
+    return found | {name: _empty(leaves[name]) for name in empty}
+
+
+def _unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], folder: Path) -> str:
+    """Why a leaf cannot be filled; empty if it can."""
+    marks, leaf = now
+    if was is None:
+        return f"{folder} is of another state: it lacks `{name}`"
+    if was.dtype != str(leaf.dtype):
+        return f"leaf `{name}` of {folder} is {was.dtype}, the state to fill has {leaf.dtype}"
+    if whole_shape(was.marks, was.shape) != whole_shape(marks, leaf.shape):
+        return (
+            f"leaf `{name}` was saved as {list(was.shape)}, the state to fill has {list(leaf.shape)}, and not only "
+            "the number of workers is another"
+        )
+    return ""
+
+
+def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list[str]]:
+    """The names in groups that together fit into the host's memory."""
+    group, total = [], 0
+    for name in names:
+        size = int(np.prod(stored[name].shape)) * 16  # at most: complex128, or the words of a key
+        if group and total + size > _AT_A_TIME:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    if group:
+        yield group
+
+
+def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]:
+    """Leaves as they were written, each where its sharding says; where nothing does, on the first device."""
+    if not leaves:
+        return {}
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
+        for name, leaf in leaves.items()
+    }
+    return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
+
+
+def _read(folder: Path, target: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
+    if not target:
+        return {}
+    ocp = orbax()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
+        return checkpointer.restore(folder / ARRAYS, args=arguments)
+
+
+def _put(new: np.ndarray, leaf: Like) -> Array:
+    if is_key(leaf):
+        impl = jax.random.key_impl(jnp.zeros(0, leaf.dtype))  # `leaf` may be a shape only
+        key = jax.random.wrap_key_data(jnp.asarray(new), impl=impl)
+        return jax.device_put(key, leaf.sharding)
+    if leaf.sharding is None:
+        return jnp.asarray(new)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: new[index])
+
+
+def _empty(leaf: Leaf) -> np.ndarray:
+    if leaf.dtype.startswith("key"):
+        return np.zeros((*leaf.shape, 0), np.uint32)
+    return np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
