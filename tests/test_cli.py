@@ -1,5 +1,6 @@
 import contextlib
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -60,6 +61,30 @@ def test_checkpoint_of_train_can_be_restored(trained):
     # And it is the state that the same steps lead to, in every bit.
     *_, (_, again) = train.steps(run, 3)
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+def test_train_goes_on_with_fewer_workers(trained, tmp_path):
+    """One step more, by two workers instead of four, from the state that three steps left."""
+    out = shutil.copytree(trained[1], tmp_path / "run")
+    arguments = [
+        *TINY,
+        "--reducer",
+        "ef:top_k:0.05",
+        "--devices",
+        "2",
+        "--steps",
+        "4",
+        "--no-baseline",
+        "--out",
+        str(out),
+    ]
+    assert cli.main(["train", *arguments, "--resume", "--save-every", "1"]) == 0
+    lines = results.read_log(out / "log.jsonl")[10:]
+    assert [(line["kind"], line.get("step")) for line in lines] == [("run", None), ("step", 4), ("summary", None)]
+    assert lines[0]["workers"] == 2
+    found = jd.checkpoint.load(out / "checkpoint")
+    assert found.data == {"steps": 4}
+    assert max(int(leaf) for name, leaf in found.state.items() if name.endswith(".count")) == 4
 
 
 def test_compare_draws_and_prints_a_table(tmp_path, capsys):

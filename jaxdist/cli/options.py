@@ -51,6 +51,10 @@ class Train(Options):
     goes on from the folder."""
     baseline: bool = True
     """Train with plain all-reduce too, to compare with; not with --engine ray."""
+    save_every: int | None = None
+    """Save after so many steps too, beside the training, and not only after the last one."""
+    resume: bool = False
+    """Go on from the checkpoint in --out, on any number of --devices, until --steps are done in all."""
     engine: Literal["mesh", "ray"] = "mesh"
     """mesh: one program on all devices. ray: a process a worker, by a --rule, on this machine or a Ray cluster; --batch
     is then that of a gradient, --steps are updates of the model, and what follows is for it."""

@@ -11,7 +11,7 @@ from .options import Train
 from .replay import table
 from .running import fresh, new_console
 
-OF_MESH = ("reducer", "sync", "zero", "offload", "devices")
+OF_MESH = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume")
 OF_PROCESSES = ("rule", "workers", "seconds", "slow", "gradient", "on_death", "address")
 EVERY = 1.0  # seconds between evaluations
 
@@ -28,7 +28,9 @@ def train_processes(chosen: Train) -> None:
     """Trains by a rule, and leaves a log, a plot and a checkpoint."""
     given = [name for name in OF_MESH if getattr(chosen, name)]
     if given:
-        raise ValueError(f"{', '.join('--' + name for name in given)}: not with --engine ray, which has --rule")
+        raise ValueError(
+            f"{', '.join('--' + name.replace('_', '-') for name in given)}: not with --engine ray, which has --rule"
+        )
     if chosen.rule is None or chosen.workers is None:
         raise ValueError("--engine ray needs --rule and --workers, as in --rule ad_psgd --workers 3")
     for name in ("steps", "batch", "workers", "seconds"):

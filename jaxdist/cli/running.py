@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,6 +60,8 @@ def finish(
     console: Console,
     *,
     evaluate_every: int | None = None,
+    save: Callable[[train.TrainState, int], None] = lambda state, steps: None,
+    save_every: int | None = None,
 ) -> tuple[results.Result, train.TrainState]:
     """Trains to the end behind a progress bar and writes every step to the log."""
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
@@ -77,11 +79,13 @@ def finish(
             speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
+            if save_every and record.step % save_every == 0:
+                save(state, record.step)
             if evaluate_every and record.step % evaluate_every == 0:
                 found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))
                 evaluations.append(found)
                 results.write_line(log, {"kind": "evaluation", "reducer": name, **found._asdict()})
-        sent = records[-1].total_wire_bytes / len(records)
+        sent = records[-1].total_wire_bytes / options.steps
         held_out = run.evaluate(state)
         result = results.Result(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
     results.write_line(log, {"kind": "summary", "reducer": name, **results.summarise(result)._asdict()})

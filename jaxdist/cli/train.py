@@ -1,7 +1,5 @@
 """`jaxdist train`."""
 
-import itertools
-
 import jax
 from rich.console import Console
 
@@ -18,25 +16,40 @@ def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:
         sync.parse_sync(chosen.sync, chosen.optimizer)  # says what there is
     spelled = methods.spell(chosen.sync, chosen.zero, chosen.reducer, default="ef:power_sgd:4")
     where = offloaded.parse_offload(chosen.offload)
+    _check(chosen)
     names = ["exact"] if chosen.baseline and (spelled != "exact" or where) else []
     runs = prepared_runs(names, chosen, workload, mesh)
     last = prepared_runs([spelled], chosen, workload, mesh, offload=where)
-    finished, log_path = [], fresh(chosen.out, "log.jsonl")
-    with log_path.open("w") as log:
-        for name, run in itertools.chain(runs, last):
+    finished, log_path, folder = [], fresh(chosen.out, "log.jsonl"), (chosen.out / "checkpoint").absolute()
+    with log_path.open("a" if chosen.resume else "w") as log, saved.saving(folder) as save:
+        for name, run in runs:
             try:
-                result, state = finish(name, run, chosen, workload, log, console)
+                finished.append(finish(name, run, chosen, workload, log, console)[0])
             finally:
                 run.close()
-            finished.append(result)
-    saved_in = saved.save(chosen.out / "checkpoint", state)
+        for name, run in last:
+            try:
+                run = saved.gone_on(folder, run) if chosen.resume else run
+                settings = {"save": save, "save_every": chosen.save_every}
+                result, state = finish(name, run, chosen, workload, log, console, **settings)
+                save(state, chosen.steps)
+                finished.append(result)
+            finally:
+                run.close()
     baseline = finished[0] if names else None
     plot = plots.draw_train(
         finished[-1], baseline, chosen.out / "loss.png", title=title_of(chosen, run), unit=unit_of(workload)
     )
     console.print(tables.runs_table(finished, baseline))
     _close(console, finished[-1], baseline)
-    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {saved_in}", highlight=False, soft_wrap=True)
+    console.print(f"plot {plot}\nlog {log_path}\ncheckpoint {folder}", highlight=False, soft_wrap=True)
+
+
+def _check(chosen: Train) -> None:
+    if chosen.save_every is not None and chosen.save_every < 1:
+        raise ValueError(f"--save-every must be at least 1, got {chosen.save_every}")
+    if chosen.resume and (chosen.offload or "").startswith("nvme"):
+        raise ValueError("--resume: a run with --offload nvme:FOLDER goes on from that folder by itself")
 
 
 def _close(console: Console, result: results.Result, baseline: results.Result | None) -> None:

@@ -1,9 +1,12 @@
-"""The one checkpoint that a run of the command line leaves."""
+"""The one checkpoint that a run of the command line leaves, and how the next run goes on from it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .. import checkpoint
 from .._typing import State
+from .train import Run
 
 
 def save(directory: str | Path, state: State) -> Path:
@@ -19,6 +22,13 @@ def save(directory: str | Path, state: State) -> Path:
     return checkpoint.save(directory, state, step=0).parent
 
 
+@contextmanager
+def saving(directory: str | Path) -> Iterator[Callable[[State, int], None]]:
+    """As `save`, beside the training, with the number of steps that the state has behind it: `save(state, steps)`."""
+    with checkpoint.writing(directory) as writer:
+        yield lambda state, steps: writer.save(state, 0, data={"steps": steps})
+
+
 def restore(directory: str | Path, like: State) -> State:
     """Reads a state that `save` wrote.
 
@@ -31,3 +41,9 @@ def restore(directory: str | Path, like: State) -> State:
       The state, equal in every bit.
     """
     return checkpoint.restore(directory, like)
+
+
+def gone_on(directory: str | Path, run: Run) -> Run:
+    """The run from where it was saved, on as many workers as it has now; from its beginning where nothing was."""
+    found = checkpoint.resume(directory, run.state)
+    return run._replace(state=found.state, first=found.data["steps"] if found.data else run.first)
