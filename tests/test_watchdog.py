@@ -117,14 +117,18 @@ def test_the_first_call_of_a_function_may_take_longer(ended):
 
 
 def test_a_step_fails_because_another_process_died(ended):
-    def fails():
-        raise jax.errors.JaxRuntimeError("connection reset")
+    def fails(kind=jax.errors.JaxRuntimeError):
+        raise kind("UNKNOWN: connection reset")
 
     watch, _ = watch_of_two(Sign(7, 0), False)
     with watch:
         with pytest.raises(peers.WorkerLost, match="process 1 gives no sign of life since it began step 7") as lost:
             watch(fails)
         assert (lost.value.process, lost.value.step) == (1, 7)
+        with pytest.raises(peers.WorkerLost):
+            watch(fails, ValueError)
+        with pytest.raises(ValueError, match="mine"):
+            watch(int, "mine")
     watch, _ = watch_of_two(Sign(7, 0), True)
     with watch, pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
         watch(fails)

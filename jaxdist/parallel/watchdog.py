@@ -68,8 +68,8 @@ class Watchdog:
         self._call = _Call(self._step, time.monotonic(), limit)
         try:
             results = step(*args, **kwargs)
-        except jax.errors.JaxRuntimeError as problem:
-            if lost := self._find_lost():
+        except (jax.errors.JaxRuntimeError, ValueError) as problem:
+            if lost := self._find_lost(problem):
                 raise lost from problem
             raise
         else:
@@ -88,7 +88,7 @@ class Watchdog:
     def __exit__(self, kind: type | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         well = problem is None or (isinstance(problem, SystemExit) and not problem.code)
         if self._board is not None and problem is not None and not well:
-            if isinstance(problem, jax.errors.JaxRuntimeError) and (lost := self._find_lost()):
+            if lost := self._find_lost(problem):
                 lost.__cause__, problem = problem, lost
             _leave(problem)
         while well and self._running:
@@ -137,9 +137,11 @@ class Watchdog:
             return (0,) if self._own else ()
         return peers.silent(self._seen, self._others, now, longest)
 
-    def _find_lost(self) -> peers.WorkerLost | None:
-        """After a step has failed: who died, if anybody did."""
-        if self._board is None:
+    def _find_lost(self, problem: BaseException) -> peers.WorkerLost | None:
+        """After an error of the running step, not one of Python: who died, if anybody did."""
+        # A program that fails before its call has returned raises a ValueError with the name of the status.
+        of_xla = isinstance(problem, jax.errors.JaxRuntimeError) or str(problem).startswith("UNKNOWN: ")
+        if self._board is None or not of_xla:
             return None
         self._failed.set()
         time.sleep((SILENCE + 3) * self._pause)
