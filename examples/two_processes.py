@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 import jaxdist as jd
-import jaxdist_launch
 
 
 class TrainState(NamedTuple):
@@ -64,4 +63,4 @@ if __name__ == "__main__":
     if jd.initialize():
         train()
     else:
-        jaxdist_launch.launch([sys.executable, __file__], 2)
+        jd.launch.launch([sys.executable, __file__], 2)

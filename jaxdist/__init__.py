@@ -5,6 +5,7 @@ from . import asynchronous as asynchronous
 from . import checkpoint as checkpoint
 from . import comm as comm
 from . import compressors as compressors
+from . import launch as launch
 from . import offload as offload
 from . import parallel as parallel
 from . import placement as placement

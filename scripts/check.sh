@@ -28,7 +28,7 @@ run() {
     # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it. A file stays with
     # one process: its tests share what they compile.
     # shellcheck disable=SC2086
-    tests) pytest -q -n "${WORKERS:-2}" --dist loadfile --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist jaxdist_launch ;;
+    tests) pytest -q -n "${WORKERS:-2}" --dist loadfile --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
     *) echo "no check is called $1: format lint imports types docs tests" >&2; return 2 ;;
   esac
 }

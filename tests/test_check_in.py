@@ -12,9 +12,9 @@ import pytest
 from optax import adam
 
 import jaxdist as jd
-from jaxdist.parallel import cards
-from jaxdist.parallel.agree import exchange
-from jaxdist.parallel.check_in import check_in, problem
+from jaxdist.parallel.processes import cards
+from jaxdist.parallel.processes.agree import exchange
+from jaxdist.parallel.processes.check_in import check_in, problem
 
 CARD = {"version of": {"jax": "0.10.2"}, "setting": {"jax_enable_x64": "False"}}
 NEWER = {"version of": {"jax": "0.12.0"}, "setting": {"jax_enable_x64": "False"}}
@@ -22,7 +22,7 @@ NEWER = {"version of": {"jax": "0.12.0"}, "setting": {"jax_enable_x64": "False"}
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch):
-    monkeypatch.setattr("jaxdist.parallel.check_in.LINGER_SECONDS", 0.3)
+    monkeypatch.setattr("jaxdist.parallel.processes.check_in.LINGER_SECONDS", 0.3)
 
 
 def free_port():

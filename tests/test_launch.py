@@ -1,6 +1,5 @@
 """The launcher, with scripts that do not start JAX."""
 
-import os
 import pathlib
 import signal
 import socket
@@ -10,7 +9,7 @@ import time
 
 import pytest
 
-from jaxdist_launch import devices, launch, ports
+from jaxdist.launch import devices, launch, ports
 
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
@@ -22,6 +21,14 @@ def saved(*_):
     print("saved", flush=True)
     sys.exit(0)
 """
+# Without the package around it, whose import starts JAX: the launcher needs the standard library alone.
+ALONE = """
+import sys, types
+package = sys.modules["jaxdist"] = types.ModuleType("jaxdist")
+package.__path__ = [sys.argv.pop(1)]
+from jaxdist.launch.command import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -31,11 +38,10 @@ def start(tmp_path):
 
     def run(body: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(SCRIPT + body)
-        command = [sys.executable, "-m", "jaxdist_launch", *options, "script.py", *arguments]
-        root = str(pathlib.Path(__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-c", ALONE, str(pathlib.Path(devices.__file__).parents[1])]
+        command += [*options, "script.py", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
         return started[-1]
 
     yield run

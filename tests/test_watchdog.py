@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist.parallel import peers
 from jaxdist.parallel import watchdog as make
-from jaxdist.parallel.peers import Seen, Sign
+from jaxdist.parallel.processes import peers
+from jaxdist.parallel.processes.peers import Seen, Sign
 
 HERE = pathlib.Path(__file__).parent
-module = sys.modules["jaxdist.parallel.watchdog"]
+module = sys.modules["jaxdist.parallel.processes.watchdog"]
 
 
 # ---- what is known of the others
@@ -168,7 +168,7 @@ def test_sigterm_alone():
         assert jd.preempted(1)
     finally:
         signal.signal(signal.SIGTERM, before)
-        sys.modules["jaxdist.parallel.preemption"]._received = None
+        sys.modules["jaxdist.parallel.processes.preemption"]._received = None
 
 
 # ---- processes
@@ -179,7 +179,7 @@ def job(tmp_path):
     """Two processes that train until something happens; what the launcher said, its code and how long that took."""
 
     def run(happens, *options):
-        command = [sys.executable, "-m", "jaxdist_launch", "-n", "2", "--logs", str(tmp_path), *options]
+        command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(tmp_path), *options]
         flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
         environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
         script = [str(HERE / "processes" / "watched.py"), happens, str(tmp_path / "when")]

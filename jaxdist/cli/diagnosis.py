@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from .._compat import known_problems
 from ..analysis import measure_link
 from ..parallel import CollectiveError, make_mesh, self_check
-from ..parallel.cards import PACKAGES
 from ..parallel.hybrid import groups
+from ..parallel.processes.cards import PACKAGES
 
 SHOWN = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "NPROC")
 TRANSPORT = {"gpu": "NCCL", "tpu": "ICI inside a slice, the hosts' network between slices"}

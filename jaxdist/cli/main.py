@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxdist_launch import command as launcher
-
 from ..asynchronous.ray_engine import Stalled, WorkerLost
+from ..launch import command as launcher
 from .advise import Advise, advise
 from .compare import compare, compare_periods
 from .doctor import Doctor, doctor

@@ -19,7 +19,7 @@ from laws_run import State, gradients, params, train_step
 from uneven import report
 
 import jaxdist as jd
-from jaxdist.parallel.cluster import VARIABLES
+from jaxdist.parallel.processes.cluster import VARIABLES
 
 PROCESSES, LOCAL, STEPS = 2, 2, 2
 WORKERS = PROCESSES * LOCAL

@@ -1,7 +1,6 @@
 """The launcher: several processes of one script on this machine, started together and ended together.
 
-It lies beside `jaxdist`, whose import starts JAX: a launcher imports the standard library alone, is there at once and
-outlives what it starts.
+It needs the standard library alone.
 """
 
 from .job import WorkerLost as WorkerLost

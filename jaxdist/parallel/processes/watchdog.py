@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._typing import Number
+from ..._typing import Number
 from . import peers
 
 LONGEST_PAUSE = 0.2  # between two looks at what has ended, and between two signs of life

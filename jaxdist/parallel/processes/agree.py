@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh
 
-from .._compat import coordination_client
-from .._typing import Number, PyTree
+from ..._compat import coordination_client
+from ..._typing import Number, PyTree
 from . import cards
-from .agreement_errors import AgreementError, MismatchError, MissingProcessError
 from .check_in import missing
+from .errors import AgreementError, MismatchError, MissingProcessError
 
 GRACE_SECONDS = 5.0
 _calls = itertools.count()

@@ -1,4 +1,4 @@
-"""`python -m jaxdist_launch` is `jaxdist launch`."""
+"""`python -m jaxdist.launch` is `jaxdist launch`."""
 
 import sys
 

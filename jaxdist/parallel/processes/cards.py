@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .._marks import is_mark
-from .._typing import PyTree
-from .worker_view import leaf_name
+from ..._marks import is_mark
+from ..._typing import PyTree
+from ..worker_view import leaf_name
 
 Card = dict[str, dict[str, str]]
 

@@ -75,7 +75,7 @@ def launch(
 
     Example:
       >>> import sys, tempfile
-      >>> from jaxdist_launch import launch
+      >>> from jaxdist.launch import launch
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     launch([sys.executable, "-c", "pass"], 2, logs=folder)
     """

@@ -1,4 +1,4 @@
-"""`jaxdist launch`, and the way to the other commands."""
+"""`jaxdist launch`."""
 
 import argparse
 import os
@@ -9,15 +9,6 @@ from pathlib import Path
 from .job import WorkerLost, launch
 
 USAGE = "jaxdist launch [-n N] [--restarts K] [options] SCRIPT.py [arguments]"
-
-
-def jaxdist() -> int:
-    """The `jaxdist` command: `launch` starts at once, all others import JAX."""
-    if sys.argv[1:2] == ["launch"]:
-        return main(sys.argv[2:])
-    from jaxdist.cli import main as others
-
-    return others()
 
 
 def main(arguments: Sequence[str]) -> int:

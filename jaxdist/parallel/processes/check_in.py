@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._typing import Number
-from .agreement_errors import AgreementError, MismatchError, MissingProcessError, PortError
+from ..._typing import Number
 from .cards import Card, difference
+from .errors import AgreementError, MismatchError, MissingProcessError, PortError
 
 LONGEST_LINE = 1 << 16
 LINGER_SECONDS = 2.0  # where the answer is bad already, for those who come a little later

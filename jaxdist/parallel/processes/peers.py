@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from .. import _compat
+from ... import _compat
 
 
 class StepTimeout(RuntimeError):
