@@ -140,7 +140,7 @@ def test_bytes_and_memory():
 
 
 def test_stage_2_needs_less_memory(mesh, monkeypatch):
-    """Gradients leave as they arise, and updates arrive bucket by bucket: neither exist all at once."""
+    """Gradients leave as they arise, and never exist all at once."""
     monkeypatch.setattr(means, "BUCKET_BYTES", 4 * 128**2)
     layers = [jnp.zeros((128, 128)) for _ in range(8)]
 

@@ -225,7 +225,7 @@ def zero_redundancy(
     def deliver(steps, params, state, some, comm):
         """The updates for all, of the steps of this worker's parts or of its master parameters."""
         if code is None:
-            return (taken if master_dtype is None else differences)(steps, params, stage, comm), state
+            return (taken if master_dtype is None else differences)(steps, params, comm), state
         return (coded if master_dtype is None else coded_differences)(steps, params, state, code, some, comm)
 
     return optax.GradientTransformationExtraArgs(init, update)

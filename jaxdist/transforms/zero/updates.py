@@ -13,7 +13,6 @@ from ...reducers._coded import next_count, step_key
 from ...reducers._flat import MULTIPLE
 from .coded import decode, encode, gather_payloads
 from .flat import gather, joined, piece
-from .means import buckets_of
 from .parts import Part
 
 
@@ -39,13 +38,13 @@ def local(x: Any, comm: Comm) -> Array:
     return x.value if is_part(x) else piece(x, comm)
 
 
-def taken(steps: PyTree, params: PyTree, stage: int, comm: Comm) -> PyTree:
+def taken(steps: PyTree, params: PyTree, comm: Comm) -> PyTree:
     """The updates: cut where the parameters are, else of all workers; what each has computed whole is not sent."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     found = jax.tree.leaves(steps, is_leaf=is_part)
     missing = _missing(found, leaves)
     likes = [_like(found[i]) for i in missing]
-    arrived = gather([found[i].value for i in missing], likes, comm, buckets=buckets_of(likes, stage))
+    arrived = gather([found[i].value for i in missing], likes, comm)
     return tree.unflatten(_with_arrived(found, leaves, dict(zip(missing, arrived, strict=True)), comm))
 
 
@@ -70,13 +69,13 @@ def coded(
     return updates, CodedState(state.key, next_count(state.count), tree.unflatten(new))
 
 
-def differences(master: PyTree, params: PyTree, stage: int, comm: Comm) -> PyTree:
+def differences(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
     """The updates that make the parameters the master in their own dtype; sent in that dtype."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     pairs = list(zip(jax.tree.leaves(master), leaves, strict=True))
     sent = [(x.astype(p.dtype), p) for x, p in pairs if not is_mark(p)]
     likes = [p for _, p in sent]
-    arrived = iter(gather([x for x, _ in sent], likes, comm, buckets=buckets_of(likes, stage)))
+    arrived = iter(gather([x for x, _ in sent], likes, comm))
 
     def one(x, p):
         if is_mark(p):
