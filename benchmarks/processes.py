@@ -1,0 +1,116 @@
+"""Rules on real processes with a slow worker, and with one that is killed: loss over wall time.
+
+    python benchmarks/processes.py --out benchmarks/reports/NAME
+
+Three workers, one of which sleeps until its gradients take five times longer; a convolutional net on digits.
+For each rule the rate of two that is faster on the virtual clock is taken. Then a worker is killed with SIGKILL.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.asynchronous import ray_engine, replay
+from jaxdist.asynchronous.durations import constant
+from jaxdist.workloads import parse, replayed
+
+RULES = ("bsp", "asgd", "ssp:3", "ad_psgd")
+RATES = (0.1, 0.3)
+WORKERS, FACTOR, TARGET, PERSIST = 3, 5.0, 0.5, 2
+
+
+def made(name: str, rate: float) -> Any:
+    return replayed.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
+
+
+def best_rate(name: str, task: replay.Task) -> float:
+    """The rate with which the target is reached soonest in virtual time; a gradient takes 1 s, or 5 s."""
+    law = constant([FACTOR, *[1.0] * (WORKERS - 1)])
+    settings = {"durations": law, "workers": WORKERS, "evaluate_every": 5.0, "seconds": 150.0, "target": 0.8 * TARGET}
+    found = {rate: replay.time_to_target(replay.run(made(name, rate), task, **settings), TARGET) for rate in RATES}
+    return min(found, key=lambda rate: found[rate])
+
+
+class Killer:
+    """Kills a worker once, when so many gradients were counted."""
+
+    def __init__(self, worker: int, gradients: int):
+        self.worker, self.gradients, self.done = worker, gradients, False
+
+    def __call__(self, status: ray_engine.Status) -> None:
+        if status.gradients >= self.gradients and not self.done:
+            os.kill(status.processes[self.worker], signal.SIGKILL)
+            self.done = True
+
+
+def ahead(run: replay.Result) -> int:
+    """By how many gradients the workers were apart at most."""
+    completed = np.cumsum(np.eye(WORKERS, dtype=int)[run.trace.gradients.worker], axis=0)
+    return int((completed.max(1) - completed.min(1)).max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--model", default="convnet:16")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--gradients", type=int, default=150, help="how long the runs with a death are")
+    given = parser.parse_args()
+    workload = parse.parse_workload("digits", given.model)
+
+    def task(seed: int) -> replay.Task:
+        return replayed.task(workload, batch=given.batch, seed=seed, workers=WORKERS)
+
+    rates = {name: best_rate(name, task(given.seeds)) for name in RULES}
+    print(json.dumps(rates), flush=True)
+    rows: list[dict[str, Any]] = []
+    for name in RULES:
+        runs = []
+        for seed in range(given.seeds):
+            settings = {
+                "slow": {0: FACTOR},
+                "seed": seed,
+                "evaluate_every": 0.25,
+                "seconds": 60,
+                "target": 0.8 * TARGET,
+            }
+            runs.append(ray_engine.run(made(name, rates[name]), task(seed), workers=WORKERS, **settings))
+        seconds = [replay.time_to_target(run, TARGET) for run in runs]
+        row = {"rule": name, "rate": rates[name], "seconds": [round(one, 2) for one in seconds]}
+        row |= {
+            "median": round(statistics.median(seconds), 2),
+            "gradients a second": round(statistics.median(len(run.trace.gradients) / run.seconds for run in runs), 1),
+        }
+        row |= {
+            "most ahead": max(map(ahead, runs)),
+            "computing": np.mean([run.computing for run in runs], 0).round(2).tolist(),
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    deaths: list[dict[str, Any]] = []
+    for name in RULES:
+        both = []
+        for progress in (None, Killer(1, given.gradients // 4)):
+            settings = {"workers": WORKERS, "gradients": given.gradients, "evaluate_every": 0.5, "progress": progress}
+            both.append(ray_engine.run(made(name, rates[name]), task(0), **settings))
+        undisturbed, killed = (float(run.losses[-1]) for run in both)
+        row = {"rule": name, "undisturbed": round(undisturbed, 4), "killed": round(killed, 4)}
+        row |= {"ratio": round(killed / undisturbed, 3), "gone for": round(float(both[1].down[1] * both[1].seconds), 1)}
+        row |= {"most ahead": ahead(both[1])}
+        deaths.append(row)
+        print(json.dumps(row), flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    settings = {"batch": given.batch, "model": given.model, "workers": WORKERS, "factor": FACTOR, "target": TARGET}
+    content = {"settings": settings | {"cores": os.cpu_count()}, "slow": rows, "deaths": deaths}
+    (given.out / "processes.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
