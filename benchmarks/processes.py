@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--model", default="convnet:16")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--gradients", type=int, default=150, help="how long the runs with a death are")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--gradients", type=int, default=900, help="how long the runs with a death are")
     given = parser.parse_args()
     workload = parse.parse_workload("digits", given.model)
 
@@ -96,14 +96,18 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     deaths: list[dict[str, Any]] = []
     for name in RULES:
-        both = []
-        for progress in (None, Killer(1, given.gradients // 4)):
-            settings = {"workers": WORKERS, "gradients": given.gradients, "evaluate_every": 0.5, "progress": progress}
-            both.append(ray_engine.run(made(name, rates[name]), task(0), **settings))
-        undisturbed, killed = (float(run.losses[-1]) for run in both)
-        row = {"rule": name, "undisturbed": round(undisturbed, 4), "killed": round(killed, 4)}
-        row |= {"ratio": round(killed / undisturbed, 3), "gone for": round(float(both[1].down[1] * both[1].seconds), 1)}
-        row |= {"most ahead": ahead(both[1])}
+        losses: dict[str, list[float]] = {"undisturbed": [], "killed": []}
+        gone = []
+        for seed in range(given.seeds):
+            one = task(seed)
+            for kind, progress in (("undisturbed", None), ("killed", Killer(1, given.gradients // 4))):
+                settings = {"workers": WORKERS, "gradients": given.gradients, "seed": seed, "progress": progress}
+                run = ray_engine.run(made(name, rates[name]), one, **settings)
+                losses[kind].append(float(one.evaluate(run.params)))
+                gone += [float(run.down[1] * run.seconds)] if progress else []
+        medians = {kind: statistics.median(found) for kind, found in losses.items()}
+        row = {"rule": name} | {kind: [round(loss, 4) for loss in found] for kind, found in losses.items()}
+        row |= {"ratio": round(medians["killed"] / medians["undisturbed"], 3), "gone for": [round(x, 1) for x in gone]}
         deaths.append(row)
         print(json.dumps(row), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
