@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--model", default="convnet:16")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--gradients", type=int, default=900, help="how long the runs with a death are")
+    parser.add_argument("--gradients", type=int, default=600, help="how long the runs with a death are")
     given = parser.parse_args()
     workload = parse.parse_workload("digits", given.model)
 

@@ -14,6 +14,9 @@ from .actor import Actor, Setup
 from .errors import WorkerLost
 from .keeper import Keeper
 
+# Processes that start import JAX and compile, on cores that they may have to share.
+STARTING = 5.0
+
 
 def import_ray() -> Any:
     """The package, or what to install."""
@@ -93,7 +96,8 @@ class Crew:
         """Waits until all are ready, and starts them; the number of each process."""
         calls = {place: actor.ready.remote() for place, actor in self.actors.items()}
         pids = {}
-        end = time.monotonic() + self.timeout
+        seconds = STARTING * self.timeout
+        end = time.monotonic() + seconds
         for place, call in calls.items():
             try:
                 pids[place] = self.ray.get(call, timeout=max(0.0, end - time.monotonic()))
@@ -101,7 +105,7 @@ class Crew:
                 have = self.ray.cluster_resources()
                 raise WorkerLost(
                     place,
-                    f"was not started within {self.timeout:g} s. It may be waiting for resources: the cluster has "
+                    f"was not started within {seconds:g} s. It may be waiting for resources: the cluster has "
                     f"{ {name: have[name] for name in ('CPU', 'GPU') if name in have} } for all",
                 ) from None
             except self.ray.exceptions.RayActorError as problem:

@@ -89,7 +89,8 @@ def run(
         with a server. A server is always restarted.
       restarts: how often each place is started again before the run fails.
       timeout: seconds after which a silent process counts as dead, and a run in which nothing happens as stalled. More
-        than the longest gradient, and than the start of a process with its compilations.
+        than the longest gradient, and than the start of a process with its compilations; all together may take five
+        times as long to start.
       address: of a running Ray cluster, as in `"auto"` or `"10.0.0.1:6379"`; None: the one that this process is
         connected to, or one on this machine that ends with the run.
       resources: what each worker takes: arguments of Ray's `Actor.options` such as `{"num_gpus": 1}`. The default is a
