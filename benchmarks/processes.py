@@ -55,25 +55,12 @@ def ahead(run: replay.Result) -> int:
     return int((completed.max(1) - completed.min(1)).max())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--model", default="convnet:16")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--gradients", type=int, default=600, help="how long the runs with a death are")
-    given = parser.parse_args()
-    workload = parse.parse_workload("digits", given.model)
-
-    def task(seed: int) -> replay.Task:
-        return replayed.task(workload, batch=given.batch, seed=seed, workers=WORKERS)
-
-    rates = {name: best_rate(name, task(given.seeds)) for name in RULES}
-    print(json.dumps(rates), flush=True)
-    rows: list[dict[str, Any]] = []
+def with_slow_one(rates: dict[str, float], tasks: list[replay.Task]) -> list[dict[str, Any]]:
+    """Seconds to the target with a slow worker."""
+    rows = []
     for name in RULES:
         runs = []
-        for seed in range(given.seeds):
+        for seed, task in enumerate(tasks):
             settings = {
                 "slow": {0: FACTOR},
                 "seed": seed,
@@ -81,39 +68,62 @@ def main() -> None:
                 "seconds": 60,
                 "target": 0.8 * TARGET,
             }
-            runs.append(ray_engine.run(made(name, rates[name]), task(seed), workers=WORKERS, **settings))
+            runs.append(ray_engine.run(made(name, rates[name]), task, workers=WORKERS, **settings))
         seconds = [replay.time_to_target(run, TARGET) for run in runs]
         row = {"rule": name, "rate": rates[name], "seconds": [round(one, 2) for one in seconds]}
-        row |= {
-            "median": round(statistics.median(seconds), 2),
-            "gradients a second": round(statistics.median(len(run.trace.gradients) / run.seconds for run in runs), 1),
-        }
-        row |= {
-            "most ahead": max(map(ahead, runs)),
-            "computing": np.mean([run.computing for run in runs], 0).round(2).tolist(),
-        }
+        row |= {"median": round(statistics.median(seconds), 2), "most ahead": max(map(ahead, runs))}
+        speeds = [len(run.trace.gradients) / run.seconds for run in runs]
+        row |= {"gradients a second": round(statistics.median(speeds), 1)}
+        row |= {"computing": np.mean([run.computing for run in runs], 0).round(2).tolist()}
         rows.append(row)
         print(json.dumps(row), flush=True)
-    deaths: list[dict[str, Any]] = []
+    return rows
+
+
+def with_a_death(rates: dict[str, float], tasks: list[replay.Task], gradients: int) -> list[dict[str, Any]]:
+    """Losses after so many gradients, with and without a worker that is killed on the way."""
+    rows = []
     for name in RULES:
         losses: dict[str, list[float]] = {"undisturbed": [], "killed": []}
         gone = []
-        for seed in range(given.seeds):
-            one = task(seed)
-            for kind, progress in (("undisturbed", None), ("killed", Killer(1, given.gradients // 4))):
-                settings = {"workers": WORKERS, "gradients": given.gradients, "seed": seed, "progress": progress}
-                run = ray_engine.run(made(name, rates[name]), one, **settings)
-                losses[kind].append(float(one.evaluate(run.params)))
+        for seed, task in enumerate(tasks):
+            assert task.evaluate is not None
+            for kind, progress in (("undisturbed", None), ("killed", Killer(1, gradients // 4))):
+                settings = {"workers": WORKERS, "gradients": gradients, "seed": seed, "progress": progress}
+                run = ray_engine.run(made(name, rates[name]), task, **settings)
+                losses[kind].append(float(task.evaluate(run.params)))
                 gone += [float(run.down[1] * run.seconds)] if progress else []
         medians = {kind: statistics.median(found) for kind, found in losses.items()}
         row = {"rule": name} | {kind: [round(loss, 4) for loss in found] for kind, found in losses.items()}
         row |= {"ratio": round(medians["killed"] / medians["undisturbed"], 3), "gone for": [round(x, 1) for x in gone]}
-        deaths.append(row)
+        rows.append(row)
         print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
+    parser.add_argument("--only", choices=("slow", "deaths"), help="measure that anew, and keep the rest")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--model", default="convnet:16")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--gradients", type=int, default=600, help="how long the runs with a death are")
+    given = parser.parse_args()
+    workload = parse.parse_workload("digits", given.model)
+    sizes = {"batch": given.batch, "workers": WORKERS}
+    *tasks, other = [replayed.task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
+    rates = {name: best_rate(name, other) for name in RULES}
+    print(json.dumps(rates), flush=True)
+    file = given.out / "processes.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    found["settings"] = {"model": given.model, "factor": FACTOR, "target": TARGET, "cores": os.cpu_count()} | sizes
+    if given.only != "deaths":
+        found["slow"] = with_slow_one(rates, tasks)
+    if given.only != "slow":
+        found["deaths"] = with_a_death(rates, tasks, given.gradients)
     given.out.mkdir(parents=True, exist_ok=True)
-    settings = {"batch": given.batch, "model": given.model, "workers": WORKERS, "factor": FACTOR, "target": TARGET}
-    content = {"settings": settings | {"cores": os.cpu_count()}, "slow": rows, "deaths": deaths}
-    (given.out / "processes.json").write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
