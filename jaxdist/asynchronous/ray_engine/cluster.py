@@ -39,6 +39,7 @@ def connected(address: str | None, places: int) -> Iterator[Any]:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, anything else that runs here starves them
         quiet |= {"address": "local", "num_cpus": max(places, os.cpu_count() or 1), "include_dashboard": False}
     else:
         quiet |= {"address": address}

@@ -14,7 +14,7 @@ from ..replay.trace import Result
 from ..rule import SERVER, Rule
 from ..values import mean_of
 from .actor import Setup
-from .cluster import Crew, connected
+from .cluster import STARTING, Crew, connected
 from .errors import Stalled, WorkerLost
 from .results import result
 
@@ -150,7 +150,7 @@ class _Driver:
         self.on_death = on_death
         self.times: list[float] = []
         self.losses: list[float] = []
-        self.killed: dict[int, int] = {}
+        self.ended: dict[int, int] = {}  # the last process of a place that is known to have ended
 
     def drive(
         self,
@@ -213,12 +213,17 @@ class _Driver:
                 raise WorkerLost(place, f"has died and is not started again: {problem}")
             else:
                 self.crew.watch(place)
+                if place in places:
+                    self.ended[place] = places[place].life
         for place, one in places.items():
-            if one.silent > self.crew.timeout and place in self.crew.actors and self.killed.get(place) != one.life:
-                self.killed[place] = one.life  # once: the next may take its time to start
+            if place not in self.crew.actors:
+                continue
+            if self.ended.get(place) == one.life:  # the next one may take its time to start
+                if one.silent > (1 + STARTING) * self.crew.timeout:
+                    raise WorkerLost(place, f"has been silent for {one.silent:.0f} s, and could not be replaced")
+            elif one.silent > self.crew.timeout:
+                self.ended[place] = one.life
                 self.crew.kill(place, for_good=False)
-            elif one.silent > 2 * self.crew.timeout and place in self.crew.actors:
-                raise WorkerLost(place, f"has been silent for {one.silent:.0f} s, and could not be replaced")
 
     def evaluate(self, now: float) -> None:
         assert self.task.evaluate is not None
