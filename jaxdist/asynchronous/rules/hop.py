@@ -1,6 +1,5 @@
 """Hop: decentralised training in which queues of models and tokens keep neighbours near each other."""
 
-import functools
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -113,14 +112,18 @@ def hop(
     """
     _check(tokens, backup, staleness, skip)
 
-    @functools.cache
+    known: dict[int, tuple[Neighbours, ...]] = {}  # a decorator's cache cannot go to another process
+
     def neighbours(workers: int) -> tuple[Neighbours, ...]:
+        if workers in known:
+            return known[workers]
         found = neighbours_in(graph, workers)
         for index, near in enumerate(found):
             if backup and backup >= len(near.sources):
                 raise ValueError(
                     f"backup must be less than the {len(near.sources)} neighbours of worker {index}, got {backup}"
                 )
+        known[workers] = found
         return found
 
     def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, weights: Any, *others: PyTree) -> tuple:
