@@ -12,7 +12,8 @@ import jaxdist as jd
 from jaxdist.asynchronous import SERVER, After, Message, Role, Rule, Send, Site, replay, rules
 from jaxdist.asynchronous.portable import flat, read, write
 from jaxdist.asynchronous.ray_engine.keeper import Keeper, Report, Shelf
-from jaxdist.asynchronous.ray_engine.place import Letter, Place
+from jaxdist.asynchronous.ray_engine.place import Place
+from jaxdist.asynchronous.ray_engine.state import Letter
 from jaxdist.asynchronous.replay.task import gradients
 
 WORKERS = 3

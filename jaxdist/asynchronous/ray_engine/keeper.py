@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..portable import flat, write
-from .place import Books
+from .state import Books
 
 Arrays = dict[str, np.ndarray]
 

@@ -2,8 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, no_type_check
+from dataclasses import fields
+from typing import Any, ClassVar, no_type_check
 
 from ..rule import (
     COMPUTED,
@@ -23,70 +23,15 @@ from ..rule import (
     Stepped,
 )
 from ..values import force, mean_of, nbytes_of
+from .state import Books, Letter, PlaceState, Running
 
 PART = "part"
 ON_MESSAGE, ON_COMPUTED, ON_COLLECTIVE, ON_TIMER = 1, 2, 3, 4  # of `replay.trace.CLASSES`
 
 
-class Letter(NamedTuple):
-    """A message on its way: its number on its link, from 1; a part or the result of a collective names the group."""
-
-    number: int
-    message: Message
-    group: tuple[int, ...] = ()
-    op: str = "mean"
-
-
-class Running(NamedTuple):
-    """The gradient in the making: the worker's count of jobs, since when, and at which model."""
-
-    job: int
-    start: int
-    version: int
-    params: Any
-
-
-@dataclass
-class PlaceState:
-    """What has to be kept of a place, so that another process can go on with it.
-
-    Attributes:
-      role: the state of the rule's role.
-      running: the gradient in the making, or None.
-      jobs: how many were begun.
-      numbers: the last number given to a letter, for each destination; `seen` the last one read, for each source.
-      outbox: for each destination, the letters that it has not acknowledged, in order.
-      parts: the parts given so far of the collectives that meet here, by `(group, tag)`.
-      timers: `(tick, tag)`.
-      gone: who is not waited for any more.
-      sent, received, computed: bytes to each place, bytes in all, and ticks.
-    """
-
-    role: Any
-    running: Running | None = None
-    jobs: int = 0
-    numbers: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-    outbox: dict[int, tuple[Letter, ...]] = field(default_factory=dict)
-    parts: dict[tuple[tuple[int, ...], int], dict[int, Any]] = field(default_factory=dict)
-    timers: tuple[tuple[int, int], ...] = ()
-    gone: tuple[int, ...] = ()
-    sent: dict[int, int] = field(default_factory=dict)
-    received: int = 0
-    computed: int = 0
-
-
 @no_type_check
 def _weight(value: Any) -> int:
     return sum(map(nbytes_of, value)) if type(value) is tuple else nbytes_of(value)  # a tuple is what was gathered
-
-
-class Books(NamedTuple):
-    """Rows for the trace, as its columns; the words of events are spelled out."""
-
-    events: list[tuple[Any, ...]]
-    gradients: list[tuple[Any, ...]]
-    steps: list[tuple[Any, ...]]
 
 
 @no_type_check  # for every event

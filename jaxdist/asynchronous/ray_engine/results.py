@@ -8,7 +8,7 @@ import numpy as np
 from ..replay.trace import Result, Trace, columns
 from ..rule import RECOVERED, SERVER
 from .keeper import Fault, Report
-from .place import Books
+from .state import Books
 
 TICKS = 10**9
 ON_FAULT = 0  # of `replay.trace.CLASSES`

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple, no_type_check
 
 import optax
 
-from ..._typing import PyTree
 from ..rule import COMPUTED, RECOVERED, Actions, Compute, Counted, Message, Role, Rule, Site, Stepped
 from ..values import numeric
 from ._graph import Choice, Graph, Halves, check_choice, graph_of, halves
 from ._pairs import BACK, PARAMS, Node, Pairs, node_of, protocol
+from .base import step_of
 from .exchange import Exchange, whole_models
 
 
@@ -82,7 +82,7 @@ def ad_psgd(
     """
     check_choice(choice)
     talk = protocol(exchange or whole_models(), choice)
-    start, move = numeric(optimizer.init), local_step(optimizer)
+    start, move = numeric(optimizer.init), numeric(step_of(optimizer), outputs=2)
 
     def begun(state: ADPSGDState) -> tuple[ADPSGDState, Actions]:
         """A gradient at the model as it is now, and an exchange beside it."""
@@ -112,13 +112,3 @@ def ad_psgd(
         raise ValueError(f"a worker of ad_psgd does not know the message {message.kind!r}")
 
     return Rule("ad_psgd", Role(init, receive, lambda state: state.params))
-
-
-def local_step(optimizer: optax.GradientTransformation) -> Any:
-    """`(params, opt_state, gradient) -> (params, opt_state)`, of values."""
-
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return numeric(moved, outputs=2)

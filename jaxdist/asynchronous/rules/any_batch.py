@@ -25,6 +25,7 @@ from ..rule import (
     Stepped,
 )
 from ..values import add, numeric
+from .base import everybody, others
 
 
 class AnyBatchState(NamedTuple):
@@ -107,7 +108,7 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
         return state, begun(state)
 
     def given(state: AnyBatchState) -> tuple[AnyBatchState, Actions]:
-        part = Reduce(tuple(range(state.site.workers)), state.version, part_of(state.total, float(state.done)))
+        part = Reduce(everybody(state.site.workers), state.version, part_of(state.total, float(state.done)))
         return state._replace(waiting=True), (Cancel(), part)
 
     @no_type_check
@@ -128,7 +129,6 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
         raise ValueError(f"a worker of any_batch does not know the message {kind!r}")
 
     def waits_for(state: AnyBatchState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return tuple(others) if state.waiting else ()
+        return others(state.site) if state.waiting else ()
 
     return Rule("any_batch", Role(init, receive, lambda state: state.params, waits_for))

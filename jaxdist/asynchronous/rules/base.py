@@ -1,5 +1,6 @@
 """What the rules with a parameter server share: the worker, and the part of the server that steps and replies."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
@@ -73,14 +74,30 @@ def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     return Stepper(init, step)
 
 
-def replica(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`start(params)` and `move(params, opt_state, gradient)`, for workers that all take the same steps: one does."""
+def step_of(optimizer: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """`(params, opt_state, gradient) -> (params, opt_state)`, of arrays."""
 
     def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return numeric(optimizer.init, shared=True), numeric(moved, outputs=2, shared=True)
+    return moved
+
+
+def replica(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`start(params)` and `move(params, opt_state, gradient)`, for workers that all take the same steps: one does."""
+    return numeric(optimizer.init, shared=True), numeric(step_of(optimizer), outputs=2, shared=True)
+
+
+@functools.lru_cache(maxsize=16)  # one object, which is found in dictionaries without being compared
+def everybody(workers: int) -> tuple[int, ...]:
+    """The group of all workers."""
+    return tuple(range(workers))
+
+
+def others(site: Site) -> tuple[int, ...]:
+    """All workers but this one."""
+    return tuple(i for i in range(site.workers) if i != site.index)
 
 
 # What is called for every event goes without the type checks of the test suite, which would take nearly all the time.

@@ -1,6 +1,5 @@
 """Bulk synchronous: all-reduce of gradients, and the parameter server that does not wait for the last."""
 
-import functools
 from typing import Any, NamedTuple
 
 import optax
@@ -20,7 +19,7 @@ from ..rule import (
     Stepped,
 )
 from ..values import mean_of
-from .base import Core, fresh, outdated, replica, server_rule, stepper, to_all
+from .base import Core, everybody, fresh, others, outdated, replica, server_rule, stepper, to_all
 
 
 class BSPState(NamedTuple):
@@ -67,7 +66,7 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
     def receive(state: BSPState, sender: int, message: Message) -> tuple[BSPState, Actions]:
         site, version = state.site, state.version
         if message.kind == COMPUTED:
-            part = Reduce(_everybody(site.workers), version, message.value)
+            part = Reduce(everybody(site.workers), version, message.value)
             return state._replace(waiting=True), (Counted(site.index, version, version), part)
         if message.kind == REDUCED:
             params, opt_state = move(state.params, state.opt_state, message.value)
@@ -78,15 +77,9 @@ def bsp(optimizer: optax.GradientTransformation) -> Rule:
         raise ValueError(f"a worker of bsp does not know the message {message.kind!r}")
 
     def waits_for(state: BSPState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return tuple(others) if state.waiting else ()
+        return others(state.site) if state.waiting else ()
 
     return Rule("bsp", Role(init, receive, lambda state: state.params, waits_for))
-
-
-@functools.lru_cache(maxsize=16)  # one object, which is found in dictionaries without being compared
-def _everybody(workers: int) -> tuple[int, ...]:
-    return tuple(range(workers))
 
 
 class BackupState(NamedTuple):

@@ -7,6 +7,7 @@ import optax
 from ..._typing import PyTree
 from ..rule import COMPUTED, RECOVERED, REDUCED, Actions, Compute, Counted, Message, Reduce, Role, Rule, Site, Stepped
 from ..values import numeric
+from .base import everybody, others
 
 
 class DelayByOneState(NamedTuple):
@@ -57,8 +58,8 @@ def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
     start, move = numeric(optimizer.init), numeric(moved, outputs=2)
 
     def begun(state: DelayByOneState) -> tuple[DelayByOneState, Actions]:
-        everybody = tuple(range(state.site.workers))
-        return state, (Compute(state.params, state.version), Reduce(everybody, state.version, state.params))
+        part = Reduce(everybody(state.site.workers), state.version, state.params)
+        return state, (Compute(state.params, state.version), part)
 
     def init(site: Site, params: Any) -> tuple[DelayByOneState, Actions]:
         return begun(DelayByOneState(site, params, start(params), 0, None, None))
@@ -83,7 +84,6 @@ def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
         raise ValueError(f"a worker of delay_by_one does not know the message {message.kind!r}")
 
     def waits_for(state: DelayByOneState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return tuple(others) if state.mean is None and state.gradient is not None else ()
+        return others(state.site) if state.mean is None and state.gradient is not None else ()
 
     return Rule("delay_by_one", Role(init, receive, lambda state: state.params, waits_for))

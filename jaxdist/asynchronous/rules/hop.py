@@ -112,20 +112,6 @@ def hop(
     """
     _check(tokens, backup, staleness, skip)
 
-    known: dict[int, tuple[Neighbours, ...]] = {}  # a decorator's cache cannot go to another process
-
-    def neighbours(workers: int) -> tuple[Neighbours, ...]:
-        if workers in known:
-            return known[workers]
-        found = neighbours_in(graph, workers)
-        for index, near in enumerate(found):
-            if backup and backup >= len(near.sources):
-                raise ValueError(
-                    f"backup must be less than the {len(near.sources)} neighbours of worker {index}, got {backup}"
-                )
-        known[workers] = found
-        return found
-
     def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, weights: Any, *others: PyTree) -> tuple:
         updates, opt_state = optimizer.update(gradient, opt_state, params)
 
@@ -146,7 +132,13 @@ def hop(
         return (*sends, *[Send(j, Message(PARAMS, state.params, k)) for j in near.destinations])
 
     def init(site: Site, params: Any) -> tuple[HopState, Actions]:
-        near = neighbours(site.workers)[site.index]
+        found = neighbours_in(graph, site.workers)
+        for index, near in enumerate(found):
+            if backup and backup >= len(near.sources):
+                raise ValueError(
+                    f"backup must be less than the {len(near.sources)} neighbours of worker {index}, got {backup}"
+                )
+        near = found[site.index]
         empty = ((),) * len(near.sources)
         state = HopState(site, params, start(params), 0, None, empty, (0,) * len(near.destinations))
         return state, (*enter(state, near), Compute(params, 0))
@@ -168,7 +160,7 @@ def hop(
         entered = following(state)
         if gradient is None or entered == k:
             return state, ()
-        near = neighbours(site.workers)[site.index]
+        near = neighbours_in(graph, site.workers)[site.index]
         found = usable(queues, entered - 1, staleness)
         if len(found) < len(queues) - backup:
             return state, ()
@@ -185,7 +177,7 @@ def hop(
         kind = message.kind
         if kind == COMPUTED:
             return onward(state._replace(gradient=message.value))
-        near = neighbours(state.site.workers)[state.site.index]
+        near = neighbours_in(graph, state.site.workers)[state.site.index]
         if kind == PARAMS:
             if not staleness and message.version < state.iteration:
                 return state, ()  # late
@@ -208,7 +200,7 @@ def hop(
     def waits_for(state: HopState) -> tuple[int, ...]:
         if state.gradient is None:
             return ()
-        near, entered = neighbours(state.site.workers)[state.site.index], following(state)
+        near, entered = neighbours_in(graph, state.site.workers)[state.site.index], following(state)
         if entered == state.iteration:
             assert tokens is not None
             return tuple(j for j, lead in zip(near.destinations, state.leads) if lead + tokens <= entered)

@@ -1,5 +1,6 @@
 """What a worker of Hop keeps of its neighbours' models, which of them an iteration may use, and with what weight."""
 
+import functools
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
@@ -19,6 +20,7 @@ class Neighbours(NamedTuple):
     weights: tuple[float, ...]
 
 
+@functools.lru_cache(maxsize=16)
 def neighbours_in(graph: Graph, workers: int) -> tuple[Neighbours, ...]:
     """The neighbours of each worker; refuses graphs that change, or that are not for so many workers."""
     topology = graph_of(graph, workers)

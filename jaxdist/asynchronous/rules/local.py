@@ -27,6 +27,7 @@ from ..rule import (
     Stepped,
 )
 from ..values import numeric
+from .base import everybody, others, replica, step_of
 
 
 class LocalState(NamedTuple):
@@ -69,12 +70,8 @@ LocalStep = Callable[..., tuple[PyTree, PyTree]]
 
 def plain_step(optimizer: optax.GradientTransformation) -> LocalStep:
     """A step of a worker's own optimizer."""
-
-    def step(params: PyTree, opt_state: PyTree, gradient: PyTree, anchor: PyTree, words: Any) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    move = step_of(optimizer)
+    return lambda params, opt_state, gradient, anchor, words: move(params, opt_state, gradient)
 
 
 def _wide(tree: PyTree) -> PyTree:
@@ -123,12 +120,8 @@ def local_rule(
     if delay is not None and not 0 <= delay < sync_period:
         raise ValueError(f"delay must be in [0, sync_period={sync_period}), got {delay}: one average after the other")
 
-    def met(anchor: PyTree, outer_state: PyTree, drift: PyTree) -> tuple[PyTree, PyTree]:
-        updates, outer_state = outer.update(drift, outer_state, anchor)
-        return optax.apply_updates(anchor, updates), outer_state
-
-    held, start, start_outer = numeric(_wide, shared=True), numeric(begin), numeric(outer.init, shared=True)
-    local, meet = numeric(step, outputs=2), numeric(met, outputs=2, shared=True)
+    held, start, local = numeric(_wide, shared=True), numeric(begin), numeric(step, outputs=2)
+    start_outer, meet = replica(outer)
 
     def init(site: Site, params: Any) -> tuple[LocalState, Actions]:
         anchor = held(params)
@@ -166,7 +159,7 @@ def local_rule(
         """The next average, if the one before is over and enough steps were taken."""
         if state.sent is not None or state.steps < sync_period:
             return state, ()
-        part = Reduce(tuple(range(state.site.workers)), state.version, _drift(state.anchor, state.params))
+        part = Reduce(everybody(state.site.workers), state.version, _drift(state.anchor, state.params))
         return state._replace(sent=state.params, sent_oldest=state.oldest, steps=0), (part,)
 
     def waiting(state: LocalState) -> bool:
@@ -194,7 +187,6 @@ def local_rule(
         return state._replace(computing=True), (*actions, Compute(state.params, state.version))
 
     def waits_for(state: LocalState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return tuple(others) if waiting(state) else ()
+        return others(state.site) if waiting(state) else ()
 
     return Rule(name, Role(init, receive, lambda state: state.anchor, waits_for))

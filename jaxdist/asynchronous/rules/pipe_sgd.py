@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, no_type_check
 import optax
 
 from ..rule import COMPUTED, RECOVERED, REDUCED, Actions, Compute, Counted, Message, Reduce, Role, Rule, Site, Stepped
-from .base import replica
+from .base import everybody, others, replica
 
 
 class PipeState(NamedTuple):
@@ -81,7 +81,7 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
         if state.travelling or not state.outbox:
             return state, ()
         (tag, value), *rest = state.outbox
-        part = Reduce(tuple(range(state.site.workers)), tag, value)
+        part = Reduce(everybody(state.site.workers), tag, value)
         return state._replace(travelling=True, outbox=tuple(rest)), (part,)
 
     def went_on(state: PipeState) -> tuple[PipeState, Actions]:
@@ -115,7 +115,6 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
         return state, (*books, *parts, *steps)
 
     def waits_for(state: PipeState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return () if state.computing else tuple(others)
+        return () if state.computing else others(state.site)
 
     return Rule("pipe_sgd", Role(init, receive, lambda state: state.params, waits_for))

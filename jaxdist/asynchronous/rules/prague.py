@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import optax
 
-from ..._typing import Number, PyTree
+from ..._typing import Number
 from ..rule import (
     COMPUTED,
     RECOVERED,
@@ -22,7 +22,7 @@ from ..rule import (
     Stepped,
 )
 from ..values import numeric
-from .base import PULL
+from .base import PULL, step_of
 from .prague_groups import DONE, GROUP, JOIN, REQUEST, generator, members_of, schedule
 
 Groups = Literal["random", "static", "smart"]
@@ -123,12 +123,8 @@ def prague(
         raise ValueError(f"max_lag must be at least 1, as who computes has asked once less, got {max_lag}")
     static = groups == "static"
 
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     start = numeric(optimizer.init, shared=True)
-    move = numeric(moved, outputs=2)
+    move = numeric(step_of(optimizer), outputs=2)
 
     def init(site: Site, params: Any) -> tuple[PragueState, Actions]:
         if group_size > site.workers:

@@ -10,6 +10,7 @@ import optax
 from ..._typing import PyTree
 from ..rule import COMPUTED, RECOVERED, REDUCED, Actions, Compute, Counted, Message, Reduce, Role, Rule, Site, Stepped
 from ..values import add, numeric
+from .base import everybody, others
 
 # Rounds that a measurement counts for: fewer deal noise out, more are slow to see a speed that changed.
 MEMORY = 8
@@ -138,7 +139,7 @@ def task_allocation(batch: int, optimizer: optax.GradientTransformation) -> Rule
             counted = Counted(site.index, version, version)
             if state.done < state.share:
                 return state, (counted, Compute(state.params, version))
-            group = tuple(range(site.workers))
+            group = everybody(site.workers)
             parts = Reduce(group, 2 * version, total), Reduce(group, 2 * version + 1, spent, "gather")
             return state, (counted, *parts)
         if kind == REDUCED and message.tag % 2:
@@ -150,7 +151,6 @@ def task_allocation(batch: int, optimizer: optax.GradientTransformation) -> Rule
         raise ValueError(f"a worker of task_allocation does not know the message {kind!r}")
 
     def waits_for(state: AllocationState) -> tuple[int, ...]:
-        others = (i for i in range(state.site.workers) if i != state.site.index)
-        return tuple(others) if state.done == state.share else ()
+        return others(state.site) if state.done == state.share else ()
 
     return Rule("task_allocation", Role(init, receive, lambda state: state.params, waits_for))
