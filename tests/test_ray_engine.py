@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdist import topology
 from jaxdist.asynchronous import Compute, Role, Rule, ray_engine, replay, rules
 
 ray = pytest.importorskip("ray")
@@ -43,6 +44,8 @@ RULES = {
     "ssp": made(lambda: rules.ssp(2, optax.sgd(0.05))),
     "ringleader": made(lambda: rules.ringleader(optax.sgd(0.05))),
     "backup": made(lambda: rules.backup_workers(2, optax.sgd(0.05))),
+    "ad_psgd": made(lambda: rules.ad_psgd(topology.ring, optax.sgd(0.05))),
+    "hop": made(lambda: rules.hop(topology.ring, optax.sgd(0.05), tokens=3)),
 }
 
 
@@ -96,6 +99,21 @@ def test_a_killed_worker_changes_nothing_but_the_time(cluster):
     assert run.down[1] > 0
     assert run.losses[-1] < run.losses[0]
     assert all_end(killer.seen[-1].processes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ad_psgd", "hop"])
+def test_peers_go_on_when_one_of_them_is_killed(cluster, name):
+    killer = Killer(1)
+    run = ray_engine.run(RULES[name], TASK, workers=2, seconds=20, progress=killer)
+    assert killer.seen[-1].starts == {0: 1, 1: 2}
+    counted = np.bincount(run.trace.gradients.worker, minlength=2)
+    assert counted.min() > 20
+    if name == "hop":
+        assert np.ptp(counted) <= 3  # the tokens
+    assert {"failed", "recovered"} <= set(run.trace.words)
+    goal = GOALS[:2].mean(0)
+    assert np.sum((run.params["w"] - goal) ** 2) < 0.1 * np.sum(goal**2)
 
 
 def test_no_worker_runs_too_far_ahead(cluster):
