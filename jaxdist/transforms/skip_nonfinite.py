@@ -11,7 +11,7 @@ from ..comm import over
 
 
 class SkipNonfiniteState(NamedTuple):
-    """`skipped` counts the steps that did not happen (agreed)."""
+    """`skipped` counts the steps that did not happen (agreed; of each worker inside `local_steps` and `gossip`)."""
 
     inner: State
     skipped: Int[Array, ""]
@@ -26,13 +26,17 @@ def skip_nonfinite(
     up a NaN never recovers. The chain runs on zeros (so that its collectives happen on all workers); its updates are
     then replaced by zeros and its new state by the old one, residuals included. Workers with `examples=0` do not count.
 
-    *On the wire*: one all-reduce of 4 bytes before those of `tx`.
+    Around `local_steps` and `gossip` it makes all workers meet in every step, which they are there to avoid. Inside,
+    `local_steps(skip_nonfinite(inner, axis=None), ...)`, a worker sits its own step out, as with `active=False`, and
+    nobody waits. With `gradient_tracking`, which keeps the gradients themselves, it must stand around.
+
+    *On the wire*: one all-reduce of 4 bytes before those of `tx`; with `axis=None` nothing.
 
     *State*: that of `tx`, and a count.
 
     Args:
       tx: the whole chain, `all_reduce` included.
-      axis: the mesh axis of the workers.
+      axis: the mesh axis of the workers; `None` where each decides for itself, inside `local_steps` and `gossip`.
 
     Returns:
       The guarded chain.

@@ -45,7 +45,8 @@ def stats(opt_state: State) -> dict[str, Array]:
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
       `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `mirror_descent`, `anytime_minibatch`,
       `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`, of all fragments together, and from
-      `no_lo_co`; `skips` from `skip_nonfinite`; `empty` (steps without any example) from `all_reduce`; `loss_scale`
+      `no_lo_co`; `skips` from `skip_nonfinite`, of all workers
+      together where each guards its own steps; `empty` (steps without any example) from `all_reduce`; `loss_scale`
       from `dynamic_loss_scale`.
 
     Example:
@@ -72,7 +73,7 @@ def stats(opt_state: State) -> dict[str, Array]:
     for name, kind, field in (("skips", SkipNonfiniteState, "skipped"), ("empty", AllReduceState, "empty")):
         nodes = _nodes(opt_state, kind)
         if nodes:
-            found[name] = sum(getattr(node, field) for node in nodes)
+            found[name] = sum(getattr(node, field).sum() for node in nodes)
     scaled = _nodes(opt_state, LossScaleState)
     if scaled:
         found["loss_scale"] = scaled[0].scale

@@ -1,0 +1,177 @@
+"""NaN and Inf at random places of random workers' gradients, 200 times: what a guarded method keeps of them.
+
+Every case is a step of a run that goes on before and after it, for every kind of state that would keep a NaN: moments,
+residuals, bases, levels, keys, anchors, neighbours' models, parts of a cut state.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from laws_run import State, gradients, params, train_step
+from tiny import assert_close, numbers
+
+import jaxdist as jd
+from jaxdist.transforms import demo
+
+WORKERS, STEPS, CASES = 4, 4, 10
+RING = jd.topology.ring(WORKERS)
+
+
+def reduced(reducer, optimizer=None):
+    return optax.chain(jd.all_reduce(reducer), optax.adamw(0.1, weight_decay=0.1) if optimizer is None else optimizer)
+
+
+def top_k():
+    return jd.error_feedback(jd.compressed(jd.top_k(0.25)))
+
+
+def momentum():
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def diloco():
+    return jd.recipes.diloco(optax.adam(0.1), sync_period=2, reducer=top_k())
+
+
+def accordion():
+    return jd.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)
+
+
+def one_bit_adam(learning_rate):
+    return jd.one_bit_adam(learning_rate, freeze_step=2)
+
+
+# Those whose parameters differ between workers have the mark.
+AGREED = {
+    "exact": lambda: reduced(jd.exact()),
+    "feedback of top_k": lambda: reduced(top_k()),
+    "feedback of power_sgd": lambda: reduced(jd.error_feedback(jd.power_sgd(2, min_compression_rate=0)), momentum()),
+    "feedback of signs": lambda: reduced(jd.error_feedback(jd.compressed(jd.scaled_sign()))),
+    "ef21": lambda: reduced(jd.ef21(jd.compressed(jd.top_k(0.25)))),
+    "qsgd": lambda: reduced(jd.compressed(jd.qsgd(4))),
+    "alq": lambda: reduced(jd.alq(3, bucket=32, every=1)),
+    "dgc": lambda: reduced(jd.reducers.dgc(0.25, clip_norm=3.0), optax.sgd(0.1)),
+    "loco": lambda: reduced(jd.loco(jd.two_shot(jd.qsgd(4)), block=32)),
+    "two_shot with a server residual": lambda: reduced(
+        jd.error_feedback(jd.two_shot(jd.scaled_sign(), second=jd.top_k(0.25)))
+    ),
+    "accordion": lambda: reduced(jd.error_feedback(accordion())),
+    "intsgd": lambda: reduced(jd.intsgd()),
+    "zero_redundancy": lambda: jd.zero_redundancy(optax.adam(0.1)),
+    "one_bit_adam": lambda: one_bit_adam(0.1),
+    "demo": lambda: demo(0.1, chunk=4, k=3),
+}
+LOCAL = {
+    "zero_one_adam": lambda: jd.zero_one_adam(0.1, freeze_step=2, refreshes=1, doubling_steps=1),
+    "slowmo": lambda: jd.recipes.slowmo(momentum(), sync_period=2, learning_rate=0.1),
+    "diloco with feedback": diloco,
+    "d_psgd": lambda: jd.gossip(momentum(), RING),
+    "gradient_tracking": lambda: jd.gossip(momentum(), RING, method=jd.gradient_tracking()),
+}
+METHODS = {**AGREED, **LOCAL}
+
+
+class Ran(NamedTuple):
+    """A run without faults: its compiled step, and the states before and after each step."""
+
+    step: Any
+    states: list[State]
+
+
+@functools.cache
+def ran(name) -> Ran:
+    tx = jd.skip_nonfinite(METHODS[name]())
+
+    def make_state():
+        return State(jd.PerWorker(params()) if name in LOCAL else params(), tx.init(params()))
+
+    run = jd.simulate(train_step(tx, "data"), WORKERS)
+    states = [jd.init_state(make_state, WORKERS)]
+    for number in range(STEPS):
+        states.append(run(states[-1], gradients(number, WORKERS))[0])
+    return Ran(run, states)
+
+
+def poisoned(rng, step):
+    """The gradients of a step with one entry that is no number, somewhere."""
+    found = gradients(step, WORKERS)
+    leaf = found[rng.choice(sorted(found))]
+    where = (rng.integers(WORKERS), *(rng.integers(size) for size in leaf.shape[1:]))
+    leaf[where] = rng.choice([np.nan, np.inf, -np.inf])
+    return found
+
+
+def without_count(state):
+    return state._replace(opt=state.opt.inner)
+
+
+def moved(after, before):
+    return max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)), strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_fault_is_a_step_that_did_not_happen(name):
+    rng, run = np.random.default_rng(list(METHODS).index(name)), ran(name)
+    for _ in range(CASES):
+        number = int(rng.integers(STEPS))
+        before = run.states[number]
+        after, _ = run.step(before, poisoned(rng, number))
+        assert_close(without_count(after), without_count(before), 0)
+        assert (int(jd.stats(before.opt)["skips"]), int(jd.stats(after.opt)["skips"])) == (0, 1)
+        # The next step is the one that would have come in its place, and it is one.
+        later, _ = run.step(after, gradients(number, WORKERS))
+        assert_close(without_count(later), without_count(run.states[number + 1]), 0)
+        assert moved(numbers(later.params), numbers(before.params)) > 1e-3
+        for leaf in jax.tree.leaves(numbers(later)):
+            assert not jnp.issubdtype(leaf.dtype, jnp.floating) or np.isfinite(leaf).all()
+
+
+# ---- each worker guards its own step, and no other hears of it
+
+ALONE = {
+    "slowmo": lambda inner: jd.recipes.slowmo(inner, sync_period=2, learning_rate=0.1),
+    "diloco with feedback": lambda inner: jd.recipes.diloco(inner, sync_period=2, reducer=top_k()),
+    "d_psgd": lambda inner: jd.gossip(inner, RING),
+    "choco": lambda inner: jd.gossip(inner, RING, method=jd.choco(jd.top_k(0.25), step_size=0.3)),
+    "d2": lambda inner: jd.gossip(inner, RING, method=jd.d2()),
+    "qg": lambda inner: jd.gossip(inner, RING, method=jd.qg_momentum(learning_rate=0.1)),
+    "relay": lambda inner: jd.gossip(inner, jd.topology.path(WORKERS), method=jd.relay_sgd()),
+    "sgp": lambda inner: jd.gossip(inner, RING, method=jd.sgp()),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_worker_sits_a_step_out(name):
+    """What it does then is what `active=False` does, in the step in which workers meet and in the others."""
+    tx = ALONE[name](jd.skip_nonfinite(momentum(), axis=None))
+
+    def step(state, batch):
+        gradient, active = jax.tree.map(lambda x: x[0], batch)
+        updates, opt = tx.update(gradient, state.opt, state.params, active=active)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    def make_state():
+        return State(jd.PerWorker(params()), tx.init(params()))
+
+    mesh = jd.make_mesh({"data": WORKERS})
+    rng, run, everyone = np.random.default_rng(0), jd.distribute(step, mesh, donate=False), np.ones(WORKERS, bool)
+    clean = jd.init_state(make_state, mesh)
+    for number in range(STEPS):
+        bad = poisoned(rng, number)
+        (found,) = {int(np.argwhere(~np.isfinite(x))[0, 0]) for x in bad.values() if not np.isfinite(x).all()}
+        after, _ = run(clean, (bad, everyone))
+        sat_out, _ = run(clean, (gradients(number, WORKERS), np.arange(WORKERS) != found))
+        assert_close(after.params, sat_out.params, 0)
+        assert int(jd.stats(after.opt)["skips"]) == 1
+        inner = after.opt.inner.value
+        assert inner.skipped.tolist() == [int(worker == found) for worker in range(WORKERS)]
+        assert_close(
+            after.opt._replace(inner=inner.inner), sat_out.opt._replace(inner=sat_out.opt.inner.value.inner), 0
+        )
+        clean, _ = run(clean, (gradients(number, WORKERS), everyone))
+        assert moved(numbers(after.params), numbers(clean.params)) > 1e-3
