@@ -146,6 +146,17 @@ def test_what_is_raised_ends_the_process(ended):
     assert '"done": true' in texts[0]
 
 
+def test_a_state_with_keys_is_watched_to_its_end(ended):
+    found, _ = ended
+    step = jax.jit(lambda state: ({**state, "w": state["w"] + 1}, state["key"]))
+    with jd.watchdog(60) as watch:
+        watch(step, {"w": jnp.zeros(3), "key": jax.random.key(0)})
+        time.sleep(0.5)
+        assert watch._threads[0].is_alive()
+        assert not watch._running
+    assert found == []
+
+
 def test_alone():
     step = jax.jit(lambda state, batch: (state + batch, {"loss": batch}), donate_argnums=0)
     with jd.watchdog(60) as watch:

@@ -201,11 +201,16 @@ def watchdog(
 def _smallest(results: Any) -> list[jax.Array]:
     """An array of each part of the results: those of a program are there together, and a large one is not kept for it.
 
-    A part that the next step was given to overwrite is then deleted; the others are not.
+    A part that the next step was given to overwrite is then deleted; the others are not. Typed keys do not tell whether
+    they are there.
     """
     parts = results if isinstance(results, tuple) else (results,)
-    leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array)] for part in parts)
+    leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array) and not _is_key(x)] for part in parts)
     return [min(part, key=lambda x: x.size) for part in leaves if part]
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_there(x: Any) -> bool:
