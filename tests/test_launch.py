@@ -1,6 +1,8 @@
 """The launcher, with scripts that do not start JAX."""
 
+import io
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -36,9 +38,10 @@ def start(tmp_path):
     """Starts the launcher on a script with these lines."""
     started = []
 
-    def run(body: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def run(body: str, *options: str, arguments: tuple[str, ...] = (), shell: str = "") -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(SCRIPT + body)
-        command = [sys.executable, "-c", ALONE, str(pathlib.Path(devices.__file__).parents[1])]
+        command = ["sh", "-c", f'{shell} exec "$@"', "sh"] if shell else []
+        command += [sys.executable, "-c", ALONE, str(pathlib.Path(devices.__file__).parents[1])]
         command += [*options, "script.py", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
@@ -93,6 +96,25 @@ time.sleep(60)
     assert err == f"jaxdist launch: {report}"
 
 
+def test_the_killed_one_is_the_cause_though_others_ended_meanwhile(start, tmp_path):
+    body = """
+pathlib.Path(str(me)).write_text(str(os.getpid()))
+until("stopped")
+sys.exit(1) if me == 0 else os.kill(os.getpid(), signal.SIGKILL)
+"""
+    job = start(body, "-n", "2")
+    for name in "01":
+        wait_for(tmp_path / name)
+    job.send_signal(signal.SIGSTOP)
+    (tmp_path / "stopped").touch()
+    while not all(gone(int((tmp_path / name).read_text())) for name in "01"):
+        time.sleep(0.01)
+    job.send_signal(signal.SIGCONT)
+    _, err = job.communicate()
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "process 1 was killed" in err
+
+
 def test_restarts_until_it_works(start, tmp_path):
     body = 'print("attempt", attempt); sys.exit(0 if attempt == 2 else 3 + attempt)'
     job = start(body, "--restarts", "2")
@@ -106,6 +128,16 @@ def test_restarts_until_it_works(start, tmp_path):
     assert (job.wait(), "exited with code 4" in job.stderr.read()) == (4, True)
 
 
+def test_a_signal_between_two_attempts_ends_all(start):
+    """The pause before the third is two seconds."""
+    job = start("sys.exit(3)", "--restarts", "9")
+    while "restart 3" not in (line := job.stderr.readline()):
+        assert line
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate()
+    assert (job.returncode, "restart" in err) == (3, False)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on_and_nothing_is_restarted(start, tmp_path, number):
     body = f"signal.signal({int(number)}, saved); pathlib.Path(str(me)).touch(); time.sleep(60)"
@@ -115,6 +147,15 @@ def test_signals_are_passed_on_and_nothing_is_restarted(start, tmp_path, number)
     job.send_signal(number)
     out, err = job.communicate()
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["[0] saved", "[1] saved"], "")
+
+
+def test_nohup(start, tmp_path):
+    """The terminal goes; who then asks to stop is heard."""
+    job = start('pathlib.Path("0").touch(); time.sleep(60)', shell="trap '' HUP;")
+    wait_for(tmp_path / "0")
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        job.send_signal(number)
+    assert job.wait() == 128 + signal.SIGTERM
 
 
 def test_who_does_not_end_after_a_signal_is_killed(start, tmp_path):
@@ -148,6 +189,48 @@ os.rename(f"{me}.part", sys.argv[1] + str(me))
         time.sleep(0.01)
 
 
+def test_who_fled_and_goes_on_writing_is_not_waited_for(start):
+    body = 'subprocess.Popen([sys.executable, "-c", "while True: print(1)"], start_new_session=True)'
+    job = start(body, shell="exec >/dev/null 2>&1;")
+    assert job.wait(20) == 0
+
+
+@pytest.mark.parametrize("where", [">&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_the_launcher_goes_on_without_an_output(start, where):
+    job = start('print("words"); sys.exit(0 if attempt else 3)', "--restarts", "1", shell=f"exec {where};")
+    assert job.wait() == 0
+
+
+def test_a_bar_of_progress_is_seen_while_it_grows(start, tmp_path):
+    job = start('print("10%", end="\\r"); time.sleep(20); open("ended", "w").close()')
+    assert job.stdout.readline() == "[0] 10%\n"
+    assert not (tmp_path / "ended").exists()
+
+
+def test_in_a_notebook(tmp_path, monkeypatch):
+    """Its output takes text alone, and it may have many files open."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    files = [open("/dev/null") for _ in range(1024)]
+    try:
+        launch([sys.executable, "-c", "print('é')"], 1, logs=tmp_path)
+    finally:
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sys.stdout.getvalue() == "[0] é\n"
+
+
+def test_none_is_left_where_a_log_cannot_be_written(tmp_path, monkeypatch):
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kw: started.append(popen(*args, **kw)) or started[-1])
+    (tmp_path / "1.log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        launch(["sleep", "60"], 2, logs=tmp_path)
+    assert all(one.poll() is not None for one in started)
+
+
 def test_a_held_port_is_for_process_0_alone():
     with ports.hold_port() as held:
         port = ports.number_of(held)
@@ -166,6 +249,7 @@ def test_gpus_are_dealt_out(tmp_path):
     name = devices.CHOSEN
     assert devices.given(2, {}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
     assert devices.given(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path) == [{name: "0"}, {name: "1"}]
+    assert devices.given(2, {"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
     for variables in ({"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": "-1"}, {name: "0"}):
         assert devices.given(3, variables, tmp_path) == [{}, {}, {}]
     with pytest.raises(ValueError, match="4 GPUs do not divide among 3 processes"):
@@ -175,6 +259,7 @@ def test_gpus_are_dealt_out(tmp_path):
 def test_wrong_arguments(start):
     with pytest.raises(ValueError, match=r"at least 1 process.*got 0"):
         launch([sys.executable], 0)
-    job = start("", "--port", "1", "-n", "0")
-    _, err = job.communicate()
-    assert (job.returncode, err.count("\n")) == (2, 1)
+    for options in (["--port", "1", "-n", "0"], ["--port", "70000"], ["--grace", "inf"]):
+        job = start("", *options)
+        _, err = job.communicate()
+        assert (job.returncode, err.count("\n")) == (2, 1)

@@ -9,7 +9,8 @@ CHOSEN = "JAX_LOCAL_DEVICE_IDS"
 
 def gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
     """How many GPUs JAX would use here."""
-    if environment.get(CHOSEN) or "cpu" in environment.get("JAX_PLATFORMS", ""):
+    platforms = environment.get("JAX_PLATFORMS")
+    if environment.get(CHOSEN) or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
         return 0
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

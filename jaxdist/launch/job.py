@@ -1,6 +1,7 @@
 """A job: its processes are started together, and the first that fails ends all."""
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -8,16 +9,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import devices
 from .keeper import keeper
 from .ports import hold_port, number_of
-from .worker import Worker, finish, how_it_ended, kill, read, start
+from .worker import Worker, finish, how_it_ended, kill, read, show, start
 
 STOP_SECONDS = 1.0  # from the first failure to SIGKILL for the others
+PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 30.0  # before the first restart, and at most
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOHUP = (signal.SIGHUP, signal.SIG_IGN)  # `nohup` wants the job to outlive its terminal
 
 
 class WorkerLost(RuntimeError):
@@ -35,14 +37,6 @@ class WorkerLost(RuntimeError):
         self.process, self.code, self.log = process, code, log
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """How one attempt went: who failed first, if any, and whether the launcher had been asked to stop."""
-
-    lost: WorkerLost | None
-    asked: bool
-
-
 def launch(
     command: Sequence[str],
     processes: int,
@@ -58,12 +52,14 @@ def launch(
     Each process finds `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
     reads, and `JAXDIST_ATTEMPT`: 0, and one more after each restart. What it prints is shown behind its number and kept
     in `logs/NUMBER.log`. When one fails, the others get SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP
-    are passed on. Whatever ends the launcher, SIGKILL too, ends all processes and what they started.
+    are passed on, the second one as SIGKILL. Whatever ends the launcher, SIGKILL too, ends all processes and what they
+    started, but for what has begun a session of its own.
 
     Args:
       command: what each process runs.
       processes: how many.
-      restarts: how many times to start all anew after a failure. The script goes on from what it saved last.
+      restarts: how many times to start all anew after a failure, after a pause of half a second, then of twice as long
+        each time, up to 30 s. The script goes on from what it saved last.
       port: where process 0 listens for the others; a free one by default.
       logs: the folder for the logs; those of later attempts go to `logs/attempt-1` and so on.
       grace_seconds: how long processes may go on after a signal was passed on, to save.
@@ -79,48 +75,61 @@ def launch(
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     launch([sys.executable, "-c", "pass"], 2, logs=folder)
     """
-    if processes < 1 or restarts < 0 or grace_seconds < 0:
+    if processes < 1 or restarts < 0 or not 0 <= grace_seconds < math.inf:
         raise ValueError(
             f"at least 1 process, 0 restarts and 0 seconds of grace, got {processes}, {restarts} and {grace_seconds}"
         )
     given = devices.given(processes, environment)
-    for attempt in range(restarts + 1):
-        folder = Path(logs, f"attempt-{attempt}") if attempt else Path(logs)
-        with hold_port(port) as held, _signals() as (wakeup, received), keeper() as note:
-            address = f"127.0.0.1:{number_of(held)}"
-            own = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(attempt)}
-            # Processes of one machine: nobody else needs to reach them.
-            own |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address}
-            own |= {"JAX_NUM_PROCESSES": str(processes)}
-            workers: list[Worker] = []
-            try:
-                for number in range(processes):
-                    variables = own | given[number] | {"JAX_PROCESS_ID": str(number)}
-                    workers.append(start(command, number, variables, folder / f"{number}.log"))
-                    note(workers[-1].process.pid, True)
-                ended = _watch(workers, wakeup, received, grace_seconds, note)
-            finally:
-                for worker in workers:
-                    if not worker.ended:
-                        kill(worker)
-                        worker.process.wait()
-        if ended.lost is None:
-            return
-        if ended.asked or attempt == restarts:
-            raise ended.lost
-        print(f"jaxdist launch: WorkerLost: {ended.lost}", file=sys.stderr)
-        print(f"jaxdist launch: restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+    with _signals() as (wakeup, received):
+        for attempt in range(restarts + 1):
+            folder = Path(logs, f"attempt-{attempt}") if attempt else Path(logs)
+            with hold_port(port) as held, keeper() as note:
+                address = f"127.0.0.1:{number_of(held)}"
+                own = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(attempt)}
+                # Processes of one machine: nobody else needs to reach them.
+                own |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address}
+                own |= {"JAX_NUM_PROCESSES": str(processes)}
+                workers: list[Worker] = []
+                try:
+                    for number in range(processes):
+                        variables = own | given[number] | {"JAX_PROCESS_ID": str(number)}
+                        workers.append(start(command, number, variables, folder / f"{number}.log"))
+                        note(workers[-1].process.pid, True)
+                    lost = _watch(workers, wakeup, received, grace_seconds, note)
+                finally:
+                    for worker in workers:
+                        if not worker.ended:
+                            kill(worker)
+                            worker.process.wait()
+                            finish(worker)
+            if lost is None:
+                return
+            if attempt < restarts and not received:
+                text = f"jaxdist launch: WorkerLost: {lost}\njaxdist launch: restart {attempt + 1} of {restarts}\n"
+                show(sys.stderr, text.encode())
+                _pause(wakeup, received, min(PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE))
+            if attempt == restarts or received:
+                raise lost
+
+
+def _pause(wakeup: socket.socket, received: Sequence[int], seconds: float) -> None:
+    """Waits, unless a signal comes: what fails at once would otherwise have used up its restarts in seconds."""
+    until = time.monotonic() + seconds
+    while not received and (left := until - time.monotonic()) > 0:
+        wakeup.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            wakeup.recv(4096)
 
 
 def _watch(
     workers: Sequence[Worker],
     wakeup: socket.socket,
-    received: list[int],
+    received: Sequence[int],
     grace: float,
     note: Callable[[int, bool], None],
-) -> _Ended:
-    """Passes on output and signals until all processes have ended."""
-    lost, asked, deadline = None, False, None
+) -> WorkerLost | None:
+    """Passes on output and signals until all processes have ended. Who failed first, if any did."""
+    lost, passed_on, deadline = None, 0, None
     with selectors.DefaultSelector() as selector:
         selector.register(wakeup, selectors.EVENT_READ)
         for worker in workers:
@@ -133,10 +142,9 @@ def _watch(
                     wakeup.recv(4096)
                 elif not read(*key.data):
                     selector.unregister(key.fileobj)
-            while received:
-                number = received.pop(0)
-                deadline = time.monotonic() + (0.0 if asked else grace)  # the second time, at once
-                asked = True
+            for number in received[passed_on:]:
+                deadline = time.monotonic() + (0.0 if passed_on else grace)  # the second time, at once
+                passed_on += 1
                 _send(alive, number)
             failed = [worker for worker in alive if _has_ended(worker, selector, note) and worker.process.returncode]
             if failed and lost is None:
@@ -148,7 +156,7 @@ def _watch(
                     if not worker.ended:
                         kill(worker)
                 deadline = None
-    return _Ended(lost, asked)
+    return lost
 
 
 def _has_ended(worker: Worker, selector: selectors.BaseSelector, note: Callable[[int, bool], None]) -> bool:
@@ -164,8 +172,9 @@ def _has_ended(worker: Worker, selector: selectors.BaseSelector, note: Callable[
 
 
 def _lost(failed: Sequence[Worker]) -> WorkerLost:
-    """The cause among processes that were found together: whose peer died is aborted by JAX, so others come first."""
-    first = min(failed, key=lambda worker: (worker.process.returncode == -signal.SIGABRT, worker.number))
+    """The cause among processes that were found together: one whose peer was killed exits, or is aborted by JAX."""
+    order = {-signal.SIGABRT: 2}
+    first = min(failed, key=lambda one: (order.get(code := one.process.returncode, int(code > 0)), one.number))
     last = [line.decode(errors="replace") for line in first.last]
     return WorkerLost(first.number, first.process.returncode, first.path, last)
 
@@ -183,7 +192,8 @@ def _signals() -> Iterator[tuple[socket.socket, list[int]]]:
     received: list[int] = []
     wakeup, end = socket.socketpair()
     end.setblocking(False)
-    old = {number: signal.signal(number, lambda number, _: received.append(number)) for number in ASKING}
+    asking = [number for number in ASKING if (number, signal.getsignal(number)) != NOHUP]
+    old = {number: signal.signal(number, lambda number, _: received.append(number)) for number in asking}
     old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     old_wakeup = signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
     try:

@@ -20,9 +20,10 @@ def hold_port(port: int = 0) -> socket.socket:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("::" if dual else "0.0.0.0", port))
-    except OSError as problem:
+    except (OSError, OverflowError) as problem:
         held.close()
-        raise ValueError(f"port {port} cannot be had ({problem.strerror}): take another, or leave it out") from None
+        reason = getattr(problem, "strerror", "it must be from 0 to 65535")
+        raise ValueError(f"port {port} cannot be had ({reason}): take another, or leave it out") from None
     return held
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -10,12 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from .tether import tethered
 
 LAST_LINES = 20
 LONGEST_LINE = 1 << 16  # a longer one is cut
+MOST_LEFT = 16  # as much as Linux keeps in a pipe, in longest lines
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Worker:
 
 def start(command: Sequence[str], number: int, environment: Mapping[str, str], path: Path) -> Worker:
     """Starts a process in a session of its own, which dies with the launcher, whatever ends that one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("wb", buffering=0)
     process = subprocess.Popen(
         tethered(command),
         env=environment,
@@ -46,19 +48,19 @@ def start(command: Sequence[str], number: int, environment: Mapping[str, str], p
         assert pipe is not None
         os.set_blocking(pipe.fileno(), False)
         pipes[pipe] = bytearray()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Worker(number, process, path.open("wb", buffering=0), path, pipes)
+    return Worker(number, process, log, path, pipes)
 
 
 def read(worker: Worker, pipe: IO[bytes]) -> bool:
-    """Passes on the lines that have come through a pipe; False at its end."""
+    """Passes on the lines that have come through a pipe; False where nothing has, as at its end."""
     try:
         part = os.read(pipe.fileno(), LONGEST_LINE)
     except BlockingIOError:
-        return True
+        return False
     worker.pipes[pipe] += part
     begun = worker.pipes[pipe]
-    _pass_on(worker, pipe, len(begun) if len(begun) > LONGEST_LINE else begun.rfind(b"\n") + 1)
+    whole = max(begun.rfind(b"\n"), begun.rfind(b"\r")) + 1  # a bar of progress returns to where it began
+    _pass_on(worker, pipe, len(begun) if len(begun) > LONGEST_LINE else whole)
     return bool(part)
 
 
@@ -67,8 +69,9 @@ def finish(worker: Worker) -> None:
     worker.ended = True
     kill(worker)
     for pipe in worker.pipes:
-        while select.select([pipe], [], [], 0)[0] and read(worker, pipe):
-            pass
+        for _ in range(MOST_LEFT):  # who fled into a session of its own may go on writing
+            if not read(worker, pipe):
+                break
         _pass_on(worker, pipe, len(worker.pipes[pipe]))
         pipe.close()
     worker.log.close()
@@ -76,16 +79,23 @@ def finish(worker: Worker) -> None:
 
 def _pass_on(worker: Worker, pipe: IO[bytes], end: int) -> None:
     """So much of what came, to the log and to where the launcher prints."""
-    out = sys.stdout if pipe is worker.process.stdout else sys.stderr
-    for line in bytes(worker.pipes[pipe][:end]).splitlines():
-        worker.last.append(line)
-        # A full disk or a reader that has gone must not end the launcher.
-        with contextlib.suppress(OSError):
-            worker.log.write(line + b"\n")
-        with contextlib.suppress(OSError):
-            out.buffer.write(b"[%d] %s\n" % (worker.number, line))
-            out.flush()
+    lines = bytes(worker.pipes[pipe][:end]).splitlines()
     del worker.pipes[pipe][:end]
+    worker.last.extend(lines)
+    with contextlib.suppress(OSError):  # a full disk must not end the launcher
+        worker.log.write(b"".join(line + b"\n" for line in lines))
+    out = sys.stdout if pipe is worker.process.stdout else sys.stderr
+    show(out, b"".join(b"[%d] %s\n" % (worker.number, line) for line in lines))
+
+
+def show(out: Any, text: bytes) -> None:
+    """Prints, unless it cannot: a reader that has gone, or an output that was closed, must not end the launcher."""
+    with contextlib.suppress(OSError):
+        if out is not None and hasattr(out, "buffer"):
+            out.buffer.write(text)
+            out.flush()
+        elif out is not None:  # a notebook's
+            out.write(text.decode(errors="replace"))
 
 
 def kill(worker: Worker) -> None:
