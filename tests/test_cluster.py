@@ -50,6 +50,9 @@ def test_slurm():
         ("a[3,7-9]", "a3"),
         ("r[1-2]n4,x", "r1n4"),
         ("a-b", "a-b"),
+        ("rack[0-1]_blade[02-41],x[1-2]", "rack0_blade02"),
+        ("gpu[001-003,007],login1", "gpu001"),
+        ("tpu-a-[1-2]", "tpu-a-1"),
     ],
 )
 def test_the_first_host(nodes, first):
@@ -74,6 +77,13 @@ def test_open_mpi_five():
     with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS missing; Open MPI tells the rest"):
         detect(MPI)
     assert detect(MPI | {"JAX_COORDINATOR_ADDRESS": "h:1"}) == ("h:1", 4, 2)
+
+
+def test_open_mpi_inside_of_slurm():
+    """On other hosts than the first, mpirun starts processes through one `srun` for each host, whose variables stay."""
+    own = MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.96.0.1:34911", "OMPI_COMM_WORLD_RANK": "3"}
+    assert detect(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"} | own) == detect(own)
+    assert detect(own)[1:] == (4, 3)
 
 
 def test_an_indexed_job():

@@ -1,6 +1,7 @@
 """The launcher, with scripts that do not start JAX."""
 
 import io
+import os
 import pathlib
 import resource
 import signal
@@ -212,12 +213,12 @@ def test_in_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
-    files = [open("/dev/null") for _ in range(1024)]
+    files = [os.dup(0) for _ in range(1024)]
     try:
         launch([sys.executable, "-c", "print('é')"], 1, logs=tmp_path)
     finally:
         for file in files:
-            file.close()
+            os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert sys.stdout.getvalue() == "[0] é\n"
 

@@ -44,6 +44,7 @@ def results(tmp_path_factory, wanted):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
         "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}",
+        "http_proxy": "http://127.0.0.1:9",  # where nobody listens: processes find each other without it
     }
     logs = [folder / f"{number}.log" for number in range(2)]
     started = []

@@ -52,13 +52,14 @@ def detect(environment: Mapping[str, str]) -> Job | None:
 def scheduler(environment: Mapping[str, str]) -> _Told | None:
     """What a scheduler says of this process."""
     get = environment.get
+    # Inside of Slurm, mpirun has one srun for each host: what that sets is not about this process.
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        count, process = get("OMPI_COMM_WORLD_SIZE", ""), environment["OMPI_COMM_WORLD_RANK"]
+        return _Told("Open MPI", _open_mpi_address(environment), count, process)
     if "SLURM_PROCID" in environment and (nodes := get("SLURM_STEP_NODELIST")):
         count = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS", "")
         port = _port(f"{get('SLURM_JOB_ID')}.{get('SLURM_STEP_ID')}")
         return _Told("Slurm", f"{first_host(nodes)}:{port}", count, environment["SLURM_PROCID"])
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        count, process = get("OMPI_COMM_WORLD_SIZE", ""), environment["OMPI_COMM_WORLD_RANK"]
-        return _Told("Open MPI", _open_mpi_address(environment), count, process)
     if "JOB_COMPLETION_INDEX" in environment:
         return _Told("Kubernetes", process=environment["JOB_COMPLETION_INDEX"])
     return None
@@ -66,10 +67,10 @@ def scheduler(environment: Mapping[str, str]) -> _Told | None:
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list of nodes, where its process 0 runs: `n[008-011,13],m2` begins with `n008`."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
-    if found is None:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    if not first or not first[0]:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no node")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str:

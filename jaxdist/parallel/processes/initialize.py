@@ -10,6 +10,7 @@ from .cluster import detect
 
 # How many processes a scheduler started; each of them must not go on alone.
 RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+UNPROXIED = "no_grpc_proxy"
 
 
 def initialize(*, timeout_seconds: int = 300) -> bool:
@@ -49,6 +50,7 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
     if job is not None:
         address, count, process = job
         check_in(address, count, process, cards.of_this_process(), timeout_seconds=timeout_seconds)
+        _reach_directly(address)
         jax.distributed.initialize(address, count, process, initialization_timeout=timeout_seconds)
         return count > 1
     try:
@@ -64,3 +66,10 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
             raise ValueError(f"this job has several processes: {problem}") from None
         return False  # JAX runs already, by itself
     return jax.process_count() > 1
+
+
+def _reach_directly(address: str) -> None:
+    """JAX's service would otherwise be looked for behind an HTTP proxy, where the environment names one, for ever."""
+    others = os.environ.get(UNPROXIED) or os.environ.get("no_proxy", "")
+    host = address.rpartition(":")[0].strip("[]")
+    os.environ[UNPROXIED] = ",".join(filter(None, (others, host)))
