@@ -2,9 +2,11 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import isclass, isfunction
 from pathlib import Path
+from pkgutil import walk_packages
 
 import jax
 import pytest
@@ -97,6 +99,24 @@ def test_every_reference_entry_has_a_docstring():
     objects = {name: resolve(name) for name in documented()}
     bare = [name for name, value in objects.items() if not value.__doc__ and (isfunction(value) or isclass(value))]
     assert not bare
+
+
+def exceptions(base: type = BaseException) -> Iterator[type]:
+    """The exception classes of the package, of those modules that are imported."""
+    for kind in base.__subclasses__():
+        if kind.__module__.startswith("jaxdist."):
+            yield kind
+        yield from exceptions(kind)
+
+
+def test_every_exception_is_on_the_page_of_errors():
+    for module in walk_packages(jaxdist.__path__, "jaxdist."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    linked = {resolve(name) for name in re.findall(r"\]\[(jaxdist\.\S+?)\]", page)}
+    missing = sorted(f"{kind.__module__}.{kind.__name__}" for kind in set(exceptions()) - linked)
+    assert not missing, f"say on docs/reference/errors.md what to do about {', '.join(missing)}"
 
 
 def test_every_page_is_in_the_navigation():
