@@ -309,16 +309,18 @@ def test_another_method_keeps_the_model_and_says_what_is_new(tmp_path):
     """From plain data parallel to parameters of each worker, cut moments and a residual, and back."""
     w, moment = RNG.standard_normal((3, 5)).astype(np.float32), RNG.standard_normal((3, 5)).astype(np.float32)
     key = jax.random.key(4)
-    plain = jd.place({"params": {"w": w}, "opt": {"moment": moment, "key": key, "rank2": jnp.ones((3, 2))}}, 4)
+    opt = {"count": jnp.int32(5), "moment": moment, "key": key, "rank2": jnp.ones((3, 2))}
+    plain = jd.place({"params": {"w": w}, "opt": opt}, 4)
     checkpoint.save(tmp_path, plain, 10)
     opt = {"moment": jd.Sharded(jnp.zeros((3, 5))), "key": jd.PerWorker(jax.random.key(0), resize="copy")}
+    opt |= {"count": jd.PerWorker(jnp.int32(0))}
     opt |= {"rank2": jnp.full((3, 4), 7.0), "residual": jd.PerWorker(jnp.zeros((3, 5)))}
     other = jd.place({"params": {"w": jd.PerWorker(jnp.zeros((3, 5)))}, "opt": opt}, 8)
     with pytest.raises(ValueError, match=r"leaf `opt\.rank2` was saved .*, and 1 more leaves do not fit; .* changed="):
         checkpoint.resume(tmp_path, other)
     found = checkpoint.resume(tmp_path, other, changed=["opt"])
     assert (found.step, found.new, found.dropped) == (10, ("opt.rank2", "opt.residual"), ())
-    assert found.converted == ("opt.key", "opt.moment", "params.w")
+    assert found.converted == ("opt.count", "opt.key", "opt.moment", "params.w")
     state = found.state
     np.testing.assert_array_equal(state["params"]["w"].value, np.broadcast_to(w, (8, 3, 5)))
     np.testing.assert_array_equal(state["opt"]["moment"].value, np.pad(moment.ravel(), (0, 1)))

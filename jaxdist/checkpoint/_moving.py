@@ -35,7 +35,7 @@ def _whole(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
-            found = np.asarray(refit([mark], found, (1, *found.shape[1:])))[0]
+            found = np.asarray(refit([mark], found, (1, *found.shape[1:])))[0, ...]  # of scalars too, an array
     return found
 
 

@@ -111,7 +111,8 @@ def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_d
       like: the state to begin with, as of `restore`; arrays, where leaves may be new.
       changed: paths of parts of the state that may be of another method than they were (`("opt",)`). There, what the
         checkpoint lacks, or has in another shape or dtype, stays as it is in `like`, and what it has in excess is left
-        out. Leave the parameters out of it, and a wrong model is an error.
+        out. Leave the parameters out of it, and a wrong model is an error. Make what is new from the parameters of the
+        checkpoint, `resume(path, {"params": ...}, changed=("opt",))` before: an anchor of `local_steps` is a model.
       skip_damaged: go back to the newest checkpoint that is whole. Damaged ones are set aside as `<step>.damaged`.
 
     Returns:
