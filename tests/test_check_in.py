@@ -84,6 +84,7 @@ def test_nobody_waits_for_process_0_longer_than_asked():
     ((error, _),) = together([(1, 2, CARD)], seconds=0.3)
     assert isinstance(error, jd.parallel.MissingProcessError)
     assert str(error).startswith("process 0 did not answer process 1 at 127.0.0.1:")
+    assert "within 0.3 s (Connection refused): see" in str(error)
 
 
 def test_a_busy_port_is_named():
@@ -94,11 +95,12 @@ def test_a_busy_port_is_named():
     assert f"cannot listen at port {port}" in str(error)
 
 
-def test_another_program_at_the_port_is_told_from_process_0():
+@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"problem": {}}\n', b'{"wait": "no"}\n'])
+def test_another_program_at_the_port_is_told_from_process_0(words):
     def speak(server):
         call, _ = server.accept()
         call.recv(1 << 12)
-        call.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        call.sendall(words)
         call.close()
 
     with socket.create_server(("127.0.0.1", 0)) as other:

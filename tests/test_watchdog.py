@@ -116,6 +116,21 @@ def test_the_first_call_of_a_function_may_take_longer(ended):
     assert not ended[0]
 
 
+def test_a_method_is_the_same_function_each_time(ended):
+    class Trainer:
+        def step(self, seconds):
+            time.sleep(seconds)
+
+    trainer = Trainer()
+    watch, _ = watch_of_two(Sign(11, 0), True, first_seconds=20)
+    with watch:
+        watch(trainer.step, 0.0)
+        watch(trainer.step, 0.8)
+    assert ended[0]
+    with pytest.raises(ValueError, match="outside of the block"):
+        watch(trainer.step, 0.0)
+
+
 def test_a_step_fails_because_another_process_died(ended):
     def fails(kind=jax.errors.JaxRuntimeError):
         raise kind("UNKNOWN: connection reset")

@@ -175,16 +175,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _visit(host: str, port: int, own: dict[str, Any], seconds: Number) -> AgreementError | None:
     """Every other process: says who it is and waits for the answer."""
-    until = time.monotonic() + seconds
+    until, reason = time.monotonic() + seconds, ""
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(left, GRACE_SECONDS)) as call:
                 return _ask(call, own, until, f"{host}:{port}")
-        except OSError:  # process 0 has not come so far
+        except OSError as problem:  # process 0 has not come so far
+            reason = f" ({problem.strerror or problem})"
             time.sleep(RETRY_SECONDS)
     return MissingProcessError(
-        f"process 0 did not answer process {own['process']} at {host}:{port} within {seconds:g} s: see what it "
-        "printed, and whether it can be reached there",
+        f"process 0 did not answer process {own['process']} at {host}:{port} within {seconds:g} s{reason}: see what "
+        "it printed, and whether it can be reached there",
         (0,),
     )
 
@@ -200,16 +201,17 @@ def _ask(call: socket.socket, own: dict[str, Any], until: float, where: str) -> 
         except OSError:
             line = b""
         if not line and not promised:
-            raise ConnectionError  # as it was about to listen, or to end
+            raise ConnectionError("no answer")  # as it was about to listen, or to end
         if not line:
             text = "process 0 ended, or fell silent, while processes checked in: see what it printed"
             return MissingProcessError(text, (0,))
         try:
             message = json.loads(line)
-            wrong = message.get("problem")
             until, promised = time.monotonic() + message.get("wait", 0) + GRACE_SECONDS, True
-        except (ValueError, AttributeError):
+            wrong = message.get("problem")
+            error = None if wrong is None else KINDS[wrong["kind"]](wrong["message"], tuple(wrong["processes"]))
+        except (ValueError, AttributeError, KeyError, TypeError):
             text = f"at {where} answers another program, or the job has begun without process {own['process']}"
             return PortError(f"{text}: choose another port, and one number for each process", (0,))
         if "problem" in message:
-            return wrong and KINDS[wrong["kind"]](wrong["message"], tuple(wrong["processes"]))
+            return error

@@ -70,6 +70,8 @@ def initialize(*, timeout_seconds: int = 300) -> bool:
 
 def _reach_directly(address: str) -> None:
     """JAX's service would otherwise be looked for behind an HTTP proxy, where the environment names one, for ever."""
+    if not any("_proxy" in name.lower() for name in os.environ):
+        return  # JAX warns of any of them
     others = os.environ.get(UNPROXIED) or os.environ.get("no_proxy", "")
     host = address.rpartition(":")[0].strip("[]")
     os.environ[UNPROXIED] = ",".join(filter(None, (others, host)))

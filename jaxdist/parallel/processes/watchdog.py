@@ -50,7 +50,7 @@ class Watchdog:
         self._call: _Call | None = None  # one that has not returned
         self._running: deque[tuple[_Call, list[jax.Array]]] = deque()  # returned, before their results are there
         self._ended = 0.0  # when the last of them was seen to be there
-        self._known: list[Callable] = []
+        self._known: list[tuple[Any, Any]] = []  # functions that have run, and whose methods they are
         self._seen: dict[int, peers.Seen] = {}
         self._heard = time.monotonic()  # when the board was last read
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()
@@ -63,7 +63,12 @@ class Watchdog:
         Raises:
           WorkerLost: the step failed because another process did.
         """
-        limit = self._seconds if any(step is one for one in self._known) else self._first_seconds
+        if not self._threads[0].is_alive():
+            raise ValueError("nothing is watched outside of the block: with watchdog(...) as watch")
+        # A method is another object whenever it is read.
+        what = getattr(step, "__func__", step), getattr(step, "__self__", None)
+        known = any(what[0] is one and what[1] is of for one, of in self._known)
+        limit = self._seconds if known else self._first_seconds
         self._step += 1
         self._call = _Call(self._step, time.monotonic(), limit)
         try:
@@ -74,8 +79,8 @@ class Watchdog:
             raise
         else:
             self._running.append((self._call, _smallest(results)))
-            if limit != self._seconds:
-                self._known.append(step)
+            if not known:
+                self._known.append(what)
             return results
         finally:
             self._call = None
@@ -171,7 +176,8 @@ def watchdog(
     Args:
       timeout_seconds: how long a step may take; more than the longest pause of any process, as for a checkpoint.
       step: the number of the first step.
-      first_timeout_seconds: how long the first call of each function may take, which compiles.
+      first_timeout_seconds: how long the first call of each function may take, which compiles. A function that is made
+        anew for each call is new each time.
       on_timeout: is called with the error before the process ends, as to close a log.
 
     Returns:
@@ -179,7 +185,7 @@ def watchdog(
       same order.
 
     Raises:
-      ValueError: a time is not positive.
+      ValueError: a time is not positive; or a step is called outside of the block.
       WorkerLost: in the block, from a step that failed because another process died.
 
     Example:
