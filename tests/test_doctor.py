@@ -44,6 +44,25 @@ def test_doctor_fails_where_processes_do_not_agree(capsys, monkeypatch):
     assert "process 1 of 2 did not check in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("Unable to initialize backend 'cpu': [enforce fail at gloo/transport/tcp]"), "[enforce fail at"),
+        (AssertionError(), "none for JAX_PLATFORMS=cuda"),
+    ],
+)
+def test_doctor_says_why_jax_does_not_start(capsys, monkeypatch, error, told):
+    def fails():
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("jax.devices", fails)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert told in out
+    assert ("/etc/hosts" in out) == isinstance(error, RuntimeError)
+
+
 def test_settings_are_shown():
     found = {line.what: line for line in diagnosis.settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
     assert found["variables"].found == "XLA_FLAGS=--xla_dump_to=/x"

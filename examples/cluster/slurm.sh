@@ -9,12 +9,15 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --output=runs/slurm-%j.log
+#SBATCH --output=slurm-%j.log
 # SIGTERM to this script two minutes before time is over.
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -uo pipefail
+
+# srun itself no longer reads it, since Slurm 22.05, and would give each process one core.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
 # --kill-on-bad-exit: the first process that fails ends all. --label: lines behind the number of their process.
 srun --kill-on-bad-exit=1 --label python "$@" &

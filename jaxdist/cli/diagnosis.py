@@ -19,6 +19,7 @@ from ..parallel.processes.cards import PACKAGES
 
 SHOWN = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "NPROC")
 TRANSPORT = {"gpu": "NCCL", "tpu": "ICI inside a slice, the hosts' network between slices"}
+CURES = {"gloo/transport/tcp": "this machine's own name does not resolve: write it into /etc/hosts"}
 
 
 class Finding(NamedTuple):
@@ -41,6 +42,19 @@ def software() -> list[Finding]:
     return [Finding("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
+def start() -> list[Finding]:
+    """Why JAX does not start; empty where it does."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second where nothing that was asked for is here
+        text = " ".join(str(error).split()) or f"none for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        advice = next(
+            (cure for sign, cure in CURES.items() if sign in text), "install its plugin, or JAX_PLATFORMS=cpu"
+        )
+        return [Finding("devices", text, "wrong", advice)]
+    return []
+
+
 def devices() -> list[Finding]:
     """What JAX sees, how its processes talk, what is known to be bad there, and what may be left unused."""
     here, backend = jax.local_devices(), jax.default_backend()
@@ -54,9 +68,10 @@ def devices() -> list[Finding]:
     found += [Finding("known problem", problem, "look", advice) for problem, advice in known_problems()]
     if backend == "cpu" and Path("/dev/nvidia0").exists() and not os.environ.get("JAX_PLATFORMS"):
         found.append(Finding("unused", "an NVIDIA GPU", "wrong", "pip install 'jax[cuda13]'"))
-    cores, threads = os.cpu_count() or 1, os.environ.get("NPROC")
-    if backend == "cpu" and len(here) > 1 and int(threads or cores) < 2 * len(here):
-        text = f"{threads or cores} threads for {len(here)} devices"
+    threads = os.environ.get("NPROC", "")
+    threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
+    if backend == "cpu" and len(here) > 1 and threads < 2 * len(here):
+        text = f"{threads} threads for {len(here)} devices"
         found.append(Finding("threads", text, "look", "they can wait for each other for ever: jd.use_cpu_devices(n)"))
     return found
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 import jax
+from rich.markup import escape
 from rich.table import Table
 
 from ..parallel import AgreementError, initialize, use_cpu_devices
@@ -33,12 +34,15 @@ def doctor(chosen: Doctor) -> int:
     except AgreementError as error:
         found.append(diagnosis.Finding("processes", "do not agree", "wrong", str(error)))
     else:
-        found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.links(diagnosis.whole_mesh())
-        if jax.process_index() > 0:
-            return _code(found)
+        if failed := diagnosis.start():
+            found += failed + diagnosis.settings(os.environ)
+        else:
+            found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.links(diagnosis.whole_mesh())
+            if jax.process_index() > 0:
+                return _code(found)
     table = Table("", "found", "", "what to do", box=None, pad_edge=False)
     for line in found:
-        table.add_row(line.what, line.found, line.verdict, line.advice, style=COLOURS[line.verdict])
+        table.add_row(*map(escape, line), style=COLOURS[line.verdict])
     new_console().print(table)
     return _code(found)
 
