@@ -23,6 +23,7 @@ NEWER = {"version of": {"jax": "0.12.0"}, "setting": {"jax_enable_x64": "False"}
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch):
     monkeypatch.setattr("jaxdist.parallel.processes.check_in.LINGER_SECONDS", 0.3)
+    monkeypatch.setattr("jaxdist.parallel.processes.check_in.SILENCE_SECONDS", 1.0)
 
 
 def free_port():
@@ -110,6 +111,14 @@ def test_another_program_at_the_port_is_told_from_process_0(words):
         speaker.join()
     assert isinstance(error, jd.parallel.PortError)
     assert "answers another program" in str(error)
+
+
+def test_a_program_at_the_port_that_says_nothing_is_told_from_process_0():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ((error, seconds),) = together([(1, 2, CARD)], port=other.getsockname()[1], seconds=60)
+    assert isinstance(error, jd.parallel.PortError)
+    assert "does not answer, another program" in str(error)
+    assert seconds < 5
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n\n", b'{"process": 1}\n', b"[" * 70000, b"\xff\n", b"1\n"])
@@ -225,11 +234,15 @@ class Shared:
             return self.values[key]
 
 
-def exchanged(given, *, processes=3, seconds=5.0):
+def exchanged(given, *, processes=3, seconds=5.0, wrong=None):
     store = Shared()
+
+    def one(process):
+        known = (wrong or {}).get(process, "")
+        return exchange(store, given[process], process, processes, "here", seconds, do="come", wrong=known)
+
     with ThreadPoolExecutor(len(given)) as pool:
-        futures = [pool.submit(exchange, store, card, i, processes, "here", seconds) for i, card in given.items()]
-        return [future.result() for future in futures]
+        return list(pool.map(one, given))
 
 
 def test_exchange():
@@ -242,3 +255,11 @@ def test_exchange():
         assert error.processes == (1,)
     (error,) = exchanged({1: CARD}, seconds=0.1)
     assert error.processes == (0,)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_who_knows_that_it_is_wrong_waits_for_nobody(guilty):
+    (error,) = exchanged({guilty: CARD}, wrong={guilty: "batch of 3"}, seconds=60.0)
+    for found in (error, *exchanged({0: CARD, 1: CARD, 2: CARD}, wrong={guilty: "batch of 3"})):
+        assert isinstance(found, jd.parallel.MismatchError)
+        assert (str(found), found.processes) == ("batch of 3", (guilty,))

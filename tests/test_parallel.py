@@ -209,7 +209,7 @@ def test_global_batches(mesh):
     data = jd.global_batch(batch(), mesh)
     assert data["x"].sharding == jax.NamedSharding(mesh, P("data"))
     np.testing.assert_array_equal(data["x"], batch()["x"])
-    with pytest.raises(ValueError, match=r"\(12, 6\) does not divide among this process's 8 workers"):
+    with pytest.raises(ValueError, match=r"\(12, 6\) does not divide among the 8 workers of process 0"):
         jd.global_batch(batch(12), mesh)
     wide = jd.make_mesh({"data": 4, "model": 2})
     assert {s.data.shape for s in jd.global_batch(batch(), wide)["x"].addressable_shards} == {(4, 6)}

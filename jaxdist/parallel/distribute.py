@@ -1,5 +1,6 @@
 """One worker's step, run by every worker of a mesh."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ def evaluate(
 
 def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, Any]]:
     axes = axis_tuple(axis)
-    count = workers(mesh, axis)
+    workers(mesh, axis)
     advice = {
         "state": "mark it PerWorker, or reduce it before it enters the state",
         "metric": f"average it with jax.lax.pmean(x, {axis!r})",
@@ -116,7 +117,7 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
             raise ValueError(reason)
         state = bind(state, axis)
         _check_placed(state, mesh)
-        in_specs = _batch_specs(batch, batch_specs, axes, count)
+        in_specs = _batch_specs(batch, batch_specs, axes, mesh)
         state, batch = _reshard((state, batch), (manual_specs(state, axes), in_specs), mesh)
 
         def local(state, batch):
@@ -164,9 +165,11 @@ def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
     map_marked(one, state)
 
 
-def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...], count: int) -> PyTree:
+def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PyTree:
     if given is not None:
+        _check_given(batch, given, axes, mesh)
         return given
+    count = workers(mesh, axes)
     spec = PartitionSpec(axes[0] if len(axes) == 1 else axes)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if leaf.ndim == 0 or leaf.shape[0] % count:
@@ -176,6 +179,24 @@ def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...], cou
                 "first dimension: pad it (and pass examples= to the update), or say otherwise with batch_specs="
             )
     return spec
+
+
+def _check_given(batch: PyTree, given: PyTree, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
+    def one(spec, part):
+        for leaf, (dimension, names) in itertools.product(jax.tree.leaves(part), enumerate(spec)):
+            unknown = set(axis_tuple(names)) - set(axes)
+            if unknown:
+                raise ValueError(
+                    f"batch_specs names the axis {min(unknown)!r}, and the workers of this step lie along {axes}"
+                )
+            if names and (dimension >= leaf.ndim or leaf.shape[dimension] % workers(mesh, names)):
+                raise ValueError(
+                    f"an array of shape {tuple(leaf.shape)} in the batch does not divide among the "
+                    f"{workers(mesh, names)} workers of {spec} along dimension {dimension}: pad it, or change "
+                    "batch_specs"
+                )
+
+    jax.tree.map(one, given, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _reshard(trees: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

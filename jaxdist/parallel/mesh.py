@@ -1,6 +1,8 @@
 """Meshes, and batches of several processes."""
 
+import itertools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from .._marks import axis_tuple
 from .._typing import AxisNames, PyTree
+from ..placement import workers
 from . import hybrid
+from .processes import cards
+from .processes.agree import compare
+
+BATCH_SECONDS = 600.0  # one may read its data that much longer than the others
+_compared: set[str] = set()
+_comparisons = itertools.count()
 
 
 def make_mesh(
@@ -91,6 +100,10 @@ def use_cpu_devices(count: int) -> None:
 def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
     """Puts this process's part of a batch together with those of the others.
 
+    *On the wire*: no collective. The first time that it gets arrays of a kind, all processes compare shapes and dtypes
+    through JAX's coordination service: steps on batches that differ would wait for each other for ever. Calls from
+    other threads than the main one, whose order nobody knows, are not compared.
+
     Args:
       local: numpy arrays `[b, ...]`; every process passes as many examples for each of its devices.
       mesh: the mesh.
@@ -100,7 +113,10 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
       Global arrays `[B, ...]`, cut over the axis. With one process, the batch itself on its devices.
 
     Raises:
-      ValueError: an array has no first dimension, or one that does not divide among this process's devices.
+      MismatchError: a process has other arrays than process 0, or another number of examples for each of its workers.
+      MissingProcessError: a process did not come with a batch of this kind within ten minutes.
+      ValueError: an array has no first dimension, or one that does not divide among this process's devices; the mesh
+        has no such axis.
 
     Example:
       >>> import numpy as np, jaxdist as jd
@@ -108,16 +124,40 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
       (8, 2)
     """
     axes = axis_tuple(axis)
+    workers(mesh, axis)
     sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
     here = workers_here(mesh, axis)
+    local = jax.tree.map(np.asarray, local)
+    wrong = _indivisible(local, here)
+    if jax.process_count() > 1:
+        _compare(local, mesh, here, wrong)
+    if wrong:
+        raise ValueError(wrong)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), local)
 
-    def one(x):
-        x = np.asarray(x)
+
+def _indivisible(batch: PyTree, here: int) -> str:
+    """What is wrong with this process's own part."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if x.ndim == 0 or x.shape[0] % max(here, 1):
-            raise ValueError(f"a batch of shape {x.shape} does not divide among this process's {here} workers")
-        return jax.make_array_from_process_local_data(sharding, x)
+            return (
+                f"batch{jax.tree_util.keystr(path)} of shape {x.shape} does not divide among the {here} workers of "
+                f"process {jax.process_index()}: pad it (and pass examples= to the update)"
+            )
+    return ""
 
-    return jax.tree.map(one, local)
+
+def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
+    """Raises, in all processes alike, where they bring other batches than each other; asks once for each kind."""
+    everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
+    if not everywhere or threading.current_thread() is not threading.main_thread():
+        return
+    card = cards.of_batch(batch, here)
+    kind = str(card)
+    if wrong or kind not in _compared:
+        do = "bring a batch like this to global_batch()"
+        compare(card, f"batch/{next(_comparisons)}", BATCH_SECONDS, do=do, wrong=wrong)
+        _compared.add(kind)
 
 
 def workers_here(mesh: Mesh, axis: AxisNames) -> int:

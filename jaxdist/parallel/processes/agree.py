@@ -60,19 +60,37 @@ def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeou
       >>> mesh = jd.make_mesh({"data": 1})
       >>> jd.agree({"w": jnp.ones(3)}, mesh=mesh, recipe={"learning_rate": 0.1, "data": "digits"})
     """
-    card = cards.of_state(state, mesh, recipe)
-    if jax.process_count() == 1:
-        return
-    client = coordination_client()
-    error = exchange(
-        client, card, jax.process_index(), jax.process_count(), f"jaxdist/agree/{next(_calls)}", float(timeout_seconds)
-    )
-    if error is not None:
-        raise error
+    compare(cards.of_state(state, mesh, recipe), f"agree/{next(_calls)}", float(timeout_seconds), do="come to agree()")
+
+
+def compare(card: cards.Card, place: str, seconds: float, *, do: str, wrong: str = "") -> None:
+    """Raises, in all processes alike, unless all come to the place with the same card.
+
+    Args:
+      card: what must be the same everywhere.
+      place: a name that all processes give, new in each call.
+      seconds: how long to wait for the others.
+      do: what a process that does not come fails to do.
+      wrong: what this process knows to be wrong with its own card: it waits for nobody, and the others hear of it.
+    """
+    processes = jax.process_count()
+    if processes > 1:
+        told = (card, jax.process_index(), processes, f"jaxdist/{place}", seconds)
+        error = exchange(coordination_client(), *told, do=do, wrong=wrong)
+        if error is not None:
+            raise error
 
 
 def exchange(
-    store: Store, card: cards.Card, process: int, processes: int, place: str, seconds: float
+    store: Store,
+    card: cards.Card,
+    process: int,
+    processes: int,
+    place: str,
+    seconds: float,
+    *,
+    do: str,
+    wrong: str = "",
 ) -> AgreementError | None:
     """What is wrong, the same for all: each compares itself with process 0, which gathers what they found."""
     until = time.monotonic() + seconds
@@ -89,29 +107,30 @@ def exchange(
     def write(key: str, value: str) -> None:
         store.key_value_set(f"{place}/{key}", value)
 
+    if wrong and process > 0:
+        write(f"found/{process}", wrong)
+        return MismatchError(wrong, (process,))
     if process > 0:
         common = read("digest", until)
         if common is None:
-            return MissingProcessError(
-                f"process 0 did not come to agree() within {seconds:g} s: see what it does", (0,)
-            )
+            return MissingProcessError(f"process 0 did not {do} within {seconds:g} s: see what it does", (0,))
         reference = json.loads(read("card", until) or "{}") if common != digest else card
         write(f"found/{process}", cards.difference(card, reference, process))
         text = read("answer", until + seconds + GRACE_SECONDS)
         if text is None:
-            return MissingProcessError("process 0 ended, or fell silent, in agree(): see what it printed", (0,))
+            return MissingProcessError(f"process 0 ended, or fell silent, and did not {do}: see what it printed", (0,))
         return _error(json.loads(text))
     write("card", json.dumps(card))
     write("digest", digest)
-    said = {0: ""}
-    for other in range(1, processes):
+    said = {0: wrong}
+    for other in range(1, 1 if wrong else processes):
         text = read(f"found/{other}", until)
         if text is not None:
             said[other] = text
-    wrong = [other for other, text in said.items() if text]
-    answer: dict[str, Any] = {"processes": wrong, "text": said[wrong[0]] if wrong else ""}
-    if not wrong and len(said) < processes:
-        late = missing(processes, said, seconds, "come to agree()")
+    guilty = [other for other, text in said.items() if text]
+    answer: dict[str, Any] = {"processes": guilty, "text": said[guilty[0]] if guilty else ""}
+    if not guilty and len(said) < processes:
+        late = missing(processes, said, seconds, do)
         answer = {"processes": late.processes, "text": str(late), "missing": True}
     write("answer", json.dumps(answer))
     return _error(answer)

@@ -36,6 +36,7 @@ CURES = {
     "setting": "set it alike before JAX starts",
     "mesh": "all processes must make the same mesh",
     "recipe": "start all processes with the same options",
+    "batch": "all processes must pass as many examples for each worker, of the same kind",
     "leaf": "all processes must build the same model",
     "tree": "all processes must build the same model",
 }
@@ -74,6 +75,16 @@ def of_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Card:
             "order": " ".join(f"{device.process_index}:{device.id}" for device in devices),
         }
     return card
+
+
+def of_batch(batch: PyTree, workers: int) -> Card:
+    """Names, dtypes and shapes of arrays, as far as all processes must have them alike: rows for each worker."""
+
+    def described(x: np.ndarray) -> str:
+        first = [f"{x.shape[0] // max(workers, 1)} a worker"] if x.ndim else []
+        return f"{jax.dtypes.canonicalize_dtype(x.dtype).name}[{', '.join([*first, *map(str, x.shape[1:])])}]"
+
+    return {"batch": {leaf_name(path): described(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
 
 
 def difference(card: Mapping[str, Mapping[str, str]], reference: Mapping[str, Mapping[str, str]], process: int) -> str:

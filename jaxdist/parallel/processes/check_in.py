@@ -21,6 +21,7 @@ from .errors import AgreementError, MismatchError, MissingProcessError, PortErro
 LONGEST_LINE = 1 << 16
 LINGER_SECONDS = 2.0  # where the answer is bad already, for those who come a little later
 GRACE_SECONDS = 5.0  # for an answer that was promised
+SILENCE_SECONDS = 3.0  # process 0 answers whoever it hears at once
 RETRY_SECONDS = 0.1
 KINDS = {kind.__name__: kind for kind in (MismatchError, MissingProcessError)}
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -105,7 +106,7 @@ def _host(host: str, port: int, own: dict[str, Any], seconds: Number) -> Agreeme
                     if number is not None:
                         text = f"process {number} ended while it waited for the others: see what it printed"
                         found = MissingProcessError(text, (number,))
-                error = error or found or problem(said)
+                error = error or found
                 if error is not None:
                     until = min(until, time.monotonic() + LINGER_SECONDS)
     # No longer listening when they hear the answer: whoever hears that all is well goes to JAX's service at this port.
@@ -132,7 +133,7 @@ def _hear(call: _Call, said: dict[int, dict[str, Any]], until: float) -> Agreeme
         return MismatchError(f"two processes call themselves {number}: each has a number of its own", (number,))
     call.process, said[number] = number, message
     _say(call, {"wait": until - time.monotonic()})
-    return None
+    return problem({0: said[0], number: message})
 
 
 def _parsed(line: bytearray) -> dict[str, Any]:
@@ -195,10 +196,13 @@ def _ask(call: socket.socket, own: dict[str, Any], until: float, where: str) -> 
     lines = call.makefile("rb")
     promised = False
     while True:
-        call.settimeout(max(RETRY_SECONDS, until - time.monotonic()))
+        left = max(RETRY_SECONDS, until - time.monotonic())
+        call.settimeout(left if promised else min(left, SILENCE_SECONDS))
         try:
             line = lines.readline(LONGEST_LINE)
-        except OSError:
+        except OSError as silence:
+            if isinstance(silence, TimeoutError) and not promised:
+                return _stranger(where, "listens, and does not answer,", own["process"])
             line = b""
         if not line and not promised:
             raise ConnectionError("no answer")  # as it was about to listen, or to end
@@ -211,7 +215,11 @@ def _ask(call: socket.socket, own: dict[str, Any], until: float, where: str) -> 
             wrong = message.get("problem")
             error = None if wrong is None else KINDS[wrong["kind"]](wrong["message"], tuple(wrong["processes"]))
         except (ValueError, AttributeError, KeyError, TypeError):
-            text = f"at {where} answers another program, or the job has begun without process {own['process']}"
-            return PortError(f"{text}: choose another port, and one number for each process", (0,))
+            return _stranger(where, "answers", own["process"])
         if "problem" in message:
             return error
+
+
+def _stranger(where: str, does: str, process: int) -> PortError:
+    text = f"at {where} {does} another program, or the job has begun without process {process}"
+    return PortError(f"{text}: choose another port, and one number for each process", (0,))
