@@ -266,7 +266,7 @@ def test_saved_beside_the_training(tmp_path, mesh):
         run(state)
         writer.wait()
         assert checkpoint.latest(tmp_path) == 4
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["3", "4"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".writer", "3", "4"]
     for step in (3, 4):
         found = checkpoint.load(tmp_path, step=step)
         assert (found.step, found.data, found.state["count"]) == (step, {"examples": 8 * step}, step)

@@ -1,8 +1,11 @@
 """The folders of a run's checkpoints: how one appears and goes, and whether its files are as they were written."""
 
+import contextlib
+import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CheckpointDamagedError
@@ -10,14 +13,51 @@ from .errors import CheckpointDamagedError
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
+WRITER = ".writer"
 # Endings of folders that are no checkpoints: being filled, about to go, and set aside.
 UNFINISHED, REPLACED, DELETED, DAMAGED = ".unfinished", ".replaced", ".deleted", ".damaged"
 
 
+def root_of(path: str | Path) -> Path:
+    """The folder that a user names."""
+    if "://" in str(path):
+        raise ValueError(f"checkpoints lie in a folder of a file system that can rename, got {path}")
+    return Path(path).expanduser().absolute()
+
+
 def steps(root: Path) -> list[int]:
-    """The steps of the complete checkpoints, oldest first."""
-    found = [one for one in root.iterdir() if one.name.isdecimal() and one.is_dir()] if root.is_dir() else []
-    return sorted(int(one.name) for one in found)
+    """The steps of the complete checkpoints, oldest first. What else lies there, under whatever name, is not ours."""
+    names = {one.name.removesuffix(REPLACED) for one in root.iterdir()} if root.exists() else set()
+    numbers = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    return [
+        step for step in numbers if any((folder_of(root, step) / part).exists() for part in (SUMS, MANIFEST, ARRAYS))
+    ]
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies. One that was killed between two renames left the old one aside."""
+    folder, aside = root / str(step), root / f"{step}{REPLACED}"
+    return aside if not folder.is_dir() and aside.is_dir() else folder
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Keeps other writers out of a folder, and takes away what killed ones left. The lock ends with the process."""
+    import fcntl  # not everywhere, and only writers need it
+
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / WRITER).open("w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"another process writes checkpoints into {root}: give each run its own folder, or end the other "
+                    f"(if none runs, delete {root / WRITER})"
+                ) from error
+            # A file system without locks: then as documented, one writer at a time.
+        _sweep(root)
+        yield
 
 
 def begin(root: Path, step: int) -> None:
@@ -32,7 +72,8 @@ def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
     unfinished, folder = root / f"{step}{UNFINISHED}", root / str(step)
     _write(unfinished / MANIFEST, manifest)
     _write(unfinished / SUMS, _sums(unfinished))
-    _sync(unfinished)
+    for one in (*unfinished.rglob("*"), unfinished):
+        _sync(one)
     if folder.exists():
         _drop(folder, REPLACED, then=lambda: unfinished.rename(folder))
     else:
@@ -41,33 +82,45 @@ def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
     if keep is not None:
         # Later steps are of a run that went on from there and was given up: theirs is not this run's to take.
         for old in [one for one in steps(root) if one <= step][:-keep]:
-            _drop(root / str(old), DELETED)
+            _drop(folder_of(root, old), DELETED)
 
 
-def sweep(root: Path) -> None:
-    """Takes away what killed processes left. Nothing may be saving into the folder."""
-    for one in list(root.iterdir()) if root.is_dir() else []:
-        if Path(one.name).stem.isdecimal() and one.suffix in (UNFINISHED, REPLACED, DELETED):
-            shutil.rmtree(one, ignore_errors=True)
+@contextlib.contextmanager
+def or_nothing(root: Path, step: int) -> Iterator[None]:
+    """A save that fails gives back the room that it took: a disk that was full would stay full."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(root / f"{step}{UNFINISHED}", ignore_errors=True)
+        raise
 
 
 def set_aside(root: Path, step: int) -> None:
     """Keeps a damaged checkpoint for whoever wants to look, where nobody takes it for a good one."""
     aside = root / f"{step}{DAMAGED}"
     shutil.rmtree(aside, ignore_errors=True)
-    (root / str(step)).rename(aside)
+    folder_of(root, step).rename(aside)
+
+
+def stamp(folder: Path) -> bytes | None:
+    """No two checkpoints have the same; None where it lacks, as where the folder is gone."""
+    try:
+        return (folder / SUMS).read_bytes()
+    except OSError:
+        return None
 
 
 def listed(folder: Path) -> list[tuple[str, str]]:
     """The checksum and the name of every file that a checkpoint was written with."""
     try:
         *lines, last = (folder / SUMS).read_text().splitlines()
-        whole = last == _own_line(lines)
         found = [(line[:64], line[66:]) for line in lines]
+        inside = not any(Path(name).is_absolute() or ".." in Path(name).parts for _, name in found)
+        whole = last == _own_line(lines) and inside
     except (OSError, ValueError):  # missing, empty, or no text
         whole, found = False, []
     if not whole:
-        raise CheckpointDamagedError(folder / SUMS, int(folder.name))
+        raise CheckpointDamagedError(folder / SUMS, int(folder.stem))
     return found
 
 
@@ -76,7 +129,7 @@ def first_damaged(folder: Path, files: list[tuple[str, str]], part: int, parts: 
     for number in range(part, len(files), parts):
         digest, name = files[number]
         try:
-            if _digest(folder / name) != digest:
+            if not (folder / name).is_file() or _digest(folder / name) != digest:
                 return number
         except OSError:
             return number
@@ -92,6 +145,16 @@ def _sums(folder: Path) -> str:
 def _own_line(lines: list[str]) -> str:
     """`sha256sum` takes it for a comment."""
     return "# " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _sweep(root: Path) -> None:
+    for one in list(root.iterdir()):
+        if not (one.stem.isdecimal() and one.suffix in (UNFINISHED, REPLACED, DELETED)):
+            continue
+        if one.suffix == REPLACED and not (root / one.stem).exists():
+            one.rename(root / one.stem)
+        else:
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:
@@ -115,9 +178,9 @@ def _write(file: Path, text: str) -> None:
         os.fsync(opened.fileno())
 
 
-def _sync(folder: Path) -> None:
-    """New names last through a power cut only after this."""
-    number = os.open(folder, os.O_RDONLY)
+def _sync(one: Path) -> None:
+    """What a file holds, and which names a folder has, lasts through a power cut only after this."""
+    number = os.open(one, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

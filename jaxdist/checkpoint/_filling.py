@@ -41,22 +41,26 @@ def filled(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]
         if name in wanted and isinstance(wanted[name][1], jax.ShapeDtypeStruct):
             raise ValueError(f"leaf `{name}` is new: give its array in `like`, not only its shape")
 
-    in_place, others, found = {}, [], {}
+    in_place, others, found, same = {}, [], {}, {}
     for name, (marks, leaf) in wanted.items():
         if name in unfit:
             found[name] = leaf
         elif not leaf.size:
-            found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        elif stored[name].shape == leaf.shape and same_kinds(stored[name].marks, marks):
-            in_place[name] = leaf
+            found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding if _committed(leaf) else None)
         else:
-            others.append(name)
+            same[name] = stored[name].shape == leaf.shape and same_kinds(stored[name].marks, marks)
+            if same[name] and _committed(leaf):
+                in_place[name] = leaf
+            else:
+                others.append(name)
     found |= _read_in_place(folder, in_place)
     for names in _portions(others, stored):
         for name, array in read_to_host(folder, {name: stored[name] for name in names}).items():
             marks, leaf = wanted[name]
-            words = array.shape[-1:] if is_key(leaf) else ()
-            found[name] = _put(moved(stored[name].marks, array, marks, (*leaf.shape, *words)), leaf)
+            if not same[name]:
+                words = array.shape[-1:] if is_key(leaf) else ()
+                array = moved(stored[name].marks, array, marks, (*leaf.shape, *words))
+            found[name] = _put(array, leaf)
     return Filled(
         jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]),
         tuple(name for name in unfit if name in wanted),
@@ -103,13 +107,9 @@ def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list
 
 
 def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]:
-    """Leaves as they were written, each where its sharding says; where nothing does, on the first device."""
-    if not leaves:
-        return {}
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    """Leaves as they were written, each where its sharding says."""
     target = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
-        for name, leaf in leaves.items()
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
     }
     return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
 
@@ -123,13 +123,19 @@ def _read(folder: Path, target: dict[str, Any], restore_args: dict[str, Any]) ->
         return checkpointer.restore(folder / ARRAYS, args=arguments)
 
 
+def _committed(leaf: Like) -> bool:
+    """Whether a leaf has its place; one that has none goes with whatever it meets in a step, and must stay so."""
+    return leaf.sharding is not None and getattr(leaf, "committed", True)
+
+
 def _put(new: np.ndarray, leaf: Like) -> Array:
     if is_key(leaf):
         impl = jax.random.key_impl(jnp.zeros(0, leaf.dtype))  # `leaf` may be a shape only
         key = jax.random.wrap_key_data(jnp.asarray(new), impl=impl)
-        return jax.device_put(key, leaf.sharding)
-    if leaf.sharding is None:
-        return jnp.asarray(new)
+        return jax.device_put(key, leaf.sharding) if _committed(leaf) else key
+    if not _committed(leaf):
+        # A number without a type of its own (`0.1`) stays one: in bfloat16, it would make float32 of a product.
+        return jnp.asarray(new.item() if leaf.weak_type and not leaf.ndim else new)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: new[index])
 
 

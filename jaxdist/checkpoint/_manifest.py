@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, is_mark, with_value
-from .._typing import Like, Shape, State
+from .._typing import Array, Like, Shape, State
 
 FORMAT = 1
 _KINDS = {kind.__name__: kind for kind in MARKS}
@@ -52,7 +53,7 @@ def named(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
                 walk((*path, *more), (*marks, node), node.value)
             else:
                 name = jax.tree_util.keystr((*path, *more), simple=True, separator=".") or "state"
-                found.append((name, (marks, node if hasattr(node, "sharding") else jnp.asarray(node))))
+                found.append((name, (marks, node if hasattr(node, "sharding") else _as_array(name, node))))
 
     walk((), (), state)
     leaves = dict(found)
@@ -61,6 +62,20 @@ def named(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise ValueError(f"two leaves have the name `{twice}`: rename an entry of a dict that contains a dot")
     return leaves
+
+
+def _as_array(name: str, leaf: Any) -> Array:
+    """A leaf of numpy or Python, as a step would see it."""
+    try:
+        array = jnp.asarray(leaf)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"leaf `{name}` is no array that JAX holds: {leaf!r:.80}") from error
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != array.dtype:
+        raise ValueError(
+            f"leaf `{name}` is an array of numpy's {leaf.dtype}, which JAX would make {array.dtype}: cast it, or set "
+            "jax_enable_x64"
+        )
+    return array
 
 
 def is_key(leaf: Like) -> bool:

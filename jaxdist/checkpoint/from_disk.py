@@ -1,6 +1,6 @@
 """Reading a state: as it was saved, for other workers, by another method, or without devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,9 @@ from . import _files, _manifest
 from ._filling import filled, read_to_host
 from ._manifest import Manifest
 from .errors import CheckpointDamagedError
+
+# How often a reader begins anew where a writer took away what it read.
+_TRIES = 10
 
 
 class Resumed(NamedTuple):
@@ -66,7 +69,7 @@ def latest(path: str | Path) -> int | None:
       >>> jd.checkpoint.latest("nowhere") is None
       True
     """
-    return max(_files.steps(Path(path).absolute()), default=None)
+    return max(_files.steps(_files.root_of(path)), default=None)
 
 
 def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
@@ -99,8 +102,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
       >>> jd.checkpoint.restore(folder, jd.place({"w": jnp.zeros(3)}, 4))["w"].tolist()
       [0.0, 1.0, 2.0]
     """
-    folder, manifest = _opened(path, step)
-    return filled(folder, manifest, like, ()).state
+    return _taken(path, step, lambda folder, manifest: filled(folder, manifest, like, ()).state)
 
 
 def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_damaged: bool = False) -> Resumed:
@@ -136,10 +138,11 @@ def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_d
       >>> found.state["params"].tolist(), found.step, found.data, found.new
       ([0.0, 1.0, 2.0], 7, {'examples': 224}, ('opt.residual',))
     """
-    root, damaged = Path(path).absolute(), []
+    root, damaged = _files.root_of(path), []
     while (step := _agreed(latest(path))) is not None:
+        folder = _files.folder_of(root, step)
         try:
-            folder, manifest = _opened(path, step)
+            manifest = _opened(folder)
         except CheckpointDamagedError:
             if not skip_damaged:
                 raise
@@ -174,26 +177,54 @@ def load(path: str | Path, *, step: int | None = None) -> Loaded:
       >>> jd.consensus(jd.checkpoint.load(folder).state)["params.w"].tolist()
       [2.0]
     """
-    folder, manifest = _opened(path, step)
-    arrays = read_to_host(folder, manifest.leaves)
-    state = {name: _manifest.marked(leaf.marks, arrays[name]) for name, leaf in manifest.leaves.items()}
-    return Loaded(state, manifest.step, manifest.data)
+
+    def arrays_of(folder: Path, manifest: Manifest) -> Loaded:
+        arrays = read_to_host(folder, manifest.leaves)
+        state = {name: _manifest.marked(leaf.marks, arrays[name]) for name, leaf in manifest.leaves.items()}
+        return Loaded(state, manifest.step, manifest.data)
+
+    return _taken(path, step, arrays_of)
 
 
-def _opened(path: str | Path, step: int | None) -> tuple[Path, Manifest]:
-    """A checkpoint whose files are all as they were written, and what it says of itself."""
+def _taken(path: str | Path, step: int | None, take: Callable[[Path, Manifest], Any]) -> Any:
+    """What is read of a checkpoint, all of it of the same one: a writer may drop or replace it meanwhile."""
+    for _ in range(_TRIES):
+        folder = _found(path, step)
+        before = _files.stamp(folder)
+        try:
+            result = take(folder, _opened(folder))
+        except Exception:
+            if _stands(folder, before):
+                raise
+            continue
+        if _stands(folder, before):
+            return result
+    raise FileNotFoundError(f"the checkpoints in {path} go while they are read: let the writer keep more of them")
+
+
+def _stands(folder: Path, before: bytes | None) -> bool:
+    """Whether what was read is still there. Several processes cannot read again: they may not all have seen it go."""
+    return jax.process_count() > 1 or (folder.is_dir() and _files.stamp(folder) == before)
+
+
+def _found(path: str | Path, step: int | None) -> Path:
+    """The folder of the newest checkpoint, or of that step."""
     newest = step is None
     step = _agreed(latest(path)) if newest else step
-    folder = Path(path).absolute() / str(step)
-    if step is None or not folder.is_dir():
+    if step is None or not (folder := _files.folder_of(_files.root_of(path), step)).is_dir():
         raise FileNotFoundError(f"no checkpoint{'' if newest else f' of step {step}'} in {path}")
+    return folder
+
+
+def _opened(folder: Path) -> Manifest:
+    """What a checkpoint says of itself, if its files are all as they were written."""
     files = _files.listed(folder)
     number = _files.first_damaged(folder, files, jax.process_index(), jax.process_count())
     if jax.process_count() > 1:
         number = int(np.max(multihost_utils.process_allgather(np.int32(number))))
     if number >= 0:
-        raise CheckpointDamagedError(folder / files[number][1], step)
-    return folder, _manifest.read((folder / _files.MANIFEST).read_text())
+        raise CheckpointDamagedError(folder / files[number][1], int(folder.stem))
+    return _manifest.read((folder / _files.MANIFEST).read_text())
 
 
 def _agreed(step: int | None) -> int | None:

@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 from jax.sharding import NamedSharding
@@ -32,7 +33,7 @@ class Writer(NamedTuple):
     wait: Callable[[], None]
 
 
-def save(path: str | Path, state: State, step: int, *, data: Any = None, keep: int | None = None) -> Path:
+def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path:
     """Writes a state to `path/<step>`: all of it, or nothing that `latest` and `restore` would ever see.
 
     Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
@@ -43,8 +44,9 @@ def save(path: str | Path, state: State, step: int, *, data: Any = None, keep: i
       path: the folder of a run's checkpoints; made where it is missing.
       state: any pytree of arrays and typed keys, marks included.
       step: how many steps the state has done. A checkpoint of the same step is replaced once the new one is whole.
-      data: what else it takes to go on, such as the place in the data: anything that JSON holds, the same on all
-        processes. Count examples of the whole run, not of a worker, and it holds for any number of workers.
+      data: what else it takes to go on, such as the place in the data: anything that JSON holds (keys of dicts are
+        text), the same on all processes. Count examples of the whole run, not of a worker, and it holds for any number
+        of workers.
       keep: how many checkpoints to keep, this one included; the oldest go. None keeps all. Each takes the room of the
         state; at least two outlast a disk that damages one.
 
@@ -53,8 +55,9 @@ def save(path: str | Path, state: State, step: int, *, data: Any = None, keep: i
 
     Raises:
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: a negative step, `keep` below 1, `data` that is not JSON, or two leaves of one name
-        (`{"a.b": x, "a": {"b": y}}`).
+      ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves of one
+        name (`{"a.b": x, "a": {"b": y}}`), or a leaf that JAX or the format does not hold as it is (64 bits of numpy
+        while JAX has 32, `uint4`).
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -67,7 +70,7 @@ def save(path: str | Path, state: State, step: int, *, data: Any = None, keep: i
       >>> found["w"].tolist(), found["e"].value.shape
       ([0.0, 1.0, 2.0], (2, 2))
     """
-    root = Path(path).absolute()
+    root, step = _files.root_of(path), operator.index(step)
     _check_keep(keep)
     _begin(root, state, step, data, keep)()
     return root / str(step)
@@ -81,8 +84,8 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
     in a thread. Host memory holds the state once more until then.
 
     Args:
-      path: the folder of a run's checkpoints, as of `save`; what killed processes left in it is taken away. One writer
-        at a time.
+      path: the folder of a run's checkpoints, as of `save`; made at once where it is missing, and what killed processes
+        left in it is taken away. One writer at a time.
       keep: how many checkpoints to keep, as of `save`.
 
     Yields:
@@ -90,7 +93,8 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
 
     Raises:
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: as `save` raises it.
+      ValueError: as `save` raises it, or another process writes checkpoints into the folder. OSError: it is no folder,
+        or cannot be made.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -101,24 +105,26 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
       >>> jd.checkpoint.latest(folder), jd.checkpoint.load(folder).data
       (30, {'examples': 960})
       >>> import pathlib
-      >>> sorted(one.name for one in pathlib.Path(folder).iterdir())
+      >>> sorted(one.name for one in pathlib.Path(folder).glob("[0-9]*"))
       ['20', '30']
     """
-    root = Path(path).absolute()
+    root = _files.root_of(path)
     _check_keep(keep)
-    if jax.process_index() == 0:
-        _files.sweep(root)
     pending: list[Future[None]] = []
 
     def wait() -> None:
         while pending:
             pending.pop().result()
 
-    def save_beside(state: State, step: int, *, data: Any = None) -> None:
+    def save_beside(state: State, step: SupportsIndex, *, data: Any = None) -> None:
         wait()
-        pending.append(pool.submit(_begin(root, state, step, data, keep)))
+        pending.append(pool.submit(_begin(root, state, operator.index(step), data, keep)))
 
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as pool:
+    first = jax.process_index() == 0
+    with (
+        _files.alone(root) if first else contextlib.nullcontext(),
+        ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as pool,
+    ):
         try:
             yield Writer(save_beside, wait)
         finally:
@@ -130,6 +136,20 @@ def _check_keep(keep: int | None) -> None:
         raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
 
 
+def _check_arrays(arrays: dict[str, Array]) -> None:
+    """What orbax would say in the thread, and not of which leaf."""
+    import tensorstore  # comes with orbax
+
+    if not arrays:
+        raise ValueError("the state has no arrays, or empty ones alone: there is nothing to save")
+    for name, array in arrays.items():
+        if not _manifest.is_key(array):
+            try:
+                tensorstore.dtype(array.dtype.name)
+            except ValueError as error:
+                raise ValueError(f"leaf `{name}` is {array.dtype}, which no checkpoint holds: cast it") from error
+
+
 def _begin(root: Path, state: State, step: int, data: Any, keep: int | None) -> Callable[[], None]:
     """Copies the state into host memory and starts to write it. What is returned waits for that and commits."""
     ocp = orbax()
@@ -139,6 +159,7 @@ def _begin(root: Path, state: State, step: int, data: Any, keep: int | None) -> 
     manifest = _manifest.written(named, step, data)
     # Orbax refuses empty leaves, and they hold nothing.
     arrays = {name: _one_copy(leaf) for name, (_, leaf) in named.items() if leaf.size}
+    _check_arrays(arrays)
     first = jax.process_index() == 0
     if first:
         _files.begin(root, step)
@@ -151,14 +172,15 @@ def _begin(root: Path, state: State, step: int, data: Any, keep: int | None) -> 
     checkpointer.save(folder, args=ocp.args.StandardSave(arrays))
 
     def commit() -> None:
-        checkpointer.close()  # once all processes have written
-        try:
-            if first:
-                _files.commit(root, step, manifest, keep)
-        finally:
-            if jax.process_count() > 1:
-                barrier = ocp.multihost.get_barrier_sync_fn()
-                barrier(key=f"{prefix}_committed", timeout_ms=_COMMIT_MILLISECONDS)
+        with _files.or_nothing(root, step) if first else contextlib.nullcontext():
+            checkpointer.close()  # once all processes have written
+            try:
+                if first:
+                    _files.commit(root, step, manifest, keep)
+            finally:
+                if jax.process_count() > 1:
+                    barrier = ocp.multihost.get_barrier_sync_fn()
+                    barrier(key=f"{prefix}_committed", timeout_ms=_COMMIT_MILLISECONDS)
 
     return commit
 

@@ -229,7 +229,8 @@ def _rework(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
         return leaf
     xp = _numpy_of(leaf)
     if mark.resize == "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact):
-        wide = np.float64 if xp is np else jnp.promote_types(leaf.dtype, jnp.float32)
+        exact = np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64
+        wide = exact if xp is np else jnp.promote_types(leaf.dtype, jnp.float32)
         mean = leaf.mean(0, dtype=wide).astype(leaf.dtype)
         return xp.broadcast_to(mean, (count, *leaf.shape[1:]))
     if mark.resize == "zero":
