@@ -22,6 +22,13 @@ PROCESSES = [Device(i, i // 2) for i in (5, 0, 3, 1, 2, 4, 7, 6)]  # four of two
 SLICES = [Device(i, i // 2, slice_index=i % 2) for i in range(8)]  # which are not where the processes are
 
 
+def test_no_process_is_left_without_a_device(monkeypatch):
+    """As where a script names its mesh, and more processes are started."""
+    monkeypatch.setattr("jax.devices", lambda: sorted(PROCESSES, key=lambda device: device.id))
+    with pytest.raises(ValueError, match=r"a mesh of {'data': 5} leaves process 3 without a device: there are 8"):
+        jd.make_mesh({"data": 5})
+
+
 def test_inner_axes_stay_in_a_group():
     found = hybrid.order({"pod": 4}, {"chip": 2}, PROCESSES)
     assert [[device.id for device in row] for row in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]

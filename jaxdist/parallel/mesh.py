@@ -45,8 +45,8 @@ def make_mesh(
       The mesh.
 
     Raises:
-      ValueError: the axes need another number of devices than there are; an inner axis would leave a group; an axis is
-        named twice; `axes` beside `outer` or `inner`.
+      ValueError: there are too few devices; of all devices, a process would have none in the mesh; an inner axis would
+        leave a group; an axis is named twice; `axes` beside `outer` or `inner`.
 
     Example:
       >>> import jax, jaxdist as jd
@@ -65,6 +65,12 @@ def make_mesh(
     if needed > count:
         raise ValueError(f"a mesh of {dict(axes)} needs {needed} devices, but there are {count}")
     chosen = (jax.devices() if devices is None else list(devices))[:needed]
+    idle = {device.process_index for device in jax.devices()} - {device.process_index for device in chosen}
+    if idle and devices is None:
+        raise ValueError(
+            f"a mesh of {dict(axes)} leaves process {min(idle)} without a device: there are {count} devices, so start "
+            "fewer processes, or make the mesh larger"
+        )
     return _compat.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen)
 
 
