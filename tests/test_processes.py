@@ -124,5 +124,10 @@ def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
         assert result["from 1"] == [[True, True], True, [0, 1], True]
 
 
+def test_what_is_placed_can_be_taken_apart(uneven):
+    for result in uneven:
+        assert result["parts"] == [[1, 1, 1], [1, 1, 1], [0, 5], [0, 5]]
+
+
 def test_a_process_that_does_not_come_to_agree_is_named(uneven):
     assert uneven[0]["late"].startswith("process 1 of 2 did not come to agree() within 1 s")

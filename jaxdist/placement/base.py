@@ -210,7 +210,17 @@ def _put(state: State, mesh: Place, axis: AxisNames) -> State:
     copies = jax.tree.map(jnp.copy, state)
     if not isinstance(mesh, Mesh):
         return copies
-    return jax.tree.map(jax.device_put, copies, shardings(state, mesh, axis=axis))
+    return jax.tree.map(_put_leaf, copies, shardings(state, mesh, axis=axis))
+
+
+def _put_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
+    """`device_put`, which onto several processes makes equal copies of a device's array that cannot be taken apart."""
+    if sharding.is_fully_addressable or not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jax.device_put(np.asarray(jax.random.key_data(leaf)), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    return jax.device_put(np.asarray(leaf), sharding)
 
 
 def _numpy_of(leaf: Array | np.ndarray) -> Any:

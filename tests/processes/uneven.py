@@ -86,6 +86,8 @@ def report(mesh):
     jd.agree({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
     found["agree"] = raised(jd.agree, {"w": np.ones(3 + process)}, mesh=mesh)
     found["late"] = "" if process else raised(jd.agree, {}, timeout_seconds=1)
-    placed = jd.place({"w": jnp.ones(3)}, mesh)
-    found["placed"] = raised(jd.broadcast, placed)
+    placed = jd.place({"w": jnp.ones(3), "key": jax.random.key(5)}, mesh)
+    shards = [one.data for x in (placed["w"], jax.random.key_data(placed["key"])) for one in x.addressable_shards]
+    found["parts"] = [np.asarray(x).tolist() for x in shards]
+    found["placed"] = raised(jd.broadcast, {"w": placed["w"]})
     return found
