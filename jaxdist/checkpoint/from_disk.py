@@ -16,6 +16,8 @@ from .errors import CheckpointDamagedError
 
 # How often a reader begins anew where a writer took away what it read.
 _TRIES = 10
+# Stands for the list of files itself, among the numbers of files that processes tell each other.
+_CHECKSUMS = np.iinfo(np.int32).max
 
 
 class Resumed(NamedTuple):
@@ -210,21 +212,32 @@ def _stands(folder: Path, before: bytes | None) -> bool:
 def _found(path: str | Path, step: int | None) -> Path:
     """The folder of the newest checkpoint, or of that step."""
     newest = step is None
-    step = _agreed(latest(path)) if newest else step
-    if step is None or not (folder := _files.folder_of(_files.root_of(path), step)).is_dir():
+    step = latest(path) if newest else step
+    there = step is not None and _files.folder_of(_files.root_of(path), step).is_dir()
+    if (seen := _agreed(step if there else None)) is None:
         raise FileNotFoundError(f"no checkpoint{'' if newest else f' of step {step}'} in {path}")
-    return folder
+    return _files.folder_of(_files.root_of(path), seen)
 
 
 def _opened(folder: Path) -> Manifest:
     """What a checkpoint says of itself, if its files are all as they were written."""
-    files = _files.listed(folder)
-    number = _files.first_damaged(folder, files, jax.process_index(), jax.process_count())
+    if file := _damaged(folder):
+        raise CheckpointDamagedError(file, int(folder.stem))
+    return _manifest.read((folder / _files.MANIFEST).read_text())
+
+
+def _damaged(folder: Path) -> Path | None:
+    """A file that is not as it was written, the same in all processes, also where only one of them sees it so."""
+    try:
+        files = _files.listed(folder)
+        number = _files.first_damaged(folder, files, jax.process_index(), jax.process_count())
+    except CheckpointDamagedError:
+        files, number = [], _CHECKSUMS
     if jax.process_count() > 1:
         number = int(np.max(multihost_utils.process_allgather(np.int32(number))))
-    if number >= 0:
-        raise CheckpointDamagedError(folder / files[number][1], int(folder.stem))
-    return _manifest.read((folder / _files.MANIFEST).read_text())
+    if number == _CHECKSUMS:
+        return folder / _files.SUMS
+    return folder / files[number][1] if number >= 0 else None
 
 
 def _agreed(step: int | None) -> int | None:

@@ -1,0 +1,46 @@
+"""Two processes and a damaged checkpoint: whatever one of them sees, both do the same."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+LIMIT = 150  # seconds; processes that do not agree would wait for each other
+NAMES = {
+    "a file for both": None,  # one of orbax's
+    "the checksums for both": "SHA256SUMS",
+    "the checksums for 0": "SHA256SUMS",
+    "the checksums for 1": "SHA256SUMS",
+    "the folder for 1": "SHA256SUMS",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each process printed."""
+    folder = tmp_path_factory.mktemp("damaged")
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
+    script = [str(HERE / "processes" / "damaged.py"), str(folder)]
+    command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(folder / "logs"), *script]
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
+    return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]
+
+
+@pytest.mark.parametrize("damage", NAMES)
+def test_both_raise_the_same_or_take_the_same_older_one(results, damage):
+    (refused, taken), other = results[0][damage], results[1][damage]
+    assert refused[:2] == other[0][:2]
+    assert refused[0] == "CheckpointDamagedError"
+    assert refused[1] == (NAMES[damage] or refused[1])
+    assert taken == other[1] == [2, [3], [2.0, 2.0, 2.0]]
+
+
+def test_a_step_that_is_not_there(results):
+    for result in results:
+        assert result["no such step"][0] == "FileNotFoundError"
