@@ -90,7 +90,21 @@ def known_problems() -> list[tuple[str, str]]:
         found.append(
             (
                 "lax.psum_scatter of 8 MiB or more gives wrong numbers between CPU processes (jax-ml/jax#40830)",
-                "use Comm.reduce_scatter_mean, which goes another way",
+                "jaxdist goes another way; in collectives of your own use Comm.reduce_scatter_mean",
             )
         )
+    if jax.default_backend() == "cpu" and jax.process_count() > 1:
+        found.append(
+            (
+                "the first collective over an axis fails if a CPU process comes to it 30 s after another",
+                "call parallel.self_check(mesh) while all are about as far; later ones wait as long as it takes",
+            )
+        )
+        if jax.config.jax_compilation_cache_dir:
+            found.append(
+                (
+                    "of several CPU processes only process 0 finds its programs in the compile cache",
+                    "leave it unset: the others compile while process 0 waits for them",
+                )
+            )
     return found

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ def test_doctor_finds_nothing_wrong(quick, capsys):
     for part in ("jax 0.", "8 of cpu, 8 in this process", "gloo", "all right", "axis 'chip'", "20 µs a hop, 3.00 GB/s"):
         assert part in out
     assert "JAX_COMPILATION_CACHE_DIR=FOLDER" in out
+    assert "nothing wrong, 2 to look at" in out
 
 
 def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
@@ -32,7 +34,9 @@ def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
 
     monkeypatch.setattr(diagnosis, "self_check", wrong)
     assert main(["doctor"]) == 1
-    assert "wrong over 'pod': mean, ppermute" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "wrong over 'pod': mean, ppermute" in out
+    assert "1 wrong" in out
 
 
 def test_doctor_fails_where_processes_do_not_agree(capsys, monkeypatch):
@@ -67,6 +71,17 @@ def test_settings_are_shown():
     found = {line.what: line for line in diagnosis.settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
     assert found["variables"].found == "XLA_FLAGS=--xla_dump_to=/x"
     assert found["compile cache"].verdict == "look"
+
+
+def test_what_only_concerns_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    jax.config.update("jax_compilation_cache_dir", "/cache")
+    try:
+        problems = [line.found for line in diagnosis.devices()]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+    assert any("30 s after another" in found for found in problems)
+    assert any("only process 0 finds" in found for found in problems)
 
 
 def test_json_log(tmp_path):

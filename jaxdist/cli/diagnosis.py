@@ -18,6 +18,12 @@ from ..parallel.hybrid import groups
 from ..parallel.processes.cards import PACKAGES
 
 SHOWN = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "NPROC")
+# Whose versions matter here, beside those that processes compare: what writes checkpoints, and what runs accelerators.
+ALSO = (
+    "orbax-checkpoint",
+    *(name.format(version) for version in (12, 13) for name in ("jax-cuda{}-plugin", "nvidia-nccl-cu{}")),
+    "libtpu",
+)
 TRANSPORT = {"gpu": "NCCL", "tpu": "ICI inside a slice, the hosts' network between slices"}
 CURES = {"gloo/transport/tcp": "this machine's own name does not resolve: write it into /etc/hosts"}
 
@@ -34,7 +40,7 @@ class Finding(NamedTuple):
 def software() -> list[Finding]:
     """Versions."""
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *ALSO):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -63,7 +69,7 @@ def devices() -> list[Finding]:
         Finding("devices", f"{jax.device_count()} of {' and '.join(kinds)}, {len(here)} in this process"),
         Finding("processes", str(jax.process_count())),
         Finding("memory of a device", _memory(here[0])),
-        Finding("between processes", TRANSPORT.get(backend) or _setting("cpu_collectives_implementation")),
+        Finding("between processes", _transport(backend)),
     ]
     found += [Finding("known problem", problem, "look", advice) for problem, advice in known_problems()]
     if backend == "cpu" and Path("/dev/nvidia0").exists() and not os.environ.get("JAX_PLATFORMS"):
@@ -113,8 +119,19 @@ def links(mesh: Mesh) -> list[Finding]:
         if workers > 1:
             link = measure_link(mesh, axis=axis)
             speed = f"{workers} workers, {1e6 * link.latency:,.0f} µs a hop, {link.bandwidth / 1e9:.2f} GB/s"
-            found.append(Finding(f"links of axis {axis!r}", speed))
+            found.append(Finding(f"links of axis {axis!r}", speed, "", _advice_on_links()))
     return found
+
+
+def _transport(backend: str) -> str:
+    name = TRANSPORT.get(backend) or _setting("cpu_collectives_implementation")
+    return name if jax.process_count() > 1 else f"{name}, once there are several"
+
+
+def _advice_on_links() -> str:
+    if jax.default_backend() == "cpu" and jax.process_count() == 1:
+        return "the memory of this machine, no network"
+    return "`jaxdist advise` says what pays over them"
 
 
 def _setting(name: str) -> str:

@@ -43,7 +43,10 @@ def doctor(chosen: Doctor) -> int:
     table = Table("", "found", "", "what to do", box=None, pad_edge=False)
     for line in found:
         table.add_row(*map(escape, line), style=COLOURS[line.verdict])
-    new_console().print(table)
+    console = new_console()
+    console.print(table)
+    wrong, look = (sum(line.verdict == verdict for line in found) for verdict in ("wrong", "look"))
+    console.print(f"\n{wrong or 'nothing'} wrong, {look or 'nothing'} to look at")
     return _code(found)
 
 
