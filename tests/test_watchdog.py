@@ -205,10 +205,10 @@ def job(tmp_path):
     """Two processes that train until something happens; what the launcher said, its code and how long that took."""
 
     def run(happens, *options):
-        command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(tmp_path), *options]
+        command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(tmp_path)]
         flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
         environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
-        script = [str(HERE / "processes" / "watched.py"), happens, str(tmp_path / "when")]
+        script = [str(HERE / "processes" / "watched.py"), happens, str(tmp_path / "when"), *options]
         with subprocess.Popen([*command, *script], env=environment, stderr=subprocess.PIPE, text=True) as started:
             if happens == "preempted":
                 while not (tmp_path / "when").exists():
@@ -232,13 +232,26 @@ def test_a_process_dies(job, process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["asleep 0", "asleep 1", "stopped 0", "stopped 1"])
-def test_a_process_is_stuck(job, what):
+def test_a_process_is_stuck(job, tmp_path, what):
     process = int(what[-1])
     err, code, seconds = job(what)
     assert f"StepTimeout: process {process} " in err
     assert ("step 21" if "asleep" in what else "no sign of life") in err
     assert code == 1
     assert seconds < 3 + 1 + 2  # the timeout, the second until it is reported, and the end of the others
+    began, log = float((tmp_path / "when").read_text()), (tmp_path / f"{1 - process}.log").read_text()
+    assert 3 < float(log.split("named at ")[1].split()[0]) - began < 3 + 1
+
+
+@pytest.mark.slow
+def test_a_pause_of_35_seconds_changes_nothing(job, tmp_path):
+    last = []
+    for what, least in (("nothing", 0), ("pauses 1", 35)):
+        err, code, seconds = job(what, "60")
+        assert (code, err) == (0, "")
+        assert least <= seconds < least + 10
+        last += [(tmp_path / f"{number}.log").read_text().split("ended with ")[1].split()[0] for number in range(2)]
+    assert len(set(last)) == 1
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""One of two processes that take steps under a watchdog, until something happens at step 20.
+"""One of two processes that take steps under a watchdog, until something happens at step 21.
 
-    python watched.py "killed 1" FILE
+    python watched.py "killed 1" FILE [SECONDS]
 
-FILE then has the time.
+FILE then has the time. SECONDS, 3 if it is left out, are those of the watchdog, which says when it names somebody. What
+comes to a good end does so at step 40, and prints the state.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxdist as jd
@@ -30,6 +32,8 @@ def happen(what: str, file: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif verb == "asleep":
         time.sleep(60)
+    elif verb == "pauses":
+        time.sleep(35)
     elif verb == "raises":
         raise ValueError("bad data")
 
@@ -40,20 +44,22 @@ def main() -> None:
 
     def add(state, batch):
         mean = jax.lax.pmean(batch.mean(), "data")
-        return state + mean, {"mean": mean}
+        return jnp.sin(state) + mean, {"mean": mean}
 
     step = jd.distribute(add, mesh)
     state = jd.place(np.zeros((), np.float32), mesh)
     batch = jd.global_batch(np.ones(mesh.size, np.float32)[: jax.local_device_count()], mesh)
-    with jd.watchdog(3) as watch:
-        for number in range(100_000):
+    what, file, seconds = sys.argv[1], sys.argv[2], float((*sys.argv[3:], 3)[0])
+    with jd.watchdog(seconds, on_timeout=lambda _: print("named at", time.time(), flush=True)) as watch:
+        for number in range(40 if what.startswith(("pauses", "nothing")) else 100_000):
             if number == 21:
-                happen(*sys.argv[1:])
+                happen(what, file)
             state, _ = watch(step, state, batch)
             if jd.preempted(number):
                 print("left after step", number, flush=True)
                 break
             time.sleep(0.01)
+    print("ended with", np.asarray(state).tobytes().hex(), flush=True)
 
 
 if __name__ == "__main__":
