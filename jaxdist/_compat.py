@@ -97,10 +97,10 @@ def known_problems() -> list[tuple[str, str]]:
         found.append(
             (
                 "the first collective over an axis fails if a CPU process comes to it 30 s after another",
-                "call parallel.self_check(mesh) while all are about as far; later ones wait as long as it takes",
+                "call agree(state, mesh=mesh) while all are about as far; later ones wait as long as it takes",
             )
         )
-        if jax.config.jax_compilation_cache_dir:
+        if getattr(jax.config, "jax_compilation_cache_dir", None):
             found.append(
                 (
                     "of several CPU processes only process 0 finds its programs in the compile cache",

@@ -1,4 +1,4 @@
-"""One of two processes that take steps under a watchdog, until something happens at step 21.
+"""One of two processes that take steps under a watchdog, until something happens at step 21, or before all ("late 1").
 
     python watched.py "killed 1" FILE [SECONDS]
 
@@ -32,7 +32,7 @@ def happen(what: str, file: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif verb == "asleep":
         time.sleep(60)
-    elif verb == "pauses":
+    elif verb in ("pauses", "late"):
         time.sleep(35)
     elif verb == "raises":
         raise ValueError("bad data")
@@ -47,12 +47,13 @@ def main() -> None:
         return jnp.sin(state) + mean, {"mean": mean}
 
     step = jd.distribute(add, mesh)
-    state = jd.place(np.zeros((), np.float32), mesh)
+    state = jd.init_state(lambda: jnp.zeros(()), mesh)  # without a message
     batch = jd.global_batch(np.ones(mesh.size, np.float32)[: jax.local_device_count()], mesh)
+    jd.agree(state, mesh=mesh)
     what, file, seconds = sys.argv[1], sys.argv[2], float((*sys.argv[3:], 3)[0])
     with jd.watchdog(seconds, on_timeout=lambda _: print("named at", time.time(), flush=True)) as watch:
-        for number in range(40 if what.startswith(("pauses", "nothing")) else 100_000):
-            if number == 21:
+        for number in range(40 if what.startswith(("pauses", "late", "nothing")) else 100_000):
+            if number == (0 if what.startswith("late") else 21):
                 happen(what, file)
             state, _ = watch(step, state, batch)
             if jd.preempted(number):

@@ -13,6 +13,7 @@ from ..._compat import coordination_client
 from ..._typing import Number, PyTree
 from . import cards
 from .check_in import missing
+from .connect import connect
 from .errors import AgreementError, MismatchError, MissingProcessError
 
 GRACE_SECONDS = 5.0
@@ -40,8 +41,10 @@ def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeou
     stopped. Values are not looked at: see `parallel.assert_same` for values and `parallel.disagreement` for placed
     ones.
 
-    *On the wire*: no collective. Each process exchanges a few short texts with process 0; one that differs reads the
-    whole description.
+    *On the wire*: before all agree, no collective: each process exchanges a few short texts with process 0; one that
+    differs reads the whole description. Then, where CPUs of several processes are a mesh, 4 bytes over each set of its
+    axes, so that connections are open while all are here: in a first message gloo waits 30 s for the others, later as
+    long as it takes.
 
     Args:
       state: arrays, marks, or the shapes that `jax.eval_shape` gives.
@@ -61,6 +64,8 @@ def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeou
       >>> jd.agree({"w": jnp.ones(3)}, mesh=mesh, recipe={"learning_rate": 0.1, "data": "digits"})
     """
     compare(cards.of_state(state, mesh, recipe), f"agree/{next(_calls)}", float(timeout_seconds), do="come to agree()")
+    if mesh is not None:
+        connect(mesh)
 
 
 def compare(card: cards.Card, place: str, seconds: float, *, do: str, wrong: str = "") -> None:

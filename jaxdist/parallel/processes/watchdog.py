@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..._typing import Number
 from . import peers
@@ -216,7 +217,7 @@ def _smallest(results: Any) -> list[jax.Array]:
 
 
 def _is_key(x: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_there(x: Any) -> bool:
