@@ -1,6 +1,9 @@
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -85,6 +88,21 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
     found = jd.checkpoint.load(out / "checkpoint")
     assert found.data == {"steps": 4}
     assert max(int(leaf) for name, leaf in found.state.items() if name.endswith(".count")) == 4
+
+
+def test_train_saves_and_leaves_at_sigterm(tmp_path):
+    log = tmp_path / "log.jsonl"
+    command = [sys.executable, "-m", "jaxdist.cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
+    with subprocess.Popen([*command, "--no-baseline", "--out", str(tmp_path)], stdout=subprocess.PIPE) as run:
+        while not (log.exists() and log.read_text().count("\n") > 2):
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.terminate()
+        printed = run.communicate()[0].decode()
+    last = results.read_log(log)[-1]
+    assert (run.returncode, last["kind"]) == (0, "step")
+    assert f"saved and left after step {last['step']} of 100000" in printed
+    assert jd.checkpoint.load(tmp_path / "checkpoint").data == {"steps": last["step"]}
 
 
 def test_compare_draws_and_prints_a_table(tmp_path, capsys):

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..parallel import make_mesh, use_cpu_devices
+from ..parallel import make_mesh, preempted, use_cpu_devices
 from ..workloads import methods, parse, plots, results, train
 from ..workloads.base import Workload
 from .options import Options
@@ -60,10 +60,10 @@ def finish(
     console: Console,
     *,
     evaluate_every: int | None = None,
-    save: Callable[[train.TrainState, int], None] = lambda state, steps: None,
+    save: Callable[[train.TrainState, int], None] | None = None,
     save_every: int | None = None,
 ) -> tuple[results.Result, train.TrainState]:
-    """Trains to the end behind a progress bar and writes every step to the log."""
+    """Trains to the end behind a progress bar and writes every step to the log. What saves does so at SIGTERM, too."""
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
     settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
     results.write_line(log, results.header(run, **settings))
@@ -79,8 +79,12 @@ def finish(
             speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
-            if save_every and record.step % save_every == 0:
+            asked = save is not None and preempted(record.step)
+            if save is not None and (asked or (save_every and record.step % save_every == 0)):
                 save(state, record.step)
+            if asked:
+                console.print(f"SIGTERM: saved and left after step {record.step} of {options.steps}")
+                raise SystemExit(0)
             if evaluate_every and record.step % evaluate_every == 0:
                 found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))
                 evaluations.append(found)
