@@ -211,12 +211,12 @@ def _stands(folder: Path, before: bytes | None) -> bool:
 
 def _found(path: str | Path, step: int | None) -> Path:
     """The folder of the newest checkpoint, or of that step."""
-    newest = step is None
+    root, newest = _files.root_of(path), step is None
     step = latest(path) if newest else step
-    there = step is not None and _files.folder_of(_files.root_of(path), step).is_dir()
+    there = step is not None and _files.folder_of(root, step).is_dir()
     if (seen := _agreed(step if there else None)) is None:
         raise FileNotFoundError(f"no checkpoint{'' if newest else f' of step {step}'} in {path}")
-    return _files.folder_of(_files.root_of(path), seen)
+    return _files.folder_of(root, seen)
 
 
 def _opened(folder: Path) -> Manifest:

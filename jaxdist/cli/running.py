@@ -79,12 +79,13 @@ def finish(
             speed, size = record.units_per_second, plots.in_bytes(record.wire_bytes)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
-            asked = save is not None and preempted(record.step)
-            if save is not None and (asked or (save_every and record.step % save_every == 0)):
-                save(state, record.step)
-            if asked:
-                console.print(f"SIGTERM: saved and left after step {record.step} of {options.steps}")
-                raise SystemExit(0)
+            if save is not None:
+                asked = preempted(record.step)
+                if asked or (save_every and record.step % save_every == 0):
+                    save(state, record.step)
+                if asked:
+                    console.print(f"SIGTERM: saved and left after step {record.step} of {options.steps}")
+                    raise SystemExit(0)
             if evaluate_every and record.step % evaluate_every == 0:
                 found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))
                 evaluations.append(found)

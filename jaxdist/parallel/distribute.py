@@ -105,7 +105,7 @@ def evaluate(
 
 def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, Any]]:
     axes = axis_tuple(axis)
-    workers(mesh, axis)
+    workers(mesh, axis)  # refuses an axis that the mesh has not
     advice = {
         "state": "mark it PerWorker, or reduce it before it enters the state",
         "metric": f"average it with jax.lax.pmean(x, {axis!r})",

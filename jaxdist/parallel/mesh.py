@@ -130,7 +130,7 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
       (8, 2)
     """
     axes = axis_tuple(axis)
-    workers(mesh, axis)
+    workers(mesh, axis)  # refuses an axis that the mesh has not
     sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
     here = workers_here(mesh, axis)
     local = jax.tree.map(np.asarray, local)
@@ -155,12 +155,12 @@ def _indivisible(batch: PyTree, here: int) -> str:
 
 def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
     """Raises, in all processes alike, where they bring other batches than each other; asks once for each kind."""
-    everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
-    if not everywhere or threading.current_thread() is not threading.main_thread():
-        return
     card = cards.of_batch(batch, here)
     kind = str(card)
-    if wrong or kind not in _compared:
+    if kind in _compared and not wrong:  # nearly every batch
+        return
+    everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
+    if everywhere and threading.current_thread() is threading.main_thread():
         do = "bring a batch like this to global_batch()"
         compare(card, f"batch/{next(_comparisons)}", BATCH_SECONDS, do=do, wrong=wrong)
         _compared.add(kind)

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._compat import shard_map
+from ...comm import over
 
 
 def connect(mesh: Mesh) -> None:
@@ -23,11 +24,10 @@ def connect(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, PartitionSpec(*names))
 
     def local(x):
-        return sum(jax.lax.psum(x, group) for group in groups)
+        return sum(over(group).sum(x) for group in groups)
 
-    run = shard_map(
-        local, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, axis_names=set(names), check_vma=False
-    )
+    spec = sharding.spec
+    run = shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(names), check_vma=True)
     zeros = jax.make_array_from_callback(
         mesh.devices.shape, sharding, lambda index: np.zeros([1] * mesh.devices.ndim, jnp.int32)
     )
