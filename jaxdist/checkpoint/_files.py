@@ -27,6 +27,13 @@ def root_of(path: str | Path) -> Path:
 
 def steps(root: Path) -> list[int]:
     """The steps of the complete checkpoints, oldest first. What else lies there, under whatever name, is not ours."""
+    found, again = None, _seen(root)
+    while found != again:  # a writer may take away what was listed before it was looked at
+        found, again = again, _seen(root)
+    return again
+
+
+def _seen(root: Path) -> list[int]:
     names = {one.name.removesuffix(REPLACED) for one in root.iterdir()} if root.exists() else set()
     numbers = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
     return [
