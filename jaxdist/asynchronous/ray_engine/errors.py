@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from ..._errors import Portable
 
-class WorkerLost(RuntimeError):
+
+class WorkerLost(Portable, RuntimeError):
     """A process is gone, or does not answer, and the run cannot go on without it.
 
     Attributes:
@@ -15,7 +17,7 @@ class WorkerLost(RuntimeError):
         super().__init__(f"{place_name(place)} {why}")
 
 
-class Stalled(RuntimeError):
+class Stalled(Portable, RuntimeError):
     """All processes answer, and none has got any further for too long.
 
     Attributes:

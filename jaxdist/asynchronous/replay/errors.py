@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from ..._errors import Portable
 
-class Deadlock(RuntimeError):
+
+class Deadlock(Portable, RuntimeError):
     """Nothing is left that could happen, and the run is not over: somebody waits for ever.
 
     Attributes:
@@ -18,7 +20,26 @@ class Deadlock(RuntimeError):
         super().__init__(f"at {seconds:g} s nothing can happen any more: {'; '.join(lines) or 'nobody does anything'}")
 
 
-class TooManyEvents(RuntimeError):
+class NonFiniteGradient(Portable, FloatingPointError):
+    """A gradient that a rule was to use holds a NaN or an infinity: one of them would stay in the model for ever.
+
+    Attributes:
+      worker: whose gradient.
+      step: the worker's own count of gradients, from 0; `Task.batch(seed, worker, step)` gives its data.
+    """
+
+    def __init__(self, worker: int, step: int, *, diverged: bool = False):
+        self.worker, self.step, self.diverged = worker, step, diverged
+        super().__init__(
+            f"the model that worker {worker} read for its step {step} is not finite: the updates before have "
+            "overflowed, so lower the learning rate, or let the optimizer clip"
+            if diverged
+            else f"the gradient of worker {worker} at its step {step} is not finite, and its model is: look "
+            f"at the batch that the task gives for (seed, {worker}, {step}), and at the loss of it"
+        )
+
+
+class TooManyEvents(Portable, RuntimeError):
     """The clock stands still: more events at one tick than could be meant. Messages go in a circle, in no time."""
 
 

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from ..._errors import Portable
 
-class StoreError(Exception):
+
+class StoreError(Portable, Exception):
     """The disk refused something; the last committed step is as it was.
 
     Attributes:

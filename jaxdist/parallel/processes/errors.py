@@ -1,7 +1,9 @@
 """What processes can fail to agree on, as exceptions that name the process."""
 
+from ..._errors import Portable
 
-class AgreementError(ValueError):
+
+class AgreementError(Portable, ValueError):
     """The processes of a job cannot work together. All of them raise the same, before the first collective.
 
     Attributes:
@@ -14,7 +16,7 @@ class AgreementError(ValueError):
 
 
 class MismatchError(AgreementError):
-    """A process has another version, setting, number of processes, mesh, recipe or leaf than process 0."""
+    """A process has another version, setting, number of processes, mesh, recipe or leaf than process 0, or its id."""
 
 
 class MissingProcessError(AgreementError):
@@ -22,4 +24,4 @@ class MissingProcessError(AgreementError):
 
 
 class PortError(AgreementError):
-    """Process 0 cannot listen at the coordinator's port, or something else answers there."""
+    """The coordinator's address is unknown or another machine's, or another program has the port or answers there."""

@@ -1,0 +1,73 @@
+"""Every exception of the library can go to another process, and comes back with all that it said."""
+
+import copy
+import errno
+import importlib
+import pathlib
+import pickle
+import pkgutil
+
+import pytest
+
+import jaxdist
+from jaxdist import transforms
+from jaxdist._errors import Portable
+from jaxdist.asynchronous import ray_engine, replay
+from jaxdist.checkpoint import errors as checkpoint_errors
+from jaxdist.launch import WorkerLost
+from jaxdist.offload.nvme import errors as store_errors
+from jaxdist.parallel import CollectiveError
+from jaxdist.parallel.processes import errors, peers
+
+FILE = pathlib.Path("run", "5", "state")
+RAISED = [
+    CollectiveError("data", ("sum", "max")),
+    WorkerLost(1, -9, FILE, ["the last line"]),
+    checkpoint_errors.CheckpointDamagedError(FILE, 5, "is missing"),
+    checkpoint_errors.CheckpointFullError(FILE, 5, errno.ENOSPC),
+    checkpoint_errors.CheckpointPeerError("process 1 could not save step 5", 1),
+    checkpoint_errors.CheckpointUnreadableError(FILE, 5, errno.EIO),
+    checkpoint_errors.NoCheckpointLeftError(FILE, 5, "is missing"),
+    errors.AgreementError("no", (1, 2)),
+    errors.MismatchError("no", (1,)),
+    errors.MissingProcessError("no", (1,)),
+    errors.PortError("no"),
+    peers.StepTimeout("late", 1, 7),
+    peers.WorkerLost("gone", 1, 7),
+    ray_engine.Stalled({-1: (0, 1)}, (2,), 3.0),
+    ray_engine.WorkerLost(-1, "is gone"),
+    replay.Deadlock({-1: (0, 1)}, 3.0, (2,)),
+    replay.NonFiniteGradient(1, 7),
+    replay.TooManyEvents("at 3 s"),
+    store_errors.StoreDamagedError("short", FILE, 5),
+    store_errors.StoreError("refused", FILE, 5),
+    store_errors.StoreFullError("no room", FILE, 5),
+    transforms.TooManySkips(4),
+]
+
+
+def found():
+    """The exception classes that the modules of the package define."""
+    kinds = set()
+    for module in pkgutil.walk_packages(jaxdist.__path__, "jaxdist."):
+        if not module.name.endswith("__main__"):
+            for one in vars(importlib.import_module(module.name)).values():
+                if isinstance(one, type) and issubclass(one, BaseException) and one.__module__.startswith("jaxdist."):
+                    kinds.add(one)
+    return kinds
+
+
+def test_each_kind_is_tried_here_and_has_the_base():
+    kinds = found()
+    assert kinds == {type(error) for error in RAISED}
+    assert all(issubclass(kind, Portable) for kind in kinds)
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: f"{type(error).__module__}.{type(error).__name__}")
+@pytest.mark.parametrize("through", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
+def test_message_and_attributes_come_back(error, through):
+    error.add_note("seen on host 3")
+    again = through(error)
+    assert type(again) is type(error)
+    assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+    assert getattr(again, "errno", None) == getattr(error, "errno", None)
