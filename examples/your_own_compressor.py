@@ -41,7 +41,8 @@ def ternary() -> jd.Compressor:
 
 def main():
     # Alone: no mesh, no optimizer, no other worker.
-    assert_compressor_laws(ternary())
+    # The draw has 24 bits: where the largest entry is below 1e-30, their products with it are too small for float32.
+    assert_compressor_laws(ternary(), magnitudes=(1e-30, 3e38))
     assert_reducer_laws(jd.compressed(ternary()))
     print("the laws hold: unbiased, within its variance, fine with empty, scalar and zero arrays, in every dtype")
 

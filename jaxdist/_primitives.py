@@ -16,6 +16,8 @@ ELEMENTWISE = frozenset(
 )
 # They keep the order of entries.
 RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
+# They change the type of an array, and nothing in it.
+CASTS = frozenset(("pvary", "pcast"))
 # Their condition and their bounds may be numbers beside arrays.
 TAKES_NUMBERS = frozenset(("select_n", "clamp"))
 

@@ -67,8 +67,8 @@ def test_wrappers_leave_the_numbers_alone():
         for number in range(2):
             state, _ = run(state, gradients(number))
         results.append(state.params)
-    for found in results[1:]:
-        assert_close({"b": found["b"], "w": found["w"]}, {"b": results[0]["b"], "w": results[0]["w"]}, tolerance=0)
+    for found in results[1:]:  # to rounding: the programs have other leaves, and the compiler fuses them in another way
+        assert_close({"b": found["b"], "w": found["w"]}, {"b": results[0]["b"], "w": results[0]["w"]}, tolerance=1e-6)
         assert float(found["s"]) == 0.0
     assert float(results[0]["s"]) != 0.0
 

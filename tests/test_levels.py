@@ -1,5 +1,6 @@
 """Rounding to tables of levels: NUQSGD, tables without zero, traced tables, and what they cost."""
 
+import itertools
 import math
 
 import jax
@@ -132,6 +133,33 @@ def test_the_stated_variance_of_powers_is_tight(s, base, size):
             if count < 40 or left < 0.2:
                 ratios.append(reference.with_levels(bucket, table, 0.5)[1] / (bucket**2).sum())
     assert 0.97 * omega <= max([*ratios, reference.with_levels(equal, table, 0.5)[1]]) <= omega * (1 + 1e-6)
+
+
+def largest_variance(table, size):
+    """Exact, for few entries: the best of all choices of an interval for each, and the bucket that attains it."""
+    low, high = np.float64(table[:-1]), np.float64(table[1:])
+    choices = np.array(list(itertools.combinations_with_replacement(range(len(low)), size)))
+    middles = (low + high)[choices] / 2
+    lengths = np.linalg.norm(middles, axis=1)
+    sums = ((high - low)[choices] ** 2).sum(1) / 4 - (1 - lengths) ** 2
+    return sums.max(), middles[sums.argmax()] / lengths[sums.argmax()]
+
+
+@pytest.mark.parametrize(("bits", "size"), [(3, 2), (3, 4), (3, 16), (4, 4), (4, 8)])
+def test_the_stated_variance_of_few_entries_is_close(bits, size):
+    table = powers(2 ** (bits - 1), 0.5, lowest=0.0)
+    largest, bucket = largest_variance(table, size)
+    assert reference.with_levels(bucket, table, 0.5)[1] == pytest.approx(largest)
+    assert largest <= jc.nuqsgd(bits).variance((size,)) * (1 + 1e-12) <= 1.25 * largest
+    others = np.random.default_rng(0).standard_cauchy((2000, size))
+    assert max(reference.with_levels(x / np.linalg.norm(x), table, 0.5)[1] for x in others) <= largest
+
+
+def test_what_the_docstring_says_of_few_entries():
+    table = powers(4, 0.5, lowest=0.0)
+    assert worst_variance(table, 4, "l2") == pytest.approx(0.1806, abs=1e-4)
+    assert largest_variance(table, 4)[0] == pytest.approx(0.1506, abs=1e-4)
+    assert worst_variance(table, 64, "l2") <= 1.014 * largest_variance(table, 64)[0]
 
 
 def test_the_paper_s_constant_is_looser():

@@ -1,6 +1,5 @@
 """The `Compressor`: one array in, packed words out, one array back."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +21,11 @@ class Compressor(NamedTuple):
       shared_key: all workers draw the same key (random-k, sketches).
       variance: ω of an unbiased code, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
+
+    Both hold for finite entries of any magnitude, but for what an entry loses below the smallest normal number (1.2e-38
+    for float32: compilers flush such numbers to zero); a format with a range of its own says so. Where an unbiased code
+    would decode to more than the largest number of the dtype, it decodes to that number: the error is smaller, and the
+    mean too.
     """
 
     compress: Callable[[Array, PRNGKeyArray], Payload]
@@ -38,6 +42,8 @@ def working_dtype(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
 
 
-def largest_exponent(dtype: DTypeLike) -> int:
-    """The exponent of the largest power of two that arrays of `dtype` hold, or float32 if that is narrower."""
-    return min(math.frexp(float(jnp.finfo(dtype).max))[1] - 1, 127)
+def saturated(x: Array, dtype: DTypeLike, finite: Array) -> Array:
+    """Casts to `dtype`; where x comes from `finite` numbers, at most to its largest number, never to infinity."""
+    largest = min(float(jnp.finfo(dtype).max), float(jnp.finfo(x.dtype).max))
+    limits = jnp.where(finite, largest, jnp.inf).astype(x.dtype)
+    return jnp.clip(x, -limits, limits).astype(dtype)

@@ -7,11 +7,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import DTypeLike
 
 from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor, largest_exponent
-from .blocks import BlockPayload, inverse
+from .base import Compressor
+from .blocks import BlockPayload, normal_scales
 from .buckets import from_buckets, sent, to_buckets
 from .minifloat import BIAS, E2M1, E3M0, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
 from .packing import pack, unpack
@@ -29,14 +28,13 @@ class Scaling(NamedTuple):
     """How blocks are scaled to the range of their format.
 
     Attributes:
-      make: `make(largest, dtype) -> (scales, reciprocals)` from the largest magnitudes of blocks of an array of some
-        dtype; scales as they travel.
+      make: `make(largest) -> (scales, reciprocals)` from the largest magnitudes of blocks; scales as they travel.
       read: scales as floats again.
       grid: the magnitudes that the format has, with a last one as far beyond as saturation reaches.
       lowest: what the largest entry of a block is at least, after scaling.
     """
 
-    make: Callable[[Float[Array, "blocks 1"], DTypeLike], tuple[Array, Array]]
+    make: Callable[[Float[Array, "blocks 1"]], tuple[Array, Array]]
     read: Callable[[Array], Array]
     grid: np.ndarray
     lowest: float
@@ -50,8 +48,7 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     ones. For Gaussian entries the loss is 7e-4 (e5m2: 3e-3), more than that of `int8`. To nearest δ is 0.9965 for any
     block (e5m2: 0.988); at random ω is 0.0035 (e5m2: 0.0125).
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 1e-35 (e5m2: 1e-33) decode to zeros; a block with NaN or
-    infinity decodes to such.
+    Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
     On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block.
 
@@ -85,8 +82,7 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
     largest float8, 448 (57344), becomes that and loses up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
     is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.0035 (e5m2: 0.0125).
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 1e-35 (e5m2: 1e-33) lose digits; a block with NaN or
-    infinity decodes to such.
+    Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
     On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 8.25 bits
     an entry.
@@ -120,8 +116,7 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     a quarter. δ = 0.891, attained by one entry of 5 among those of a quarter; for Gaussian entries the loss is 0.013.
     At random s is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.18.
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 5e-38 lose digits; a block with NaN or infinity decodes
-    to such.
+    Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
     On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and a byte per block: 4.25
     bits an entry, 7.5 times less than float32.
@@ -156,8 +151,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     entries, 0.80 for 4096. For Gaussian entries the loss is 0.038, where `mxfp4` has 0.013. At random ω = 0.124, for
     4096 entries 0.207.
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 2e-37 decode to zeros; a block with NaN or infinity
-    decodes to such.
+    Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
     On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
     block: 4.125 bits an entry, 7.8 times less than float32.
@@ -198,10 +192,9 @@ def _largest_exact(form: Minifloat, block: int, rounding: Rounding) -> Compresso
     grid = magnitudes(form)
     most = float(grid[-1])
 
-    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
-        del dtype
-        scales = largest / most
-        return scales, inverse(scales)
+    def make(largest: Float[Array, "blocks 1"]) -> tuple[Array, Array]:
+        scales = normal_scales(largest, most)
+        return scales, 1.0 / scales
 
     return _floats(form, block, rounding, Scaling(make, lambda scales: scales, grid, most))
 
@@ -214,13 +207,11 @@ def _mx(form: Minifloat, rounding: Rounding) -> Compressor:
     # The fraction bits from which on a number times a power of two is above the largest of the format.
     too_large = (int(np.float32(most).view(np.int32)) & fraction) + 1
 
-    def make(largest: Float[Array, "blocks 1"], dtype: DTypeLike) -> tuple[Array, Array]:
+    def make(largest: Float[Array, "blocks 1"]) -> tuple[Array, Array]:
         bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
         exponents = (bits >> MANTISSA) - form.emax
         if rounding == "stochastic":
-            raised = exponents + ((bits & fraction) >= too_large).astype(jnp.int32)
-            # Where 2^emax scales would be infinite, the very largest entries are cut off after all.
-            exponents = jnp.minimum(raised, BIAS + largest_exponent(dtype) - form.emax)
+            exponents += ((bits & fraction) >= too_large).astype(jnp.int32)
         exponents = jnp.where(jnp.isfinite(largest), jnp.maximum(exponents, 1), NOT_FINITE)
         return exponents.astype(jnp.uint8), _from_exponents(2 * BIAS - exponents)
 
@@ -237,14 +228,14 @@ def _mx(form: Minifloat, rounding: Rounding) -> Compressor:
 def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -> Compressor:
     def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
         blocks = to_buckets(x, block)
-        scales, reciprocals = scaling.make(largest_magnitude(blocks), x.dtype)
+        scales, reciprocals = scaling.make(largest_magnitude(blocks))
         codes = encode(blocks * reciprocals, form, rounding, key).reshape(-1)
         return BlockPayload(pack(codes[: sent(x.size, form.bits)], form.bits), scales[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:
         codes = unpack(payload.codes, form.bits, math.prod(like.shape))
         values = to_buckets(decode(codes, form), block)
-        return from_buckets(values * scaling.read(payload.scales)[:, None], like)
+        return from_buckets(values, scaling.read(payload.scales), like)
 
     def error(shape: Shape) -> float:
         return largest_error(scaling.grid, scaling.lowest, min(block, math.prod(shape)), rounding)

@@ -11,7 +11,7 @@ from .base import Compressor
 from .buckets import from_buckets, sent, to_buckets
 from .packing import pack, unpack
 from .rounding import Rounding, check_block, largest_error, to_integers, with_error
-from .rows import largest_magnitude
+from .rows import TINY, largest_magnitude
 
 
 class BlockPayload(NamedTuple):
@@ -28,8 +28,8 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     `δ = 1 - (d-1) / (4·127² + d-1)`, 0.996 for 256, attained by one large entry among those of s/2, which become zero;
     for Gaussian entries the loss is 5e-5. At random the code is that of `qsgd(8, bucket=block)`, with ω = 0.0039.
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 1.5e-36 decode to zeros; a block with NaN or infinity
-    decodes to such.
+    Arithmetic is float32 whatever the dtype of x. Blocks below 1.5e-36 have steps of 1.2e-38; a block with NaN or
+    infinity decodes to such.
 
     On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block;
     3.9 times less than float32.
@@ -66,8 +66,8 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
     0.863 for 32; for Gaussian entries the loss is 0.009. At random the code is that of `qsgd(4, bucket=block)`, with
     ω = 0.14.
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 8e-38 decode to zeros; a block with NaN or infinity
-    decodes to such.
+    Arithmetic is float32 whatever the dtype of x. Blocks below 8e-38 have steps of 1.2e-38; a block with NaN or
+    infinity decodes to such.
 
     On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
     block: 5 bits an entry, 6.4 times less than float32. `mxfp4` has scales of one byte.
@@ -103,8 +103,8 @@ def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
         blocks = to_buckets(x, block)
-        scales = largest_magnitude(blocks) / most
-        levels = to_integers(blocks * inverse(scales), rounding, key)
+        scales = normal_scales(largest_magnitude(blocks), most)
+        levels = to_integers(blocks * (1.0 / scales), rounding, key)
         # The clip: rounding errors at random, and whatever NaN becomes, must stay inside their bits.
         codes = (jnp.clip(levels, -most, most) + offset).astype(jnp.uint8)
         return BlockPayload(pack(codes.reshape(-1)[: sent(x.size, bits)], bits), scales[:, 0])
@@ -112,7 +112,7 @@ def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     def decompress(payload: BlockPayload, like: Like) -> Array:
         codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
         levels = to_buckets((codes - offset).astype(jnp.float32), block)
-        return from_buckets(levels * payload.scales[:, None], like)
+        return from_buckets(levels, payload.scales, like)
 
     def error(shape: Shape) -> float:
         return largest_error(np.arange(most + 1.0), float(most), min(block, math.prod(shape)), rounding)
@@ -120,6 +120,6 @@ def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     return with_error(Compressor(compress, decompress), error, rounding)
 
 
-def inverse(scales: Float[Array, "blocks 1"]) -> Float[Array, "blocks 1"]:
-    """`1 / scales`, and 0 where that would overflow."""
-    return jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0.0, 1.0 / scales)
+def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[Array, "*shape"]:
+    """`largest / most`, or the smallest normal number: one below is flushed to zero, and the block with it."""
+    return jnp.maximum(largest / most, TINY)

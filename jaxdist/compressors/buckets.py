@@ -5,7 +5,8 @@ import math
 import jax.numpy as jnp
 
 from .._typing import Array, Float, Like
-from .rows import largest_magnitude, total
+from .base import saturated
+from .rows import UnitRows, from_unit, to_unit, total
 
 
 def check_buckets(bucket: int, norm: str) -> None:
@@ -26,19 +27,31 @@ def to_buckets(x: Array, bucket: int) -> Float[Array, "buckets width"]:
     return flat.reshape(rows, width)
 
 
-def from_buckets(buckets: Float[Array, "buckets width"], like: Like) -> Array:
-    """The inverse of `to_buckets`."""
-    return buckets.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+def from_buckets(buckets: Float[Array, "buckets width"], scales: Float[Array, " buckets"], like: Like) -> Array:
+    """The inverse of `to_buckets`, of rows times their scales: finite where a scale is."""
+    scales = scales[:, None]
+    values = saturated(from_unit(buckets, scales), like.dtype, jnp.isfinite(scales))
+    return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def norms_of(magnitudes: Float[Array, "buckets width"], norm: str) -> Float[Array, "buckets 1"]:
-    """The largest magnitude of each row (`norm="max"`) or its Euclidean length (`"l2"`)."""
-    largest = largest_magnitude(magnitudes)
-    if norm == "max":
-        return largest
-    # Scaled before squaring: 1e20 squared overflows and 1e-23 squared vanishes in float32.
-    ratios = magnitudes / jnp.where(largest == 0, 1.0, largest)
-    return largest * jnp.sqrt(total(ratios * ratios))
+def norms_of(scaled: UnitRows, norm: str) -> Float[Array, "buckets 1"]:
+    """The largest magnitude of each of `scaled.rows` (`norm="max"`) or its Euclidean length (`"l2"`)."""
+    return scaled.largest if norm == "max" else jnp.sqrt(total(scaled.rows * scaled.rows))
+
+
+def normalized(x: Array, bucket: int, norm: str) -> tuple[Float[Array, "buckets width"], Float[Array, "buckets 1"]]:
+    """Each bucket divided by its norm, from -1 to 1, and the norms.
+
+    A length of more than the largest float becomes that: the ratios are larger then, and what their rounding to levels
+    costs is less than in proportion, so that a bound for vectors of length 1 holds.
+    """
+    scaled = to_unit(to_buckets(x, bucket))
+    norms = norms_of(scaled, norm)
+    limits = jnp.where(jnp.isfinite(norms), jnp.finfo(jnp.float32).max / scaled.unit, jnp.inf)
+    norms = jnp.minimum(norms, limits)
+    # The clip keeps ratios from exceeding 1 by a rounding error.
+    ratios = jnp.clip(scaled.rows / jnp.where(norms == 0, 1.0, norms), -1.0, 1.0)
+    return ratios, from_unit(norms, scaled.unit)
 
 
 def sent(size: int, bits: int) -> int:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor, working_dtype
+from .base import Compressor, saturated, working_dtype
+from .blocks import normal_scales
 from .packing import from_words, to_words
 from .random import hash_words
 from .rounding import Rounding
@@ -96,19 +97,19 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
 
 
 def _cast16(dtype: jnp.dtype) -> Compressor:
-    info = jnp.finfo(dtype)
-    largest = float(info.max)
-
     def compress(x: Array, key: PRNGKeyArray) -> Array:
         del key
         wide = x.astype(working_dtype(x.dtype))
-        return jnp.where(jnp.isinf(wide), wide, jnp.clip(wide, -largest, largest)).astype(dtype)
+        return saturated(wide, dtype, jnp.isfinite(wide))
 
-    def decompress(payload: Array, like: Like) -> Array:
-        return payload.reshape(like.shape).astype(like.dtype)
+    contraction = 1.0 - float(jnp.finfo(dtype).eps / 2) ** 2
+    return Compressor(compress, _widened, summable=True, contraction=lambda shape: contraction)
 
-    contraction = 1.0 - float(info.eps / 2) ** 2
-    return Compressor(compress, decompress, summable=True, contraction=lambda shape: contraction)
+
+def _widened(payload: Array, like: Like) -> Array:
+    # To float16, of which the largest number may have been rounded up to a bfloat16 beyond, saturating too.
+    wide = payload.astype(working_dtype(like.dtype))
+    return saturated(wide, like.dtype, jnp.isfinite(wide)).reshape(like.shape)
 
 
 def _bfloat16_at_random() -> Compressor:
@@ -122,11 +123,8 @@ def _bfloat16_at_random() -> Compressor:
         rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
         return jnp.where(jnp.isfinite(wide), rounded, wide.astype(jnp.bfloat16))
 
-    def decompress(payload: Array, like: Like) -> Array:
-        return payload.reshape(like.shape).astype(like.dtype)
-
     # Of 1 + 2^-8, the worst: halfway between two that are 2^-7 apart.
-    return Compressor(compress, decompress, summable=True, variance=lambda shape: 2.0**-16)
+    return Compressor(compress, _widened, summable=True, variance=lambda shape: 2.0**-16)
 
 
 def _cast8(dtype: jnp.dtype) -> Compressor:
@@ -136,13 +134,13 @@ def _cast8(dtype: jnp.dtype) -> Compressor:
     def compress(x: Array, key: PRNGKeyArray) -> tuple[UInt[Array, "..."], Float[Array, ""]]:
         del key
         wide = x.astype(jnp.float32)
-        scale = jnp.max(jnp.abs(wide), initial=0.0) / largest
-        scaled = jnp.where(scale == 0, wide, wide / scale)
-        return to_words(jnp.clip(scaled, -largest, largest).astype(dtype)), scale
+        scale = normal_scales(jnp.max(jnp.abs(wide), initial=0.0), largest)
+        return to_words(jnp.clip(wide / scale, -largest, largest).astype(dtype)), scale
 
     def decompress(payload: tuple[Array, Array], like: Like) -> Array:
         words, scale = payload
-        return (from_words(words, dtype).astype(jnp.float32) * scale).reshape(like.shape).astype(like.dtype)
+        values = from_words(words, dtype).astype(jnp.float32) * scale
+        return saturated(values, like.dtype, jnp.isfinite(scale)).reshape(like.shape)
 
     def contraction(shape: Shape) -> float:
         return max(0.0, 1.0 - precision**2 - math.prod(shape) * (underflow / largest) ** 2)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Array, Float
-from .buckets import norms_of, to_buckets
+from .buckets import normalized, to_buckets
 
 # Below it a bucket of equal entries would have infinite densities.
 SMALLEST_SIGMA = 1e-6
@@ -58,18 +58,17 @@ def bucket_sums(
     Returns:
       One row for each of the 20 scales; the last one has all that are smaller.
     """
-    buckets, real = to_buckets(x, bucket), to_buckets(jnp.ones(x.shape), bucket)
-    norms = norms_of(jnp.abs(buckets), norm)
-    ratios = buckets / jnp.where(norms == 0, 1.0, norms)
-    filled = ((0, 0), (0, -buckets.shape[1] % min(block, buckets.shape[1])))
-    parts = [jnp.pad(values, filled).reshape(-1, min(block, buckets.shape[1])) for values in (real, ratios, ratios**2)]
+    (ratios, norms), real = normalized(x, bucket, norm), to_buckets(jnp.ones(x.shape), bucket)
+    width = min(block, ratios.shape[1])
+    filled = ((0, 0), (0, -ratios.shape[1] % width))
+    parts = [jnp.pad(values, filled).reshape(-1, width) for values in (real, ratios, ratios**2)]
     sums = jnp.stack([jnp.sum(part, axis=1) for part in parts], axis=1)
     square = sums[:, 2] / jnp.maximum(sums[:, 0], 1.0)
     scale = -0.5 * jnp.log2(jnp.where(square > 0, square, 1.0))
     component = jnp.where(square > 0, jnp.clip(scale.astype(jnp.int32), 0, SCALES - 1), SCALES - 1)
-    # Huge norms overflow and tiny ones vanish: whoever fits to the sums checks them.
+    # Of norms near 1, or squares overflow or vanish: whoever fits to the sums scales the entries, and checks.
     weights = jnp.where(norms == 0, 0.0, norms**norm_power)
-    weights = jnp.repeat(weights, sums.shape[0] // max(buckets.shape[0], 1), axis=0)
+    weights = jnp.repeat(weights, sums.shape[0] // max(ratios.shape[0], 1), axis=0)
     chosen = component[:, None] == jnp.arange(SCALES)[None, :]
     return jnp.matmul(chosen.astype(jnp.float32).T, weights * sums, precision=jax.lax.Precision.HIGHEST)
 

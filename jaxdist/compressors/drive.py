@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Array, Float, Like, PRNGKeyArray, UInt
-from .base import Compressor
+from .base import Compressor, saturated
 from .packing import pack, unpack
 from .random import key_words, mix
-from .rows import total
+from .rows import from_unit, to_unit, total
 
 
 class DrivePayload(NamedTuple):
@@ -64,17 +64,21 @@ def drive(*, block: int = 256) -> Compressor:
         width = _width(x.size, block)
         flat = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % width))
         seed, _ = key_words(key)
-        rotated = _product(flat.reshape(-1, width) * _random_signs(seed, width), width)
-        scales = total(jnp.abs(rotated)) / width
+        blocks = to_unit(flat.reshape(-1, width))
+        rotated = _product(blocks.rows * _random_signs(seed, width), width)
+        # At most the root of the mean square; as much as the largest magnitude, but for rounding.
+        scales = from_unit(jnp.minimum(total(jnp.abs(rotated)) / width, blocks.largest), blocks.unit)
         return DrivePayload(pack((rotated >= 0).astype(jnp.uint8).reshape(-1), 1), scales[:, 0], seed)
 
     def decompress(payload: DrivePayload, like: Like) -> Array:
         size = math.prod(like.shape)
         width = _width(size, block)
         bits = unpack(payload.signs, 1, 8 * payload.signs.size).reshape(-1, width)
-        rotated = jnp.where(bits == 1, payload.scales[:, None], -payload.scales[:, None])
-        flat = (_product(rotated, width) * _random_signs(payload.seed, width)).reshape(-1)
-        return flat[:size].reshape(like.shape).astype(like.dtype)
+        # Scaled last: the sums of a block may be larger than its entries, and than the largest float.
+        rotated = _product(jnp.where(bits == 1, 1.0, -1.0).astype(jnp.float32), width)
+        scales = payload.scales[:, None]
+        values = saturated(rotated * _random_signs(payload.seed, width) * scales, like.dtype, jnp.isfinite(scales))
+        return values.reshape(-1)[:size].reshape(like.shape)
 
     return Compressor(compress, decompress, contraction=lambda shape: 0.5)
 

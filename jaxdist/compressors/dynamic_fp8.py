@@ -9,7 +9,7 @@ from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .blocks import BlockPayload
 from .buckets import from_buckets, sent, to_buckets
-from .minifloat import MANTISSA, Minifloat, decode, encode, magnitudes
+from .minifloat import BIAS, MANTISSA, Minifloat, decode, encode, magnitudes
 from .rounding import Rounding, check_block, largest_error, with_error
 from .rows import largest_magnitude
 
@@ -19,8 +19,8 @@ UNSIGNED = Minifloat(bits=9, mantissa=4, emin=-14, emax=0, largest_code=0xFF)
 SIGN, LIFT = 0x80, 2.0**8
 # Added to the bits of a float it carries into the exponent beyond 31/16 of a power of two.
 CARRY = (1 << MANTISSA) // 16 - 1
-# The exponent of a block that has NaN or infinity.
-NOT_FINITE = 0x7F
+# The scale of a block that has NaN or infinity: negative entries and the exponent of zeros, which no other block has.
+NOT_FINITE = SIGN
 
 
 def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compressor:
@@ -35,8 +35,8 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
     that moves by a thousandth in a step is rounded up or down at random, right on average, and one that stands still is
     not touched. For `v' = 0.999 v + 0.001 g²` that leaves a standard deviation of about 0.15 v, 7% of Adam's step.
 
-    Arithmetic is float32 whatever the dtype of x. δ = 0.999. Blocks below 2e-38 decode to zeros; a block with NaN,
-    infinity or more than 8e37 decodes to such.
+    Arithmetic is float32 whatever the dtype of x. δ = 0.999. A block with NaN or infinity decodes to such; what
+    is above 3.2e38 decodes to that.
 
     On the wire, or in memory: a byte an entry (in whole 32-bit words where there are several blocks) and a byte per
     block: 8.25 bits an entry.
@@ -70,22 +70,24 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
     def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
         blocks = to_buckets(x, block)
         signed = largest_magnitude(jnp.minimum(blocks, 0.0)) > 0
-        words = _exponents(largest_magnitude(blocks))
-        scaled = jnp.abs(blocks) * _power_of_four(2 * 127 - 2 * words) * jnp.where(signed, 1 / LIFT, 1.0)
+        largest = largest_magnitude(blocks)
+        words = _exponents(largest)
+        # `2 / s`, whose exponent is that of a normal number for every s but that of zeros, and a half.
+        doubled = _from_exponents(jnp.minimum(2 * BIAS + 1 - 2 * words, 2 * BIAS))
+        scaled = jnp.abs(blocks) * doubled * jnp.where(signed, 0.5 / LIFT, 0.5)
         codes = encode(scaled, UNSIGNED, rounding, key).astype(jnp.int32)
         with_sign = jnp.minimum(codes, SIGN - 1) | jnp.where(blocks < 0, SIGN, 0)
         codes = jnp.where(signed, with_sign, jnp.maximum(codes, (blocks > 0).astype(jnp.int32))).astype(jnp.uint8)
-        scales = (words | jnp.where(signed, SIGN, 0)).astype(jnp.uint8)
-        return BlockPayload(codes.reshape(-1)[: sent(x.size, 8)], scales[:, 0])
+        scales = jnp.where(jnp.isfinite(largest), words | jnp.where(signed, SIGN, 0), NOT_FINITE)
+        return BlockPayload(codes.reshape(-1)[: sent(x.size, 8)], scales.astype(jnp.uint8)[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:
         size = math.prod(like.shape)
         rows = _rows(payload.codes[:size], block)
-        words = payload.scales.astype(jnp.int32)[:, None]
-        signed, words = words >= SIGN, words & (SIGN - 1)
-        scales = jnp.where(words == NOT_FINITE, jnp.inf, _power_of_four(2 * words))
+        words = payload.scales.astype(jnp.int32)
+        scales = jnp.where(words == NOT_FINITE, jnp.nan, _from_exponents(2 * (words & (SIGN - 1))))
         beside_sign = decode(rows & (SIGN - 1), UNSIGNED) * jnp.where(rows >= SIGN, -LIFT, LIFT)
-        return from_buckets(jnp.where(signed, beside_sign, decode(rows, UNSIGNED)) * scales, like)
+        return from_buckets(jnp.where(words[:, None] >= SIGN, beside_sign, decode(rows, UNSIGNED)), scales, like)
 
     def error(shape: Shape) -> float:
         grid = magnitudes(UNSIGNED)[:SIGN]
@@ -98,12 +100,12 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
 
 
 def _exponents(largest: Float[Array, "blocks 1"]) -> Int[Array, "blocks 1"]:
-    """Half the biased exponent of the smallest `s = 2^(2k+1)` with `largest <= 31/16 s`; 0 for zeros."""
+    """Half the biased exponent of the smallest `s = 2^(2k+1)` with `largest <= 31/16 s`; 0 for zeros, at most 127."""
     bits = jnp.minimum(jax.lax.bitcast_convert_type(largest, jnp.int32), 0xFF << MANTISSA)
-    return jnp.minimum(((bits + CARRY >> MANTISSA) + 1) >> 1, NOT_FINITE)
+    return jnp.minimum(((bits + CARRY >> MANTISSA) + 1) >> 1, BIAS)
 
 
-def _power_of_four(biased: Int[Array, "blocks 1"]) -> Float[Array, "blocks 1"]:
+def _from_exponents(biased: Int[Array, "*blocks"]) -> Float[Array, "*blocks"]:
     return jax.lax.bitcast_convert_type(biased << MANTISSA, jnp.float32)
 
 

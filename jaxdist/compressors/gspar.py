@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Bool
 
 from .._typing import Array, Float, Int, PRNGKeyArray, Shape, UInt
-from .base import Compressor, working_dtype
+from .base import Compressor, saturated, working_dtype
 from .bitmaps import WORD, first_ones, full, ones, positions, to_bitmap
 from .indices import encode_positions
 from .keep_probabilities import newton_rate, probabilities, scaled_magnitudes, total
@@ -27,8 +27,9 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
     """Keeps entry i with probability `p_i = min(λ |x_i|, 1)` and sends `x_i / p_i`: unbiased, of the least variance.
 
     λ is such that `Σ p_i` is `k = max(1, round(density d))` (less a part in 16,000): the certain entries go as they
-    are, the others all as `± 1 / λ`. `E|C(x) - x|² = Σ x_i² (1 / p_i - 1)`, the least for k entries on average; equal
-    magnitudes are the worst case, ω = d/k - 1 (with that k), which is what `random_k` has for every input.
+    are, the others all as `± 1 / λ` (at most the largest number of the dtype). `E|C(x) - x|² = Σ x_i² (1 / p_i - 1)`,
+    the least for k entries on average; equal magnitudes are the worst case, ω = d/k - 1 (with that k), which is what
+    `random_k` has for every input.
 
     Exactly k places are sent, so that shapes are known beforehand, and yet every entry is kept with probability p_i:
     the p_i lie end to end on a line, and one random offset and all whole steps from it choose (systematic sampling).
@@ -84,11 +85,12 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
         wide = working_dtype(x.dtype)
         kept_units = units.at[where].get(mode="promise_in_bounds").astype(wide)
         values = flat.at[where].get(mode="promise_in_bounds").astype(wide)
+        finite = jnp.isfinite(values)
         values = jnp.where(kept_units > 0, values / jnp.where(kept_units > 0, kept_units * UNIT, 1.0), values)
-        values = jnp.where(chosen, values, 0.0)
+        values = jnp.where(chosen, saturated(values, x.dtype, finite), 0)
         # One entry that is not finite leaves no scale for the others.
         values = jnp.where(jnp.isfinite(total(magnitudes)), values, jnp.nan)
-        return SparsePayload(values.astype(x.dtype), encode_positions(where, x.size))
+        return SparsePayload(values, encode_positions(where, x.size))
 
     def omega(shape: Shape) -> float:
         size = math.prod(shape)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Array, Float
+from .rows import to_unit
 
 
 def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -> Float[Array, " size"]:
@@ -151,9 +152,10 @@ def total(x: Float[Array, " size"]) -> Float[Array, ""]:
 
 def scaled_magnitudes(x: Float[Array, " size"]) -> Float[Array, " size"]:
     """`|x| / max|x|` in float32: squares and sums neither vanish nor overflow, and the scale does not matter."""
-    wide = jnp.abs(x.astype(jnp.float32))
-    largest = jnp.max(wide, initial=0.0)
-    return wide / jnp.where(largest == 0, 1.0, largest)
+    if not x.size:
+        return x.astype(jnp.float32)
+    scaled = to_unit(x.astype(jnp.float32)[None])
+    return jnp.abs(scaled.rows[0]) / jnp.where(scaled.largest[0] == 0, 1.0, scaled.largest[0])
 
 
 def _sorted_sums(x: Array) -> tuple[Array, Array, Array, Array]:

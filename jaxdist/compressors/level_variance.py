@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Array, Float, Int
-from .buckets import norms_of, to_buckets
+from .buckets import normalized, to_buckets
 
 
 def expected_variance(
@@ -35,16 +35,15 @@ def expected_variance(
       >>> round(float(expected_variance(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
       7.7187
     """
-    buckets = to_buckets(x, bucket)
-    norms = norms_of(jnp.abs(buckets), norm)
-    ratios = jnp.clip(buckets / jnp.where(norms == 0, 1.0, norms), -1.0, 1.0)
+    ratios, norms = normalized(x, bucket, norm)
     ratios = jnp.abs(ratios) if zero_level else ratios
     table = jnp.asarray(levels, jnp.float32)
     below = level_below(ratios, table)
     squares = (table[below + 1] - ratios) * (ratios - table[below])
     # What fills the last bucket does not count.
     real = to_buckets(jnp.ones(x.shape), bucket)
-    return jnp.sum(jnp.sum(squares * real, axis=1) * norms[:, 0] ** 2)
+    # Each sum first, as a length: norms may be so large that their squares overflow, and sums may be zero.
+    return jnp.sum((jnp.sqrt(jnp.sum(squares * real, axis=1)) * norms[:, 0]) ** 2)
 
 
 def level_below(ratios: Float[Array, "..."], levels: Float[Array, " levels"]) -> Int[Array, "..."]:

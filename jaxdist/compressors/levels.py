@@ -10,7 +10,7 @@ import numpy as np
 
 from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
-from .buckets import check_buckets, from_buckets, norms_of, sent, to_buckets
+from .buckets import check_buckets, from_buckets, normalized, sent, to_buckets
 from .level_variance import level_below, worst_variance
 from .packing import pack, unpack
 from .random import Noise, uniform_hash
@@ -42,10 +42,16 @@ def with_levels(
     adds it up. The largest such sum over a bucket of d entries is `ω |x|²`, with the maximum over neighbours l, h:
 
     - "max": `ω = max t - 1`, `2 t = q + sqrt(q² + (d - 1) (l + h)²)`, `q = 1 - (d - 1) l h`; attained
-    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`; attained up to one entry of the bucket
+    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound
+
+    The largest sum of "l2" is that of `(h - l)² / 4` over d intervals, less `(1 - |m|)²`, with m the vector of their
+    middles `(l + h) / 2`: the largest for any choice of them. The bound lets parts of an entry choose. It is attained
+    where all choose the same interval, and else too large by what one entry can matter: with the powers of 1/2 of
+    `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64.
 
     The table may be traced: levels can change from step to step without a new trace, and ω is traced then too.
-    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity has such entries afterwards.
+    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity has such entries afterwards. A bucket
+    that is longer than the largest float has that for its norm, and a smaller error.
 
     On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket. Levels are not sent: all workers must have the same.
@@ -82,13 +88,10 @@ def with_levels(
     sign_bit = 2 ** (bits - 1)
 
     def compress(x: Array, key: PRNGKeyArray) -> LevelsPayload:
-        buckets = to_buckets(x, bucket)
-        norms = norms_of(jnp.abs(buckets), norm)
-        # The clip keeps ratios from leaving the table by a rounding error.
-        ratios = jnp.clip(buckets / jnp.where(norms == 0, 1.0, norms), -1.0, 1.0)
-        codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, buckets.shape))
+        ratios, norms = normalized(x, bucket, norm)
+        codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
-            codes = codes | jnp.where(buckets < 0, sign_bit, 0)
+            codes = codes | jnp.where(ratios < 0, sign_bit, 0)
         return LevelsPayload(pack(codes.astype(jnp.uint8).reshape(-1)[: sent(x.size, bits)], bits), norms[:, 0])
 
     def decompress(payload: LevelsPayload, like: Like) -> Array:
@@ -96,7 +99,7 @@ def with_levels(
         values = jnp.asarray(table)[codes & (sign_bit - 1) if zero_level else codes]
         if zero_level:  # without -0
             values = jnp.where((codes >= sign_bit) & (values > 0), -values, values)
-        return from_buckets(to_buckets(values, bucket) * payload.norms[:, None], like)
+        return from_buckets(to_buckets(values, bucket), payload.norms, like)
 
     def variance(shape: Shape) -> Any:
         return worst_variance(table, min(bucket, math.prod(shape)), norm)

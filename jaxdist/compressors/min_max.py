@@ -3,10 +3,12 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor
+from .base import Compressor, saturated
+from .rows import from_unit, powers_below
 
 # The steps are wider than the range by this, so that no rounding error makes 257 of 256 codes.
 WIDER = 1.0 + 2.0**-20
@@ -50,16 +52,22 @@ def min_max_uint8() -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> MinMaxPayload:
         del key
-        flat = x.reshape(-1).astype(jnp.float32)
+        # XLA must not know the entries: it would reorder the products, and one of them may overflow.
+        flat = jax.lax.optimization_barrier(x.reshape(-1).astype(jnp.float32))
         ends = jnp.stack([jnp.min(flat, initial=jnp.inf), jnp.max(flat, initial=-jnp.inf)])
-        step, lowest = _steps(ends)
-        codes = jnp.clip(jnp.rint(flat / step) - lowest, 0, 255)
+        _, inverse = powers_below(jnp.max(jnp.abs(ends)))
+        step, lowest = _steps(ends * inverse)
+        codes = jnp.clip(jnp.rint(flat * inverse / step) - lowest, 0, 255)
         return MinMaxPayload(codes.astype(jnp.int32).astype(jnp.uint8), ends)
 
     def decompress(payload: MinMaxPayload, like: Like) -> Array:
-        step, lowest = _steps(payload.ends)
+        largest = jnp.max(jnp.abs(payload.ends))
+        unit, inverse = powers_below(largest)
+        step, lowest = _steps(payload.ends * inverse)
         codes = payload.codes.astype(jnp.int32).astype(jnp.float32)
-        return ((codes + lowest) * step).reshape(like.shape).astype(like.dtype)
+        return saturated(from_unit((codes + lowest) * step, unit), like.dtype, jnp.isfinite(largest)).reshape(
+            like.shape
+        )
 
     def contraction(shape: Shape) -> float:
         size = max(math.prod(shape), 1)
@@ -69,7 +77,7 @@ def min_max_uint8() -> Compressor:
 
 
 def _steps(ends: Float[Array, " 2"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The step, and how many of them the code 0 stands for."""
+    """The step, and how many of them the code 0 stands for; of ends near 1, so that no step is too small to be kept."""
     span = jnp.maximum(ends[1] - ends[0], NARROWEST * jnp.max(jnp.abs(ends)))
     step = jnp.where(span == 0, 1.0, span * (WIDER / 255))
     return step, jnp.rint(ends[1] / step) - 255

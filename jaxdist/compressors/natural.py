@@ -7,19 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Array, Like, PRNGKeyArray, UInt
-from .base import Compressor, largest_exponent
+from .base import Compressor, saturated
 from .packing import pack, unpack
 from .random import hash_words
 
 # Of float32.
-MANTISSA, BIAS, NOT_FINITE = 23, 127, 255
-MAGNITUDE = 0x7FFFFFFF
+MANTISSA, SMALLEST, INFINITY, MAGNITUDE = 23, 0x00800000, 0x7F800000, 0x7FFFFFFF
 # Entries are sent in groups, whose signs fill a byte.
 GROUP = 8
 
 
 class NaturalPayload(NamedTuple):
-    """Biased exponents, and signs, eight to a byte (bit set: negative); in whole groups of eight."""
+    """Biased exponents, and signs, eight to a byte (bit set: negative); in whole groups of eight.
+
+    Exponent 255 is 2^128, for the largest float. Minus zero is what is not finite.
+    """
 
     exponents: UInt[Array, " entries"]
     signs: UInt[Array, " bytes"]
@@ -32,9 +34,9 @@ def natural() -> Compressor:
     entry, `4^e f (1 - f)`, is at most `ω x_i²` with `ω = 1/8`, attained at f = 1/3, whatever the other entries are:
     no scale, no buckets. f is the mantissa, so the draw is exact: it adds 23 random bits and keeps what is carried.
 
-    Zero, powers of two and infinity stay what they are, NaN becomes infinity. ω holds for normal numbers: those below
-    (1e-38) are rounded to 0 or to the smallest normal one. From the largest power of two of the dtype on (float32:
-    1.7e38, float16: 32768) entries are rounded down, not to infinity. Arithmetic is float32 whatever the dtype of x.
+    Zero and powers of two stay what they are; NaN and infinity become NaN. Numbers below 1.2e-38 count as zero. The
+    power of two above the largest number of the dtype (float32: 2^128, float16: 65536) decodes to that number.
+    Arithmetic is float32 whatever the dtype of x.
 
     On the wire: 9 bytes for eight entries, 3.6 times less than float32.
 
@@ -58,14 +60,17 @@ def natural() -> Compressor:
         bits = jax.lax.bitcast_convert_type(flat, jnp.uint32)
         magnitudes = bits & MAGNITUDE
         carried = (magnitudes + (hash_words(key, flat.shape) >> (32 - MANTISSA))) >> MANTISSA
-        finite = magnitudes < jnp.uint32(NOT_FINITE << MANTISSA)
-        exponents = jnp.where(finite, jnp.minimum(carried, largest_exponent(x.dtype) + BIAS), NOT_FINITE)
-        return NaturalPayload(exponents.astype(jnp.uint8), pack((bits >> 31).astype(jnp.uint8), 1))
+        # Not of the draw, which would be hashed again for the signs.
+        normal = magnitudes - SMALLEST < jnp.uint32(INFINITY - SMALLEST)
+        exponents = jnp.where(normal, carried, 0)
+        negative = jnp.where(normal, bits >> 31, (magnitudes >= INFINITY).astype(jnp.uint32))
+        return NaturalPayload(exponents.astype(jnp.uint8), pack(negative.astype(jnp.uint8), 1))
 
     def decompress(payload: NaturalPayload, like: Like) -> Array:
         signs = unpack(payload.signs, 1, payload.exponents.size).astype(jnp.uint32)
-        bits = (payload.exponents.astype(jnp.uint32) << MANTISSA) | (signs << 31)
-        flat = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return flat[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+        magnitudes = jnp.minimum(payload.exponents.astype(jnp.uint32) << MANTISSA, jnp.uint32(INFINITY - 1))
+        finite = (magnitudes > 0) | (signs == 0)
+        flat = jnp.where(finite, jax.lax.bitcast_convert_type(magnitudes | (signs << 31), jnp.float32), jnp.nan)
+        return saturated(flat, like.dtype, finite)[: math.prod(like.shape)].reshape(like.shape)
 
     return Compressor(compress, decompress, variance=lambda shape: 0.125)

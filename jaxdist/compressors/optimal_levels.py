@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Array, Float
-from .buckets import norms_of, to_buckets
+from .buckets import normalized, to_buckets
 
 # Of the grid. Neighbours differ by about six per cent, with buckets of 8192.
 POINTS = 257
@@ -95,11 +95,8 @@ def ratio_histogram(
     Returns:
       A weight for each point. Histograms of several workers may be added or averaged.
     """
-    buckets = to_buckets(x, bucket)
-    rows = buckets.shape[0]
-    norms = norms_of(jnp.abs(buckets), norm)
-    ratios = jnp.clip(buckets / jnp.where(norms == 0, 1.0, norms), -1.0, 1.0)
-    ratios = jnp.abs(ratios) if magnitudes else ratios
+    ratios, norms = normalized(x, bucket, norm)
+    ratios, rows = jnp.abs(ratios) if magnitudes else ratios, ratios.shape[0]
     a, points = _stretch(bucket), grid(bucket, magnitudes=magnitudes)
     t = jnp.arcsinh(ratios * math.sinh(a)) / a
     place = t if magnitudes else (t + 1) / 2

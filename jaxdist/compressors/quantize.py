@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
-from .buckets import check_buckets, from_buckets, norms_of, sent, to_buckets
+from .buckets import check_buckets, from_buckets, normalized, sent, to_buckets
 from .packing import pack, unpack
 from .random import Noise, uniform_hash
 
@@ -36,7 +36,8 @@ def qsgd(
     bits, against 17.1, 5.02, 1.58, 0.0053 with the Euclidean norm, which spends its levels on values that do not occur
     (but sends many more zeros).
 
-    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity decodes to NaN.
+    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity decodes to NaN. One
+    that is longer ("l2") than the largest float has that for its norm, and a smaller error.
 
     On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket; 4 bits with 512: 7.9 times less than float32.
@@ -69,14 +70,11 @@ def qsgd(
     levels = 2 ** (bits - 1) - 1
 
     def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
-        buckets = to_buckets(x, bucket)
-        magnitudes = jnp.abs(buckets)
-        norms = norms_of(magnitudes, norm)
-        # The clip keeps r from exceeding 1 by a rounding error, and with it the codes inside their bits.
-        levelled = jnp.minimum(magnitudes / jnp.where(norms == 0, 1.0, norms), 1.0) * levels
+        ratios, norms = normalized(x, bucket, norm)
+        levelled = jnp.abs(ratios) * levels
         lower = levelled.astype(jnp.int32)
-        up = noise(key, buckets.shape) < levelled - lower.astype(jnp.float32)
-        codes = (lower + up.astype(jnp.int32)) | ((buckets < 0).astype(jnp.int32) << (bits - 1))
+        up = noise(key, ratios.shape) < levelled - lower.astype(jnp.float32)
+        codes = (lower + up.astype(jnp.int32)) | ((ratios < 0).astype(jnp.int32) << (bits - 1))
         flat = codes.astype(jnp.uint8).reshape(-1)[: sent(x.size, bits)]
         return QuantizedPayload(pack(flat, bits), norms[:, 0])
 
@@ -86,7 +84,7 @@ def qsgd(
         level = codes & levels
         # Negated as integers, so that level zero with the sign bit set is 0, not -0; divided, so that level s is 1.
         signed = jnp.where(codes > levels, -level, level).astype(jnp.float32) / levels
-        return from_buckets(to_buckets(signed, bucket) * payload.norms[:, None], like)
+        return from_buckets(to_buckets(signed, bucket), payload.norms, like)
 
     def variance(shape: Shape) -> float:
         size = min(bucket, math.prod(shape))

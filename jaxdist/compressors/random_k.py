@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor, working_dtype
+from .base import Compressor, saturated, working_dtype
 from .random import key_words, random_subset
 from .sparse import check_density, kept, kept_part, scatter
 
@@ -26,7 +26,8 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
 
     `C(x)_i = x_i` for i in S, else 0, with S uniform among the subsets of `k = max(1, round(density d))` entries.
     `E|C(x) - x|² = (1 - k/d) |x|²`: δ = k/d. With `unbiased`, what is kept is multiplied by d/k and
-    `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1.
+    `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1. Where the product is above the largest number of the dtype it is that
+    number: finite, with a smaller error, and no longer right on average.
 
     On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
     from the seed, which travels as four floats of one byte each, so that the average of equal seeds is the seed.
@@ -61,7 +62,8 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
         size = math.prod(like.shape)
         values = payload.values
         if unbiased:
-            values = values.astype(working_dtype(values.dtype)) * (size / max(values.size, 1))
+            wide = values.astype(working_dtype(values.dtype))
+            values = saturated(wide * (size / max(values.size, 1)), like.dtype, jnp.isfinite(wide))
         return scatter(values, random_subset(_floats_to_seed(payload.seed), values.size, size), like)
 
     def contraction(shape: Shape) -> float:

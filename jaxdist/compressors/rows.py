@@ -1,4 +1,6 @@
-"""The largest magnitude and the sum of each row, at the speed of memory on the CPU too."""
+"""The largest magnitude and the sum of each row, at the speed of memory on the CPU too; rows brought close to 1."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,46 @@ import jax.numpy as jnp
 from .._typing import Array, Float, Int
 
 STEP = 8
+# Of float32: the smallest normal number, and how its exponent is written.
+TINY = 2.0**-126
+MANTISSA, BIAS = 23, 127
+
+
+class UnitRows(NamedTuple):
+    """`rows * unit` are the rows themselves; `largest` is the largest magnitude of each of `rows`, below 4."""
+
+    rows: Float[Array, "rows width"]
+    largest: Float[Array, "rows 1"]
+    unit: Float[Array, "rows 1"]
+
+
+def to_unit(rows: Float[Array, "rows width"]) -> UnitRows:
+    """Divides each row by the power of two below its largest magnitude, which is exact.
+
+    Sums, squares, differences and quotients of the rows then neither overflow nor vanish, and neither does a reciprocal
+    of their sizes: XLA divides by multiplying, and 1 / 1e38 is flushed to zero. What is computed from them is the same
+    as without, bit for bit, wherever that is right, and `from_unit` brings it back. The largest magnitude is from 1 on,
+    if it is a normal number, and 0 for rows of zeros. A row with NaN or infinity keeps them.
+    """
+    # XLA must not know the rows: for a constant c it computes (c r)² as c² r², and c² overflows. This costs nothing.
+    rows = jax.lax.optimization_barrier(rows)
+    largest = largest_magnitude(rows)
+    unit, inverse = powers_below(largest)
+    return UnitRows(rows * inverse, largest * inverse, unit)
+
+
+def from_unit(values: Float[Array, "*shape"], unit: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
+    """`values * unit`, of what was computed from rows close to 1."""
+    # Else XLA multiplies a constant factor of the values by the unit first, and that may be flushed, or overflow.
+    return jax.lax.optimization_barrier(values) * unit
+
+
+def powers_below(magnitudes: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """The power of two below each magnitude, and its reciprocal; from 2^-126 to 2^126, so that both are normal."""
+    exponents = jax.lax.bitcast_convert_type(jnp.abs(magnitudes), jnp.int32) >> MANTISSA
+    exponents = jnp.clip(exponents, 1, 2 * BIAS - 1)
+    powers = (jax.lax.bitcast_convert_type(x << MANTISSA, jnp.float32) for x in (exponents, 2 * BIAS - exponents))
+    return next(powers), next(powers)
 
 
 def largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:

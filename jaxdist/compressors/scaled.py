@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import Array, Like, Payload, Shape
-from .base import Compressor, working_dtype
+from .base import Compressor, saturated, working_dtype
 
 
 def scaled(compressor: Compressor) -> Compressor:
     """Multiplies what an unbiased code decodes to by `1 / (1 + ω)`: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
+
+    What an unbiased code cuts off at the largest float is shrunk with the rest, so such entries lose more than δ says.
 
     Error feedback needs a contraction, and an unbiased code with ω > 1 enlarges what it is fed. Shrinking it costs the
     unbiasedness, which the feedback makes up for.
@@ -44,7 +46,8 @@ def scaled(compressor: Compressor) -> Compressor:
         # At least float32, so that half-precision entries are rounded once.
         wide = jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
         factor = jnp.asarray(contraction(like.shape), wide.dtype)
-        return (compressor.decompress(payload, wide) * factor).astype(like.dtype)
+        decoded = compressor.decompress(payload, wide)
+        return saturated(decoded * factor, like.dtype, jnp.isfinite(decoded))
 
     def contraction(shape: Shape) -> Any:  # a traced ω gives a traced δ
         return 1.0 / (1.0 + variance(shape))

@@ -11,7 +11,7 @@ from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .buckets import from_buckets, norms_of, to_buckets
 from .packing import pack, unpack
-from .rows import total
+from .rows import UnitRows, from_unit, to_unit, total
 
 
 class SignPayload(NamedTuple):
@@ -85,8 +85,8 @@ def scaled_sign(*, bucket: int | None = None) -> Compressor:
     if bucket is not None and bucket < 1:
         raise ValueError(f"bucket must be at least 1, or None for the whole array, got {bucket}")
 
-    def mean_magnitude(buckets: Array, counts: Array) -> Array:
-        return total(jnp.abs(buckets)) / counts
+    def mean_magnitude(scaled: UnitRows, counts: Array) -> Array:
+        return total(jnp.abs(scaled.rows)) / counts
 
     def contraction(shape: Shape) -> float:
         size = max(math.prod(shape), 1)
@@ -131,27 +131,30 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
     if contraction is not None and not 0 < contraction <= 1:
         raise ValueError(f"contraction must be in (0, 1], got {contraction}; None for arrays of any kind")
 
-    def root_mean_square(buckets: Array, counts: Array) -> Array:
-        return norms_of(jnp.abs(buckets), "l2") / jnp.sqrt(counts)
+    def root_mean_square(scaled: UnitRows, counts: Array) -> Array:
+        return norms_of(scaled, "l2") / jnp.sqrt(counts)
 
     code = _signs_and_scales(None, root_mean_square)
     return code if contraction is None else code._replace(contraction=lambda shape: float(contraction))
 
 
-def _signs_and_scales(bucket: int | None, scale_of: Callable[[Array, Array], Array]) -> Compressor:
-    """`scale_of(buckets, counts)`, with the number of entries of each bucket without those that fill the last one."""
+def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], Array]) -> Compressor:
+    """`scale_of(scaled, counts)`, with the number of entries of each bucket without those that fill the last one."""
 
     def compress(x: Array, key: PRNGKeyArray) -> SignPayload:
         del key
         buckets = to_buckets(x, bucket or max(x.size, 1))
         rows, width = buckets.shape
         counts = np.minimum(width, x.size - width * np.arange(rows)).astype(np.float32)[:, None]
-        return SignPayload(_packed_signs(x), scale_of(buckets, jnp.asarray(counts))[:, 0])
+        scaled = to_unit(buckets)
+        # At most the largest magnitude, but for rounding.
+        scales = from_unit(jnp.minimum(scale_of(scaled, jnp.asarray(counts)), scaled.largest), scaled.unit)
+        return SignPayload(_packed_signs(x), scales[:, 0])
 
     def decompress(payload: SignPayload, like: Like) -> Array:
         size = math.prod(like.shape)
         signs = to_buckets(_unpacked_signs(payload.signs, size), bucket or max(size, 1))
-        return from_buckets(signs * payload.scales[:, None], like)
+        return from_buckets(signs, payload.scales, like)
 
     return Compressor(compress, decompress)
 

@@ -8,6 +8,7 @@ from .._typing import Array, Like, PRNGKeyArray, Shape
 from .base import Compressor
 from .buckets import norms_of, to_buckets
 from .quantize import QuantizedPayload, qsgd
+from .rows import from_unit, to_unit
 
 
 def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Compressor:
@@ -69,6 +70,6 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
 
 
 def _clipped(x: Array, clip: float | int) -> Array:
-    row = to_buckets(x, max(x.size, 1))
-    limit = norms_of(jnp.abs(row), "l2") * (clip / math.sqrt(max(x.size, 1)))
-    return jnp.clip(row, -limit, limit).reshape(x.shape)
+    scaled = to_unit(to_buckets(x, max(x.size, 1)))
+    limit = norms_of(scaled, "l2") * (clip / math.sqrt(max(x.size, 1)))
+    return from_unit(jnp.clip(scaled.rows, -limit, limit), scaled.unit).reshape(x.shape)

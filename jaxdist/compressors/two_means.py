@@ -9,6 +9,7 @@ import numpy as np
 from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .packing import pack, unpack
+from .rows import from_unit, to_unit
 
 
 class TwoMeansPayload(NamedTuple):
@@ -92,9 +93,7 @@ def _cut(magnitudes: Float[Array, "rows width"], filled: Array) -> tuple[Array, 
     if not width:
         return jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, 2), jnp.float32)
     falling = -jnp.sort(-magnitudes, axis=1)
-    largest = falling[:, :1]
-    # Scaled, so that squares neither vanish nor overflow.
-    scaled = falling / jnp.where(largest == 0, 1.0, largest)
+    scaled, largest, unit = to_unit(falling)
     sums = jnp.cumsum(scaled, axis=1)
     total = sums[:, -1:]
     taken = jnp.broadcast_to(jnp.arange(1, width + 1, dtype=jnp.int32)[None], magnitudes.shape)
@@ -110,7 +109,8 @@ def _cut(magnitudes: Float[Array, "rows width"], filled: Array) -> tuple[Array, 
 
     count, upper = at_best(taken).astype(jnp.float32), at_best(sums)
     small = jnp.maximum(total - upper, 0.0) / at_best(left)
-    return at_best(falling), largest * jnp.concatenate([small, upper / count], axis=1)
+    # At most the largest magnitude, but for rounding.
+    return at_best(falling), from_unit(jnp.minimum(jnp.concatenate([small, upper / count], axis=1), largest), unit)
 
 
 def _worst_energy(size: int, nonzero: int) -> float:

@@ -15,6 +15,8 @@ SHAPES = ((), (1,), (0,), (0, 4), (37,), (2, 1, 3, 2, 2))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 DRAWS = 1000
 WORKERS = 4
+# Of the entries of float32 arrays: what a code without a range of its own promises holds between them.
+MAGNITUDES = (1e-38, 3e38)
 
 
 def assert_compressor_laws(
@@ -23,6 +25,7 @@ def assert_compressor_laws(
     shapes: Sequence[Shape] = SHAPES,
     dtypes: Sequence[DTypeLike] = DTYPES,
     key: PRNGKeyArray | None = None,
+    magnitudes: tuple[float, float] = MAGNITUDES,
 ) -> None:
     """Asserts that a compressor keeps its promises.
 
@@ -32,11 +35,19 @@ def assert_compressor_laws(
     one-hot entries. For the largest shape: compiled, eager and vmapped results agree; one key gives one result; if
     `summable`, the decoded mean of payloads is the mean of the decoded ones.
 
+    Also for every shape, in float32: whatever is finite decodes to finite values, and ω and δ hold, for entries of any
+    of the `magnitudes`, alone and mixed; for the largest shape, where the entries are a constant of the program too.
+    Numbers below the smallest normal one (1.2e-38) count as zero, since compilers flush them. Where an unbiased code
+    decodes to the largest float, since what it should decode to is larger, the mean is not compared.
+
     Args:
       compressor: the code under test.
       shapes: input shapes; keep an empty one and a scalar among them.
       dtypes: input dtypes.
       key: of the inputs and of the draws; expectations are over 1000 draws, with a margin of five standard errors.
+      magnitudes: the smallest and the largest magnitude for which ω and δ are stated, where the format has a range by
+        definition (float16: 6.2e-5 and 65504). Beyond them values must still be finite, and a contraction must lose no
+        more than the array.
 
     Raises:
       AssertionError: naming the law, the shape and the dtype.
@@ -50,12 +61,13 @@ def assert_compressor_laws(
     for shape in shapes:
         for dtype in dtypes:
             _check_types(compressor, jax.ShapeDtypeStruct(shape, dtype), key)
-        _check_values(compressor, shape, key)
+        _check_values(compressor, shape, key, magnitudes)
     _check_calls(compressor, _inputs(largest, key)[0].astype(dtypes[0]), key)
     for dtype in dtypes[1:]:
-        _check_zeros(compressor, jnp.zeros(largest, dtype), key)
+        _check_ends(compressor, jax.ShapeDtypeStruct(largest, dtype), key)
     if compressor.summable:
         _check_linear(compressor, largest, key)
+    _check_constant(compressor, largest, key, magnitudes)
 
 
 def _round_trip(compressor: Compressor, x: Array, key: PRNGKeyArray) -> tuple[PyTree, Array]:
@@ -87,35 +99,97 @@ def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
     _law("decompress follows `like`", same, x, f"asked for {like}, got {wide}")
 
 
-def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray) -> None:
+def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, stated: tuple[float, float]) -> None:
     """All inputs by all draws in one compiled call."""
-    over_keys = jax.vmap(lambda x, key: _round_trip(compressor, x, key)[1], in_axes=(None, 0))
     inputs, keys = _inputs(shape, key), jax.random.split(key, DRAWS)
-    decoded = np.asarray(jax.jit(jax.vmap(over_keys, in_axes=(0, None)))(inputs, keys), np.float64)
-    _law("zeros decode to finite values", np.isfinite(decoded[-2]).all(), inputs[-2], f"got {decoded[-2]}")
-    for x, draws in zip(inputs[:-2], decoded[:-2], strict=True):
-        _check_error(compressor, x, draws.reshape(DRAWS, -1) - np.asarray(x, np.float64).reshape(-1))
+    sized = np.concatenate([_of_magnitudes(shape, *ends) for ends in sorted({MAGNITUDES, stated})])
+    # One input after another: all of them by all draws may not fit the memory.
+    every = jax.jit(lambda inputs, keys: jax.lax.map(lambda x: _over_keys(compressor, x, keys), inputs))
+    decoded = np.asarray(every(jnp.concatenate([inputs, sized]), keys), np.float64)
+    finite = np.isfinite(decoded[len(inputs) - 2])
+    _law("zeros decode to finite values", finite.all(), inputs[-2], f"got {decoded[len(inputs) - 2]}")
+    for x, draws in zip(inputs[:-2], decoded, strict=False):
+        _check_error(compressor, x, draws)
+    for x, draws in zip(sized, decoded[len(inputs) :], strict=True):
+        _check_size(compressor, x, draws, stated)
 
 
-def _check_error(compressor: Compressor, x: Array, errors: np.ndarray) -> None:
+def _check_constant(compressor: Compressor, shape: Shape, key: PRNGKeyArray, stated: tuple[float, float]) -> None:
+    """Of two signs and one size, which XLA knows, and computes with beforehand."""
+    positions = np.arange(math.prod(shape)).reshape(shape)
+    x = np.where(positions % 2 == 1, -1, 1) * np.float32(MAGNITUDES[1])
+    decoded = jax.jit(lambda keys: _over_keys(compressor, jnp.asarray(x), keys))(jax.random.split(key, DRAWS))
+    _check_size(compressor, x, np.asarray(decoded, np.float64), stated, " of a constant")
+
+
+def _over_keys(compressor: Compressor, x: Array, keys: PRNGKeyArray) -> Array:
+    return jax.vmap(lambda key: _round_trip(compressor, x, key)[1])(keys)
+
+
+def _check_size(
+    compressor: Compressor, x: np.ndarray, decoded: np.ndarray, stated: tuple[float, float], kind: str = ""
+) -> None:
+    """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
+    sizes = np.abs(x[x != 0])
+    detail = f"{kind} from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else kind
+    _law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
+    if (sizes < np.float32(stated[0])).any() or (sizes > np.float32(stated[1])).any():
+        delta = None if compressor.contraction is None else lambda shape: 0.0
+        compressor = compressor._replace(variance=None, contraction=delta)
+    _check_error(compressor, x, decoded, rare=True, detail=detail)
+
+
+def _check_error(
+    compressor: Compressor, x: Array | np.ndarray, decoded: np.ndarray, *, rare: bool = False, detail: str = ""
+) -> None:
+    """ω and δ for the draws `[draws, *x.shape]` of what x decodes to; `rare`: too few to see each entry round up."""
+    info = np.finfo(np.float32)
+    draws = len(decoded)
+    errors = decoded.reshape(draws, -1) - np.asarray(x, np.float64).reshape(-1)
     energy = float((np.asarray(x, np.float64) ** 2).sum())
     squares = (errors**2).sum(1)
-    error, margin = squares.mean(), 5 * squares.std() / DRAWS**0.5 + 1e-6 * energy
+    error, margin = squares.mean(), 5 * squares.std() / draws**0.5 + 1e-6 * energy
+
+    def flushed(bound: float) -> float:
+        """Plus what an entry and its decoded value lose below the smallest normal number."""
+        return (bound**0.5 + 2 * x.size**0.5 * float(info.tiny)) ** 2
+
     if compressor.variance is not None:
-        omega = compressor.variance(x.shape)
-        bias = (errors.mean(0) ** 2).sum()
+        omega = float(compressor.variance(x.shape))
+        means = np.where((np.abs(decoded) >= info.max).any(0).reshape(-1), 0.0, errors.mean(0))
+        bias = (means**2).sum()
         # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
-        _law("unbiased", bias <= 25 * error / DRAWS + 1e-12 * energy, x, f"the mean is off by {bias**0.5:.3g}")
-        _law("variance", error <= omega * energy + margin, x, f"{error:.6g} > ω|x|² = {omega * energy:.6g}")
+        spread = max(error, omega * energy) if rare else error
+        unbiased = bias <= flushed(25 * spread / draws + 1e-12 * energy)
+        _law("unbiased", unbiased, x, f"the mean is off by {bias**0.5:.3g}{detail}")
+        within = error <= flushed(omega * energy + margin)
+        _law("variance", within, x, f"{error:.6g} > ω|x|² = {omega * energy:.6g}{detail}")
     if compressor.contraction is not None:
-        bound = (1 - compressor.contraction(x.shape)) * energy
-        _law("contraction", error <= bound + margin, x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}")
+        bound = (1 - float(compressor.contraction(x.shape))) * energy
+        _law("contraction", error <= flushed(bound + margin), x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}{detail}")
 
 
-def _check_zeros(compressor: Compressor, zeros: Array, key: PRNGKeyArray) -> None:
-    _, decoded = jax.jit(lambda x, key: _round_trip(compressor, x, key))(zeros, key)
-    finite = np.isfinite(np.asarray(decoded, np.float64)).all()
-    _law("zeros decode to finite values", finite, zeros, f"got {decoded}")
+def _of_magnitudes(shape: Shape, low: float, high: float) -> np.ndarray:
+    """Float32 arrays with entries between two magnitudes: of one size, one among smaller ones, and all sizes mixed."""
+    rng = np.random.default_rng(0)
+    signs, gaussian = rng.choice([-1.0, 1.0], shape), np.clip(rng.standard_normal(shape) / 3, -1, 1)
+    sizes = np.concatenate([np.geomspace(low, high, 5), low * np.array([3, 100]), high / np.array([3, 100])])
+    arrays = [size * pattern for size in sizes for pattern in (np.ones(shape), gaussian, signs)]
+    alone, middle = np.arange(math.prod(shape)).reshape(shape) == 0, low**0.5 * high**0.5
+    arrays += [np.where(alone, high, other) * signs for other in (0.0, low, middle, high / 1e3)]
+    exponents = rng.uniform(np.log(low), np.log(high), shape)
+    arrays += [np.exp(np.minimum(exponents, np.log(most))) * signs for most in (middle, high / 1e3, high)]
+    arrays = [np.sign(x) * np.clip(np.abs(x), low, high) for x in arrays]
+    return np.stack([*arrays, signs * np.finfo(np.float32).max]).astype(np.float32)
+
+
+def _check_ends(compressor: Compressor, like: Like, key: PRNGKeyArray) -> None:
+    """Zeros, and the largest numbers of a dtype."""
+    decode = jax.jit(lambda x, key: _round_trip(compressor, x, key)[1])
+    for name, value in (("zeros", 0.0), ("the largest numbers", float(jnp.finfo(like.dtype).max))):
+        decoded = decode(jnp.full(like.shape, value, like.dtype), key)
+        finite = np.isfinite(np.asarray(decoded, np.float64)).all()
+        _law(f"{name} decode to finite values", finite, like, f"got {decoded}")
 
 
 def _check_calls(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._marks import PerWorker
+from .._marks import PerWorker, named
 from .._typing import AxisNames, PRNGKeyArray, PyTree, State
 from ..comm import Comm, alone, nested, over
 from ..parallel import simulate
@@ -142,7 +142,7 @@ def _check_law(reducer: Reducer, run: _Run, many: Callable[[], _Run], tolerance:
             # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
             bound = 25 * float(jnp.sum(jnp.square(noise))) / DRAWS**2 + tolerance**2
             bias = float(jnp.sum(jnp.square(noise.mean(0))))
-            _law("unbiased", bias <= bound, f"{jax.tree_util.keystr(path)} is off by {bias**0.5:.3g} on average")
+            _law("unbiased", bias <= bound, f"{named('the leaf', path)} is off by {bias**0.5:.3g} on average")
 
 
 def _law(name: str, holds: bool, detail: str) -> None:
@@ -153,7 +153,7 @@ def _law(name: str, holds: bool, detail: str) -> None:
 def _close(name: str, left: PyTree, right: PyTree, tolerance: float) -> None:
     def far(path, a, b):
         difference = float(jnp.max(jnp.abs(a.astype(b.dtype) - b), initial=0.0))
-        _law(name, difference <= tolerance, f"{jax.tree_util.keystr(path)} differs by {difference:.3g}")
+        _law(name, difference <= tolerance, f"{named('the leaf', path)} differs by {difference:.3g}")
 
     jax.tree_util.tree_map_with_path(far, left, right)
 
