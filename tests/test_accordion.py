@@ -1,8 +1,11 @@
 """Accordion: its verdicts, when they fall, what they change, and what they cost."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from laws_run import State
 from reference import accordion as reference
@@ -94,6 +97,28 @@ def test_rates_from_a_schedule():
     assert not found[21:30].any()
 
 
+DECAYS = {"cosine": optax.cosine_decay_schedule(0.1, 400), "linear": optax.linear_schedule(0.1, 0.0, 400)}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_a_smooth_decay_is_not_critical_and_any_fall_would_be_all_the_time(name):
+    ones, settings = np.ones((400, 1), np.float32), {"epoch_steps": 1, "interval_steps": 10, "schedule": DECAYS[name]}
+    found, _ = verdicts(critical_regime(**settings), ones)
+    # The beginning, and the end, where the rate of one step is less than nine tenths of that before it.
+    assert not found[11:380].any()
+    with pytest.warns(UserWarning, match=r"fall by more than fall=0 step after step.*fall=1"):
+        always, _ = verdicts(critical_regime(**settings, fall=0), ones)
+    assert always[11:].mean() > 0.85
+    alone, _ = verdicts(critical_regime(**settings, fall=1), ones)
+    assert not alone[11:].any()
+
+
+def test_decays_in_steps_do_not_warn():
+    schedules: Any = (lambda count: 0.1, lambda count: 0.97 ** (count // 100), optax.piecewise_constant_schedule(1.0))
+    for schedule in schedules:
+        critical_regime(epoch_steps=1, interval_steps=10, schedule=schedule, fall=0).init(jnp.zeros(1))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_verdicts_follow_the_reference(seed):
     rng = np.random.default_rng(seed)
@@ -163,8 +188,35 @@ def test_each_step_sends_the_bytes_of_its_level():
     _, _, states = trajectory(reducer, changing())
     low = levels_of(states.reducer.reducer)
     sent = np.diff(np.asarray(states.reducer.bytes)[:, 0, 1].astype(int), prepend=0)
-    assert (sent == np.where(low, 4 * 3 * 21, 4 * 21)).all()
+    judged = np.where(np.arange(24) % 2 == 0, 4, 0)
+    assert (sent == np.where(low, 4 * 3 * 21, 4 * 21) + judged).all()
     assert 4 < low.sum() < 20
+
+
+@pytest.mark.parametrize("interval", [30, 60])
+def test_compression_is_no_change_of_regime(interval):
+    """Stationary gradients: what feedback holds back under high compression, and lets go of under low, is no news."""
+    rng = np.random.default_rng(0)
+    rows = (rng.standard_normal(1000) + rng.standard_normal((8 * interval, 2, 1000))).astype(np.float32)
+    settings = {"epoch_steps": 30, "interval_steps": interval}
+    for reducer in (jd.accordion(top(0.99), top(0.01), **settings), jd.accordion(jd.exact(), top(0.01), **settings)):
+        _, _, states = trajectory(jd.error_feedback(reducer), rows)
+        assert np.flatnonzero(levels_of(states.reducer)).tolist() == list(range(interval + 30))
+
+
+@pytest.mark.parametrize("wrap", [jd.error_feedback, lambda reducer: reducer], ids=["feedback", "none"])
+@pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 3), (3, 5)])
+def test_judged_is_what_workers_computed(wrap, epoch, interval):
+    """Whatever the level has done to it: sums in float64 over the same gradients."""
+    rows = changing(30)
+    reducer = wrap(jd.accordion(low_rank(2), top(0.02), epoch_steps=epoch, interval_steps=interval))
+    _, _, states = trajectory(reducer, rows)
+    states = getattr(states, "reducer", states)
+    assert len(set(levels_of(states).tolist())) == 2
+    for start in range(0, 30 - epoch, interval):
+        sums = rows[start : start + epoch].astype(np.float64).sum(0).reshape(2, -1)
+        wanted = np.linalg.norm(sums, axis=1).mean() / epoch
+        np.testing.assert_allclose(states.regime.norm[start + epoch - 1], wanted, rtol=2e-5)
 
 
 def test_feedback_outlives_every_switch():
@@ -203,9 +255,9 @@ def test_half_precision_with_feedback_inside_one_level():
     rows = jnp.ones((4, 2, 10), jnp.bfloat16)
     means, owns, states = trajectory(reducer, rows)
     assert (means.dtype, owns.dtype) == (jnp.bfloat16, jnp.float32)
-    # Without feedback around both, a level that loses much changes the gradient that it is judged by.
-    assert (means != 0).sum(1).tolist() == [10, 10, 1, 10]
-    assert np.asarray(states.high.residual.value)[-1].sum() == 2 * 9
+    # What one level loses does not change the gradient that it is judged by.
+    assert np.count_nonzero(means, axis=1).tolist() == [10, 10, 1, 1]
+    assert np.asarray(states.high.residual.value)[-1].sum() == 2 * 17
 
 
 def test_the_rate_reaches_the_reducer():
@@ -256,7 +308,8 @@ def test_both_levels_are_in_the_program_and_send_their_own_bytes(mesh):
     sides = 4 * (16 + 21)
     for branch, rank in (("min", 1), ("max", 3)):
         found = jd.analysis.collectives(compiled, branch=branch)
-        assert sum(op.bytes for op in found.ops) == rank * sides
+        # The verdict on each of two groups, in a branch of its own.
+        assert sum(op.bytes for op in found.ops) == rank * sides + (2 * 4 if branch == "max" else 0)
         assert {(op.kind, op.dtype) for op in found.ops} == {("all-reduce", "float32")}
 
 
@@ -284,11 +337,13 @@ def test_norms_stay_comparable_when_epochs_get_shorter():
 
 
 def test_bad_arguments_are_named():
-    for options, message in (
+    wrong: Any = (
         ({"epoch_steps": 0, "interval_steps": 1}, "epoch_steps must be at least 1, got 0"),
         ({"epoch_steps": 5, "interval_steps": 4}, "interval_steps must be at least epoch_steps, 5, got 4"),
         ({"epoch_steps": 1, "interval_steps": 1, "eta": -0.1}, "eta must not be negative, got -0.1"),
-    ):
+        ({"epoch_steps": 1, "interval_steps": 1, "fall": 1.5}, r"fall must be in \[0, 1\], got 1.5"),
+    )
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             jd.accordion(jd.exact(), jd.exact(), **options)
     for small, large in ((0, 4), (8, 4)):

@@ -11,6 +11,7 @@ from jax import P, lax
 from tiny import TrainState, assert_close, batch, fresh, loss, make_step, params
 
 import jaxdist as jd
+from jaxdist.transforms.zero.means import buckets_of
 
 
 def with_head():
@@ -113,6 +114,61 @@ def test_buckets_are_messages_and_change_nothing(mesh):
     # The vectors b and bias close the first bucket; the kernel and w have each one of their own.
     messages = [sum(op.messages for op in ops) for ops, _ in (whole, bucketed)]
     assert messages[1] - messages[0] == 2
+
+
+BLOCKS = [f"block_{i}" for i in range(12)]
+FORWARD = ("embedding", *BLOCKS, "head")
+
+
+def transformer():
+    """As flax names it; all layers have different sizes, in forward order 10, 11, ... entries."""
+    sizes = {name: 10 + i for i, name in enumerate(FORWARD)}
+    return {"params": {name: {"kernel": jnp.ones(size - 3), "bias": jnp.ones(3)} for name, size in sizes.items()}}
+
+
+def transformer_loss(p, x):
+    for name in FORWARD:
+        layer = p["params"][name]
+        x = jnp.tanh(x * jnp.sum(layer["kernel"]) + jnp.sum(layer["bias"]))
+    return jnp.sum(x)
+
+
+def sent_buckets(tree, **options):
+    """The entries of each bucket, in the order in which they are sent."""
+    reducer = jd.recipes.ddp(jd.error_feedback(jd.compressed(jd.top_k(0.5))), **options)
+    like = jax.eval_shape(lambda: tree)
+    state = jax.eval_shape(reducer.init, like).reducer
+    state = state[False] if isinstance(state, dict) else state
+    return [sum(x.size for x in jax.tree.leaves(part.residual.value)) for part in state]
+
+
+def test_buckets_leave_in_the_order_of_the_backward_pass():
+    tree, caps = transformer(), {"bucket_bytes": 4, "first_bucket_bytes": None}
+    order = jd.parallel.forward_order(transformer_loss, tree, jnp.ones(2))
+    assert order == FORWARD
+    backward = [size for i in reversed(range(14)) for size in (7 + i, 3)]
+    assert sent_buckets(tree, **caps, layers=order) == backward
+    # What is not used costs nothing, and need not be left out of the order.
+    found = sent_buckets(tree, **caps, layers=order, unused=lambda path, leaf: "bias" in path or "head" in path)
+    assert found == backward[2::2]
+    # Without a loss the numbers in names are numbers, and the embedding comes between blocks and head.
+    assert sent_buckets(tree, **caps)[::2] == [20, 7, *range(19, 7, -1)]
+    with pytest.raises(ValueError, match="layers names 'head', but the parameters have 'block_0'"):
+        sent_buckets(tree, **caps, layers=["head"])
+
+
+def test_a_bucket_has_neighbors_of_the_backward_pass():
+    """The small one is ready last: the embedding and the first block, not whatever is first in the alphabet."""
+    caps = {"bucket_bytes": 4 * 40, "first_bucket_bytes": 4 * 11}
+    found = sent_buckets(transformer(), **caps, layers=FORWARD)
+    assert found[-1] == 10 + 3
+    assert sum(found) == sum(range(10, 24))
+
+
+def test_buckets_of_zero_redundancy_go_by_number_too():
+    like = {f"block_{i}": jax.ShapeDtypeStruct(((i + 1) << 20,), jnp.float32) for i in range(11)}
+    found = [{int(sorted(like)[i][6:]) for i in members} for members in buckets_of(like, 2)]
+    assert found == [{10}, {9}, {8}, {7}, {6}, {4, 5}, {0, 1, 2, 3}]
 
 
 def test_unused_leaves_cost_nothing_and_stay(mesh):

@@ -47,6 +47,19 @@ def test_follows_the_reference():
     assert not error(states)[[6, 13]].any()
 
 
+def test_feedback_does_not_end_after_so_many_steps_that_a_count_would():
+    reducer = jd.loco(jd.compressed(int4()), reset_every=4, block=16)
+    x = jnp.array([0.3, -0.7, 0.1, 1.0])
+    state = reducer.init(x)._replace(count=jnp.int32(2**31 - 1))
+    counts, kept = [], []
+    for _ in range(5):
+        _, state = reducer.reduce(x, state, jd.comm.alone())
+        counts.append(int(state.count))
+        kept.append(bool(np.any(state.error.value[1])))
+    assert counts == [0, 1, 2, 3, 0]
+    assert kept == [False, True, True, True, False]
+
+
 def test_what_was_sent_telescopes_with_a_gain():
     """Up to the rounding of the stored error, half a step of each block's scale."""
     updates = np.random.default_rng(1).standard_normal((60, 2, 64)).astype(np.float32)

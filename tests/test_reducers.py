@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from laws import CODES, SIZES, TOTAL
 from laws_run import STEPS, State, gradients, ran
@@ -346,6 +347,20 @@ def test_more_bytes_than_32_bits_hold():
     assert add_bytes(words, 30.0).tolist() == [1, 20]
     assert add_bytes(words, 3.0 * 2**32 + 30).tolist() == [4, 20]
     assert add_bytes(words, jnp.float32(16)).tolist() == [1, 6]
+
+
+def test_a_count_of_reductions_stops_at_the_largest_number():
+    reducer = jd.tracked(jd.exact())
+    state = reducer.init(jnp.zeros(2))._replace(syncs=jnp.int32(2**31 - 1))
+    _, after = reducer.reduce(jnp.ones(2), state, jd.comm.alone())
+    assert int(after.syncs) == 2**31 - 1
+
+
+def test_a_count_of_empty_steps_stops_at_the_largest_number():
+    for tx in (jd.all_reduce(jd.exact(), axis=None), jd.zero_redundancy(optax.sgd(0.1), axis=None)):
+        state = tx.init(jnp.zeros(2))._replace(empty=jnp.int32(2**31 - 1))
+        _, after = tx.update(jnp.ones(2), state, jnp.zeros(2), examples=0)
+        assert int(after.empty) == 2**31 - 1
 
 
 def test_nothing_to_reduce():

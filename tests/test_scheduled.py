@@ -1,6 +1,7 @@
 """Partitions in an order that the compiler keeps: read from compiled programs, and the same bits as one mean."""
 
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def plain(four):
 
 @pytest.fixture(scope="module")
 def prioritised(four):
-    return reduced(jd.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=PARTITION), four)
+    reducer = jd.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=PARTITION, order="priority")
+    return reduced(reducer, four)
 
 
 def planned():
@@ -76,7 +78,8 @@ def test_first_layers_go_first(prioritised):
 
 
 def test_last_layers_go_first(four):
-    reducer = jd.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=3 * PARTITION, order="fifo")
+    """By default: what the backward pass makes first, and nothing waits for the gradient of layer 0."""
+    reducer = jd.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=3 * PARTITION)
     assert sizes(reduced(reducer, four)) == [40, 8, 40, 40, 24, 24]
 
 
@@ -119,6 +122,31 @@ def test_layers_are_whom_the_user_says():
 
     both = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), like)
     assert jax.eval_shape(jax.vmap(one_worker, axis_name="data"), both) == both
+
+
+def sent_sizes(tree, **options):
+    """Entries of each message, in order."""
+    reducer = jd.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.5))), **options)
+    return [state.residual.value.size for state in reducer.init(tree)]
+
+
+class Model(NamedTuple):
+    stem: jax.Array
+    body: jax.Array
+    head: jax.Array
+
+
+def test_layers_have_the_order_of_the_forward_pass():
+    """That of the alphabet has the embedding, whose gradient is ready last, before `head`."""
+    tree = {"embedding": jnp.zeros(1), "block_2": jnp.zeros(3), "block_10": jnp.zeros(4), "head": jnp.zeros(5)}
+    assert sent_sizes(tree) == [5, 1, 4, 3]
+    assert sent_sizes({"params": tree}, layers=["embedding", "block_2", "block_10", "head"]) == [5, 4, 3, 1]
+    assert sent_sizes(tree, layers=[("embedding", "block_2"), "block_10", "head"]) == [5, 4, 4]
+    assert sent_sizes(Model(jnp.zeros(1), jnp.zeros(2), jnp.zeros(3))) == [3, 2, 1]
+    with pytest.raises(ValueError, match="layers names 'head', but the parameters have 'block_10'"):
+        sent_sizes(tree, layers=["head"])
+    with pytest.raises(ValueError, match="give one of them"):
+        sent_sizes(tree, layers=["head"], layer_fn=lambda path, leaf: 0)
 
 
 @pytest.mark.parametrize(

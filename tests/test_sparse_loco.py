@@ -68,6 +68,13 @@ def test_sends_a_two_hundredth_of_float32_and_nothing_between():
     assert 4 * size / expected == pytest.approx(200, abs=1)
 
 
+def test_a_matrix_without_entries_is_not_orthogonalised():
+    drawn = {"e": np.zeros((2, 2, 0, 4), np.float32), "w": np.ones((2, 2, 4, 4), np.float32)}
+    local, _, _ = run(jd.recipes.muloco(0.04, adam_learning_rate=0.001, sync_period=2), drawn)
+    assert local["e"].shape == (2, 2, 0, 4)
+    assert np.isfinite(local["w"]).all()
+
+
 def test_muon_has_the_hidden_matrices_and_adam_the_rest():
     """Workers that agree, a round a step: Nesterov from rest takes `(1 + μ) η` of the first step of each."""
     rng = np.random.default_rng(0)

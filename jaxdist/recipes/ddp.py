@@ -1,6 +1,6 @@
 """PyTorch's DistributedDataParallel: the mean gradient, in buckets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,12 +21,14 @@ def ddp(
     reduce_dtype: DTypeLike | None = None,
     unused: PyTree | Callable[[str, Like], bool] | None = None,
     divisor: Literal["active", "workers"] = "active",
+    layers: Sequence[Any] | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
     """DDP: the gradients of all workers are averaged in buckets, last layers first. Put it before the optimizer.
 
     `all_reduce(by_leaf(unused, bucketed(reducer)))`: read its ten lines and write your own. Buckets are collectives of
-    their own, which a compiler can start while earlier layers still compute; on CPU it merges them again.
+    their own, which a compiler can start while earlier layers still compute; on CPU it merges them again. PyTorch sees
+    in the first step in what order gradients become ready; here the loss is traced for it, `layers=`.
 
     *On the wire*: what the reducer sends for the leaves of each bucket; the mean of `n` parameters
     `2(W-1)/W · itemsize · n` bytes, with a `reduce_dtype` of 16 bits half of that in float32. Unused leaves: nothing.
@@ -45,6 +47,8 @@ def ddp(
         (`parallel.unused` finds those that the loss does not reach) or `unused(path, leaf)`. Their updates are zero;
         put the optimizer in `optax.masked` where it decays weights.
       divisor: as in `all_reduce`; PyTorch's `join` has `"workers"`.
+      layers: the top-level entries of the parameters in forward order, `parallel.forward_order(loss, params, batch)`:
+        do pass it where they are a dict. `None`: see `bucketed`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -52,7 +56,7 @@ def ddp(
 
     Raises:
       ValueError: both a reducer and a `reduce_dtype`; a cap that is not positive; at trace time, a tree `unused` that
-        lacks a leaf, and what `all_reduce` refuses.
+        lacks a leaf, `layers` that lack an entry, and what `all_reduce` refuses.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -71,7 +75,9 @@ def ddp(
         raise ValueError("a reducer says by itself what it sends: leave reduce_dtype out, it is that of the plain mean")
     if reducer is None:
         reducer = exact() if reduce_dtype is None else compressed(cast(reduce_dtype))
-    buckets = bucketed(reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=False)
+    buckets = bucketed(
+        reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=False, layers=layers
+    )
     if unused is None:
         return all_reduce(buckets, axis=axis, divisor=divisor)
     return all_reduce(by_leaf(_label(unused), {True: None, False: buckets}), axis=axis, divisor=divisor)

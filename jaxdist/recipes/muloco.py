@@ -1,5 +1,6 @@
 """MuLoCo: DiLoCo whose workers run Muon."""
 
+import math
 import re
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import optax
 from optax.contrib import muon
 
+from .._marks import named
 from .._typing import AxisNames, Like
 from ..reducers import Reducer
 from ..transforms import local_steps
@@ -72,7 +74,7 @@ def muloco(
       weight_decay: of both, decoupled.
       matrices: `matrices(path, leaf)`: which leaves Muon updates. Layers that are stacked into one leaf of three
         dimensions are not matrices to it: AdamW has them, unless they are given to Muon through `diloco` and
-        `optax.contrib.muon(muon_weight_dimension_numbers=...)`.
+        `optax.contrib.muon(muon_weight_dimension_numbers=...)`. AdamW has matrices without entries too.
       warmup_steps: so many first steps average gradients.
       reducer: what carries the drift; by default `exact()`.
       axis: the mesh axis of the workers.
@@ -95,8 +97,11 @@ def muloco(
         def one(path, leaf):
             chosen = matrices(path, leaf)
             if chosen and len(leaf.shape) != 2:
-                raise ValueError(f"Muon updates matrices, and {jax.tree_util.keystr(path)} has the shape {leaf.shape}")
-            return "muon" if chosen else "adam"
+                raise ValueError(
+                    f"Muon updates matrices, and {named('the parameter', path)} has the shape {leaf.shape}"
+                )
+            # Orthogonalising a matrix without entries would divide by nothing.
+            return "muon" if chosen and math.prod(leaf.shape) else "adam"
 
         return jax.tree_util.tree_map_with_path(one, params)
 

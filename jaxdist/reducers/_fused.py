@@ -22,7 +22,6 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
     # Flattening would gather the axes that the compiler shards by itself.
     apart = bool(mesh_axes_left_over())
     kept = 1 if rows else 0
-    flatten = jax.vmap(lambda *parts: concatenate(parts)) if rows else lambda *parts: concatenate(parts)
     for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
         shapes = [arrays[i].shape[kept:] for i in members]
         sizes = [math.prod(shape) for shape in shapes]
@@ -30,7 +29,7 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
             for i in members:
                 out[i] = collective(arrays[i])
             continue
-        flat = collective(flatten(*(arrays[i] for i in members)))
+        flat = collective(concatenate([arrays[i] for i in members], rows=rows))
         start = 0
         for i, shape, size in zip(members, shapes, sizes, strict=True):
             part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)

@@ -57,11 +57,16 @@ def view_of(rank: int, min_compression_rate: float | int, matrix_view: Callable[
 
 
 def draw(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
-    """Gaussian factors, `[n, r]` (side 0) or `[m, r]` (side 1) for each compressed leaf and `[0]` for the others."""
+    """Gaussian factors, `[n, r]` (side 0) or `[m, r]` (side 1) for each compressed leaf, a scalar zero for the others.
+
+    Not arrays without entries, which orbax refuses to write, nor none at all: the tree is that of the updates.
+    """
 
     def one(leaf, index):
         found = view(leaf.shape)
-        shape = (0,) if found is None else (found[side], found[2])
+        if found is None:
+            return jnp.zeros((), working_dtype(leaf.dtype))
+        shape = (found[side], found[2])
         return jax.random.normal(jax.random.fold_in(key, index), shape, working_dtype(leaf.dtype))
 
     leaves, structure = jax.tree.flatten(like)
@@ -143,6 +148,14 @@ def _filled(group: Group) -> np.ndarray:
     return np.arange(heights.max()) < heights[:, None]
 
 
+def room(terms: int, workers: int) -> float:
+    """A power of two that keeps the mean of products with orthonormal columns of `terms` entries below the largest.
+
+    Such a product is at most `√terms` times the largest entry, and all-reduces add up before they divide.
+    """
+    return 2.0 ** -math.ceil(math.log2(math.sqrt(terms) * workers))
+
+
 def wide(leaf: Array) -> Array:
     """A leaf that is sent whole, in the dtype in which it is sent."""
     return leaf.astype(working_dtype(leaf.dtype))
@@ -183,12 +196,18 @@ def put_back(leaves: list[Array], groups: Sequence[Group], stacks: Sequence[Arra
 
 
 def put_back_factors(
-    factors: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array]
+    factors: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array], scales: Sequence[float]
 ) -> None:
-    """Writes each factor of the stacks `[k, s, r]` into its place of `factors`; a zero one leaves the old one there."""
-    for group, new in zip(groups, stacks, strict=True):
+    """Writes each factor of the stacks `[k, s, r]` into its place of `factors`; a zero one leaves the old one there.
+
+    Stacks come in units of `1 / scales`, powers of two, and stay so where they would overflow otherwise: what a factor
+    spans is what counts.
+    """
+    for group, new, scale in zip(groups, stacks, scales, strict=True):
+        largest = jnp.max(jnp.abs(new), axis=(1, 2))
         # Zero factors say nothing about the next gradient.
-        alive = jnp.any(new != 0, axis=(1, 2))
+        alive = largest != 0
+        new = jnp.where(jnp.isfinite(largest / scale)[:, None, None], new / scale, new)
         for k, i in zip(at, group.leaves):
             # Not from a stack of the old ones: XLA:CPU would put the code of all of them into that of each.
             kept, factor = (lax.dynamic_index_in_dim(x, k, keepdims=False) for x in (alive, new))

@@ -17,6 +17,7 @@ from ._low_rank import (
     put_back,
     put_back_factors,
     received,
+    room,
     stack,
     stack_factors,
     to_send,
@@ -27,7 +28,7 @@ from .base import Reduced, Reducer, Wire, drive
 
 
 class OneSidedState(NamedTuple):
-    """Agreed. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, `[0]` for the others.
+    """Agreed. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, a scalar zero for the others.
 
     `from_right` says which one was renewed last, and is what the next step projects on.
     """
@@ -54,14 +55,15 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
             sought = 0 if from_right else 1
             # Known before the gradient is: it needs nothing from this step.
             bases = orthonormal([stack_factors(fixed, group) for group in groups])
+            scales = [room(basis.shape[2], comm.size) for basis in bases]
             product = "knm,krm->knr" if from_right else "knm,krn->krm"
-            local = [jnp.einsum(product, m, basis) for m, basis in zip(matrices, bases)]
+            local = [jnp.einsum(product, m, b * scale) for m, b, scale in zip(matrices, bases, scales)]
             sent = to_send(groups, local, sought)
             arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
             mean = received(groups, arrived.mean, sought)
 
             def approximate(factors):
-                pairs = zip(factors, bases)
+                pairs = [(f, b / scale) for f, b, scale in zip(factors, bases, scales)]
                 return [outer(f, b) if from_right else outer(jnp.swapaxes(b, 1, 2), f) for f, b in pairs]
 
             means, owns = list(leaves), list(leaves)
@@ -72,7 +74,7 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
             for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
                 means[i] = whole.astype(leaves[i].dtype)
             columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
-            put_back_factors(renewed, groups, columns, at)
+            put_back_factors(renewed, groups, columns, at, scales)
             reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
             return reduced, structure.unflatten(renewed)
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,9 +39,25 @@ def piece(x: Array, comm: Comm) -> Array:
     return lax.dynamic_index_in_dim(cut, comm.index, keepdims=False)
 
 
+def cleared(piece: Array, size: int, workers: int, index: Array, *, pods: int = 1, fill: Any = 0) -> Array:
+    """Row `index` of `rows(x, workers, pods=pods)` for an `x` of `size` entries, with `fill` for what is padding.
+
+    Codes have scales of blocks, and padding is in them: whatever has been computed there must go before it is coded.
+    """
+    n = piece.size // pods
+    if pods * workers * n == size:
+        return piece
+    # Pieces are counted, not entries, of which there may be too many for 32 bits.
+    filled, rest = divmod(size, n)
+    number = index + workers * lax.iota(jnp.int32, pods)
+    counts = jnp.where(number < filled, n, jnp.where(number == filled, rest, 0))
+    is_inside = lax.broadcasted_iota(jnp.int32, (pods, n), 1) < counts[:, None]
+    return jnp.where(is_inside.reshape(piece.shape), piece, jnp.asarray(fill, piece.dtype))
+
+
 def side_by_side(leaves: Sequence[Array], workers: int, *, pods: int = 1) -> Array:
     """The rows of several leaves, `[W, Σ n]`: row `j` is all that worker `j` owns of them."""
-    return jax.vmap(lambda *parts: concatenate(parts))(*(rows(leaf, workers, pods=pods) for leaf in leaves))
+    return concatenate([rows(leaf, workers, pods=pods) for leaf in leaves], rows=True)
 
 
 def apart(flat: Array, leaves: Sequence[Like], workers: int, *, pods: int = 1) -> list[Array]:

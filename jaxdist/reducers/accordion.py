@@ -6,15 +6,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._marks import PerWorker, with_value
 from .._typing import Array, Float, Int, Like, State
 from .base import Reducer, feedback_form, held_by, is_stand_in, weakest
 from .by_leaf import by_leaf
-from .critical_regime import CriticalRegimeState, critical_regime
+from .critical_regime import CriticalRegime, CriticalRegimeState, critical_regime
 from .switch_at import one_of_two
 
 
 class AccordionState(NamedTuple):
-    """Agreed: what the detector remembers. The states of both reducers; the idle one's stays as it is."""
+    """What the detector remembers, and the states of both reducers, of which the idle one's stays as it is.
+
+    `regime` is agreed, but for `total`, the sum of this worker's gradients.
+    """
 
     regime: CriticalRegimeState
     low: State
@@ -30,18 +34,24 @@ def accordion(
     eta: float | int = 0.5,
     groups: Callable[[str, Like], str] | None = None,
     schedule: Callable[[Int[Array, ""]], Float[Array, ""] | float] | None = None,
+    fall: float | int = 0.1,
 ) -> Reducer:
     """Reduces with `low` compression in critical regimes and with `high` compression otherwise.
 
     Critical is the beginning, the time after the learning rate fell, and wherever the gradient of an epoch has changed
     by `eta` or more since `interval_steps` ago; see `critical_regime`. Put error feedback around it: the residual then
-    outlives every switch, and what was reduced in an epoch is nearly what the workers computed, whatever the level.
-    Factors and keys belong to each of the two: a PowerSGD that comes back goes on from the factors that it left with.
+    outlives every switch. Factors and keys belong to each of the two: a PowerSGD that comes back goes on from the
+    factors that it left with.
 
-    *On the wire*: what the reducer of the step sends; the program has both. Nothing for the decision.
+    Judged is the gradient that the workers computed, inside error feedback too: it has neither what was left behind in
+    earlier steps nor lost what a code takes away. Feedback that is no plain sum (`decay` below 1, `with_learning_rate`,
+    `loco`) leaves some of the residual in it; inside `ef21` it is the change of the gradient over an epoch.
 
-    *State*: that of both reducers; agreed the detector's, with a float32 copy of the gradients. With `groups` a dict
-    from label to such a state.
+    *On the wire*: what the reducer of the step sends; the program has both. For the decision the mean of 4 bytes, with
+    `groups` for each of them, in one step of every `interval_steps`.
+
+    *State*: that of both reducers; that of the detector, agreed, with a float32 copy of the gradients per worker. With
+    `groups` a dict from label to such a state.
 
     Args:
       low: little compression: `power_sgd(2)`, `compressed(top_k(0.99))`.
@@ -53,12 +63,17 @@ def accordion(
         one decision for the model and the fewest messages. `lambda path, leaf: path` is the paper's, layer by layer.
       schedule: the learning rate of each step, where the training step does not pass `learning_rate=` to `update`.
         Without either only the gradient decides.
+      fall: the part by which the rate must fall in one step to be critical; see `critical_regime`. With a cosine or
+        linear schedule any fall, `0`, is every step.
 
     Returns:
       The reducer. Its law is the weaker one of the two.
 
     Raises:
       ValueError: an argument is out of range.
+
+    Warns:
+      UserWarning: from `init`, with `schedule` all steps would be critical.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -77,25 +92,41 @@ def accordion(
       Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
       Learning Regime Identification", arXiv 2010.16248, 2021.
     """
-    options = {"epoch_steps": epoch_steps, "interval_steps": interval_steps, "eta": eta, "schedule": schedule}
-    detector = critical_regime(**options)
+    detector = critical_regime(
+        epoch_steps=epoch_steps, interval_steps=interval_steps, eta=eta, schedule=schedule, fall=fall
+    )
+    return _switched(low, high, detector, groups, inside_feedback=False)
 
+
+def _switched(
+    low: Reducer,
+    high: Reducer,
+    detector: CriticalRegime,
+    groups: Callable[[str, Like], str] | None,
+    *,
+    inside_feedback: bool,
+) -> Reducer:
     def init(like):
-        return AccordionState(detector.init(like), low.init(like), high.init(like))
+        regime = detector.init(like)
+        regime = regime._replace(total=PerWorker(regime.total))
+        return AccordionState(regime, low.init(like), high.init(like))
 
     def reduce(updates, state, comm, **agreed):
         with jax.named_scope("accordion"):
-            regime = detector.before(state.regime, agreed.get("learning_rate"))
+            mark = state.regime.total
+            regime = detector.before(state.regime._replace(total=mark.value), agreed.get("learning_rate"))
             parts = {"low": low, "high": high}
             reduced, state = one_of_two(regime.critical, parts, updates, state, comm, **agreed)
-            return reduced, state._replace(regime=detector.after(regime, reduced.mean))
+            # Without feedback what was not sent does not come again: all of the gradient is this step's.
+            regime = detector.after(regime, updates, reduced.own if inside_feedback else updates, comm)
+            return reduced, state._replace(regime=regime._replace(total=with_value(mark, regime.total)))
 
     def held(state, like, comm):
         both = held_by(low, state.low, like, comm), held_by(high, state.high, like, comm)
         return jax.tree.map(jnp.add, *both)
 
     def for_feedback():
-        return accordion(feedback_form(low), feedback_form(high), groups=groups, **options)
+        return _switched(feedback_form(low), feedback_form(high), detector, groups, inside_feedback=True)
 
     whole = Reducer(init, reduce, law=weakest([low, high]), for_feedback=for_feedback, held=held)
     return whole if groups is None else _each_group(whole, groups)

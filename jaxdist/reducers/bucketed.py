@@ -1,7 +1,11 @@
 """Buckets: leaves that travel together, and each bucket is reduced by itself."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
+from .._layers import forward_positions
 from ..schedule import assign_buckets
 from ._coded import fold_keys
 from ._flat import concatenate, from_vectors, vector_likes
@@ -9,13 +13,22 @@ from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, 
 
 
 def bucketed(
-    reducer: Reducer, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int | None = 1 << 20, flat: bool = True
+    reducer: Reducer,
+    *,
+    bucket_bytes: int = 25 << 20,
+    first_bucket_bytes: int | None = 1 << 20,
+    flat: bool = True,
+    layers: Sequence[Any] | None = None,
 ) -> Reducer:
-    """Reduces the tree in buckets of about `bucket_bytes`, last leaves first, with the collectives of each by itself.
+    """Reduces the tree in buckets of about `bucket_bytes`, last layers first, with the collectives of each by itself.
 
     Separate collectives can start while earlier layers are still computing. A code sees the whole bucket as one vector:
     one scale, one top-k for all leaves in it. With `flat=False` it sees the leaves, as it would without buckets:
     matrices stay matrices, which PowerSGD needs.
+
+    A bucket is ready when the backward pass has made the last of its gradients, so that leaves must be in the order in
+    which the forward pass uses them. A dict does not have it: its keys are sorted, and an embedding before blocks
+    `block_0`, `block_1`, ... ends up in one bucket with the head. Tell it, `layers=`.
 
     *On the wire*: for each bucket what the reducer sends for one vector of its size, or for its leaves.
 
@@ -27,31 +40,43 @@ def bucketed(
         start at 25 MiB, 5 MiB over Ethernet.
       first_bucket_bytes: the cap of the bucket that is ready last; small, so that little is left when backward ends.
       flat: whether leaves of a bucket become one vector.
+      layers: the top-level entries of the tree in forward order, as `parallel.forward_order(loss, params, batch)` reads
+        it from a loss. `None`: the order of a sequence or NamedTuple; keys of a dict by name, `block_2` before
+        `block_10`.
 
     Returns:
       The reducer.
 
     Raises:
-      ValueError: a cap is not positive.
+      ValueError: a cap is not positive; from `init`, `layers` does not name each entry of the tree once.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
       >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
       [(50,), (300,)]
+      >>> reducer = jd.bucketed(
+      ...     jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=100, layers=["b", "a"]
+      ... )
+      >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
+      [(300,), (50,)]
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)  # checks the caps
 
-    def plan(leaves):
-        return assign_buckets(
-            [leaf.size * leaf.dtype.itemsize for leaf in leaves],
+    def plan(tree):
+        positions = forward_positions(tree, layers)
+        leaves = jax.tree.leaves(tree)
+        buckets = assign_buckets(
+            [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            kinds=[leaf.dtype for leaf in leaves],
+            kinds=[leaves[i].dtype for i in positions],
         )
+        # A tree without flattening has its leaves in the order of the tree, and so has its part of the state.
+        return [[positions[k] for k in bucket] if flat else sorted(positions[k] for k in bucket) for bucket in buckets]
 
     def parts(tree, as_vector):
         """For each bucket its members and what its reducer sees of a tree."""
@@ -63,7 +88,7 @@ def bucketed(
             chosen = set(members)
             return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
 
-        return [(members, part(members)) for members in plan(leaves)]
+        return [(members, part(members)) for members in plan(tree)]
 
     def write(out, members, part):
         """Puts the leaves of one bucket into their places in a list."""
@@ -101,7 +126,11 @@ def bucketed(
         law=reducer.law,
         held=held,
         for_feedback=lambda: bucketed(
-            feedback_form(reducer), bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=flat
+            feedback_form(reducer),
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            flat=flat,
+            layers=layers,
         ),
     )
 

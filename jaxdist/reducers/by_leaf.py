@@ -44,7 +44,8 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             found = label_fn(name, leaf)
             if found not in reducers:
-                raise ValueError(f"leaf {name!r} has label {found!r}, but reducers has only {list(reducers)}")
+                what = f"leaf {name!r}" if name else "the tree, which is one leaf,"
+                raise ValueError(f"{what} has label {found!r}, but reducers has only {list(reducers)}")
             return found
 
         return [label(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -91,8 +91,10 @@ def dgc(
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
 
     def init(like):
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like)
-        return DGCState(stages[0].init(jax.tree.map(_wide, like)), PerWorker(zeros), PerWorker(zeros))
+        def zeros():
+            return PerWorker(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like))
+
+        return DGCState(stages[0].init(jax.tree.map(_wide, like)), zeros(), zeros())
 
     def accumulate(updates, state, comm):
         gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, state.momentum.value)

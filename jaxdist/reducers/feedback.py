@@ -193,9 +193,11 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
         )
 
     def init(like):
-        zeros = jax.tree.map(_zeros, like)
-        momentum = PerWorker(zeros if eta < 1 else ())
-        return EF21State(inner.init(jax.tree.map(_wide, like)), PerWorker(zeros), zeros, momentum)
+        def zeros():
+            return jax.tree.map(_zeros, like)
+
+        momentum = PerWorker(zeros() if eta < 1 else ())
+        return EF21State(inner.init(jax.tree.map(_wide, like)), PerWorker(zeros()), zeros(), momentum)
 
     def rounds(updates, state, comm, **agreed):
         target = cast_like(updates, state.mean)

@@ -10,6 +10,7 @@ from .._typing import Array, Like, State, Updates
 from ..comm import Comm
 from ._coded import fold_keys
 from ._flat import MULTIPLE, from_vectors, vector_likes, vectors
+from ._pieces import cleared
 from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of, scatter_form
 
 
@@ -141,12 +142,14 @@ def _in_pods(
     form: Reducer, updates: Updates, state: State, fast: Comm, slow: Comm, agreed: dict
 ) -> tuple[Updates, State]:
     """The pieces of the mean of each pod. Pods draw different numbers, of keys that all agree on."""
+    pods = agreed.get("pods", 1)
 
     def is_key(leaf):
         return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
     reduced, new = drive(rounds_of(form, updates, fold_keys(state, slow.index), fast, **agreed), fast)
-    return reduced.mean, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
+    means = jax.tree.map(lambda mean, x: cleared(mean, x.size, fast.size, fast.index, pods=pods), reduced.mean, updates)
+    return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 
 
 def _flat(like: Like) -> jax.ShapeDtypeStruct:

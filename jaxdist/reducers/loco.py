@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from .._marks import PerWorker, with_value
 from .._typing import Array, Int, Like, State
 from ..compressors.base import working_dtype
-from ._coded import next_count
 from .base import (
     Reduced,
     Reducer,
@@ -26,7 +25,10 @@ LEVELS = 127
 
 
 class LoCoState(NamedTuple):
-    """`error`: for each leaf, blocks of int8 `[blocks, block]` and a float32 scale for each, per worker."""
+    """`error`: for each leaf, blocks of int8 `[blocks, block]` and a float32 scale for each, per worker.
+
+    `count`: the steps since the last reset.
+    """
 
     reducer: State
     error: PerWorker
@@ -90,15 +92,14 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
         error = jax.tree.map(_restore, wide, state.error.value)
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, updates, error)
         reduced, inner_state = yield from rounds_of(inner, corrected, state.reducer, comm, **agreed)
-        keep = (state.count + 1) % reset_every != 0
+        count = (state.count + 1) % reset_every  # a count of all steps would end, and with it the feedback
+        keep = count != 0
 
         def remember(e, h, own):
             return _store(jnp.where(keep, beta * e + (1 - beta) * (h - own), 0), block)
 
         error = with_value(state.error, jax.tree.map(remember, error, corrected, reduced.own))
-        return Reduced(cast_like(reduced.mean, updates), reduced.own), LoCoState(
-            inner_state, error, next_count(state.count)
-        )
+        return Reduced(cast_like(reduced.mean, updates), reduced.own), LoCoState(inner_state, error, count)
 
     def held(state, like, comm):
         return held_by(inner, state.reducer, jax.tree.map(_wide, like), comm)

@@ -18,6 +18,7 @@ from ._low_rank import (
     put_back,
     put_back_factors,
     received,
+    room,
     stack,
     stack_factors,
     to_send,
@@ -33,7 +34,7 @@ from .switch_at import switch_at
 
 
 class PowerSGDState(NamedTuple):
-    """Agreed. `q` has a right factor `[m, r]` for each compressed leaf and `[0]` for the others."""
+    """Agreed. `q` has a right factor `[m, r]` for each compressed leaf and a scalar zero for the others."""
 
     count: Int[Array, ""]
     q: PyTree
@@ -54,8 +55,13 @@ def power_sgd(
 
     `Q` is carried to the next step, so that a few steps are one long power iteration. Put it inside `error_feedback`:
     alone it is biased and loses accuracy. `own = P Q_wᵀ` with this worker's `Q_w`: its mean over workers is the mean,
-    and residuals stay bounded. The paper's `own="paper"` (every worker subtracts the mean) lets the residuals of
-    different workers drift apart for ever, which float32 does not survive on unlike data.
+    and residuals stay bounded as long as noise turns the column space of the mean: what a worker has outside of that
+    space is sent when the space comes by. If it stands still (full batches of data that differ between workers), the
+    residuals drift apart. The paper's `own="paper"` (every worker subtracts the mean) lets them drift apart for ever in
+    any case, which float32 does not survive on unlike data.
+
+    Gradients of any scale: `P` and `Q` are made of orthonormal bases of the carried factors (the paper multiplies by
+    `Q` as it is, which has the norm of the last gradient, and overflows from 1e19 on).
 
     `one_sided=True` does half of that in a step, and the other half in the next one: `P = mean(M_w Q)`,
     `mean = P Qᵀ` with orthonormal `Q`, then `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`. Half the bytes,
@@ -128,28 +134,32 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         factors = structure.flatten_up_to(state.q if warm_start else draw_right(updates, state.count))
         groups, rest = group_leaves(leaves, view)
         matrices = [stack(leaves, group) for group in groups]
-        right = [stack_factors(factors, group) for group in groups]
-
-        left = [jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)]
+        # The paper multiplies by Q, which has the norm of the last gradient; the product would have its square. A basis
+        # is known before the gradient is. Powers of two round nothing.
+        right = orthonormal([stack_factors(factors, group) for group in groups])
+        rights = [q * room(q.shape[2], comm.size) for q in right]
+        left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, rights)]
         arrived = yield Wire(mean=to_send(groups, left, 0))
         bases = orthonormal(received(groups, arrived.mean, 0))  # the mean's scale does not matter
         # The barrier: XLA:CPU would fold the transposition into the products and do those slower.
         columns = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
+        scales = [room(basis.shape[2], comm.size) for basis in bases]
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("knr,knm->krm", p, m) for p, m in zip(columns, matrices)]
+        local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(columns, scales, matrices)]
         sent = to_send(groups, local, 1)
         arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
         mean = received(groups, arrived.mean, 1)
 
         means, owns, new_factors = list(leaves), list(leaves), list(factors)
-        approximations = [outer(p, q) for p, q in zip(columns, mean)]
+        lefts = [p / scale for p, scale in zip(columns, scales)]
+        approximations = [outer(p, q) for p, q in zip(lefts, mean)]
         at = places(groups, state.count >= 0)
         put_back(means, groups, approximations, at)
-        owned = approximations if own == "paper" else [outer(p, q) for p, q in zip(columns, local)]
+        owned = approximations if own == "paper" else [outer(p, q) for p, q in zip(lefts, local)]
         put_back(owns, groups, owned, at)
         for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
             means[i] = whole.astype(leaves[i].dtype)
-        put_back_factors(new_factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at)
+        put_back_factors(new_factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
         reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
 

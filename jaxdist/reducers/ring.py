@@ -11,6 +11,7 @@ from ..compressors.base import Compressor, working_dtype
 from ._coded import next_count, step_key
 from ._flat import from_vectors, vectors
 from ._fused import fused_bytes
+from ._pieces import cleared
 from .base import Reduced, Reducer, cast_like
 
 
@@ -62,7 +63,8 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
     def reduce(updates, state, comm, **agreed):
         del agreed
         leaves, tree = jax.tree.flatten(updates)
-        own = [_rows(flat, comm.size) for flat in vectors(leaves)]
+        flats = vectors(leaves)
+        sizes, own = [flat.size for flat in flats], [_rows(flat, comm.size) for flat in flats]
         likes = [jax.ShapeDtypeStruct(rows.shape[1:], working_dtype(rows.dtype)) for rows in own]
         dtypes = [rows.dtype for rows in own]
         own = [rows.astype(like.dtype) for rows, like in zip(own, likes, strict=True)]
@@ -74,6 +76,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
             place = (comm.index - station) % comm.size
             mine = [lax.dynamic_index_in_dim(rows, place, keepdims=False) for rows in own]
             sums = [x + y for x, y in zip(sums, mine, strict=True)] if station else mine
+            sums = [cleared(x, size, comm.size, place) for x, size in zip(sums, sizes, strict=True)]
             keys = [jax.random.fold_in(jax.random.fold_in(key, station), i) for i in range(len(own))]
             codes = [compressor.compress(x.astype(t), k) for x, t, k in zip(sums, dtypes, keys, strict=True)]
             decoded = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]

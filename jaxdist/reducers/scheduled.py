@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._layers import layer_numbers
 from .._typing import Array, Like, PyTree
 from ._coded import fold_keys
 from ._flat import MULTIPLE, alike, concatenate, from_vectors
@@ -24,7 +24,8 @@ def scheduled(
     *,
     partition_bytes: int = 8 << 20,
     credit_bytes: int = 32 << 20,
-    order: Order = "priority",
+    order: Order = "fifo",
+    layers: Sequence[Any] | None = None,
     layer_fn: Callable[[str, Like], Any] | None = None,
 ) -> Reducer:
     """Cuts layers into partitions, reduces each by itself, one after the other in a given order.
@@ -35,8 +36,11 @@ def scheduled(
     which no compiler folds. On CPU, whose collectives block anyway, `w = 1`. Elsewhere the partitions of one window may
     be merged: on GPU set `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them apart.
 
-    What order helps, and how much, `schedule.timeline` says; `schedule.tune` finds partition and credit. A code sees
-    one partition at a time, as a vector: one scale, one top-k for each; PowerSGD does not compress inside.
+    A jitted step makes its gradients last layer first, and the next forward pass begins when the step has ended. So
+    inside a step the order is `"fifo"`: with `"priority"` every message waits for the gradient of layer 0, which comes
+    last, and nothing is hidden. To send the first layers first and gain by it, cross the border of steps, `pipelined`.
+    `schedule.step_timeline` plays the step of these very arguments. A code sees one partition at a time, as a vector:
+    one scale, one top-k for each; PowerSGD does not compress inside.
 
     *On the wire*: for each partition what the reducer sends for one vector of its size.
 
@@ -48,17 +52,21 @@ def scheduled(
         pays latency for each; start at 8 MiB, on GPU not below 4.
       credit_bytes: how much may be under way. One partition waits for each before it goes; the more, the less the link
         idles and the less the order matters. Two to four partitions.
-      order: `"priority"`, first layer first, the order in which the next forward pass needs them; `"fifo"`, last layer
-        first, the order in which the backward pass makes them; or the layer of each partition in turn, counted from
-        0, as the messages of a `timeline` have it.
-      layer_fn: `layer_fn(path, leaf)`, what to sort a leaf by; equal ones are one layer. By default the first part of
-        the path: layers are the top-level entries of the tree, `block_2` before `block_10`.
+      order: `"fifo"`, last layer first, the order in which the backward pass makes them; `"priority"`, first layer
+        first, for gradients that are all there when the step begins; or the layer of each partition in turn, counted
+        from 0.
+      layers: the top-level entries of the tree in forward order, as `parallel.forward_order(loss, params, batch)` reads
+        it from a loss, and tuples of entries that make up one layer: small ones together save messages. `None`: each
+        entry is a layer; a sequence or NamedTuple has its own order, and keys of a dict go by name, `block_2` before
+        `block_10`.
+      layer_fn: in place of `layers`: `layer_fn(path, leaf)`, what to sort a leaf by; equal ones are one layer.
 
     Returns:
       The reducer.
 
     Raises:
-      ValueError: a size is not positive, there is no such order, or the layers in `order` are not those of the
+      ValueError: a size is not positive, there is no such order, or both `layers` and `layer_fn` are given; from
+        `init`, `layers` does not name each entry of the tree once, or the layers in `order` are not those of the
         partitions.
 
     Example:
@@ -66,7 +74,7 @@ def scheduled(
       >>> reducer = jd.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
       >>> like = {"layer_2": jnp.zeros(50), "layer_10": jnp.zeros((15, 10))}
       >>> [state.residual.value.shape for state in reducer.init(like)]
-      [(50,), (96,), (54,)]
+      [(96,), (54,), (50,)]
 
     References:
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019. Jayarajan
@@ -77,10 +85,13 @@ def scheduled(
             raise ValueError(f"{name} must be positive, got {size}")
     if isinstance(order, str) and order not in ("priority", "fifo"):
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
+    if layers is not None and layer_fn is not None:
+        raise ValueError("layers and layer_fn both say what the layers are: give one of them")
     window = -(-credit_bytes // partition_bytes)
 
     def plan(tree):
-        return _in_order(_vectors(tree, layer_fn or _first_of_path), partition_bytes, order)
+        numbers = layer_numbers(tree, layers) if layer_fn is None else _sorted_by(layer_fn, tree)
+        return _in_order(_vectors(tree, numbers), partition_bytes, order)
 
     def init(like):
         if is_stand_in(like):
@@ -116,6 +127,7 @@ def scheduled(
             partition_bytes=partition_bytes,
             credit_bytes=credit_bytes,
             order=order,
+            layers=layers,
             layer_fn=layer_fn,
         )
 
@@ -140,17 +152,22 @@ class _Vector(NamedTuple):
     size: int
 
 
-def _vectors(tree: PyTree, layer_fn: Callable[[str, Like], Any]) -> list[_Vector]:
-    """First layer first."""
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+def _sorted_by(layer_fn: Callable[[str, Like], Any], tree: PyTree) -> list[int]:
+    """The number of each leaf's layer."""
+    keys = [
+        layer_fn(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
-    keys = [layer_fn(path, leaf) for path, leaf in named]
-    layers = {key: layer for layer, key in enumerate(sorted(set(keys)))}
-    kinds = [(layers[key], jnp.dtype(leaf.dtype)) for key, (_, leaf) in zip(keys, named, strict=True)]
+    numbers = {key: layer for layer, key in enumerate(sorted(set(keys)))}
+    return [numbers[key] for key in keys]
+
+
+def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
+    """First layer first."""
+    leaves = jax.tree.leaves(tree)
+    kinds = [(layer, jnp.dtype(leaf.dtype)) for layer, leaf in zip(numbers, leaves, strict=True)]
     groups = [tuple(group) for group in alike(kinds, lambda kind: kind)]
-    sizes = [sum(math.prod(named[i][1].shape) for i in group) for group in groups]
+    sizes = [sum(math.prod(leaves[i].shape) for i in group) for group in groups]
     vectors = [_Vector(kinds[g[0]][0], g, kinds[g[0]][1], size) for g, size in zip(groups, sizes, strict=True)]
     return sorted((v for v in vectors if v.size), key=lambda vector: vector.layer)
 
@@ -205,10 +222,3 @@ def _joined(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
 
 def _like(part: _Part) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype)
-
-
-def _first_of_path(path: str, leaf: Like) -> tuple:
-    """`block_2` before `block_10`."""
-    del leaf
-    words = re.split(r"(\d+)", path.partition("/")[0])
-    return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in words)

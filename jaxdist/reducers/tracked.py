@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .._marks import PerWorker, with_value
 from .._typing import Array, Int, PyTree, State, UInt
 from ..comm import Sent, counted, total_bytes
+from ._coded import next_count
 from .base import Reducer, feedback_form, held_by
 
 
@@ -58,7 +59,7 @@ def tracked(reducer: Reducer) -> Reducer:
         error = _square(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own)) / size
         error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
         sent = add_bytes(state.bytes, total_bytes(ledger))
-        return reduced, TrackedState(inner, state.syncs + 1, sent, with_value(state.error, error))
+        return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
     def for_feedback():
         return tracked(feedback_form(reducer))

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._marks import Sharded, with_value
 from .._typing import Array, Int, Key, Payload
@@ -13,7 +12,7 @@ from ..comm import Comm
 from ..compressors.base import Compressor, working_dtype
 from ._coded import contraction_form, mean_of_decoded, next_count, step_key
 from ._flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
-from ._pieces import apart, joined, length, rows, side_by_side
+from ._pieces import apart, cleared, joined, length, rows, side_by_side
 from .base import Law, Reduced, Reducer, Wire, cast_like, from_rounds, is_stand_in
 
 
@@ -98,6 +97,7 @@ def two_shot(
         cut = [rows(flat, comm.size) for flat in flats]
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
         payloads, means = yield from _first_shot(compressor, cut, key, comm)
+        means = [cleared(mean, flat.size, comm.size, comm.index) for mean, flat in zip(means, flats, strict=True)]
         if keeps:
             means = [mean + _fit(e.value, mean.size) for mean, e in zip(means, state.residuals, strict=True)]
         key = step_key(state.key, state.count, comm, shared=last.shared_key)
@@ -198,7 +198,4 @@ def _decode(compressor: Compressor, payloads: Payload, rows: Array) -> Array:
 def _lost(compressor: Compressor, x: Array, payload: Payload, comm: Comm, size: int) -> Array:
     """What the code of this worker's chunk leaves out. Padding owes nothing to anybody."""
     lost = x - compressor.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    if size == x.size * comm.size:
-        return lost
-    owed = [min(max(size - worker * x.size, 0), x.size) for worker in range(comm.size)]
-    return jnp.where(lax.iota(jnp.int32, x.size) < jnp.array(owed, jnp.int32)[comm.index], lost, 0)
+    return cleared(lost, size, comm.size, comm.index)
