@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core
+from jax.extend.core import primitives
 
 from ._typing import Array
 
@@ -33,6 +34,13 @@ def mesh_axes_left_over() -> tuple[str, ...]:
 def varying_axes(x: Array) -> frozenset[str]:
     """The mesh axes over which the type of `x` says that its value differs."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def with_weak_type(x: Array, weak: bool) -> Array:
+    """The array with or without a weak type (that of Python's numbers); `jax.lax` can only take it away."""
+    if jax.typeof(x).weak_type == weak:
+        return x
+    return primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
 
 
 def make_mesh(shape: Sequence[int], names: Sequence[str], *, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -66,6 +74,11 @@ def typed_like(x: Array, aval: Any) -> Array:
     """`x`, cast to vary over the mesh axes that a type varies over."""
     missing = frozenset(aval.manual_axis_type.varying) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def key_class() -> type:
+    """The class of typed keys, which JAX does not export; found without making one, which would start the backend."""
+    return next(kind for kind in jax.Array.__subclasses__() if kind.__name__ == "PRNGKeyArray")
 
 
 def scan_sizes(parameters: dict[str, Any]) -> tuple[int, int]:

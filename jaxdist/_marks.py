@@ -134,7 +134,11 @@ def axis_tuple(axis: AxisNames) -> tuple[str, ...]:
 
 
 def bind(tree: PyTree, axis: AxisNames) -> PyTree:
-    """Gives every mark without an axis this one. `axis=None` (alone) binds to `()`: no leading dimension at all."""
+    """Gives every mark without an axis this one. `axis=None` (alone) binds to `()`: no leading dimension at all.
+
+    Raises:
+      ValueError: a mark is inside another one over the same axis, or a hierarchical reducer has one axis.
+    """
     axes = axis_tuple(axis)
 
     def resolved(name):
@@ -148,11 +152,26 @@ def bind(tree: PyTree, axis: AxisNames) -> PyTree:
             raise ValueError(f"a hierarchical reducer needs two axes, (slow, fast), got axis={axis!r}")
         return axes[-1:] if name == INNER else axes[:-1]
 
+    def check_inside(value, outer):
+        for inside in jax.tree.leaves(value, is_leaf=is_mark):
+            if isinstance(inside, OnHost):
+                check_inside(inside.value, outer)
+            elif is_mark(inside) and (shared := set(axis_tuple(inside.axis)) & set(axis_tuple(outer))):
+                names = ", ".join(sorted(shared))
+                raise ValueError(
+                    f"a {type(inside).__name__} leaf over axis {names} is inside a PerWorker one over the same axis: "
+                    "workers that differ have nothing in common that they could cut, or differ in once more. What "
+                    "communicates inside local_steps, no_lo_co or gossip takes another axis than they do: "
+                    "zero_redundancy(..., axis='chip') inside local_steps(..., axis='pod')"
+                )
+
     def one(node):
         if isinstance(node, OnHost):
             return OnHost(bind(node.value, axis))
         if isinstance(node, PerWorker):
-            return PerWorker(bind(node.value, axis), axis=resolved(node.axis), resize=node.resize)
+            value, over = bind(node.value, axis), resolved(node.axis)
+            check_inside(value, over)
+            return PerWorker(value, axis=over, resize=node.resize)
         if isinstance(node, Sharded):
             return Sharded(node.value, shape=node.shape, axis=resolved(node.axis), multiple=node.multiple)
         return node
@@ -179,6 +198,11 @@ def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         return with_value(node, jax.tree.map(lambda *nodes: walk((*marks, node), *nodes), *inside, is_leaf=is_mark))
 
     return jax.tree.map(lambda *nodes: walk((), *nodes), tree, *rest, is_leaf=is_mark)
+
+
+def named(what: str, path: Any) -> str:
+    """`the gradient ['w']` for messages; `the gradient` where the tree is one leaf, whose path is empty."""
+    return f"{what} {jax.tree_util.keystr(path)}" if path else what
 
 
 class _Named(tuple):

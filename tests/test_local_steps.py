@@ -1,6 +1,7 @@
 """Local SGD, SlowMo, DiLoCo and streaming against their papers' equations and numbers."""
 
 import functools
+from inspect import unwrap
 from typing import Any
 
 import jax
@@ -357,6 +358,8 @@ def test_the_host_may_choose_the_program(options):
     ("options", "message"),
     [
         ({"sync_period": 0}, "sync_period must be at least 1, got 0"),
+        ({"sync_period": 2.5}, "sync_period must be a whole number of steps, got 2.5"),
+        ({"sync_period": 4, "delay": 1.5}, "delay must be a whole number of steps, got 1.5"),
         ({"sync_period": 4, "delay": 4}, "delay must be less than sync_period=4, got 4"),
         ({"sync_period": 4, "offset": -1}, "must not be negative, got -1 and 0"),
         ({"sync_period": 4, "offset": 4}, "offset must be less than sync_period=4, got 4"),
@@ -369,7 +372,7 @@ def test_the_host_may_choose_the_program(options):
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
-        jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), **options)
+        unwrap(jd.local_steps)(optax.sgd(0.1), optax.sgd(1.0), **options)
 
 
 def test_what_update_refuses():
@@ -377,6 +380,9 @@ def test_what_update_refuses():
     state = tx.init(jnp.zeros(2))
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(jnp.zeros(2), state)
+    for given in (2.5, jnp.float32(2)):
+        with pytest.raises(ValueError, match="sync_period must be a whole number of steps, got float32"):
+            tx.update(jnp.zeros(2), state, jnp.zeros(2), sync_period=given)
     with pytest.raises(ValueError, match="slow_momentum divides the drift by the rate"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2))
     with pytest.raises(ValueError, match=r"sync names the fragments that talk, of 1, got \(1,\)"):

@@ -115,7 +115,76 @@ def test_cut_state(mesh):
     assert float(metrics["total"]) == 45 + 16
 
 
+# ---- states of other kinds, names of leaves
+
+
+@pytest.mark.parametrize("run", [jd.simulate, lambda step, size: jd.distribute(step, jd.make_mesh({"data": size}))])
+@pytest.mark.parametrize("make", [jd.reducers.dgc, lambda density: jd.error_feedback(jd.compressed(jd.top_k(density)))])
+def test_the_state_of_a_reducer_may_be_the_whole_state(run, make):
+    reducer = make(0.5)
+
+    def step(state, batch):
+        reduced, state = reducer.reduce({"w": batch[0]}, state, jd.comm.over("data"))
+        return state, reduced.mean
+
+    place = 2 if run is jd.simulate else jd.make_mesh({"data": 2})
+    state = jd.place(reducer.init({"w": jnp.zeros(4)}), place)
+    state, mean = run(step, 2)(state, np.ones((2, 4), np.float32))
+    assert mean["w"].tolist() == [1, 1, 0, 0]
+
+
+def test_who_misses_a_mark_is_told_that_it_was_taken_off():
+    state = jd.place({"mine": jd.PerWorker(jnp.zeros(3))}, 2)
+    with pytest.raises(AttributeError, match="has no attribute") as error:
+        jd.simulate(lambda state, batch: ({"mine": state["mine"].value}, {}), 2)(state, np.ones(2))
+    assert "a whole field of it, is taken off before the step sees it" in error.value.__notes__[0]
+
+
+def test_a_tree_of_one_leaf_has_a_name_in_messages(mesh):
+    def stepped(tx, gradient=lambda x: x):
+        state = {"x": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}
+
+        def step(state, batch):
+            return tx.update(gradient(state["x"]), state["opt"], state["x"])
+
+        jd.distribute(step, mesh)(jd.place(state, mesh), batch())
+
+    with pytest.raises(ValueError, match=r"^the gradient is the same on all workers"):
+        stepped(jd.all_reduce(jd.exact()))
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2)
+    with pytest.raises(ValueError, match=r"^the parameter is the same on all workers"):
+        stepped(tx, lambda x: jd.comm.over("data").varying(x))
+    with pytest.raises(ValueError, match=r"^the state came in as float32\[3\] and went out as float32\[4\]"):
+        jd.simulate(lambda state, batch: (jnp.zeros(4), {}), 2)(jnp.zeros(3), np.ones(2))
+    with pytest.raises(ValueError, match=r"^the tree, which is one leaf, has label 'b'"):
+        jd.by_leaf(lambda path, leaf: "b", {"a": jd.exact()}).init(jnp.zeros(3))
+
+
 # ---- memory, traces, programs
+
+
+@pytest.mark.parametrize(
+    "make", [jd.simulate, lambda step, workers: jd.distribute(step, jd.make_mesh({"data": workers}))]
+)
+@pytest.mark.parametrize("start", [jd.place, lambda state, place: jd.init_state(lambda: state, place)])
+def test_numbers_without_a_type_are_traced_once(make, start):
+    """`x` comes weakly typed and an update makes it strong; `flag` the other way round."""
+    traces, tx = [], optax.adam(0.1)
+
+    def step(state, batch):
+        traces.append(None)
+        updates, opt = tx.update(jax.lax.pmean(state["x"] * batch[0], "data"), state["opt"], state["x"])
+        x = {"x": optax.apply_updates(state["x"], updates), "mine": jax.tree.map(lambda x: x + batch[0], state["mine"])}
+        return x | {"opt": opt, "flag": jnp.where(state["x"] > 0, 1.0, 0.0), "rate": state["rate"]}, {}
+
+    x = jnp.asarray(1.0)
+    state = {"x": x, "mine": jd.PerWorker(x), "opt": tx.init(x), "flag": jnp.float32(0), "rate": 0.1}
+    run = make(step, 2)
+    state = start(state, 2 if make is jd.simulate else jd.make_mesh({"data": 2}))
+    for _ in range(3):
+        state, _ = run(state, np.ones(2, np.float32))
+    assert (len(traces), run._cache_size()) == (1, 1)
+    assert (state["rate"] * jnp.ones(1, jnp.bfloat16)).dtype == jnp.bfloat16  # what has no type keeps to that
 
 
 def test_state_is_donated(mesh, run):

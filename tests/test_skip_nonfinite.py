@@ -1,11 +1,14 @@
 """A step with NaN or Inf in one worker's gradient does not happen, on any worker."""
 
+import pickle
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import TrainState, assert_close, batch, fresh, make_step
+from tiny import TrainState, assert_close, batch, fresh, make_step, params
 
 import jaxdist as jd
 
@@ -27,7 +30,7 @@ def run(mesh):
     return jd.distribute(make_step(guarded()), mesh, donate=False)
 
 
-@pytest.mark.parametrize(("value", "worker"), [(np.nan, 0), (np.inf, 5), (-np.inf, 7)])
+@pytest.mark.parametrize(("value", "worker"), [(np.nan, 0), (np.inf, 5), (-np.inf, 7), (1e25, 2)])
 def test_a_poisoned_step_does_not_happen(mesh, run, value, worker):
     state, _ = run(fresh(guarded(), mesh), batch())
     after, metrics = run(state, poisoned(value, worker, seed=1))
@@ -42,6 +45,95 @@ def test_a_poisoned_step_does_not_happen(mesh, run, value, worker):
     assert_close(skipped.opt.inner, never.opt.inner, 0)
     assert float(jnp.abs(skipped.params["w"] - state.params["w"]).max()) > 1e-3
     assert jd.parallel.disagreement(skipped, mesh) == ()
+
+
+@pytest.mark.parametrize("where", ["update", "state", "parameter"])
+def test_what_a_step_makes_is_looked_at_too(where):
+    """Gradients are fine here; what comes of them overflows, in one place and no other."""
+    big = optax.scale(1e30) if where != "parameter" else optax.scale(-7e4)
+    state_only = [optax.trace(0.9), optax.scale(1e-30), optax.clip(1.0)] if where == "state" else []
+    tx = jd.skip_nonfinite(optax.chain(big, *state_only), axis=None)
+    params = jnp.full(2, 1.0, jnp.float16 if where == "parameter" else jnp.float32)
+    updates: Any
+    state: Any
+    first: Any = tx.init(params)
+    updates, state = tx.update(jnp.array([1.0, 1e10 if where != "parameter" else 1.0]), first, params)
+    assert (updates.tolist(), int(state.skipped)) == ([0.0, 0.0], 1)
+    assert_close(state.inner, first.inner, 0)
+    updates, state = tx.update(jnp.array([1e-3, 1e-3]), state, params)
+    assert (int(state.skipped), int(state.consecutive), bool((updates != 0).all())) == (1, 0, True)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_on_the_host_is_guarded(inside):
+    """The guard inside of what is offloaded, and around it; the statistics of both can be read."""
+    chain = optax.chain(jd.all_reduce(jd.exact()), optax.adam(1e-2))
+    tx = jd.offload.host(jd.skip_nonfinite(chain)) if inside else jd.skip_nonfinite(jd.offload.host(chain))
+    run = jd.simulate(make_step(tx), 8)
+    state, _ = run(fresh(tx, 8), batch())
+    after, _ = run(state, poisoned(np.nan, 3, seed=1))
+    assert_close(after.params, state.params, 0)
+    (before, found), later = (jd.stats(x.opt) for x in (state, after)), run(after, batch(seed=2))[0]
+    assert (int(before["skips"]), int(found["skips"])) == (0, 1)
+    assert_close(later.params, run(state, batch(seed=2))[0].params, 0)
+
+
+def test_what_is_infinite_by_design_is_no_fault():
+    """The best loss so far, before there is any."""
+    tx = jd.skip_nonfinite(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), axis=None)
+    state: Any = tx.init(jnp.ones(2))
+    assert any(bool(jnp.isinf(x).any()) for x in jax.tree.leaves(state))
+    for value in (jnp.inf, 1.0):
+        _, state = tx.update(jnp.ones(2), state, jnp.ones(2), value=jnp.asarray(value))
+        assert int(state.skipped) == 0
+
+
+def steps_until_refused(run, state, good, bad, kinds):
+    """How many of the steps, `.` good and `x` bad, were run until one was refused, the error, and the state."""
+    for number, kind in enumerate(kinds):
+        try:
+            state, _ = run(state, good if kind == "." else bad)
+        except jd.transforms.TooManySkips as error:
+            return number, error, state
+    raise AssertionError("no step was refused")
+
+
+@pytest.mark.parametrize("engine", ["mesh", "simulation", "by hand"])
+def test_skipping_for_ever_is_an_error(mesh, engine):
+    """Three in a row are allowed: the fourth is skipped too, and the call after it raises."""
+    tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1)), max_consecutive=3)
+    step = make_step(tx)
+    run = jd.distribute(step, mesh) if engine == "mesh" else jd.simulate(step, 8)
+    if engine == "by hand":
+        compiled = run.lower(fresh(tx, 8), batch()).compile()
+
+        def run(state, data):
+            jd.transforms.check_skips(state)
+            return compiled(state, data)
+
+    state, kinds = fresh(tx, mesh if engine == "mesh" else 8), ".....xxx..xxxxxxxxxx"
+    number, error, state = steps_until_refused(run, state, batch(), poisoned(np.nan, 3, seed=1), kinds)
+    assert (number, error.skips) == (14, 4)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).startswith("skip_nonfinite has skipped 4 steps in a row")
+    assert int(state.opt.skipped) == 7  # it is as it was, and can be saved
+
+
+def test_one_worker_that_always_sits_out_is_an_error():
+    tx = jd.local_steps(jd.skip_nonfinite(optax.sgd(0.1), axis=None, max_consecutive=3), optax.sgd(1.0), sync_period=2)
+    state = jd.init_state(lambda: TrainState(jd.PerWorker(params()), tx.init(params())), 4)
+    run, bad = jd.simulate(make_step(tx), 4), poisoned(np.nan, 3, seed=1)
+    number, error, _ = steps_until_refused(run, state, batch(), bad, "xxxxxxxxxx")
+    assert (number, error.skips) == (4, 4)
+
+
+def test_without_a_limit_it_goes_on():
+    tx = jd.skip_nonfinite(optax.sgd(0.1), axis=None, max_consecutive=None)
+    state: Any = tx.init(jnp.ones(2))
+    assert jd.transforms.check_skips(state._replace(consecutive=jnp.int32(10**9))) > 10**9
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match=f"max_consecutive must be at least 1, or None for no end, got {limit}"):
+            jd.skip_nonfinite(optax.sgd(0.1), max_consecutive=limit)
 
 
 def test_simulation_skips_too(mesh, run):

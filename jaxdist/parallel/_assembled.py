@@ -36,11 +36,12 @@ def assembler(
 
     def keep(params):
         comm = over(axis)
-        parts = lax.stop_gradient(jax.tree.leaves(_parts(params)))
-        if not parts or (compressor is None and not secondary):
+        cut = [x for x in jax.tree.leaves(params, is_leaf=is_mark) if isinstance(x, Sharded)]
+        if not cut or (compressor is None and not secondary):
             return ()
+        parts = lax.stop_gradient([x.value for x in cut])
         if compressor is not None:
-            parts = encode(compressor, parts, _key_of(parts, comm))
+            parts = encode(compressor, parts, [x.shape for x in cut], _key_of(parts, comm), comm)
         if secondary:
             parts = gather_payloads(parts, _levels(comm)[1], agreed=False)
         return comm.varying(parts)

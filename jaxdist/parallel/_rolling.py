@@ -107,9 +107,10 @@ def rolling(
 
         slots, gradient = jax.eval_shape(shapes, params, batch)
         wave = Wave(*(_marked(jax.tree.map(_zeros, part), axis) for part in (slots, gradient, params.head, batch)))
-        false = jnp.zeros((), bool)
         # A copy: the two versions are given away by themselves.
-        return TickTockState(params, jax.tree.map(jnp.copy, params), tx.init(params), wave, false, false)
+        return TickTockState(
+            params, jax.tree.map(jnp.copy, params), tx.init(params), wave, jnp.zeros((), bool), jnp.zeros((), bool)
+        )
 
     def update(state, layers, g, **extra_args):
         """Parameters and optimizer state after the wave under way, or as they were if there is none."""

@@ -12,8 +12,9 @@ from .._marks import OnHost, PerWorker, axis_tuple, bind, map_marked
 from .._typing import AxisNames, PyTree, State
 from ..placement import workers
 from ..transforms.wrapped import wrapped_communication
+from ._skips import with_skip_checks
 from .agreement import with_value_checks
-from .worker_view import check_agreed, check_same, close_state, manual_specs, open_state
+from .worker_view import as_weak_as, check_agreed, check_same, close_state, manual_specs, open_state, run_step
 
 UNTYPABLE = (
     "jaxdist: this step cannot be typed as it stands. Where the code is not yours to change (a flax LSTM, "
@@ -72,6 +73,7 @@ def distribute(
         raise ValueError(f'check must be "types" or "values", got {check!r}')
     mapped = _mapped(step, mesh, axis, batch_specs, check)
     run = jax.jit(mapped, donate_argnums=(0,) if donate else (), static_argnames=tuple(static_argnames))
+    run = with_skip_checks(run)
     return with_value_checks(run, mesh, axis) if check == "values" and isinstance(mesh, Mesh) else run
 
 
@@ -122,7 +124,7 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
 
         def local(state, batch):
             try:
-                new, metrics = step(open_state(state, axes), batch, **static)
+                new, metrics = run_step(step, open_state(state, axes), batch, **static)
             except TypeError as error:
                 if "manual axis types do not match" in str(error):
                     error.add_note(UNTYPABLE)
@@ -142,7 +144,8 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
             axis_names=set(axes),
             check_vma=check == "types",
         )
-        return mapped(state, batch)
+        new, metrics = mapped(state, batch)
+        return as_weak_as(new, state), metrics
 
     return run
 

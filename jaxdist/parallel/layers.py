@@ -1,15 +1,15 @@
 """The layers of a model in the order in which the forward pass comes to them."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .._compat import Literal
+from .._layers import Entry, groups_of, leaf_entries, listed, opened
 from .._primitives import RESHAPES, inner_jaxprs
 from .._typing import PyTree
 
-Entry = Hashable
 # What only brings a parameter into another form: it is used where the result is.
 FORMS = RESHAPES | {"convert_element_type", "transpose", "copy", "pvary", "slice"}
 
@@ -34,7 +34,8 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
       rest: further arguments of the loss.
 
     Returns:
-      Keys, indices or field names, for `pipelined(layers=)`. Entries that the loss does not use come last.
+      Keys, indices or field names, for `layers=` of `pipelined`, `recipes.ddp`, `bucketed` and `scheduled`. Entries
+      that the loss does not use come last.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -48,13 +49,13 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
     """
     closed = jax.make_jaxpr(loss)(params, batch, *rest)
-    names = _leaf_entries(params)
+    names = leaf_entries(params)
     first: dict[Entry, tuple[int, ...]] = {}
     uses = _first_uses(closed.jaxpr, closed.jaxpr.invars[: len(names)])
     for name, use in zip(names, uses, strict=True):
         if use is not None:
             first[name] = min(use, first.get(name, use))
-    return tuple(sorted(dict.fromkeys(names), key=lambda name: (name not in first, first.get(name, ()))))
+    return tuple(sorted(opened(params)[0], key=lambda name: (name not in first, first.get(name, ()))))
 
 
 def take_apart(params: PyTree, layers: Sequence[Any] | None) -> Layers:
@@ -68,41 +69,21 @@ def take_apart(params: PyTree, layers: Sequence[Any] | None) -> Layers:
     Returns:
       The parts and their inverse.
     """
-    opened, close = _open(params)
-    names = list(opened)
+    entries, close = opened(params)
+    names = list(entries)
     if layers is None:
         if len(names) > 1 and _is_dict(params):
             raise ValueError(
-                f"the parameters are a dict of {_listed(names)}, whose order is that of the alphabet, not of the "
+                f"the parameters are a dict of {listed(names)}, whose order is that of the alphabet, not of the "
                 "forward pass: pass layers=jd.parallel.forward_order(loss, params, batch), or name them in that order"
             )
         layers = names
-    groups = [tuple(layer) if isinstance(layer, tuple) else (layer,) for layer in layers]
-    given = [name for group in groups for name in group]
-    if sorted(map(repr, given)) != sorted(map(repr, names)):
-        raise ValueError(
-            f"layers names {_listed(given)}, but the parameters have {_listed(names)}: every entry must come "
-            "exactly once"
-        )
+    groups = groups_of(params, layers)
 
     def join(parts):
         return close({name: subtree for part in parts for name, subtree in part.items()})
 
-    return Layers(tuple({name: opened[name] for name in group} for group in groups), join)
-
-
-def _open(tree: PyTree) -> tuple[dict[Any, PyTree], Callable[[dict[Any, PyTree]], PyTree]]:
-    """The entries of the first level that has several, and how to close it again."""
-    children, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    if len(children) == 1 and not children[0][0]:
-        return {"": tree}, lambda entries: entries[""]
-    if len(children) == 1:
-        inside, close = _open(children[0][1])
-        if "" not in inside:
-            return inside, lambda entries: structure.unflatten([close(entries)])
-    names = [_name(path[0]) for path, _ in children]
-    opened = {name: child for name, (_, child) in zip(names, children, strict=True)}
-    return opened, lambda entries: structure.unflatten([entries[name] for name in names])
+    return Layers(tuple({name: entries[name] for name in group} for group in groups), join)
 
 
 def _is_dict(tree: PyTree) -> bool:
@@ -111,18 +92,6 @@ def _is_dict(tree: PyTree) -> bool:
     if len(children) == 1 and children[0][0]:
         return _is_dict(children[0][1])
     return any(path and isinstance(path[0], jax.tree_util.DictKey) for path, _ in children)
-
-
-def _leaf_entries(params: PyTree) -> list[Entry]:
-    """For each leaf, in the order of the tree, the name of its entry."""
-    return [name for name, subtree in _open(params)[0].items() for _ in jax.tree.leaves(subtree)]
-
-
-def _name(key: Any) -> Entry:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
 
 
 def _first_uses(jaxpr: Any, variables: Sequence[Any]) -> list[tuple[int, ...] | None]:
@@ -147,8 +116,3 @@ def _first_uses(jaxpr: Any, variables: Sequence[Any]) -> list[tuple[int, ...] | 
             if at is not None and within is not None:
                 uses[at] = min((number, *within), uses[at] or (number, *within))
     return uses
-
-
-def _listed(names: Sequence[Any]) -> str:
-    shown = ", ".join(map(repr, names[:6]))
-    return f"{shown}, ... ({len(names)})" if len(names) > 6 else shown

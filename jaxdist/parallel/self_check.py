@@ -9,6 +9,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from .._compat import shard_map
+from .._errors import Portable
 from .._typing import Array
 from ..comm import Comm, over
 
@@ -17,7 +18,7 @@ SIZES = (5, 1 << 16)
 TOLERANCE = {"int32": 0.0, "float32": 1e-4, "bfloat16": 0.5}  # of numbers up to 40
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(Portable, RuntimeError):
     """A collective gives wrong numbers on this mesh: what is trained here would be wrong too.
 
     Attributes:

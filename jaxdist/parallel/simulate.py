@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from .._marks import axis_tuple, bind
 from .._typing import Array, AxisNames, PyTree, State
 from ..transforms.wrapped import wrapped_communication
-from .worker_view import check_same, close_state, leaf_name, manual_specs, open_state
+from ._skips import with_skip_checks
+from .worker_view import as_weak_as, check_same, close_state, leaf_name, manual_specs, open_state, run_step
 
 
 def simulate(
@@ -69,7 +70,7 @@ def simulate(
         def one_worker(*local):
             mine = structure.unflatten(local[: len(state_specs)])
             part = batch_tree.unflatten(local[len(state_specs) :])
-            new, metrics = step(open_state(mine, axes), part, **static)
+            new, metrics = run_step(step, open_state(mine, axes), part, **static)
             new = close_state(new, mine, axes)
             check_same(new, mine)
             return jax.tree.leaves(new), metrics
@@ -96,9 +97,9 @@ def simulate(
                 raise
             raise ValueError(_what_differs(mapped, blocks, state_specs, names, axes)) from error
         new = [_from_blocks(leaf, spec, sizes) for leaf, spec in zip(new, state_specs, strict=True)]
-        return structure.unflatten(new), metrics
+        return as_weak_as(structure.unflatten(new), state), metrics
 
-    return jax.jit(run, static_argnames=tuple(static_argnames))
+    return with_skip_checks(jax.jit(run, static_argnames=tuple(static_argnames)))
 
 
 def _what_differs(mapped, blocks, specs, names, axes) -> str:

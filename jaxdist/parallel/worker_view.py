@@ -1,16 +1,19 @@
 """From global arrays to what one worker sees, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._compat import varying_axes
+from .._compat import varying_axes, with_weak_type
 from .._marks import PerWorker, axis_tuple, is_mark, map_marked, map_marked_with_path, with_value
 from .._typing import PyTree, State
 from ..placement import cutting
+
+# The modules whose NamedTuples are states of reducers and transformations.
+KEEPERS = tuple(f"{__name__.partition('.')[0]}.{room}." for room in ("reducers", "transforms", "offload"))
 
 
 def manual_specs(state: State, axes: Sequence[str]) -> PyTree:
@@ -26,6 +29,19 @@ def open_state(state: State, axes: Sequence[str]) -> State:
         return jnp.squeeze(leaf, gone)
 
     return _map_fields(lambda field: field.value if is_mark(field) else field, map_marked(one, state))
+
+
+def run_step(step: Callable[..., Any], state: State, batch: PyTree, **static: Any) -> Any:
+    """The step of one worker, whose state is open; says so to what looks for a mark that has been taken off."""
+    try:
+        return step(state, batch, **static)
+    except AttributeError as error:
+        if error.name == "value":
+            error.add_note(
+                "jaxdist: a mark around the whole state, or around a whole field of it, is taken off before the step "
+                'sees it. What a transformation or a reducer keeps wants its marks: put it deeper, {"opt": tx.init(x)}.'
+            )
+        raise
 
 
 def close_state(new: State, like: State, axes: Sequence[str]) -> State:
@@ -55,6 +71,9 @@ def _map_fields(f: Any, state: State, *rest: State) -> State:
     def fields(tree):
         return jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
 
+    # What a reducer or a transformation keeps is not opened: its own functions look for the marks.
+    if type(state).__module__.startswith(KEEPERS):
+        return state
     if is_mark(state) or (rest and is_mark(rest[0])) or jax.tree_util.all_leaves([state]):
         return f(state, *rest)
     children, structure = fields(state)
@@ -73,10 +92,19 @@ def check_same(new: State, old: State) -> None:
         )
     for (path, leaf), before in zip(jax.tree_util.tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True):
         if leaf.shape != before.shape or leaf.dtype != before.dtype:
+            name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
             raise ValueError(
-                f"leaf `{leaf_name(path)}` of the state came in as {before.dtype}{list(before.shape)} and went out as "
+                f"{name} came in as {before.dtype}{list(before.shape)} and went out as "
                 f"{leaf.dtype}{list(leaf.shape)}: a step must keep shapes and dtypes"
             )
+
+
+def as_weak_as(new: State, old: State) -> State:
+    """The new state with the weak types of the old one: with others the next call would be traced and compiled again.
+
+    They are not taken away for good: a rate of 0.1 times bfloat16 is bfloat16, and as float32 it would be float32.
+    """
+    return jax.tree.map(lambda x, before: with_weak_type(x, jax.typeof(before).weak_type), new, old)
 
 
 def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -> None:
@@ -92,7 +120,7 @@ def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advice: str) -
     map_marked_with_path(one, tree)
 
 
-def leaf_name(path: Any) -> str:
-    """`opt_state/0/residual/w`, without the marks' own `value`."""
+def leaf_name(path: Any, whole: str = "state") -> str:
+    """`opt_state.0.residual.w`, without the marks' own `value`; `whole` where the tree is one leaf."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    return ".".join(part for part in parts if part != "value") or "state"
+    return ".".join(part for part in parts if part != "value") or whole

@@ -17,6 +17,7 @@ Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n
 from .._marks import OnHost as OnHost
 from .._marks import PerWorker as PerWorker
 from .._marks import Sharded as Sharded
+from ._flax import register_with_flax as _register_with_flax
 from .base import consensus as consensus
 from .base import cutting as cutting
 from .base import init_state as init_state
@@ -30,3 +31,5 @@ from .base import specs as specs
 from .base import workers as workers
 from .zero_shardings import ZeroShardings as ZeroShardings
 from .zero_shardings import zero_shardings as zero_shardings
+
+_register_with_flax()

@@ -50,6 +50,8 @@ from .optimizers import one_bit_adam as one_bit_adam
 from .optimizers import qadam as qadam
 from .optimizers import zero_one_adam as zero_one_adam
 from .per_worker import per_worker as per_worker
+from .skip_nonfinite import TooManySkips as TooManySkips
+from .skip_nonfinite import check_skips as check_skips
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .slow_steps import SlowStepsState as SlowStepsState
 from .slow_steps import slow_steps as slow_steps

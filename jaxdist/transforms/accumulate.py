@@ -70,13 +70,13 @@ def accumulate(
     def init(params) -> State:
         check_leaves(params)
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
-        marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros(()), resize="mean")), axis)
+        marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), axis)
         return AccumulateState(tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, examples=None, sync: Any = None, **extra_args) -> tuple[Updates, State]:
         check_leaves(updates)
         check_local(updates, axis)
-        number = jnp.ones(()) if examples is None else jnp.asarray(examples, jnp.float32)
+        number = jnp.asarray(1 if examples is None else examples, jnp.float32)
         wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
         total = jax.tree.map(jnp.add, state.total.value, wide if examples is None else scale(wide, number))
         heard = state.examples.value + number

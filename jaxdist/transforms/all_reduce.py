@@ -8,9 +8,11 @@ import optax
 from .._marks import bind
 from .._typing import Array, AxisNames, Int, PyTree, State
 from ..comm import over
+from ..reducers._coded import next_count
 from ..reducers.base import Reducer
 from .local_gradients import check_leaves, check_local, reduce_weighted, refuse_model_axes
 from .model_axes import init_on_shards, reduce_on_shards
+from .particular import check_shapes, with_gradients
 
 
 class AllReduceState(NamedTuple):
@@ -53,8 +55,9 @@ def all_reduce(
       update is zero and the state stays as it is.
 
     Raises:
-      ValueError: the divisor is unknown; at trace time, if a leaf is not floating, not varying over the axis, or
-        `Sharded`; if the axis is not bound; if the mesh has further axes and the reducer would gather them.
+      ValueError: the divisor is unknown; at trace time, if a leaf is not floating, not varying over the axis, not of
+        its parameter's shape, or `Sharded`; if the axis is not bound; if the mesh has further axes and the reducer
+        would gather them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -72,13 +75,14 @@ def all_reduce(
         raise ValueError(f'divisor must be "active" or "workers", got {divisor!r}')
 
     def init(params):
+        params = with_gradients(params)
         check_leaves(params)
         state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
         return AllReduceState(bind(state, axis), jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, examples=None, **extra_args):
-        del params
         check_leaves(updates)
+        check_shapes(updates, params)
         comm = over(axis)
         check_local(updates, axis)
         agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
@@ -99,6 +103,6 @@ def all_reduce(
         mean, reducer_state, some = reduce_weighted(
             reduce, updates, state.reducer, comm, examples, plain=plain, divide=divisor == "active"
         )
-        return mean, AllReduceState(reducer_state, state.empty + jnp.where(some, 0, 1))
+        return mean, AllReduceState(reducer_state, jnp.where(some, state.empty, next_count(state.empty)))
 
     return optax.GradientTransformationExtraArgs(init, update)

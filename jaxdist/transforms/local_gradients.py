@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
-from .._marks import Sharded, axis_tuple, is_mark
+from .._marks import Sharded, axis_tuple, is_mark, named
 from .._typing import Array, AxisNames, PyTree, State, Updates
 from ..comm import Comm, over
 from ..compressors.base import working_dtype
+from .particular import refuse_two_sets
 
 
 def check_leaves(tree: PyTree) -> None:
-    """Raises for leaves that have no mean over workers: integers, and those that are `Sharded`."""
+    """Raises for leaves that have no mean over workers: integers, those that are `Sharded`, and second sets of them."""
+    refuse_two_sets(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
         name = jax.tree_util.keystr(path) or "the gradient"
         if isinstance(leaf, Sharded):
@@ -33,7 +35,7 @@ def check_local(updates: Updates, axis: AxisNames) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is the same on all workers of axis {axis!r}: jax.grad of "
+                f"{named('the gradient', path)} is the same on all workers of axis {axis!r}: jax.grad of "
                 "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong. "
                 f"Take it with local_value_and_grad(loss, axis={axis!r})"
             )
@@ -44,6 +46,11 @@ def varies_nowhere(leaf: Array, axis: AxisNames) -> bool:
     axes = axis_tuple(axis)
     mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and _types_are_checked(axes)
     return mapped and not varying_axes(leaf).issuperset(axes)
+
+
+def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
+    """Under `shard_map` with checked types: whether a value is typed as differing between workers of the axis."""
+    return bool(varying_axes(leaf) & set(axis_tuple(axis)))
 
 
 def _types_are_checked(axes: tuple[str, ...]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._marks import PerWorker
+from .._marks import OnHost, PerWorker
 from .._typing import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
@@ -56,6 +56,7 @@ def stats(opt_state: State) -> dict[str, Array]:
       ['empty', 'residual_norm', 'skips']
     """
     found: dict[str, Any] = {}
+    opt_state = jax.tree.map(_without_host, opt_state, is_leaf=lambda x: isinstance(x, OnHost))
     squares = [_mean_square(node.residual) for node in _nodes(opt_state, ErrorFeedbackState)]
     if squares:
         found["residual_norm"] = jnp.sqrt(sum(squares))
@@ -78,6 +79,11 @@ def stats(opt_state: State) -> dict[str, Array]:
     if scaled:
         found["loss_scale"] = scaled[0].scale
     return found
+
+
+def _without_host(node: Any) -> Any:
+    """Where an array lies does not matter here; the mark inside, of whose it is, does."""
+    return node.value if isinstance(node, OnHost) else node
 
 
 def _number(words: Array) -> Array:

@@ -16,6 +16,7 @@ from ...reducers._coded import next_count
 from ...reducers.tracked import add_bytes
 from ..local_gradients import check_leaves, check_local, refuse_model_axes
 from ..optimizers.base import NO_PARAMS, check_range
+from ..particular import check_outer
 from .buffers import Buffers, average, reset
 from .fragments import Fragments, as_fragments, merge, part
 from .meeting import (
@@ -67,7 +68,8 @@ def local_steps(
 
     Args:
       inner: the optimizer of each worker. It is also passed `anchor=` and `step=`. It may communicate over other,
-        faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`.
+        faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
+        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`.
       outer: gets the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
         nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
       sync_period: `H`, or a schedule from the step to `H`. More sends less, and workers drift further apart: 8 to 64
@@ -95,7 +97,8 @@ def local_steps(
       condition, or none at all, warm-up included.
 
     Raises:
-      ValueError: arguments are out of range or do not go together; at trace time, if `params` are missing or not marked
+      ValueError: arguments are out of range or do not go together; in `init`, `outer` wants more than a drift (a loss),
+        or `inner` keeps what is cut or differs over the same axis; at trace time, if `params` are missing or not marked
         `PerWorker`, and what `all_reduce` raises.
 
     Example:
@@ -135,13 +138,13 @@ def local_steps(
         check_leaves(params)
         # A copy, since parameters and optimizer state may both be donated.
         held = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        check_outer(outer, held)
         groups = dealt.assign(held)
         parts = [part(held, groups, i) for i in range(number)]
-        zeros = jnp.zeros(number, jnp.int32)
         return LocalStepsState(
             count=jnp.zeros((), jnp.int32),
-            since=zeros,
-            rounds=zeros,
+            since=jnp.zeros(number, jnp.int32),
+            rounds=jnp.zeros(number, jnp.int32),
             rates=jnp.zeros(number, jnp.float32),
             sent=jnp.zeros(2, jnp.uint32),
             anchor=held,
@@ -259,7 +262,7 @@ def _given(**extras: Any) -> dict[str, Any]:
 
 
 def _number(extra: Any) -> Array:
-    return jnp.zeros(()) if extra is None else jnp.asarray(extra, jnp.float32)
+    return jnp.asarray(0 if extra is None else extra, jnp.float32)
 
 
 def _check_buffers(buffers: str, fragments: int, delay: int) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..._beside import NONE, beside
 from ..._typing import PyTree, State
 from ...comm import Comm
 from ...reducers import exact
@@ -54,7 +55,7 @@ def _buffers(inner: optax.GradientTransformation, state: State, params: PyTree) 
     Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
     counts steps and must go on. They are told apart by where they stand: in the same NamedTuple as a buffer, or not.
     """
-    alike = optax.tree.map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+    alike = jax.tree.map(lambda k: k != NONE, beside(inner.init, state, params, is_leaf=is_coded))
     structure = jax.tree.structure(params)
 
     def walk(node: Any, flags: Any) -> Any:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from ... import comm as comms
+from ..._marks import named
 from ..._typing import Array, AxisNames, PyTree, State, Updates
 from ...comm import Comm
 from ...reducers import Reducer, exact
 from ..local_gradients import reduce_weighted, varies_nowhere
+from ..particular import extras_of
 
 # Static where the host has chosen the program, else an agreed boolean.
 Flag = Array | bool
@@ -35,7 +37,7 @@ def inner_step(
     **given: Any,
 ) -> tuple[Updates, State, PyTree]:
     """One step of a worker on its own: its updates, the inner state and where they lead; an inactive worker stays."""
-    steps, new = inner.update(gradients, state, params, **given)
+    steps, new = inner.update(gradients, state, params, **extras_of(state, given))
     if active is not None:
         steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
         new = choose(active, new, state)
@@ -153,7 +155,7 @@ def check_per_worker(params: PyTree, axis: AxisNames) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
-                f"the parameter {jax.tree_util.keystr(path)} is the same on all workers of axis {axis!r}, but workers "
+                f"{named('the parameter', path)} is the same on all workers of axis {axis!r}, but workers "
                 "that step by themselves hold different ones: mark them in the train state, "
                 f"PerWorker(params, axis={axis!r})"
             )

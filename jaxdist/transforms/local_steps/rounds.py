@@ -1,22 +1,27 @@
 """When a fragment's round is due: one rule, in traced arrays and, for hosts that choose the program, in numbers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
 from ..._typing import Array, Bool, Int
+from ...schedule.periods import check_whole
 
 SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]
 
 
-def check_period(sync_period: SyncPeriod, offset: int, delay: int, fragments: int) -> None:
+def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: int | float, fragments: int) -> None:
     """Raises for periods, offsets and delays that make no sense together."""
+    check_whole("offset", offset)
+    check_whole("delay", delay)
     if offset < 0 or delay < 0:
         raise ValueError(f"offset and delay must not be negative, got {offset} and {delay}")
     if callable(sync_period):
         if fragments > 1:
             raise ValueError("several fragments share out the steps of a round: sync_period must then be a number")
         return
+    check_whole("sync_period", sync_period)
     if sync_period < 1:
         raise ValueError(f"sync_period must be at least 1, got {sync_period}")
     if offset >= sync_period > 1:
@@ -32,10 +37,12 @@ def check_period(sync_period: SyncPeriod, offset: int, delay: int, fragments: in
         )
 
 
-def period_at(sync_period: SyncPeriod | Int[Array, ""], count: Int[Array, ""]) -> Int[Array, ""]:
+def period_at(sync_period: Any, count: Int[Array, ""]) -> Int[Array, ""]:
     """`H` for the round that this step belongs to."""
-    period = sync_period(count) if callable(sync_period) else sync_period
-    return jnp.maximum(jnp.asarray(period, jnp.int32), 1)
+    period = jnp.asarray(sync_period(count) if callable(sync_period) else sync_period)
+    if not jnp.issubdtype(period.dtype, jnp.integer):
+        raise ValueError(f"sync_period must be a whole number of steps, got {period.dtype}: round it to jnp.int32")
+    return jnp.maximum(period.astype(jnp.int32), 1)
 
 
 def first_round(sync_period: SyncPeriod, offset: int, fragment: int, fragments: int) -> int:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._marks import named
 from .base import Geometry, cast_like, total
 
 
@@ -60,8 +61,8 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not -leaf.ndim <= axis < leaf.ndim:
                 raise ValueError(
-                    f"entropy(axis={axis}) needs distributions along that dimension, but the parameter"
-                    f"{jax.tree_util.keystr(path)} has shape {leaf.shape}"
+                    f"entropy(axis={axis}) needs distributions along that dimension, but "
+                    f"{named('the parameter', path)} has shape {leaf.shape}"
                 )
 
     return Geometry(step, divergence, check)

@@ -64,13 +64,12 @@ def frozen_adam(
 
     def init(params) -> State:
         check_leaves(params)
-        zeros = zeros_like(params)
         return FrozenAdamState(
             count=jnp.zeros((), jnp.int32),
             sent=jnp.zeros(2, jnp.uint32),
-            momentum=zeros,
-            variance=zeros,
-            reducer=bind(reducer.init(zeros), axis),
+            momentum=zeros_like(params),
+            variance=zeros_like(params),
+            reducer=bind(reducer.init(zeros_like(params)), axis),
         )
 
     def unit(variance, count):

@@ -149,19 +149,18 @@ def zero_one_adam(
 
     def init(params) -> State:
         check_leaves(params)
-        zeros, each_step = zeros_like(params), Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
         # A copy, since parameters and optimizer state may both be donated.
         anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
         return ZeroOneAdamState(
             count=jnp.zeros((), jnp.int32),
             sent=jnp.zeros(2, jnp.uint32),
-            variance=zeros,
-            rates=jnp.zeros(()),
-            refresh=each_step,
-            sync=each_step,
-            momentum=bind(PerWorker(zeros), axis),
+            variance=zeros_like(params),
+            rates=jnp.zeros((), jnp.float32),
+            refresh=_each_step(),
+            sync=_each_step(),
+            momentum=bind(PerWorker(zeros_like(params)), axis),
             anchor=bind(PerWorker(anchor), axis),
-            reducer=bind(coder.init(zeros), axis),
+            reducer=bind(coder.init(zeros_like(params)), axis),
         )
 
     def talk(comm, refresh, meet, gradients, payload, state, agreed):
@@ -205,6 +204,8 @@ def zero_one_adam(
             raise ValueError(NO_PARAMS)
         with jax.named_scope("zero_one_adam"):
             gradients, comm = local_gradients(updates, axis, examples)
+            # Gradients may be narrower than their parameters, and the branches below must give one dtype.
+            gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
             ledger: list[comms.Sent] = []
             comm = comms.counted(comm, ledger)
             rate = rate_at(learning_rate, state.count)
@@ -270,6 +271,10 @@ def _nonzero(rates: Array, like: Array) -> Array:
 def _as_held(anchor: Array, param: Array) -> Array:
     """The anchor as a parameter of this dtype holds it: what is lost there is no movement."""
     return anchor.astype(param.dtype).astype(anchor.dtype)
+
+
+def _each_step() -> Interval:
+    return Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def _advance(interval: Interval, happened: Array, every: int, longest: int) -> Interval:

@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..._beside import NONE, beside
 from ..._marks import Sharded, bind, is_mark, with_value
 from ..._typing import Array, AxisNames, Int, PyTree, State, Updates
 from ...comm import Comm, over
 from ...compressors.base import Compressor
 from ...reducers import Reducer, exact
-from ...reducers._coded import contraction_form
+from ...reducers._coded import contraction_form, next_count
 from ...reducers._flat import MULTIPLE
 from ...reducers.base import is_stand_in, scatter_form
 from ..local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
 from ..optimizers.base import NO_PARAMS
+from ..particular import check_shapes
 from .alone import cut_alone, whole_again
-from .checks import check_cut, check_inner
+from .checks import check_agreed, check_cut, check_inner
 from .compact import check_state_code, compacted, compacted_again, expanded
 from .flat import piece
 from .means import buckets_of, init_buckets, mean_pieces
@@ -81,7 +83,9 @@ def zero_redundancy(
     whole gradient in float32 on each worker.
 
     Args:
-      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay.
+      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. What else its update is passed
+        must be agreed: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a mean for line
+        searches.
       stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
         neither need all exist at once.
       reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
@@ -95,16 +99,18 @@ def zero_redundancy(
       state_code: how each worker keeps its part of the optimizer's large arrays between steps, as `compact_state` does:
         `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes a parameter in place of `8 / W`, or
         `compressors.cast(jnp.bfloat16, rounding="stochastic")`. The master parameters stay as they are.
-      axis: the mesh axis of the workers.
+      axis: the mesh axis of the workers. Pods may differ: `local_steps(zero_redundancy(..., axis="chip"), ...,
+        axis="pod")`, and so inside `no_lo_co` and `gossip`.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside) or a `compact_state`, the
-        cuts would go through blocks of `state_code`, the reducer has no reduce-scatter form, or the code states neither
-        contraction nor variance; at trace time, what `all_reduce` raises, or if `params` are missing or cut in another
-        way than `parallel.shard` cuts them.
+      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), a `compact_state`,
+        `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters), the cuts
+        would go through blocks of `state_code`, the reducer has no reduce-scatter form, or the code states neither
+        contraction nor variance; at trace time, what `all_reduce` raises, or if `params` are missing, or cut in another
+        way than `parallel.shard` cuts them, or if, on a mesh, they or another argument differ between workers.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -140,8 +146,12 @@ def zero_redundancy(
         held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
         state = inner.init(held)
         check_inner(state)
-        beside = _beside(inner, state, held)
-        state = jax.tree.map(lambda x, is_beside: _sharded(x) if is_beside else x, state, beside)
+        shapes = [x.shape for x in jax.tree.leaves(held)]
+        state = jax.tree.map(
+            lambda x, k: _sharded(x) if k != NONE and x.shape == shapes[k] else x,
+            state,
+            beside(inner.init, state, held),
+        )
         if state_code is not None:
             state = compacted(state_code, state)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)
@@ -184,8 +194,10 @@ def zero_redundancy(
         updates, state, params = cut_alone((updates, state, params), axis)
         with jax.named_scope("zero_redundancy"):
             check_cut(params, comm)
+            check_agreed(_uncut(params), extra_args, axis)
             uncut = _uncut(updates)
             check_leaves(uncut)
+            check_shapes(uncut, _uncut(params))
             leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
             if examples is not None and any(map(is_mark, leaves)):
                 raise ValueError("gradients of Sharded parameters are means already: weigh the loss by the examples")
@@ -219,7 +231,7 @@ def zero_redundancy(
                 moved = jax.tree.map(lambda x, u: x.value + local(u, comm), held, steps, is_leaf=is_part)
                 master = jax.tree.map(with_value, master, moved, is_leaf=is_mark)
                 out, coded_state = deliver(moved, params, coded_state, some, comm)
-        empty = state.empty + jnp.where(some, 0, 1)
+        empty = jnp.where(some, state.empty, next_count(state.empty))
         return whole_again((out, ZeroState(inner_state, master, empty, reducer_state, coded_state)), given, axis)
 
     def deliver(steps, params, state, some, comm):
@@ -234,22 +246,6 @@ def zero_redundancy(
 def _uncut(tree: PyTree) -> PyTree:
     """Without what is marked; a leaf keeps its path."""
     return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
-
-
-def _beside(inner: optax.GradientTransformation, state: PyTree, params: PyTree) -> PyTree:
-    """A tree of booleans: which leaves of a state stand beside a parameter and have its shape."""
-
-    def one(leaf, param):
-        return leaf if isinstance(leaf, optax.MaskedNode) else leaf.shape == param.shape
-
-    return optax.tree.map_params(
-        inner,
-        one,
-        state,
-        params,
-        transform_non_params=lambda x: jax.tree.map(lambda _: False, x),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
 
 
 def _sharded(x: Array) -> Sharded:

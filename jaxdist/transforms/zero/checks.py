@@ -1,19 +1,23 @@
 """What cannot stand inside `zero_redundancy`, or be cut in another way than it cuts."""
 
 import math
+from typing import Any
 
 import jax
 
 from ..._marks import OnHost, Sharded, is_mark
-from ..._typing import PyTree
+from ..._typing import AxisNames, PyTree
 from ...comm import Comm
 from ...reducers._flat import MULTIPLE
 from ..coded_state import is_coded
+from ..local_gradients import varies_somewhere
+from ..particular import refuse_examples
 from .flat import length
 
 
 def check_inner(state: PyTree) -> None:
     """Raises for the state of a transformation that belongs outside."""
+    refuse_examples(state)
     if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
         raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
     if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
@@ -21,6 +25,23 @@ def check_inner(state: PyTree) -> None:
             "zero_redundancy around compact_state would gather what it decodes: use zero_redundancy(optimizer, "
             "state_code=dynamic_fp8(block=8))"
         )
+
+
+def check_agreed(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
+    """Raises where whole parameters, or what an optimizer is told, are typed as differing between workers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if varies_somewhere(leaf, axis):
+            raise ValueError(
+                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, and "
+                "zero_redundancy updates one model for all of them: take the PerWorker mark off in the train state, or "
+                "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
+            )
+    for name, value in extra_args.items():
+        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                f"{name}= differs between workers of axis {axis!r}, and zero_redundancy has each of them update a part "
+                f"of one model: pass what all agree on, jax.lax.pmean({name}, {axis!r})"
+            )
 
 
 def check_cut(params: PyTree, comm: Comm, *, what: str = "zero_redundancy") -> None:

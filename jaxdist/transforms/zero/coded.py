@@ -6,15 +6,23 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ..._typing import Array, Like, Payload, PRNGKeyArray
+from ..._typing import Array, Like, Payload, PRNGKeyArray, Shape
 from ...comm import Comm
 from ...compressors.base import Compressor
 from ...reducers._flat import alike, stacked
 from ...reducers._fused import fused_bytes
+from .flat import cleared
 
 
-def encode(compressor: Compressor, pieces: Sequence[Array], key: PRNGKeyArray) -> list[Payload]:
-    """The payloads `[k, ...]` of the `k` pieces of each shape: a program has one code for each shape, not leaf."""
+def encode(
+    compressor: Compressor, pieces: Sequence[Array], shapes: Sequence[Shape], key: PRNGKeyArray, comm: Comm
+) -> list[Payload]:
+    """The payloads `[k, ...]` of the `k` pieces of each length: a program has one code for each length, not leaf.
+
+    `shapes` are those of the leaves that they are pieces of; padding is coded as zeros.
+    """
+    sizes = map(math.prod, shapes)
+    pieces = [cleared(x, size, comm.size, comm.index) for x, size in zip(pieces, sizes, strict=True)]
     groups, stacks = stacked(pieces)
     keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
     return [jax.vmap(compressor.compress)(*pair) for pair in zip(stacks, keys, strict=True)]

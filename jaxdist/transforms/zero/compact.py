@@ -1,7 +1,5 @@
 """The cut state of an optimizer in few bits: each worker codes its own part, whose cuts no block crosses."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -73,11 +71,8 @@ def compacted_again(code: Compressor, new: PyTree, old: CompactState, some: Arra
     def one(number, before, after):
         if not is_coded(before):
             return after
-        x = after.value
-        # What an optimizer makes of the padding must not reach into the scale of the last block.
-        entry = comm.index * x.size + jnp.arange(x.size)
-        x = jnp.where(entry < math.prod(before.shape), x, jnp.zeros_like(x))
-        payload = code.compress(x, jax.random.fold_in(key, number))
+        # Its padding is zero, as `on_parts` leaves it, or it would reach into the scale of the last block.
+        payload = code.compress(after.value, jax.random.fold_in(key, number))
         kept = jax.tree.map(
             lambda cut, words: with_value(cut, jnp.where(some, words, cut.value[: words.size])),
             before.payload,

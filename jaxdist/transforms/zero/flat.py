@@ -7,6 +7,7 @@ import jax
 from ..._typing import Array, Like, Shape
 from ...comm import Comm
 from ...reducers._fused import fused
+from ...reducers._pieces import cleared as cleared
 from ...reducers._pieces import joined as joined
 from ...reducers._pieces import length as length
 from ...reducers._pieces import piece as piece

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
+from ..._layers import forward_positions
 from ..._typing import State, Updates
 from ...comm import Comm
 from ...reducers._coded import fold_keys
@@ -16,8 +17,10 @@ BUCKET_BYTES = 25 * 2**20
 
 def buckets_of(params: Updates, stage: int) -> list[list[int]]:
     """Which leaves share a collective: all of them, or in stage 2 about 25 MiB."""
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
-    return assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
+    leaves, positions = jax.tree.leaves(params), forward_positions(params)
+    sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in positions]
+    buckets = assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
+    return [sorted(positions[k] for k in bucket) for bucket in buckets]
 
 
 def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]]) -> State:

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import Literal
-from ..._primitives import ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
+from ..._compat import Literal, typed_like, varying_axes
+from ..._primitives import CASTS, ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
 from ..._typing import Array, PyTree, Shape
-from ...comm import Comm
+from ...comm import Comm, over
 from ...reducers._flat import MULTIPLE
-from .flat import piece, whole
+from .flat import cleared, piece, whole
 
 
 @jax.tree_util.register_pytree_node_class
@@ -40,6 +40,11 @@ class Part:
     def tree_unflatten(cls, aux, children):
         """The inverse."""
         return cls(children[0], aux, children[1])
+
+    def cleared(self, comm: Comm, fill: Any = 0) -> "Part":
+        """The same array, with `fill` for whatever has been computed of the padding."""
+        value = cleared(self.value, math.prod(self.shape), comm.size, comm.index, fill=fill)
+        return Part(value, self.shape, self.full)
 
     def whole(self, comm: Comm) -> Array:
         """The array itself, gathered if it must be."""
@@ -63,12 +68,24 @@ def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], argu
       arguments: like `likes`, with a `Part` for some arrays.
 
     Returns:
-      What `f` returns, with a `Part` for what could be computed on parts alone.
+      What `f` returns, with a `Part` for what could be computed on parts alone, padded with zeros: functions make
+      something of the padding, even NaN, which state and codes would keep.
     """
-    closed, out = jax.make_jaxpr(f, return_shape=True)(*likes)
     values = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, Part))
+    around = over(_axes_around(values, comm))
+    closed, out = jax.make_jaxpr(lambda *trees: f(*around.varying(trees)), return_shape=True)(*likes)
     found = _run(closed.jaxpr, closed.consts, values, comm)
-    return jax.tree.structure(out).unflatten([_plain(x) for x in found])
+    found = [x.cleared(comm) if isinstance(x, Part) else _plain(x) for x in found]
+    return jax.tree.structure(out).unflatten(found)
+
+
+def _axes_around(values: Sequence[Any], comm: Comm) -> tuple[str, ...]:
+    """The mesh axes, besides those of these workers, that any value varies over: groups of them that step apart.
+
+    All is traced as varying over them, since equations are bound as they were traced, and do not cast operands.
+    """
+    own = varying_axes(comm.varying(jnp.zeros(())))
+    return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(values))) - own))
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], comm: Comm) -> list[Any]:
@@ -88,6 +105,8 @@ def _apply(equation: Any, operands: list[Any], comm: Comm) -> Sequence[Any]:
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name == "broadcast_in_dim" and not isinstance(operands[0], Part) and jnp.size(_plain_value(operands[0])) == 1:
         return [Uniform(jnp.reshape(_plain_value(operands[0]), ()), shape)]
+    if name in CASTS:
+        return [_retyped(x, equation.outvars[0].aval) for x in operands]
     if not any(isinstance(x, Part | Uniform) for x in operands):
         return apply_primitive(equation, operands)
     inside = list(inner_jaxprs(equation.params.values()))
@@ -133,9 +152,7 @@ def _elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Part:
 
 def _reduce(of_part: Callable[[Array], Array], of_workers: Callable[[Comm], Callable], neutral: Callable) -> Callable:
     def reduction(part: Part, comm: Comm) -> Array:
-        entry = comm.index * part.value.size + jnp.arange(part.value.size)
-        inside = jnp.where(entry < math.prod(part.shape), part.value, neutral(part.value.dtype))
-        return of_workers(comm)(of_part(inside))
+        return of_workers(comm)(of_part(part.cleared(comm, neutral(part.value.dtype)).value))
 
     return reduction
 
@@ -171,6 +188,12 @@ def _branch(closed: Any, operands: Sequence[Any], comm: Comm) -> list[Any]:
 
 def _carried(x: Any) -> Any:
     return x if isinstance(x, Part) else _plain(x)
+
+
+def _retyped(x: Any, aval: Any) -> Any:
+    if isinstance(x, Uniform):
+        return Uniform(typed_like(jnp.asarray(x.value), aval), x.shape)
+    return jax.tree.map(lambda leaf: typed_like(jnp.asarray(leaf), aval), x)
 
 
 def _plain(x: Any) -> Any:

@@ -62,7 +62,7 @@ def coded(
     delivered = {}
     for i, x, mine, rows in zip(missing, owed, own, arrived, strict=True):
         dtype = found[i].value.dtype
-        kept = x - mine.astype(dtype).astype(x.dtype)
+        kept = Part(x - mine.astype(dtype).astype(x.dtype), found[i].shape).cleared(comm).value
         new[i] = with_value(old[i], jnp.where(some, kept, old[i].value))
         delivered[i] = jnp.where(some, rows.astype(dtype), jnp.zeros_like(rows, dtype))
     updates = tree.unflatten(_with_arrived(found, leaves, delivered, comm))
@@ -117,7 +117,8 @@ def _exchange(
     owed: list[Array], shapes: list[Shape], state: CodedState, compressor: Compressor, comm: Comm
 ) -> tuple[list[Array], list[Array]]:
     """What the code of this worker's pieces decodes to, and that of all workers, whole."""
-    payloads = encode(compressor, owed, step_key(state.key, state.count, comm, shared=compressor.shared_key))
+    key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
+    payloads = encode(compressor, owed, shapes, key, comm)
     everybody = decode(compressor, gather_payloads(payloads, comm), owed)
     wholes = [
         joined(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(everybody, shapes, strict=True)
