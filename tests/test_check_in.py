@@ -1,7 +1,11 @@
 """Processes that check in, as threads: who is missing, who differs, and what is heard at the port."""
 
-import json
+import contextlib
+import os
+import resource
+import secrets
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +18,20 @@ from optax import adam
 import jaxdist as jd
 from jaxdist.parallel.processes import cards
 from jaxdist.parallel.processes.agree import exchange
-from jaxdist.parallel.processes.check_in import check_in, problem
+from jaxdist.parallel.processes.check_in import check_in
+from jaxdist.parallel.processes.cluster import VARIABLES, Job, where_to_listen
 
+# What comes at once comes before this on a busy machine too; whatever waits has 60 s.
+SOON = 30.0
 CARD = {"version of": {"jax": "0.10.2"}, "setting": {"jax_enable_x64": "False"}}
 NEWER = {"version of": {"jax": "0.12.0"}, "setting": {"jax_enable_x64": "False"}}
+module = sys.modules["jaxdist.parallel.processes.check_in"]
 
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch):
-    monkeypatch.setattr("jaxdist.parallel.processes.check_in.LINGER_SECONDS", 0.3)
-    monkeypatch.setattr("jaxdist.parallel.processes.check_in.SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 1.0)
 
 
 def free_port():
@@ -32,19 +40,24 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def together(processes, *, port=None, seconds=10.0, late=0.0):
-    """What each of `(process, processes, card)` raises, and how long it took; process 0 comes late."""
+def comes(process, processes, port, *, seconds=60.0, host="127.0.0.1", **options):
+    """What a process raises at the check-in, and how long it took."""
+    began = time.monotonic()
+    job, options = Job(f"{host}:{port}", processes, process), {"listen_at": f"127.0.0.1:{port}"} | options
+    try:
+        check_in(job, timeout_seconds=seconds, **options)
+    except jd.parallel.AgreementError as error:
+        return error, time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def together(processes, *, port=None, late=0.0, **options):
+    """What each of `(process, processes)` raises, and how long it took; process 0 comes late."""
     port = port or free_port()
 
-    def one(said):
-        process, count, card = said
-        began = time.monotonic()
-        time.sleep(0.0 if process else late)
-        try:
-            check_in(f"127.0.0.1:{port}", count, process, card, timeout_seconds=seconds)
-        except jd.parallel.AgreementError as error:
-            return error, time.monotonic() - began
-        return None, time.monotonic() - began
+    def one(told):
+        time.sleep(0.0 if told[0] else late)
+        return comes(*told, port, **options)
 
     with ThreadPoolExecutor(len(processes)) as pool:
         return list(pool.map(one, processes))
@@ -53,15 +66,15 @@ def together(processes, *, port=None, seconds=10.0, late=0.0):
 def test_all_are_well():
     port = free_port()
     for _ in range(2):  # the port is free again at once, as JAX's service needs it
-        assert [error for error, _ in together([(i, 3, CARD) for i in range(3)], port=port, late=0.1)] == [None] * 3
+        assert [error for error, _ in together([(i, 3) for i in range(3)], port=port, late=0.1)] == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("said", "message", "processes"),
     [
-        ([(0, 2, CARD), (1, 2, NEWER)], "version of `jax` is 0.12.0 in process 1 and 0.10.2 in process 0: inst", (1,)),
-        ([(0, 2, CARD), (1, 4, CARD)], "process 1 was told of 4 processes, and process 0 of 2", (1,)),
-        ([(0, 3, CARD), (1, 3, CARD), (1, 3, CARD)], "two processes call themselves 1", (1,)),
+        ([(0, 2), (1, 4)], "process 1 was told of 4 processes, and process 0 of 2", (1,)),
+        ([(0, 2), (7, 2)], "a process has id 7, and the ids of 2 processes are below 2: give each its own", (7,)),
+        ([(0, 3), (1, 3), (1, 3)], "two processes have id 1: ids must be unique", (1,)),
     ],
 )
 def test_all_hear_what_differs_within_seconds(said, message, processes):
@@ -70,19 +83,19 @@ def test_all_hear_what_differs_within_seconds(said, message, processes):
         assert str(error).startswith(message)
         assert "\n" not in str(error)
         assert error.processes == processes
-        assert seconds < 5
+        assert seconds < SOON
 
 
 def test_who_is_missing_is_named_in_all():
-    for error, seconds in together([(0, 4, CARD), (2, 4, CARD)], seconds=0.5):
+    for error, seconds in together([(0, 4), (2, 4)], seconds=0.5):
         assert isinstance(error, jd.parallel.MissingProcessError)
         assert str(error).startswith("processes 1, 3 of 4 did not check in within 0.5 s")
         assert error.processes == (1, 3)
-        assert seconds < 5
+        assert seconds < SOON
 
 
 def test_nobody_waits_for_process_0_longer_than_asked():
-    ((error, _),) = together([(1, 2, CARD)], seconds=0.3)
+    ((error, _),) = together([(1, 2)], seconds=0.3)
     assert isinstance(error, jd.parallel.MissingProcessError)
     assert str(error).startswith("process 0 did not answer process 1 at 127.0.0.1:")
     assert "within 0.3 s (Connection refused): see" in str(error)
@@ -91,90 +104,338 @@ def test_nobody_waits_for_process_0_longer_than_asked():
 def test_a_busy_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        ((error, _),) = together([(0, 2, CARD)], port=port)
+        ((error, _),) = together([(0, 2)], port=port)
     assert isinstance(error, jd.parallel.PortError)
-    assert f"cannot listen at port {port}" in str(error)
+    assert f"cannot listen at port {port} of 127.0.0.1 (Address already in use)" in str(error)
 
 
-@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"problem": {}}\n', b'{"wait": "no"}\n'])
-def test_another_program_at_the_port_is_told_from_process_0(words):
-    def speak(server):
-        call, _ = server.accept()
-        call.recv(1 << 12)
-        call.sendall(words)
-        call.close()
+# ---- what is heard at the port
 
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        speaker = threading.Thread(target=speak, args=(other,))
+
+@contextlib.contextmanager
+def program(*, says):
+    """Another program at a port, which says the same to all: bytes, or what comes of a question; and None nothing."""
+
+    def speak():
+        with contextlib.ExitStack() as calls, contextlib.suppress(OSError):
+            while True:
+                call = calls.enter_context(server.accept()[0])
+                if says is not None:
+                    heard = call.recv(1 << 12)
+                    call.sendall(says(heard) if callable(says) else says)
+                    call.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        speaker = threading.Thread(target=speak)
         speaker.start()
-        ((error, _),) = together([(1, 2, CARD)], port=other.getsockname()[1])
-        speaker.join()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            speaker.join()
+
+
+def sealed(text):
+    """An answer with a good seal, to any question."""
+
+    def answer(question):
+        fresh = question.decode().split(" ")[4]
+        return (module._sealed(b"", text, fresh) + "\n").encode()
+
+    return answer
+
+
+STRANGE = {
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "wait": b'{"wait": 1e6}\n',
+    "huge": b'{"wait": 1' + b"0" * 400 + b"}\n",
+    "deep": b"[" * 70000 + b"\n",
+    "not text": b"\xff\n",
+    "unsealed": b"go\n",
+    "kind": sealed("OSError 0 text"),
+    "number": sealed(f"PortError {'9' * 5000} text"),
+    "empty": sealed(""),
+}
+
+
+@pytest.mark.parametrize("says", STRANGE.values(), ids=STRANGE)
+def test_another_program_at_the_port_is_told_from_process_0(says):
+    with program(says=says) as port:
+        ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
     assert isinstance(error, jd.parallel.PortError)
     assert "answers another program" in str(error)
+    assert seconds < SOON
 
 
 def test_a_program_at_the_port_that_says_nothing_is_told_from_process_0():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        ((error, seconds),) = together([(1, 2, CARD)], port=other.getsockname()[1], seconds=60)
+    with program(says=None) as port:
+        ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
     assert isinstance(error, jd.parallel.PortError)
     assert "does not answer, another program" in str(error)
-    assert seconds < 5
+    assert seconds < SOON
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n\n", b'{"process": 1}\n', b"[" * 70000, b"\xff\n", b"1\n"])
+def test_a_program_that_never_ends_its_line_is_not_waited_for():
+    def drip(question):
+        with contextlib.suppress(OSError):
+            while True:
+                calls[0].sendall(b".")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        run = pool.submit(comes, 1, 2, server.getsockname()[1], seconds=60)
+        calls = [server.accept()[0]]
+        with calls[0]:
+            drip(calls[0].recv(1000))
+        error, seconds = run.result()
+    assert "does not answer, another program" in str(error)
+    assert seconds < SOON
+
+
+def test_whatever_answers_does_not_change_how_long_a_process_waits(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+    with program(says=sealed("wait")) as port:
+        error, seconds = comes(1, 2, port, seconds=0.3)
+    assert str(error).startswith("process 0 ended, or fell silent, while processes checked in")
+    assert seconds < SOON
+
+
+def send(port, words):
+    """What the check-in answers to words, once process 0 listens."""
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as call:
+                call.sendall(words)
+                return call.recv(1000)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+        except ConnectionError:
+            return b""
+
+
+QUESTION = b"jaxdist 1 2 " + b"0" * 16 + b" " + b"0" * 16
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n\n",
+        b'{"process": 1, "processes": 2, "card": {}}\n',
+        b"[" * 70000,
+        b"\xff\n",
+        b"1\n",
+        QUESTION + b" " + b"0" * 64 + b"\n",
+        (module._sealed(b"a guess", QUESTION.decode()) + "\n").encode(),
+    ],
+)
 def test_strangers_do_not_disturb(words):
     port = free_port()
-
-    def stranger():
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=5) as call:
-                    call.sendall(words)
-                    call.settimeout(5)
-                    return call.recv(100)
-            except ConnectionRefusedError:
-                time.sleep(0.01)
-            except ConnectionError:
-                return b""
-
     with ThreadPoolExecutor(2) as pool:
-        told = pool.submit(stranger)
-        run = pool.submit(together, [(0, 2, CARD)], port=port)
-        told.result()
-        ((error, _),) = together([(1, 2, CARD)], port=port)
-        assert error is None
-        assert run.result()[0][0] is None
+        run = pool.submit(comes, 0, 2, port, secret="theirs")
+        assert b"wait" not in send(port, words)
+        assert comes(1, 2, port, secret="theirs")[0] is None
+        assert run.result()[0] is None
 
 
-def test_a_process_that_ends_while_it_waits_is_named():
+def test_a_process_without_the_secret_is_told_so():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(together, [(0, 3, CARD)], port=port)
-        while True:
-            try:
-                call = socket.create_connection(("127.0.0.1", port))
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
-        call.sendall(json.dumps({"process": 2, "processes": 3, "card": CARD}).encode() + b"\n")
-        assert b"wait" in call.recv(100)
-        call.close()
-        error, seconds = run.result()[0]
+        run = pool.submit(comes, 0, 2, port, secret="theirs", seconds=1)
+        error, seconds = comes(1, 2, port, secret="another")
+        assert "or the job has another JAXDIST_SECRET" in str(error)
+        assert seconds < SOON
+        assert run.result()[0].processes == (1,)
+
+
+def test_an_old_answer_is_no_answer():
+    old = []
+
+    def replay(question):
+        old.append(sealed("go")(question) if not old else old[0])
+        return sealed("wait")(question) if len(old) == 1 else old[0]
+
+    with program(says=replay) as port:
+        error, _ = comes(1, 2, port)
+    assert isinstance(error, jd.parallel.PortError)
+
+
+def test_silent_connections_hold_up_none():
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        run = pool.submit(comes, 0, 2, port)
+        send(port, b"\n")
+        for _ in range(2 * module.MOST_CALLS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert comes(1, 2, port)[0] is None
+        assert run.result()[0] is None
+
+
+def test_a_process_that_ends_while_it_waits_is_named(monkeypatch):
+    monkeypatch.setattr(module, "GONE_SECONDS", 1.0)
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(comes, 0, 3, port)
+        assert send(port, (module._sealed(b"", f"jaxdist 2 3 {'0' * 16} {'1' * 16}") + "\n").encode())[:5] == b"wait "
+        error, seconds = run.result()
     assert str(error).startswith("process 2 ended while it waited")
-    assert seconds < 5
+    assert seconds < SOON
 
 
-@pytest.mark.parametrize("address", ["somewhere", "host:", "host:http", ":99999"])
+# ---- large jobs
+
+
+def counted(processes, port):
+    """All processes of a job but the first, in sixteen threads: what process 0 raises, and what they hear last."""
+
+    def those(first):
+        rest = {process: secrets.token_hex(8) for process in range(first, processes, 16) if process}
+        heard = set()
+        while rest:
+            for process, owner in list(rest.items()):
+                with contextlib.suppress(ConnectionError):
+                    said = module._ask(module._Member("127.0.0.1", port, processes, process, owner, b""), 5.0) or "wait"
+                    if said != "wait":
+                        heard.add(said)
+                        del rest[process]
+        return heard
+
+    with ThreadPoolExecutor(17) as pool:
+        run = pool.submit(comes, 0, processes, port, seconds=60)
+        heard = set().union(*pool.map(those, range(16)))
+    return run.result()[0], heard
+
+
+@pytest.fixture
+def few_descriptors():
+    """Not many more files than are open can be."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("processes", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_process_costs_no_descriptor(few_descriptors, processes):
+    assert counted(processes, free_port()) == (None, {"go"})
+
+
+def test_there_may_be_no_descriptor_left(few_descriptors):
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(comes, 0, 2, port)
+        send(port, b"\n")
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        time.sleep(0.2)
+        for one in taken:
+            os.close(one)
+        assert comes(1, 2, port)[0] is None
+        assert run.result()[0] is None
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize("address", ["somewhere", "host:", "host:http", ":99999", "host:99999", "host:0", "host:²"])
 def test_addresses(address):
     with pytest.raises(ValueError, match="must be host:port"):
-        check_in(address, 2, 1, CARD, timeout_seconds=1)
+        check_in(Job(address, 2, 1), listen_at="127.0.0.1:1", timeout_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("address", "bind", "wanted"),
+    [
+        ("127.0.0.1:9000", "", "127.0.0.1:9000"),
+        ("127.0.0.2:9000", "", "127.0.0.2:9000"),
+        ("localhost:9000", "", "127.0.0.1:9000"),
+        ("[::1]:9000", "", "[::1]:9000"),
+        ("10.0.0.1:9000", "", "[::]:9000"),
+        ("node-3:9000", "", "[::]:9000"),
+        ("node-3:9000", "10.0.0.1:9001", "10.0.0.1:9001"),
+    ],
+)
+def test_where_process_0_listens(address, bind, wanted):
+    assert where_to_listen(address, {"JAX_COORDINATOR_BIND_ADDRESS": bind}) == wanted
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "::", "0.0.0.0"])
+def test_it_listens_there_alone(host):
+    try:
+        listener = module._listen(f"[{host}]:{free_port()}" if ":" in host else f"{host}:{free_port()}")
+    except jd.parallel.PortError as error:
+        pytest.skip(str(error))
+    with listener:
+        assert listener.getsockname()[0] == host
+
+
+def unknown(host, *rest, **options):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_host_that_has_no_address_is_named_at_once(monkeypatch, process):
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **options: (unknown if "typo" in host else real)(host, *rest, **options),
+    )
+    error, seconds = comes(process, 2, free_port(), host="node-typo", seconds=60, patience_seconds=0.3)
+    assert isinstance(error, jd.parallel.PortError)
+    assert str(error).startswith("the host 'node-typo' of the coordinator's address node-typo:")
+    assert "(Name or service not known)" in str(error)
+    assert seconds < SOON
+
+
+def test_a_look_up_that_does_not_end_is_not_waited_for(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(60))
+    error, seconds = comes(1, 2, 9000, host="node-3", seconds=60, patience_seconds=0.3)
+    ended.set()
+    assert "the host 'node-3' of the coordinator's address node-3:9000 is not found" in str(error)
+    assert seconds < SOON
+
+
+def test_another_machines_address_is_named_at_once():
+    """As if it were: process 0 listens at another address than it was told of."""
+    error, seconds = comes(0, 2, free_port(), host="127.0.0.3", seconds=60, patience_seconds=0.3)
+    assert isinstance(error, jd.parallel.PortError)
+    assert f"process 0 runs on {socket.gethostname()}, and does not reach itself at 127.0.0.3:" in str(error)
+    assert seconds < SOON
+
+
+@pytest.mark.parametrize("kubernetes", [False, True])
+def test_jax_is_told_the_same(monkeypatch, kubernetes):
+    """Where to listen; a pod's name may take as long to be known as the pod to start."""
+    told = {}
+    joining = sys.modules["jaxdist.parallel.processes.initialize"]
+    monkeypatch.setattr(joining, "check_in", lambda job, **options: told.update(options))
+    monkeypatch.setattr(joining, "coordination_client", lambda: None)
+    monkeypatch.setattr(joining, "exchange", lambda *_, **__: None)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *job, **options: told.update(options, job=job))
+    given = ("[::1]:9000", "2", "1", "theirs", *["10.0.0.1"] * kubernetes)
+    for name, value in zip((*VARIABLES, "JAXDIST_SECRET", "KUBERNETES_SERVICE_HOST"), given):
+        monkeypatch.setenv(name, value)
+    assert jd.initialize(timeout_seconds=60, heartbeat_timeout_seconds=500)
+    assert told["listen_at"] == told["coordinator_bind_address"] == "[::1]:9000"
+    assert (told["secret"], told["patience_seconds"]) == ("theirs", 60 if kubernetes else 5)
+    assert (told["job"], told["heartbeat_timeout_seconds"]) == (("[::1]:9000", 2, 1), 500)
+
+
+# ---- what processes say of themselves
 
 
 def test_settings_and_versions_are_on_the_card():
     card = cards.of_this_process()
     assert {"jax", "jaxlib", "jaxdist"} <= set(card["version of"])
     assert "None" not in card["version of"].values()
-    assert problem({0: {"processes": 1, "card": card}}) is None
+    assert cards.difference(card, card, 1) == ""
+    assert cards.difference(NEWER, CARD, 1).startswith(
+        "version of `jax` is 0.12.0 in process 1 and 0.10.2 in process 0"
+    )
 
 
 # ---- what processes build

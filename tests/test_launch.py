@@ -3,16 +3,20 @@
 import io
 import os
 import pathlib
+import pty
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import threading
 import time
 
 import pytest
 
-from jaxdist.launch import devices, launch, ports
+from jaxdist.launch import WorkerLost, devices, job, launch, memory, ports, printer
 
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
@@ -20,6 +24,9 @@ me, attempt = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAXDIST_ATTEMPT
 def until(path):
     while not pathlib.Path(path).exists():
         time.sleep(0.01)
+def note(name, text=""):
+    pathlib.Path("part" + name).write_text(text)
+    os.rename("part" + name, name)
 def saved(*_):
     print("saved", flush=True)
     sys.exit(0)
@@ -39,12 +46,14 @@ def start(tmp_path):
     """Starts the launcher on a script with these lines."""
     started = []
 
-    def run(body: str, *options: str, arguments: tuple[str, ...] = (), shell: str = "") -> subprocess.Popen[str]:
+    def run(
+        body: str, *options: str, arguments: tuple[str, ...] = (), shell: str = "", out: int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(SCRIPT + body)
         command = ["sh", "-c", f'{shell} exec "$@"', "sh"] if shell else []
         command += [sys.executable, "-c", ALONE, str(pathlib.Path(devices.__file__).parents[1])]
         command += [*options, "script.py", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes = {"stdout": out, "stderr": out, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
         return started[-1]
 
@@ -54,9 +63,9 @@ def start(tmp_path):
         one.communicate()
 
 
-def wait_for(path: pathlib.Path) -> None:
-    until = time.monotonic() + 20
-    while not path.exists():
+def wait_for(path: pathlib.Path, size: int = 0) -> None:
+    until = time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size >= size):
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -99,7 +108,7 @@ time.sleep(60)
 
 def test_the_killed_one_is_the_cause_though_others_ended_meanwhile(start, tmp_path):
     body = """
-pathlib.Path(str(me)).write_text(str(os.getpid()))
+note(str(me), str(os.getpid()))
 until("stopped")
 sys.exit(1) if me == 0 else os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -129,6 +138,16 @@ def test_restarts_until_it_works(start, tmp_path):
     assert (job.wait(), "exited with code 4" in job.stderr.read()) == (4, True)
 
 
+def test_the_logs_of_an_earlier_launch_are_kept(start, tmp_path):
+    logs = tmp_path / "runs/launch"
+    for text, options in (("first", ["--restarts", "1"]), ("second", ["-n", "2"]), ("third", [])):
+        start(f"print({text!r}); sys.exit(3 if me == 0 else 0)", *options).communicate()
+    assert (logs / "0.log").read_text() == "third\n"
+    assert (logs / "earlier-1/attempt-1/0.log").read_text() == "first\n"
+    assert [(logs / f"earlier-{number}/0.log").read_text() for number in (1, 2)] == ["first\n", "second\n"]
+    assert sorted(path.name for path in logs.iterdir()) == ["0.log", "earlier-1", "earlier-2"]
+
+
 def test_a_signal_between_two_attempts_ends_all(start):
     """The pause before the third is two seconds."""
     job = start("sys.exit(3)", "--restarts", "9")
@@ -139,15 +158,37 @@ def test_a_signal_between_two_attempts_ends_all(start):
     assert (job.returncode, "restart" in err) == (3, False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_passed_on_and_nothing_is_restarted(start, tmp_path, number):
-    body = f"signal.signal({int(number)}, saved); pathlib.Path(str(me)).touch(); time.sleep(60)"
+@pytest.mark.parametrize(
+    ("number", "passed_on"),
+    [(number, number) for number in (signal.SIGTERM, signal.SIGINT)] + [(signal.SIGUSR1, signal.SIGTERM)],
+)
+def test_signals_are_passed_on_and_nothing_is_restarted(start, tmp_path, number, passed_on):
+    body = f"signal.signal({int(passed_on)}, saved); pathlib.Path(str(me)).touch(); time.sleep(60)"
     job = start(body, "-n", "2", "--restarts", "3")
     for name in "01":
         wait_for(tmp_path / name)
     job.send_signal(number)
     out, err = job.communicate()
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["[0] saved", "[1] saved"], "")
+
+
+def test_sigterm_after_a_warning_is_the_first_one(start, tmp_path):
+    """Slurm sends SIGUSR1 some time before SIGTERM, which must not end at once what still saves."""
+    body = """
+def warned(*_):
+    signal.signal(signal.SIGTERM, saved)
+    note("warned")
+signal.signal(signal.SIGTERM, warned)
+note("ready")
+time.sleep(60)
+time.sleep(60)
+"""
+    job = start(body)
+    for name, number in (("ready", signal.SIGUSR1), ("warned", signal.SIGTERM)):
+        wait_for(tmp_path / name)
+        job.send_signal(number)
+    out, err = job.communicate()
+    assert (job.returncode, out, err) == (0, "[0] saved\n", "")
 
 
 def test_nohup(start, tmp_path):
@@ -173,8 +214,7 @@ def test_nothing_is_left_behind(start, tmp_path):
     """Of a process and of what it started and forgot: when it ends well, and when the launcher is killed."""
     forgotten = """
 child = subprocess.Popen(["sleep", "60"])
-pathlib.Path(f"{me}.part").write_text(f"{os.getpid()} {child.pid}")
-os.rename(f"{me}.part", sys.argv[1] + str(me))
+note(sys.argv[1] + str(me), f"{os.getpid()} {child.pid}")
 """
     job = start(forgotten, arguments=("well",))
     job.communicate()
@@ -200,6 +240,118 @@ def test_who_fled_and_goes_on_writing_is_not_waited_for(start):
 def test_the_launcher_goes_on_without_an_output(start, where):
     job = start('print("words"); sys.exit(0 if attempt else 3)', "--restarts", "1", shell=f"exec {where};")
     assert job.wait() == 0
+
+
+@pytest.fixture(params=["pipe", "terminal"])
+def unread(request):
+    """An output that nothing reads: a pipe, and a terminal after Ctrl-S. The end to write to, and the other one."""
+    reading, writing = os.pipe() if request.param == "pipe" else pty.openpty()
+    if request.param == "terminal":
+        termios.tcflow(writing, termios.TCOOFF)
+    yield writing
+    os.close(reading)
+    os.close(writing)
+
+
+FLOOD = """
+def flood():
+    while True:
+        print("x" * 99)
+"""
+
+
+def test_a_failure_is_noticed_though_nothing_reads_the_output(start, unread):
+    body = """
+if me == 0:
+    flood()
+while not (os.path.exists("runs/launch/0.log") and os.stat("runs/launch/0.log").st_size > 100000):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    assert start(FLOOD + body, "-n", "2", out=unread).wait(60) == 3
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_are_passed_on_though_nothing_reads_the_output(start, unread, tmp_path, times):
+    body = """
+def stop(*_):
+    note("saved")
+    if sys.argv[1] == "1":
+        os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+flood()
+"""
+    job = start(FLOOD + body, arguments=(str(times),), out=unread)
+    wait_for(tmp_path / "runs/launch/0.log", 100_000)
+    job.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "saved")
+    if times == 2:
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == (0 if times == 1 else 128 + signal.SIGKILL)
+
+
+def test_what_was_not_read_is_counted_and_in_the_log(start, tmp_path):
+    job = start("for number in range(30000): print(number, 'x' * 99)")
+    assert job.wait(60) == 0
+    out, err = job.communicate()
+    log = (tmp_path / "runs/launch/0.log").read_text().splitlines()
+    assert [int(line.split()[0]) for line in log] == list(range(30000))
+    told = re.fullmatch(
+        r"jaxdist launch: (\d+) lines of the output were not read and dropped; runs/launch has.*\n", err
+    )
+    assert out.count("\n") + int(told[1]) == 30000
+
+
+def test_lines_are_missing_only_where_it_is_said(monkeypatch):
+    """Read again after a while: what was dropped meanwhile is counted where it was."""
+    reading, writing = os.pipe()
+    with open(reading) as lines, open(writing, "w") as out:
+        monkeypatch.setattr(printer, "PATIENCE", 0.0)
+        printing = printer.Printer(out)
+        for number in range(30000):
+            printing.show(b"%d %s\n" % (number, b"x" * 99))
+        monkeypatch.setattr(printer, "PATIENCE", 60.0)
+        found = []
+        reader = threading.Thread(target=lambda: found.extend(lines))
+        reader.start()
+        printing.show(b"30000\n")  # once there is room
+        dropped = printing.close()
+        out.close()
+        reader.join()
+    (where,) = [place for place, line in enumerate(found) if line.startswith("jaxdist launch: ")]
+    assert found[where] == f"jaxdist launch: {dropped} lines are missing here: the output was not read\n"
+    numbers = [int(line.split()[0]) for place, line in enumerate(found) if place != where]
+    assert numbers == [*range(30000 - dropped), 30000]
+    assert 0 < dropped < 30000
+
+
+def test_an_output_that_is_read_slowly_loses_nothing(monkeypatch):
+    monkeypatch.setattr(printer, "PATIENCE", 60.0)
+    monkeypatch.setattr(printer, "MOST_WAITING", 1000)
+    reading, writing = os.pipe()
+    with open(reading, "rb") as lines, open(writing, "w") as out:
+        found = []
+        reader = threading.Thread(target=lambda: found.extend(lines))
+        printing = printer.Printer(out)
+        threading.Timer(0.1, reader.start).start()
+        for number in range(3000):
+            printing.show(b"%d %s\n" % (number, b"x" * 99))
+        assert printing.close() == 0
+        out.close()
+        reader.join()
+    assert [int(line.split()[0]) for line in found] == list(range(3000))
+
+
+def test_a_log_on_a_disk_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "READ_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "0.log")
+    reading = os.open(tmp_path / "0.log", os.O_RDONLY | os.O_NONBLOCK)
+    body = "import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '1': sys.exit(3)\nwhile True: print('x' * 99)"
+    try:
+        with pytest.raises(WorkerLost, match="process 1 exited with code 3"):
+            launch([sys.executable, "-c", body], 2, logs=tmp_path)
+    finally:
+        os.close(reading)
 
 
 def test_a_bar_of_progress_is_seen_while_it_grows(start, tmp_path):
@@ -255,6 +407,58 @@ def test_gpus_are_dealt_out(tmp_path):
         assert devices.given(3, variables, tmp_path) == [{}, {}, {}]
     with pytest.raises(ValueError, match="4 GPUs do not divide among 3 processes"):
         devices.given(3, {}, tmp_path)
+
+
+def test_processes_on_the_cpu_keep_their_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "is_glibc", lambda: True)
+    kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+    for variables in ({}, {"JAX_PLATFORMS": "cpu"}, {"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, {"LD_PRELOAD": "x.so"}):
+        assert memory.keeping(variables, tmp_path) == kept
+    for name, value in [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")]:
+        assert memory.keeping({name: value}, tmp_path) == {}
+    assert memory.keeping({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, tmp_path) == {}
+    assert memory.keeping({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) == {}
+    monkeypatch.setattr(memory, "is_glibc", lambda: False)
+    assert memory.keeping({}, tmp_path) == {}
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "kfd", "accel0", "vfio/0"])
+def test_processes_on_accelerators_have_the_allocator_as_it_is(tmp_path, device):
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert not devices.on_cpu({}, tmp_path)
+    assert devices.on_cpu({"JAX_PLATFORMS": "cpu"}, tmp_path)
+    assert devices.on_cpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == (device == "nvidia0")
+
+
+def test_launch_sets_what_keeps_memory_and_respects_what_is_set(tmp_path, capfd):
+    body = "import os; print(sorted(name for name in os.environ if name.startswith('MALLOC_')))"
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    for given in ({"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu", "MALLOC_TOP_PAD_": "0"}):
+        launch([sys.executable, "-c", body], 1, logs=tmp_path, environment=environment | given)
+    first = sorted(memory.KEEPING) if memory.is_glibc() else []
+    assert capfd.readouterr().out == f"[0] {first}\n[0] ['MALLOC_TOP_PAD_']\n"
+
+
+@pytest.mark.skipif(not memory.is_glibc(), reason="for glibc")
+def test_a_large_block_is_mapped_once(tmp_path, capfd):
+    """In a thread, as XLA takes memory: pages that are cleared anew for a block of 80 MiB, which has 20,480."""
+    body = """
+import ctypes, resource, threading
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(80 << 20)
+    ctypes.memset(block, 1, 80 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+thread = threading.Thread(target=lambda: print(faults() and max(faults(), faults()) < 100))
+thread.start()
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in memory.chosen(os.environ)}
+    launch([sys.executable, "-c", body], 1, logs=tmp_path, environment=environment | {"JAX_PLATFORMS": "cpu"})
+    assert capfd.readouterr().out == "[0] True\n"
 
 
 def test_wrong_arguments(start):

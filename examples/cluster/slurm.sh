@@ -10,7 +10,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.log
-# SIGTERM to this script two minutes before time is over.
+# SIGTERM to this script two minutes before time is over; B:USR1@120 does as well.
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -25,7 +25,7 @@ step=$!
 
 # srun passes the signal on to the processes, which jd.preempted() tells: they save and leave with 0.
 asked=
-trap 'asked=1; kill -TERM "$step"' TERM
+trap 'asked=1; kill -TERM "$step"' TERM USR1
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do # the signal ended the first wait

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .job import WorkerLost, launch
-from .worker import show
+from .printer import tell
 
 USAGE = "jaxdist launch [-n N] [--restarts K] [options] SCRIPT.py [arguments]"
 
@@ -33,12 +33,12 @@ def main(arguments: Sequence[str]) -> int:
             grace_seconds=chosen.grace,
         )
     except WorkerLost as lost:
-        show(sys.stderr, f"jaxdist launch: WorkerLost: {lost}\n".encode())
+        tell(f"WorkerLost: {lost}")
         return lost.code if lost.code > 0 else 128 - lost.code
     except (ValueError, OSError) as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
-        show(sys.stderr, f"jaxdist launch: error: {' '.join(str(problem).split())}\n".encode())
+        tell(f"error: {' '.join(str(problem).split())}")
         return 2
     return 0
 

@@ -2,15 +2,17 @@
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
-import sys
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
+from .printer import Printer
 from .tether import tethered
 
 LAST_LINES = 20
@@ -19,20 +21,36 @@ MOST_LEFT = 16  # as much as Linux keeps in a pipe, in longest lines
 
 
 @dataclass
+class Pipe:
+    """The end of a pipe, where to show what comes out of it, and what came so far of a line."""
+
+    file: IO[bytes]
+    printer: Printer
+    begun: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
 class Worker:
-    """A process, its log, and the ends of its pipes with what came so far of a line."""
+    """A process, its log, and the thread that reads what it prints, until `ending` is closed."""
 
     number: int
     process: subprocess.Popen[bytes]
     log: BinaryIO
     path: Path
-    pipes: dict[IO[bytes], bytearray]
+    ending: int
+    reader: threading.Thread = field(init=False)
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     ended: bool = False
 
 
-def start(command: Sequence[str], number: int, environment: Mapping[str, str], path: Path) -> Worker:
-    """Starts a process in a session of its own, which dies with the launcher, whatever ends that one."""
+def start(
+    command: Sequence[str], number: int, environment: Mapping[str, str], path: Path, printers: tuple[Printer, Printer]
+) -> Worker:
+    """Starts a process in a session of its own, which dies with the launcher, whatever ends that one.
+
+    A thread reads what it prints: neither a log on a disk that hangs nor an output that is not read may keep the
+    launcher from its signals and from processes that end.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("wb", buffering=0)
     process = subprocess.Popen(
@@ -43,59 +61,69 @@ def start(command: Sequence[str], number: int, environment: Mapping[str, str], p
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    pipes = {}
-    for pipe in (process.stdout, process.stderr):
-        assert pipe is not None
-        os.set_blocking(pipe.fileno(), False)
-        pipes[pipe] = bytearray()
-    return Worker(number, process, log, path, pipes)
-
-
-def read(worker: Worker, pipe: IO[bytes]) -> bool:
-    """Passes on the lines that have come through a pipe; False where nothing has, as at its end."""
-    try:
-        part = os.read(pipe.fileno(), LONGEST_LINE)
-    except BlockingIOError:
-        return False
-    worker.pipes[pipe] += part
-    begun = worker.pipes[pipe]
-    whole = max(begun.rfind(b"\n"), begun.rfind(b"\r")) + 1  # a bar of progress returns to where it began
-    _pass_on(worker, pipe, len(begun) if len(begun) > LONGEST_LINE else whole)
-    return bool(part)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pipes = [Pipe(process.stdout, printers[0]), Pipe(process.stderr, printers[1])]
+    ended, ending = os.pipe()
+    worker = Worker(number, process, log, path, ending)
+    worker.reader = threading.Thread(target=_read_all, args=(worker, pipes, ended), daemon=True)
+    worker.reader.start()
+    return worker
 
 
 def finish(worker: Worker) -> None:
-    """What a process that has ended left in its pipes; then whoever it left behind ends too."""
+    """Ends what a process that has ended left behind; the thread then reads what is left in its pipes."""
     worker.ended = True
     kill(worker)
-    for pipe in worker.pipes:
-        for _ in range(MOST_LEFT):  # who fled into a session of its own may go on writing
-            if not read(worker, pipe):
+    os.close(worker.ending)
+
+
+def _read_all(worker: Worker, pipes: Sequence[Pipe], ended: int) -> None:
+    """Passes on all that the process prints, then closes its pipes and its log."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(ended, selectors.EVENT_READ)
+        for pipe in pipes:
+            os.set_blocking(pipe.file.fileno(), False)
+            selector.register(pipe.file, selectors.EVENT_READ, pipe)
+        running = True
+        while running:
+            for key, _ in selector.select():
+                if key.data is None:
+                    running = False
+                elif not _read(worker, key.data):
+                    selector.unregister(key.fileobj)
+    for pipe in pipes:
+        for _ in range(MOST_LEFT):  # what fled into a session of its own may go on writing
+            if not _read(worker, pipe):
                 break
-        _pass_on(worker, pipe, len(worker.pipes[pipe]))
-        pipe.close()
+        _pass_on(worker, pipe, len(pipe.begun))
+        pipe.file.close()
     worker.log.close()
+    os.close(ended)
 
 
-def _pass_on(worker: Worker, pipe: IO[bytes], end: int) -> None:
+def _read(worker: Worker, pipe: Pipe) -> bool:
+    """Passes on the lines that have come through a pipe; False where nothing has, as at its end."""
+    try:
+        part = os.read(pipe.file.fileno(), LONGEST_LINE)
+    except BlockingIOError:
+        return False
+    pipe.begun += part
+    whole = max(pipe.begun.rfind(b"\n"), pipe.begun.rfind(b"\r")) + 1  # a bar of progress returns to where it began
+    _pass_on(worker, pipe, len(pipe.begun) if len(pipe.begun) > LONGEST_LINE else whole)
+    return bool(part)
+
+
+def _pass_on(worker: Worker, pipe: Pipe, end: int) -> None:
     """So much of what came, to the log and to where the launcher prints."""
-    lines = bytes(worker.pipes[pipe][:end]).splitlines()
-    del worker.pipes[pipe][:end]
+    lines = bytes(pipe.begun[:end]).splitlines()
+    del pipe.begun[:end]
+    if not lines:
+        return
     worker.last.extend(lines)
     with contextlib.suppress(OSError):  # a full disk must not end the launcher
         worker.log.write(b"".join(line + b"\n" for line in lines))
-    out = sys.stdout if pipe is worker.process.stdout else sys.stderr
-    show(out, b"".join(b"[%d] %s\n" % (worker.number, line) for line in lines))
-
-
-def show(out: Any, text: bytes) -> None:
-    """Prints, unless it cannot: a reader that has gone, or an output that was closed, must not end the launcher."""
-    with contextlib.suppress(OSError):
-        if out is not None and hasattr(out, "buffer"):
-            out.buffer.write(text)
-            out.flush()
-        elif out is not None:  # a notebook's
-            out.write(text.decode(errors="replace"))
+    pipe.printer.show(b"".join(b"[%d] %s\n" % (worker.number, line) for line in lines))
 
 
 def kill(worker: Worker) -> None:

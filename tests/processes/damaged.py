@@ -5,10 +5,13 @@
 Prints, as JSON, what each reading came to in this process. What a process alone sees lies in a folder of its own.
 """
 
+import contextlib
+import errno
 import json
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxdist as jd
 from jaxdist import checkpoint
+from jaxdist.checkpoint import _files, from_disk
 
 
 def flip(file):
@@ -27,10 +31,15 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:-20])
 
 
+def refuses(folder, *_):
+    raise OSError(errno.EIO, "Input/output error", str(folder))
+
+
 def largest(folder):
     return max((file for file in (folder / "arrays").rglob("*") if file.is_file()), key=lambda x: x.stat().st_size)
 
 
+WHATEVER = {"skip_damaged": True, "allow_fresh_start": True}
 # What happens to checkpoint 3, and to the eyes of which process.
 DAMAGES = {
     "a file for both": (None, lambda folder: flip(largest(folder))),
@@ -44,7 +53,7 @@ DAMAGES = {
 def tried(function, *arguments, **options):
     try:
         found = function(*arguments, **options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, checkpoint.CheckpointPeerError) as error:
         file = getattr(error, "file", None)
         return [type(error).__name__, "" if file is None else file.name, str(error)]
     return [found.step, list(found.damaged), found.state["w"].addressable_data(0).tolist()]
@@ -73,9 +82,23 @@ def main():
         results[name] = [tried(checkpoint.resume, folder, state(0.0))]
 
         results[name] += [tried(checkpoint.resume, folder, state(0.0), skip_damaged=True)]
+    folder = root / "unreadable-for-1"
+    checkpoint.save(folder, state(2.0), 2)
+    with mock.patch.object(_files, "check", refuses) if process == 1 else contextlib.nullcontext():
+        results["unreadable"] = [tried(checkpoint.resume, folder, state(0.0))]
+        results["unreadable"] += [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
+        results["unreadable"] += [tried(checkpoint.restore, folder, state(0.0))]
+    with mock.patch.object(from_disk, "filled", refuses) if process == 1 else contextlib.nullcontext():
+        results["unread"] = [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
+        results["unread"] += [tried(checkpoint.restore, folder, state(0.0))]
+    with mock.patch.object(_files, "steps", refuses) if process == 0 else contextlib.nullcontext():
+        results["unlisted"] = [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
+    if process == 0:
+        flip(largest(folder / "2"))
+    multihost_utils.sync_global_devices("flipped")
+    results["none left"] = [tried(checkpoint.resume, folder, state(0.0), skip_damaged=True)]
+    results["none left"] += [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
     results["no such step"] = tried(checkpoint.restore, root / "a-file-for-both", state(0.0), step=7)
-    if "--own" in sys.argv:
-        results["own disks"] = tried(checkpoint.save, root / f"own-{process}", state(1.0), 1)
     print("RESULT " + json.dumps(results), flush=True)
 
 

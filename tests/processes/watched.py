@@ -30,10 +30,14 @@ def happen(what: str, file: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif verb == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif verb == "warned":
+        signal.raise_signal(signal.SIGUSR1)
     elif verb == "asleep":
         time.sleep(60)
     elif verb in ("pauses", "late"):
         time.sleep(35)
+    elif verb == "suspended":
+        time.sleep(2)
     elif verb == "raises":
         raise ValueError("bad data")
 
@@ -52,7 +56,7 @@ def main() -> None:
     jd.agree(state, mesh=mesh)
     what, file, seconds = sys.argv[1], sys.argv[2], float((*sys.argv[3:], 3)[0])
     with jd.watchdog(seconds, on_timeout=lambda _: print("named at", time.time(), flush=True)) as watch:
-        for number in range(40 if what.startswith(("pauses", "late", "nothing")) else 100_000):
+        for number in range(40 if what.startswith(("pauses", "late", "nothing", "suspended")) else 100_000):
             if number == (0 if what.startswith("late") else 21):
                 happen(what, file)
             state, _ = watch(step, state, batch)

@@ -135,7 +135,7 @@ def exchange(
     guilty = [other for other, text in said.items() if text]
     answer: dict[str, Any] = {"processes": guilty, "text": said[guilty[0]] if guilty else ""}
     if not guilty and len(said) < processes:
-        late = missing(processes, said, seconds, do)
+        late = missing(processes, set(said), seconds, do)
         answer = {"processes": late.processes, "text": str(late), "missing": True}
     write("answer", json.dumps(answer))
     return _error(answer)

@@ -84,7 +84,7 @@ def of_batch(batch: PyTree, workers: int) -> Card:
         first = [f"{x.shape[0] // max(workers, 1)} a worker"] if x.ndim else []
         return f"{jax.dtypes.canonicalize_dtype(x.dtype).name}[{', '.join([*first, *map(str, x.shape[1:])])}]"
 
-    return {"batch": {leaf_name(path): described(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
+    return {"batch": {leaf_name(path, "batch"): described(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
 
 
 def difference(card: Mapping[str, Mapping[str, str]], reference: Mapping[str, Mapping[str, str]], process: int) -> str:

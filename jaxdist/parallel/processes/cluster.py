@@ -1,11 +1,13 @@
 """Who this process is among those that a launcher or a scheduler started: read from its environment alone."""
 
+import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 ADDRESS, COUNT, PROCESS = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 PORTS = range(61440, 65536)  # where a port must be agreed on without a word
 
 
@@ -47,6 +49,28 @@ def detect(environment: Mapping[str, str]) -> Job | None:
     if int(process) >= int(count):
         raise ValueError(f"{PROCESS}={process} is not below {COUNT}={count}")
     return Job(address, int(count), int(process))
+
+
+def split_address(address: str, what: str) -> tuple[str, int]:
+    """The host and the port of `host:port`, without the brackets of IPv6."""
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{what} must be host:port, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def where_to_listen(address: str, environment: Mapping[str, str]) -> str:
+    """`host:port` for process 0: what is set, the loopback where processes are told of it, or all addresses."""
+    if bind := environment.get(BIND, ""):
+        return bind
+    host, port = split_address(address, "the coordinator's address")
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback, host = host == "localhost", "127.0.0.1"
+    if not loopback:
+        return f"[::]:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def scheduler(environment: Mapping[str, str]) -> _Told | None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ... import _compat
+from ..._errors import Portable
 
 
-class StepTimeout(RuntimeError):
+class StepTimeout(Portable, RuntimeError):
     """A step has not ended in time.
 
     Attributes:
@@ -25,7 +26,7 @@ class StepTimeout(RuntimeError):
         self.process, self.step = process, step
 
 
-class WorkerLost(RuntimeError):
+class WorkerLost(Portable, RuntimeError):
     """A process has died, or gives no sign of life.
 
     Attributes:
@@ -39,11 +40,12 @@ class WorkerLost(RuntimeError):
 
 
 class Sign(NamedTuple):
-    """What a process says: the step that it began last, how often it has spoken, and whether it is done."""
+    """What a process says: the step that it began last, how often it has spoken, whether it is done, or compiles."""
 
     step: int
     count: int
     done: bool = False
+    compiling: bool = False
 
 
 class Board(NamedTuple):
@@ -91,6 +93,11 @@ def silent(seen: Mapping[int, Seen], others: Iterable[int], now: float, seconds:
         for process in others
         if process not in seen or (not seen[process].sign.done and now - seen[process].when > seconds)
     )
+
+
+def compiling(seen: Mapping[int, Seen], gone: tuple[int, ...]) -> bool:
+    """Whether a process that is not silent compiles."""
+    return any(one.sign.compiling and not one.sign.done for process, one in seen.items() if process not in gone)
 
 
 def lost(seen: Mapping[int, Seen], gone: tuple[int, ...]) -> WorkerLost:

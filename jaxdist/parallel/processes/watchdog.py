@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._typing import Number
 from . import peers
@@ -22,6 +23,8 @@ LONGEST_PAUSE = 0.2  # between two looks at what has ended, and between two sign
 SIGNS = 20  # at least so many within the time limit
 SILENCE = 5  # as many are missing from one who is lost
 LAST_WORDS_SECONDS = 1.0
+COMPILING = "/jax/core/compile/"  # what JAX says after each part of it: tracing, lowering, and at last
+COMPILED = "/jax/core/compile/backend_compile_duration"
 _numbers = itertools.count()
 
 
@@ -51,7 +54,10 @@ class Watchdog:
         self._call: _Call | None = None  # one that has not returned
         self._running: deque[tuple[_Call, list[jax.Array]]] = deque()  # returned, before their results are there
         self._ended = 0.0  # when the last of them was seen to be there
-        self._known: list[tuple[Any, Any]] = []  # functions that have run, and whose methods they are
+        self._resumed = 0.0  # when this process went on after it was stopped, perhaps with all others
+        self._excused = 0.0  # when another was last seen to compile
+        self._thread, self._compiling = 0, False  # the thread that calls steps, and whether it compiles
+        self._known: list[tuple[Any, Any, int]] = []  # functions that have run, whose methods they are, and with what
         self._seen: dict[int, peers.Seen] = {}
         self._heard = time.monotonic()  # when the board was last read
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()
@@ -67,10 +73,11 @@ class Watchdog:
         if not self._threads[0].is_alive():
             raise ValueError("nothing is watched outside of the block: with watchdog(...) as watch")
         # A method is another object whenever it is read.
-        what = getattr(step, "__func__", step), getattr(step, "__self__", None)
-        known = any(what[0] is one and what[1] is of for one, of in self._known)
+        what = getattr(step, "__func__", step), getattr(step, "__self__", None), _kind((args, kwargs))
+        known = any(what[0] is one and what[1] is of and what[2] == kind for one, of, kind in self._known)
         limit = self._seconds if known else self._first_seconds
         self._step += 1
+        self._thread, self._compiling = threading.get_ident(), not known
         self._call = _Call(self._step, time.monotonic(), limit)
         try:
             results = step(*args, **kwargs)
@@ -84,9 +91,11 @@ class Watchdog:
                 self._known.append(what)
             return results
         finally:
-            self._call = None
+            self._call, self._compiling = None, False
 
     def __enter__(self) -> "Watchdog":
+        self._thread = threading.get_ident()
+        jax.monitoring.register_event_duration_secs_listener(self._hear_compiler)
         for thread in self._threads:
             thread.start()
         return self
@@ -100,20 +109,41 @@ class Watchdog:
         while well and self._running:
             time.sleep(self._pause / 4)  # the guard sees them end, or ends the process
         self._stopped.set()
+        jax.monitoring.unregister_event_duration_listener(self._hear_compiler)
         for thread in self._threads:
             thread.join(LAST_WORDS_SECONDS)
 
+    def _hear_compiler(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """A part of compiling has ended: the step may take as long as a first one.
+
+        What JAX says after it has traced tells of what `_kind` does not see, as other static arguments or shardings,
+        and of what is compiled between two steps.
+        """
+        del duration_secs
+        if event.startswith(COMPILING) and threading.get_ident() == self._thread:
+            self._compiling = event != COMPILED
+            if self._call is not None:
+                self._call = self._call._replace(limit=self._first_seconds)
+
     def _guard(self) -> None:
         """Looks at what has ended; a thread."""
+        now = time.monotonic()
         while not self._stopped.wait(self._pause):
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > (SILENCE + 1) * self._pause:  # this process was stopped, and the others perhaps with it
+                self._resumed = now
             while self._running and all(_is_there(x) for x in self._running[0][1]):
                 self._running.popleft()
                 self._ended = now
             call = self._running[0][0] if self._running else self._call
-            waited = 0.0 if call is None else now - max(call.began, self._ended)
+            since = 0.0 if call is None else max(call.began, self._ended, self._resumed)
+            waited = 0.0 if call is None else now - max(since, self._excused)
             if call is not None and waited > call.limit:
-                error = peers.overdue(self._seen, self._silent(), self._own, call.step, waited)
+                gone = self._silent()
+                if peers.compiling(self._seen, gone) and now - since < self._first_seconds:
+                    self._excused = now
+                    continue
+                error = peers.overdue(self._seen, gone, self._own, call.step, waited)
                 if self._on_timeout is not None:
                     with contextlib.suppress(Exception):
                         self._on_timeout(error)
@@ -129,7 +159,7 @@ class Watchdog:
         for count in itertools.count():
             done = self._stopped.wait(self._pause)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                peers.speak(self._board, self._own, peers.Sign(self._step, count, done))
+                peers.speak(self._board, self._own, peers.Sign(self._step, count, done, self._compiling))
                 if self._late.is_set() or self._failed.is_set():
                     self._seen = peers.look(self._board, self._seen)
                 self._heard = time.monotonic()
@@ -171,14 +201,19 @@ def watchdog(
     for their results. Whatever is raised inside the block, in a job of several processes, also ends the process at
     once: JAX would wait for the others, and they for it.
 
+    The time in which this process itself did not run does not count: a job that is stopped as a whole and continued, as
+    by `scontrol suspend`, goes on. JAX ends it after `heartbeat_timeout_seconds` of `initialize`.
+
     *On the wire*: a line of JSON five times a second from each process to process 0, through JAX's coordination
-    service: how many steps it has begun. They are read only when half the time is over. No collective.
+    service: how many steps it has begun, and whether it compiles. They are read only when half the time is over. No
+    collective.
 
     Args:
       timeout_seconds: how long a step may take; more than the longest pause of any process, as for a checkpoint.
       step: the number of the first step.
-      first_timeout_seconds: how long the first call of each function may take, which compiles. A function that is made
-        anew for each call is new each time.
+      first_timeout_seconds: how long the first call of each function may take, and each later one that compiles, as
+        for a short last batch, in this process or in one that is waited for. A function that is made anew for each call
+        is new each time.
       on_timeout: is called with the error before the process ends, as to close a log.
 
     Returns:
@@ -214,6 +249,12 @@ def _smallest(results: Any) -> list[jax.Array]:
     parts = results if isinstance(results, tuple) else (results,)
     leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array) and not _is_key(x)] for part in parts)
     return [min(part, key=lambda x: x.size) for part in leaves if part]
+
+
+def _kind(arguments: Any) -> int:
+    """What a program is compiled for: trees, shapes and dtypes. Numbers of Python, such as a step's, may change."""
+    leaves, tree = jax.tree.flatten(arguments)
+    return hash((tree, *((x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else type(x) for x in leaves)))
 
 
 def _is_key(x: jax.Array) -> bool:
