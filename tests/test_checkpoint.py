@@ -249,7 +249,14 @@ def test_the_newest_whole_one_by_choice(small, tmp_path):
     assert_close(found.state, state, tolerance=0)
     assert (folder / "2.damaged").is_dir()
     (folder / "1" / "SHA256SUMS").unlink()
-    assert checkpoint.resume(folder, state, skip_damaged=True) == (state, 0, None, (), (), (), (1,))
+    with pytest.raises(checkpoint.NoCheckpointLeftError, match=r"of step 1: .*SHA256SUMS is missing; .*fresh_start"):
+        checkpoint.resume(folder, state, skip_damaged=True)
+    assert (folder / "1").is_dir()  # or the next start would find nothing, and begin anew
+    found = checkpoint.resume(folder, state, skip_damaged=True, allow_fresh_start=True)
+    assert (found.step, found.damaged, found.reasons) == (0, (1,), (f"{folder / '1' / 'SHA256SUMS'} is missing",))
+    with pytest.raises(checkpoint.NoCheckpointLeftError, match="set aside as damaged"):
+        checkpoint.resume(folder, state)
+    assert checkpoint.resume(folder, state, allow_fresh_start=True).step == 0
 
 
 def test_saved_beside_the_training(tmp_path, mesh):
@@ -273,7 +280,7 @@ def test_saved_beside_the_training(tmp_path, mesh):
         for name in ("w", "cut"):
             assert found.state[name].min() == found.state[name].max() == step
     checkpoint.save(tmp_path, {"w": jnp.ones(2)}, 3, keep=1)  # a step that is there, and one that is later
-    assert (checkpoint.latest(tmp_path), checkpoint.load(tmp_path, step=3).state["w"].tolist()) == (4, [1, 1])
+    assert (checkpoint.latest(tmp_path), checkpoint.load(tmp_path).state["w"].tolist()) == (3, [1, 1])
 
 
 def test_what_went_wrong_beside_the_training_is_raised(tmp_path, monkeypatch):

@@ -1,17 +1,21 @@
 """Where checkpoints lie: foreign files, other writers, readers beside them, deaths between two renames."""
 
+import errno
+import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files, from_disk
+from jaxdist.checkpoint import _files, _filling, from_disk
 
 STATE = {"w": jnp.arange(5.0)}
 
@@ -195,6 +199,277 @@ def test_names_outside_of_the_folder_are_not_opened(tmp_path, monkeypatch):
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     with pytest.raises(checkpoint.CheckpointDamagedError, match=r"manifest\.json is missing"):
+        checkpoint.load(tmp_path)
+
+
+def saved(folder, *steps):
+    """Checkpoints whose state is the number of the step."""
+    for step in steps:
+        checkpoint.save(folder, {"w": jnp.full(3, float(step))}, step)
+
+
+def resumed(folder, **options):
+    found = checkpoint.resume(folder, {"w": jnp.zeros(3)}, **options)
+    assert set(found.state["w"].tolist()) == {float(found.step)}
+    return found.step
+
+
+def test_after_a_roll_back_the_old_future_is_set_aside(tmp_path):
+    saved(tmp_path, 10, 20, 30)
+    checkpoint.restore(tmp_path, {"w": jnp.zeros(3)}, step=10)
+    saved(tmp_path, 15)
+    assert (checkpoint.latest(tmp_path), resumed(tmp_path)) == (15, 15)
+    assert names(tmp_path) == ["10", "15", "20.abandoned", "30.abandoned"]
+    saved(tmp_path, 20, 18)
+    assert names(tmp_path) == ["10", "15", "18", "20.abandoned", "20.abandoned-2", "30.abandoned"]
+    with checkpoint.writing(tmp_path, keep=2) as writer:
+        writer.save(STATE, 16)
+    assert names(tmp_path)[:3] == ["15", "16", "18.abandoned"]
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_death_before_all_of_the_old_future_is_aside(tmp_path, monkeypatch, moved):
+    """Committed is committed: no reader takes what was given up, and the next writer sets it aside."""
+    saved(tmp_path, 10, 20, 30)
+    set_aside, calls = _files.set_aside, []
+
+    def dies(*arguments):
+        calls.append(arguments)
+        if len(calls) > moved:
+            raise SystemExit
+        set_aside(*arguments)
+
+    monkeypatch.setattr(_files, "set_aside", dies)
+    with pytest.raises(SystemExit):
+        saved(tmp_path, 15)
+    monkeypatch.undo()
+    assert len(names(tmp_path)) == 5  # a journal too
+    assert resumed(tmp_path) == 15
+    saved(tmp_path, 20)
+    assert resumed(tmp_path) == 20
+    assert names(tmp_path) == ["10", "15", "20", "20.abandoned", "30.abandoned"]
+
+
+def test_a_death_before_the_commit_gives_nothing_up(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 20)
+    monkeypatch.setattr(pathlib.Path, "rename", lambda *_: exec("raise SystemExit"))
+    with pytest.raises(SystemExit):
+        saved(tmp_path, 15)
+    monkeypatch.undo()
+    assert _files.JOURNAL in names(tmp_path)
+    assert resumed(tmp_path) == 20
+    saved(tmp_path, 30)
+    assert names(tmp_path) == ["10", "20", "30"]
+
+
+def test_a_copied_folder_is_refused_and_passed_over(tmp_path):
+    saved(tmp_path, 10, 20)
+    shutil.copytree(tmp_path / "20", tmp_path / "30")
+    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"30 is damaged: .*is that of step 20: .* a copy"):
+        checkpoint.resume(tmp_path, STATE)
+    with pytest.raises(checkpoint.CheckpointDamagedError, match="is that of step 20"):
+        checkpoint.load(tmp_path, step=30)
+    found = checkpoint.resume(tmp_path, {"w": jnp.zeros(3)}, skip_damaged=True)
+    assert (found.step, found.damaged) == (20, (30,))
+    assert "is that of step 20" in found.reasons[0]
+    assert names(tmp_path) == ["10", "20", "30.damaged"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["SHA256SUMS", "manifest.json", "arrays"])
+def test_what_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, number, name):
+    saved(tmp_path, 10, 20)
+    stat = os.stat
+
+    def refuses(path, *arguments, **options):
+        if f"{tmp_path}/20/{name}" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuses)
+    for options in ({}, {"skip_damaged": True, "allow_fresh_start": True}):
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            checkpoint.resume(tmp_path, STATE, **options)
+        assert caught.value.errno == number
+    monkeypatch.undo()
+    assert names(tmp_path) == ["10", "20"]
+
+
+def test_bytes_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+
+    def fails(path, *_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(_files, "_digest", fails)
+    with pytest.raises(checkpoint.CheckpointUnreadableError, match=r"checkpoint 10 cannot be read, .*arrays") as caught:
+        checkpoint.resume(tmp_path, STATE, skip_damaged=True)
+    assert (caught.value.errno, caught.value.step) == (errno.EIO, 10)
+    assert caught.value.file.is_relative_to(tmp_path / "10")
+
+
+def test_tensorstores_errors_of_the_system_are_the_systems(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+
+    def fails(*_):
+        raise ValueError("PERMISSION_DENIED: Error opening \"zarr\" driver: [os_error_code='13']")
+
+    monkeypatch.setattr(_filling, "_read", fails)
+    with pytest.raises(checkpoint.CheckpointUnreadableError, match="Permission denied: checkpoint 10"):
+        checkpoint.load(tmp_path)
+
+
+def test_no_folder_and_an_empty_one_are_a_fresh_start(tmp_path):
+    assert resumed(tmp_path / "none") == resumed(tmp_path) == 0
+
+
+def test_a_folder_that_cannot_be_listed_is_no_fresh_start(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+
+    def refuses(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuses)
+    with pytest.raises(PermissionError):
+        checkpoint.resume(tmp_path, STATE, skip_damaged=True, allow_fresh_start=True)
+
+
+SAVES = """
+import sys, jax.numpy as jnp
+from jaxdist import checkpoint
+checkpoint.save(sys.argv[1], {"w": jnp.zeros(3)}, 1)
+"""
+
+
+def test_a_save_is_alone_too(tmp_path):
+    """Another job's `save` neither takes away what is being filled nor commits a mixture."""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    with checkpoint.writing(tmp_path) as writer:
+        (tmp_path / "7.unfinished").mkdir()
+        command = [sys.executable, "-c", SAVES, str(tmp_path)]
+        other = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert "ValueError: another process writes checkpoints into" in other.stderr
+        assert names(tmp_path) == ["7.unfinished"]
+        writer.save(STATE, 1)
+    assert names(tmp_path) == ["1", "7.unfinished"]
+
+
+def test_nested_writers_are_refused_and_harm_nothing(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+    with checkpoint.writing(tmp_path / "run") as writer:
+        (tmp_path / "run" / "7.unfinished").mkdir()
+        for inner in (tmp_path / "run", link):
+            with pytest.raises(ValueError, match=r"this process writes checkpoints into .* already"):
+                checkpoint.save(inner, STATE, 1)
+            with pytest.raises(ValueError, match="already"), checkpoint.writing(inner):
+                pass
+        environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+        command = [sys.executable, "-c", SAVES, str(tmp_path / "run")]
+        other = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert "another process writes" in other.stderr  # the lock is still there
+        writer.save(STATE, 2)
+    assert names(tmp_path / "run") == ["2", "7.unfinished"]
+    checkpoint.save(link, STATE, 3)
+    assert names(tmp_path / "run") == ["2", "3"]
+
+
+def test_two_threads_do_not_save_at_once(tmp_path, monkeypatch):
+    begun, go, refused = threading.Event(), threading.Event(), []
+    commit = _files.commit
+
+    def waits(*arguments):
+        begun.set()
+        assert go.wait(60)
+        commit(*arguments)
+
+    monkeypatch.setattr(_files, "commit", waits)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(saved, tmp_path, 1)
+        assert begun.wait(60)
+        try:
+            saved(tmp_path, 2)
+        except ValueError as error:
+            refused.append(str(error))
+        go.set()
+        first.result()
+    assert "end one save before another begins" in refused[0]
+    assert names(tmp_path) == ["1"]
+
+
+FULL = """
+import resource, sys, jax.numpy as jnp
+from jaxdist import checkpoint
+checkpoint.save(sys.argv[1], {"w": jnp.zeros(3)}, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+try:
+    checkpoint.save(sys.argv[1], {"w": jnp.arange(1 << 20) ** 2}, 2)
+except checkpoint.CheckpointFullError as error:
+    print("FULL", error.errno, error.step, error.path == __import__("pathlib").Path(sys.argv[1]))
+"""
+
+
+def test_a_full_disk_is_a_typed_error_and_gives_its_room_back(tmp_path):
+    """As tensorstore meets it: it says no number but in its text. A limit of file sizes needs no disk to fill."""
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["FULL", str(errno.EFBIG), "2", "True"]
+    assert names(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']", "CheckpointFullError"),
+        ("RESOURCE_EXHAUSTED: Failed: Disk quota exceeded [OS error 122: EDQUOT]", "CheckpointFullError"),
+        ("PERMISSION_DENIED: Failed to create: Permission denied [os_error_code='13']", "PermissionError"),
+        ("INVALID_ARGUMENT: no number", "ValueError"),
+    ],
+)
+def test_tensorstores_words_for_a_disk(tmp_path, monkeypatch, text, kind):
+    def fails(*_):
+        raise ValueError(text)
+
+    monkeypatch.setattr(_files, "commit", fails)
+    with pytest.raises((OSError, ValueError)) as caught:
+        saved(tmp_path, 1)
+    assert type(caught.value).__name__ == kind
+    assert names(tmp_path) == []
+
+
+ODD = {
+    "nothing": lambda manifest: None,
+    "a list": lambda manifest: [],
+    "no step": lambda manifest: manifest.pop("step") and manifest,
+    "a step of text": lambda manifest: {**manifest, "step": "1"},
+    "no leaves": lambda manifest: {**manifest, "leaves": None},
+    "an unknown mark": lambda manifest: changed(manifest, marks=[{"mark": "Nope"}]),
+    "too many marks": lambda manifest: changed(manifest, marks=[{"mark": "PerWorker", "axis": ["x"]}] * 2),
+    "no such resize": lambda manifest: changed(manifest, marks=[{"mark": "PerWorker", "axis": ["x"], "resize": 1}]),
+    "no such dtype": lambda manifest: changed(manifest, dtype="float33"),
+    "a shape of text": lambda manifest: changed(manifest, shape=["5"]),
+    "another shape": lambda manifest: changed(manifest, shape=[7]),
+    "another dtype": lambda manifest: changed(manifest, dtype="int32"),
+    "a key": lambda manifest: changed(manifest, dtype="key<fry>"),
+    "a leaf more": lambda manifest: {**manifest, "leaves": {**manifest["leaves"], "v": manifest["leaves"]["w"]}},
+}
+
+
+def changed(manifest, **options):
+    manifest["leaves"]["w"] |= options
+    return manifest
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_manifest_that_is_sealed_and_odd(tmp_path, odd):
+    """Its checksum is right, and the text is none that we write."""
+    folder = checkpoint.save(tmp_path, STATE, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(ODD[odd](manifest)))
+    (folder / "SHA256SUMS").unlink()
+    (folder / "SHA256SUMS").write_text(_files._sums(folder))
+    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"manifest\.json (is none|does not belong)"):
         checkpoint.load(tmp_path)
 
 

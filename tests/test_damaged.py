@@ -44,3 +44,26 @@ def test_both_raise_the_same_or_take_the_same_older_one(results, damage):
 def test_a_step_that_is_not_there(results):
     for result in results:
         assert result["no such step"][0] == "FileNotFoundError"
+
+
+def test_what_one_process_cannot_read_both_refuse(results):
+    """It may be whole: nothing is passed over, and no run begins anew."""
+    for found in results[0]["unreadable"] + results[1]["unreadable"]:
+        assert found[0] == "CheckpointUnreadableError"
+        assert "Input/output error: checkpoint 2 cannot be read" in found[2]
+
+
+@pytest.mark.parametrize(("what", "whose"), [("unread", 1), ("unlisted", 0)])
+def test_what_one_process_meets_later_both_hear_of(results, what, whose):
+    for own, other in zip(results[whose][what], results[1 - whose][what], strict=True):
+        assert own[0] in ("CheckpointUnreadableError", "OSError")
+        assert other[0] == "CheckpointPeerError"
+        assert f"process {whose} could not" in other[2]
+        assert "Input/output error" in other[2]
+
+
+def test_none_left_is_an_error_in_both_unless_they_may_begin_anew(results):
+    for result in results:
+        refused, anew = result["none left"]
+        assert refused[0] == "NoCheckpointLeftError"
+        assert anew == [0, [2], [0.0, 0.0, 0.0]]

@@ -13,6 +13,10 @@ Marks decide what becomes of a leaf where the number of workers has changed. Not
 """
 
 from .errors import CheckpointDamagedError as CheckpointDamagedError
+from .errors import CheckpointFullError as CheckpointFullError
+from .errors import CheckpointPeerError as CheckpointPeerError
+from .errors import CheckpointUnreadableError as CheckpointUnreadableError
+from .errors import NoCheckpointLeftError as NoCheckpointLeftError
 from .from_disk import Loaded as Loaded
 from .from_disk import Resumed as Resumed
 from .from_disk import latest as latest

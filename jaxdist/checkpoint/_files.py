@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import CheckpointDamagedError
@@ -14,8 +17,17 @@ ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 WRITER = ".writer"
+# Later checkpoints that a new one ends the run of, until they are set aside.
+JOURNAL = ".abandoned"
 # Endings of folders that are no checkpoints: being filled, about to go, and set aside.
-UNFINISHED, REPLACED, DELETED, DAMAGED = ".unfinished", ".replaced", ".deleted", ".damaged"
+UNFINISHED, REPLACED, DELETED, DAMAGED, ABANDONED = ".unfinished", ".replaced", ".deleted", ".damaged", ".abandoned"
+GONE, ALTERED = "is missing", "holds other bytes than were written"
+MISSING = (errno.ENOENT, errno.ENOTDIR)
+
+# The folders that this process writes into. A second lock would be granted, and its end would free the first: the
+# system's locks are those of processes. A child of a fork has another number, and has none of its parent's locks.
+_written: set[tuple[int, int, int]] = set()
+_guard = threading.Lock()
 
 
 def root_of(path: str | Path) -> Path:
@@ -34,25 +46,95 @@ def steps(root: Path) -> list[int]:
 
 
 def _seen(root: Path) -> list[int]:
-    names = {one.name.removesuffix(REPLACED) for one in root.iterdir()} if root.exists() else set()
-    numbers = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    numbers = {number for name in _names(root) if (number := _number(name.removesuffix(REPLACED))) is not None}
     return [
-        step for step in numbers if any((folder_of(root, step) / part).exists() for part in (SUMS, MANIFEST, ARRAYS))
+        step
+        for step in sorted(numbers.difference(_abandoned(root)))
+        if any(_mode(folder_of(root, step) / part) is not None for part in (SUMS, MANIFEST, ARRAYS))
     ]
+
+
+def damaged_steps(root: Path) -> list[int]:
+    """The steps of the checkpoints that were set aside as damaged."""
+    found = (_number(name.partition(DAMAGED)[0]) for name in _names(root) if DAMAGED in name)
+    return sorted({number for number in found if number is not None})
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
+
+
+def _number(name: str) -> int | None:
+    """The step of a folder with this name, if it is a checkpoint's."""
+    return int(name) if name.isdecimal() and str(int(name)) == name else None
+
+
+def _mode(path: Path) -> int | None:
+    """What lies there, None for nothing. Where the system does not let us look, an `OSError`, unlike `Path.exists`."""
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in MISSING:
+            return None
+        raise
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; an `OSError` where the system does not let us look."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _is_file(path: Path) -> bool:
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
 
 
 def folder_of(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies. One that was killed between two renames left the old one aside."""
     folder, aside = root / str(step), root / f"{step}{REPLACED}"
-    return aside if not folder.is_dir() and aside.is_dir() else folder
+    return aside if not is_folder(folder) and is_folder(aside) else folder
 
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
     """Keeps other writers out of a folder, and takes away what killed ones left. The lock ends with the process."""
+    root.mkdir(parents=True, exist_ok=True)
+    this = _identity(root)
+    with _guard:
+        if this in _written:
+            raise ValueError(
+                f"this process writes checkpoints into {root} already: use the writer that `writing` gave, and end one "
+                "save before another begins"
+            )
+        _written.add(this)
+    try:
+        with _locked(root):
+            yield
+    finally:
+        _written.discard(this)
+
+
+@contextlib.contextmanager
+def alone_or_inside(root: Path) -> Iterator[None]:
+    """As `alone`, and nothing where this process writes into the folder already."""
+    with contextlib.nullcontext() if _identity(root) in _written else alone(root):
+        yield
+
+
+def _identity(root: Path) -> tuple[int, int, int]:
+    """Of a folder, by whatever name, in this process."""
+    found = os.stat(root)
+    return (found.st_dev, found.st_ino, os.getpid())
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
     import fcntl  # not everywhere, and only writers need it
 
-    root.mkdir(parents=True, exist_ok=True)
     with (root / WRITER).open("w") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,6 +145,7 @@ def alone(root: Path) -> Iterator[None]:
                     f"(if none runs, delete {root / WRITER})"
                 ) from error
             # A file system without locks: then as documented, one writer at a time.
+        _set_abandoned_aside(root)
         _sweep(root)
         yield
 
@@ -71,42 +154,63 @@ def begin(root: Path, step: int) -> None:
     """Makes the folder to fill; what an interrupted save of the same step left goes."""
     unfinished = root / f"{step}{UNFINISHED}"
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    (unfinished / ARRAYS).mkdir(parents=True)
 
 
 def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
-    """Makes a filled folder a checkpoint by a rename, and drops all but the last `keep` up to this step."""
+    """Makes a filled folder the newest checkpoint by a rename; sets later ones aside, and drops all but `keep`.
+
+    Later ones are of a run that was given up: this one went on from before them. From the rename on no reader takes
+    them, also where we die before they are aside.
+    """
     unfinished, folder = root / f"{step}{UNFINISHED}", root / str(step)
     _write(unfinished / MANIFEST, manifest)
     _write(unfinished / SUMS, _sums(unfinished))
     for one in (*unfinished.rglob("*"), unfinished):
         _sync(one)
-    if folder.exists():
+    if later := [one for one in steps(root) if one > step]:
+        _write(root / JOURNAL, json.dumps({"by": step, "stamp": _digest(unfinished / SUMS), "steps": later}))
+        _sync(root)
+    if is_folder(folder):
         _drop(folder, REPLACED, then=lambda: unfinished.rename(folder))
     else:
         unfinished.rename(folder)
     _sync(root)
+    _set_abandoned_aside(root)
     if keep is not None:
-        # Later steps are of a run that went on from there and was given up: theirs is not this run's to take.
-        for old in [one for one in steps(root) if one <= step][:-keep]:
+        for old in steps(root)[:-keep]:
             _drop(folder_of(root, old), DELETED)
 
 
-@contextlib.contextmanager
-def or_nothing(root: Path, step: int) -> Iterator[None]:
-    """A save that fails gives back the room that it took: a disk that was full would stay full."""
+def discard(root: Path, step: int) -> None:
+    """Takes away what a save that failed has filled."""
+    shutil.rmtree(root / f"{step}{UNFINISHED}", ignore_errors=True)
+
+
+def set_aside(root: Path, step: int, ending: str) -> None:
+    """Keeps a checkpoint under a name that is not taken for a good one's, beside those that were set aside before."""
+    names = (root / f"{step}{ending}{more}" for more in ("", *(f"-{number}" for number in range(2, 1000))))
+    folder_of(root, step).rename(next(name for name in names if _mode(name) is None))
+
+
+def _abandoned(root: Path) -> list[int]:
+    """The steps that are to be set aside, if the checkpoint is there that ended their run."""
     try:
-        yield
-    except BaseException:
-        shutil.rmtree(root / f"{step}{UNFINISHED}", ignore_errors=True)
-        raise
+        told = json.loads((root / JOURNAL).read_text())
+        folder = folder_of(root, told["by"])
+        return told["steps"] if _digest(folder / SUMS) == told["stamp"] else []
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no journal or half of one, or it never came to it
+        return []
 
 
-def set_aside(root: Path, step: int) -> None:
-    """Keeps a damaged checkpoint for whoever wants to look, where nobody takes it for a good one."""
-    aside = root / f"{step}{DAMAGED}"
-    shutil.rmtree(aside, ignore_errors=True)
-    folder_of(root, step).rename(aside)
+def _set_abandoned_aside(root: Path) -> None:
+    if _mode(root / JOURNAL) is None:
+        return
+    for step in _abandoned(root):
+        if is_folder(folder_of(root, step)):
+            set_aside(root, step, ABANDONED)
+    (root / JOURNAL).unlink(missing_ok=True)
+    _sync(root)
 
 
 def stamp(folder: Path) -> bytes | None:
@@ -119,28 +223,27 @@ def stamp(folder: Path) -> bytes | None:
 
 def listed(folder: Path) -> list[tuple[str, str]]:
     """The checksum and the name of every file that a checkpoint was written with."""
+    if not _is_file(folder / SUMS):
+        raise CheckpointDamagedError(folder / SUMS, int(folder.stem), GONE)
     try:
         *lines, last = (folder / SUMS).read_text().splitlines()
         found = [(line[:64], line[66:]) for line in lines]
-        inside = not any(Path(name).is_absolute() or ".." in Path(name).parts for _, name in found)
+        inside = not any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for _, name in found)
         whole = last == _own_line(lines) and inside
-    except (OSError, ValueError):  # missing, empty, or no text
+    except ValueError:  # empty, or no text
         whole, found = False, []
     if not whole:
-        raise CheckpointDamagedError(folder / SUMS, int(folder.stem))
+        raise CheckpointDamagedError(folder / SUMS, int(folder.stem), ALTERED)
     return found
 
 
-def first_damaged(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> int:
-    """The number of the first file that is not as it was written, looking at one in `parts`; -1: none."""
-    for number in range(part, len(files), parts):
-        digest, name = files[number]
-        try:
-            if not (folder / name).is_file() or _digest(folder / name) != digest:
-                return number
-        except OSError:
-            return number
-    return -1
+def check(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> None:
+    """Raises unless all files are as they were written, looking at one in `parts`."""
+    for digest, name in files[part::parts]:
+        if not _is_file(folder / name):
+            raise CheckpointDamagedError(folder / name, int(folder.stem), GONE)
+        if _digest(folder / name) != digest:
+            raise CheckpointDamagedError(folder / name, int(folder.stem), ALTERED)
 
 
 def _sums(folder: Path) -> str:
@@ -158,7 +261,7 @@ def _sweep(root: Path) -> None:
     for one in list(root.iterdir()):
         if not (one.stem.isdecimal() and one.suffix in (UNFINISHED, REPLACED, DELETED)):
             continue
-        if one.suffix == REPLACED and not (root / one.stem).exists():
+        if one.suffix == REPLACED and _mode(root / one.stem) is None:
             one.rename(root / one.stem)
         else:
             shutil.rmtree(one, ignore_errors=True)
@@ -169,7 +272,7 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _drop(folder: Path, ending: str, then=lambda: None) -> None:
+def _drop(folder: Path, ending: str, then: Callable[[], object] = lambda: None) -> None:
     """Out of sight by a rename first: half a folder is never seen."""
     going = folder.with_name(folder.name + ending)
     shutil.rmtree(going, ignore_errors=True)

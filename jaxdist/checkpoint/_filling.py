@@ -1,5 +1,6 @@
 """The leaves of a checkpoint in their new places: as they are, moved by their marks, or new."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import Array, Like, State
-from ._files import ARRAYS
+from ._files import ARRAYS, MANIFEST
 from ._manifest import Leaf, Manifest, is_key, named
 from ._moving import moved, same_kinds, whole_shape
-from ._orbax import orbax
+from ._orbax import orbax, path_of
+from .errors import CheckpointDamagedError
 
 # What does not come back as it is passes through host memory, so many bytes at a time (but every leaf whole): the
 # leaves of more workers than there are now may not fit into the devices of these.
@@ -74,7 +76,20 @@ def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarr
     empty = {name for name, leaf in leaves.items() if 0 in leaf.shape}
     kind = orbax().RestoreArgs(restore_type=np.ndarray)
     found = _read(folder, {name: 0 for name in leaves if name not in empty}, dict.fromkeys(leaves.keys() - empty, kind))
+    for name, array in found.items():
+        shape, dtype = leaves[name].shape, leaves[name].dtype
+        words = dtype.startswith("key<")
+        if not isinstance(array, np.ndarray) or (array.shape[:-1] if words else array.shape) != shape:
+            raise _odd(folder, name)
+        if str(array.dtype) != ("uint32" if words else dtype):
+            raise _odd(folder, name)
     return found | {name: _empty(leaves[name]) for name in empty}
+
+
+def _odd(folder: Path, name: str) -> CheckpointDamagedError:
+    """A manifest that was sealed anew may say of a leaf what its array is not."""
+    what = f"does not belong to `{ARRAYS}`, where {f'leaf `{name}`' if name else 'a leaf'} is another or missing"
+    return CheckpointDamagedError(folder / MANIFEST, int(folder.stem), what)
 
 
 def _unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], folder: Path) -> str:
@@ -111,16 +126,24 @@ def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]
     target = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
     }
-    return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
+    try:
+        return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
+    except ValueError as error:
+        if "stored shape" not in str(error):  # orbax's words where a shape is another
+            raise
+        raise _odd(folder, "") from error
 
 
 def _read(folder: Path, target: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
     if not target:
         return {}
     ocp = orbax()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
-        return checkpointer.restore(folder / ARRAYS, args=arguments)
+        found = handler.restore(path_of(folder / ARRAYS), args=arguments)
+    if missing := target.keys() - found.keys():
+        raise _odd(folder, min(missing))
+    return found
 
 
 def _committed(leaf: Like) -> bool:

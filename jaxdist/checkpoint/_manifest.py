@@ -1,7 +1,9 @@
 """What a checkpoint says of its leaves, in JSON: enough to read them without the program that wrote them."""
 
 import json
+import math
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,8 @@ import numpy as np
 
 from .._marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, is_mark, with_value
 from .._typing import Array, Like, Shape, State
+from ..placement import cutting
+from .errors import CheckpointDamagedError
 
 FORMAT = 1
 _KINDS = {kind.__name__: kind for kind in MARKS}
@@ -98,16 +102,22 @@ def written(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any
         raise ValueError(f"data must be what JSON holds (numbers, text, lists, dicts), got {data!r}") from error
 
 
-def read(text: str) -> Manifest:
-    """The inverse of `written`."""
-    found = json.loads(text)
-    if found["format"] != FORMAT:
-        raise ValueError(f"the checkpoint has format {found['format']}, this version of jaxdist reads {FORMAT}")
-    leaves = {
-        name: Leaf(tuple(one["shape"]), one["dtype"], tuple(_mark(mark) for mark in one["marks"]))
-        for name, one in found["leaves"].items()
-    }
-    return Manifest(found["step"], found["data"], leaves)
+def read(file: Path, step: int) -> Manifest:
+    """What `written` wrote for a step; another text is damage, though its checksum may be right."""
+    try:
+        found = json.loads(file.read_text())
+        number, told, data, leaves = (found[name] for name in ("format", "step", "data", "leaves"))
+        if _whole(number) == FORMAT:
+            manifest = Manifest(_whole(told), data, {name: _leaf(name, one) for name, one in leaves.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"is none that jaxdist wrote ({type(error).__name__}: {error})"
+        raise CheckpointDamagedError(file, step, what) from error
+    if number != FORMAT:
+        raise ValueError(f"the checkpoint has format {number}, this version of jaxdist reads {FORMAT}")
+    if manifest.step != step:
+        what = f"is that of step {manifest.step}: the folder is a copy of another, or was renamed"
+        raise CheckpointDamagedError(file, step, what)
+    return manifest
 
 
 def marked(marks: tuple[Any, ...], value: Any) -> Any:
@@ -128,9 +138,35 @@ def _described(mark: Any) -> dict[str, Any]:
     return described
 
 
+def _leaf(name: str, described: dict[str, Any]) -> Leaf:
+    shape, dtype, marks = _sizes(described["shape"]), described["dtype"], tuple(map(_mark, described["marks"]))
+    if not dtype.startswith("key<"):
+        jnp.dtype(dtype)  # a TypeError, or it is one
+    cuts = cutting(marks)
+    last = cuts[-1] if cuts else None
+    fits = len(shape) == len(cuts) and shape[-1] >= math.prod(last.shape) if isinstance(last, Sharded) else True
+    if len(shape) < len(cuts) or not fits or any(isinstance(cut, Sharded) for cut in cuts[:-1]):
+        raise ValueError(f"leaf `{name}` of shape {list(shape)} cannot have the marks {described['marks']}")
+    return Leaf(shape, dtype, marks)
+
+
 def _mark(described: dict[str, Any]) -> Any:
     options = {name: value for name, value in described.items() if name != "mark"}
-    for name in ("axis", "shape"):
-        if options.get(name) is not None:
-            options[name] = tuple(options[name])
+    if options.get("axis") is not None:
+        options["axis"] = tuple(options["axis"])
+    if "shape" in options:
+        options["shape"] = _sizes(options["shape"])
+    if "multiple" in options:
+        options["multiple"] = _whole(options["multiple"])
     return _KINDS[described["mark"]](None, **options)
+
+
+def _sizes(numbers: list[int]) -> Shape:
+    return tuple(map(_whole, numbers))
+
+
+def _whole(number: Any) -> int:
+    """A count, and not what Python would take for one (`true`, 2.0)."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"expected a whole number, got {number!r:.80}")
+    return number

@@ -1,23 +1,22 @@
 """Reading a state: as it was saved, for other workers, by another method, or without devices."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from .._typing import State
 from . import _files, _manifest
 from ._filling import filled, read_to_host
 from ._manifest import Manifest
-from .errors import CheckpointDamagedError
+from ._together import Together
+from .errors import CheckpointDamagedError, CheckpointUnreadableError, NoCheckpointLeftError, number_of
 
 # How often a reader begins anew where a writer took away what it read.
 _TRIES = 10
-# Stands for the list of files itself, among the numbers of files that processes tell each other.
-_CHECKSUMS = np.iinfo(np.int32).max
 
 
 class Resumed(NamedTuple):
@@ -31,6 +30,7 @@ class Resumed(NamedTuple):
       dropped: leaves that only the checkpoint has.
       converted: leaves that are marked otherwise than they were.
       damaged: steps whose checkpoints were passed over.
+      reasons: for each of them, what is wrong with it.
     """
 
     state: State
@@ -40,6 +40,7 @@ class Resumed(NamedTuple):
     dropped: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     damaged: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 class Loaded(NamedTuple):
@@ -63,8 +64,8 @@ def latest(path: str | Path) -> int | None:
       path: the folder that `save` was given; it may be missing.
 
     Returns:
-      The step. Folders that a killed `save` left behind, and anything else that lies there, do not count. Whether the
-      files are still as they were written is looked at by those who read them.
+      The step. Folders that a killed `save` left behind, checkpoints of a future that was given up, and anything else
+      in the folder, do not count. Whether the files are still as they were written is looked at by those who read them.
 
     Example:
       >>> import jaxdist as jd
@@ -93,7 +94,10 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      CheckpointDamagedError: a file is not as it was written; every file is looked at, each by one process.
+      CheckpointDamagedError: a file is not as it was written (every file is looked at, each by one process), or the
+        folder is a copy of another step's.
+      CheckpointUnreadableError: the system does not let a file be read.
+      CheckpointPeerError: another process could not do its part.
       ImportError: orbax is not installed (the extra `train`).
       ValueError: other leaves, shapes or dtypes than `like` has; the message says which.
 
@@ -107,7 +111,14 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
     return _taken(path, step, lambda folder, manifest: filled(folder, manifest, like, ()).state)
 
 
-def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_damaged: bool = False) -> Resumed:
+def resume(
+    path: str | Path,
+    like: State,
+    *,
+    changed: Sequence[str] = (),
+    skip_damaged: bool = False,
+    allow_fresh_start: bool = False,
+) -> Resumed:
     """Goes on from the newest checkpoint, or begins where there is none: one call for the first start and every other.
 
     Args:
@@ -117,7 +128,10 @@ def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_d
         checkpoint lacks, or has in another shape or dtype, stays as it is in `like`, and what it has in excess is left
         out. Leave the parameters out of it, and a wrong model is an error. Make what is new from the parameters of the
         checkpoint, `resume(path, {"params": ...}, changed=("opt",))` before: an anchor of `local_steps` is a model.
-      skip_damaged: go back to the newest checkpoint that is whole. Damaged ones are set aside as `<step>.damaged`.
+      skip_damaged: go back to the newest checkpoint that is whole. Damaged ones are set aside as `<step>.damaged`, once
+        there is something to go on from.
+      allow_fresh_start: begin anew also where a run has damaged checkpoints and no whole one. Without, that is an
+        error: weeks of work may be in one of them.
 
     Returns:
       The state, its step and what was saved beside it; what is new, dropped, converted or was damaged is told by name.
@@ -125,6 +139,9 @@ def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_d
 
     Raises:
       CheckpointDamagedError: as of `restore`, unless they are to be skipped.
+      NoCheckpointLeftError: there are damaged checkpoints and no whole one; also where they were set aside before.
+      CheckpointUnreadableError: as of `restore`. What cannot be read may be whole: it is never skipped.
+      CheckpointPeerError: another process could not do its part.
       ImportError: orbax is not installed (the extra `train`).
       ValueError: other leaves, shapes or dtypes than `like` has, outside of what has changed.
 
@@ -140,21 +157,33 @@ def resume(path: str | Path, like: State, *, changed: Sequence[str] = (), skip_d
       >>> found.state["params"].tolist(), found.step, found.data, found.new
       ([0.0, 1.0, 2.0], 7, {'examples': 224}, ('opt.residual',))
     """
-    root, damaged = _files.root_of(path), []
-    while (step := _agreed(latest(path))) is not None:
-        folder = _files.folder_of(root, step)
-        try:
-            manifest = _opened(folder)
-        except CheckpointDamagedError:
-            if not skip_damaged:
-                raise
-            damaged.append(_agreed(step))  # and all have looked, before it goes
-            if jax.process_index() == 0:
-                _files.set_aside(root, step)
-            continue
-        found = filled(folder, manifest, like, changed)
-        return Resumed(found.state, step, manifest.data, found.new, found.dropped, found.converted, tuple(damaged))
-    return Resumed(like, 0, damaged=tuple(damaged))
+    damaged: list[CheckpointDamagedError] = []
+    with Together(f"resume from {path}") as together:
+        root = _files.root_of(path)
+        steps, before = together.first(lambda: (_files.steps(root), _files.damaged_steps(root)))
+        for step in reversed(steps):
+            try:
+                folder = _files.folder_of(root, step)
+                manifest = _opened(folder, together)
+            except CheckpointDamagedError as error:
+                if not skip_damaged:
+                    raise
+                damaged.append(error)
+                continue
+            with _readable(folder):
+                state, new, dropped, converted = filled(folder, manifest, like, changed)
+            found = Resumed(state, step, manifest.data, new, dropped, converted)
+            together.all()  # have read it
+            break
+        else:
+            if not allow_fresh_start and (damaged or before):
+                told = (damaged[0].file, damaged[0].what) if damaged else (root, "has it set aside as damaged")
+                raise NoCheckpointLeftError(told[0], (steps or before)[-1], told[1])
+            found = Resumed(like, 0)
+        if damaged:
+            together.first(lambda: _set_aside(root, [error.step for error in damaged]))
+    reasons = tuple(f"{error.file} {error.what}" for error in damaged)
+    return found._replace(damaged=tuple(error.step for error in damaged), reasons=reasons)
 
 
 def load(path: str | Path, *, step: int | None = None) -> Loaded:
@@ -190,59 +219,92 @@ def load(path: str | Path, *, step: int | None = None) -> Loaded:
 
 def _taken(path: str | Path, step: int | None, take: Callable[[Path, Manifest], Any]) -> Any:
     """What is read of a checkpoint, all of it of the same one: a writer may drop or replace it meanwhile."""
-    for _ in range(_TRIES):
-        folder = _found(path, step)
-        before = _files.stamp(folder)
-        try:
-            result = take(folder, _opened(folder))
-        except Exception:
+    with Together(f"read a checkpoint in {path}") as together:
+        for _ in range(_TRIES):
+            folder = _found(path, step, together)
+            before = _files.stamp(folder)
+            try:
+                manifest = _opened(folder, together)
+                with _readable(folder):
+                    result = take(folder, manifest)
+            except Exception:
+                if _stands(folder, before):
+                    raise
+                continue
+            together.all()
             if _stands(folder, before):
-                raise
-            continue
-        if _stands(folder, before):
-            return result
+                return result
     raise FileNotFoundError(f"the checkpoints in {path} go while they are read: let the writer keep more of them")
 
 
 def _stands(folder: Path, before: bytes | None) -> bool:
     """Whether what was read is still there. Several processes cannot read again: they may not all have seen it go."""
-    return jax.process_count() > 1 or (folder.is_dir() and _files.stamp(folder) == before)
+    return jax.process_count() > 1 or (_files.is_folder(folder) and _files.stamp(folder) == before)
 
 
-def _found(path: str | Path, step: int | None) -> Path:
-    """The folder of the newest checkpoint, or of that step."""
-    root, newest = _files.root_of(path), step is None
-    step = latest(path) if newest else step
-    there = step is not None and _files.folder_of(root, step).is_dir()
-    if (seen := _agreed(step if there else None)) is None:
-        raise FileNotFoundError(f"no checkpoint{'' if newest else f' of step {step}'} in {path}")
+def _found(path: str | Path, step: int | None, together: Together) -> Path:
+    """The folder of the newest checkpoint, or of that step.
+
+    As process 0 sees it: file systems may show a new folder to one process before another.
+    """
+    root = _files.root_of(path)
+
+    def look() -> int | None:
+        number = latest(path) if step is None else step
+        return number if number is not None and _files.is_folder(_files.folder_of(root, number)) else None
+
+    if (seen := together.first(look)) is None:
+        raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {path}")
     return _files.folder_of(root, seen)
 
 
-def _opened(folder: Path) -> Manifest:
-    """What a checkpoint says of itself, if its files are all as they were written."""
-    if file := _damaged(folder):
-        raise CheckpointDamagedError(file, int(folder.stem))
-    return _manifest.read((folder / _files.MANIFEST).read_text())
+def _opened(folder: Path, together: Together) -> Manifest:
+    """What a checkpoint says of itself, if its files are all as they were written.
 
-
-def _damaged(folder: Path) -> Path | None:
-    """A file that is not as it was written, the same in all processes, also where only one of them sees it so."""
+    All processes raise the same, also where only one of them sees the damage.
+    """
+    manifest = wrong = None
     try:
-        files = _files.listed(folder)
-        number = _files.first_damaged(folder, files, jax.process_index(), jax.process_count())
-    except CheckpointDamagedError:
-        files, number = [], _CHECKSUMS
-    if jax.process_count() > 1:
-        number = int(np.max(multihost_utils.process_allgather(np.int32(number))))
-    if number == _CHECKSUMS:
-        return folder / _files.SUMS
-    return folder / files[number][1] if number >= 0 else None
+        with _readable(folder):
+            manifest = _checked(folder)
+    except CheckpointDamagedError as error:
+        wrong = [False, error.file.name == _files.SUMS, os.path.relpath(error.file, folder), error.what]
+    except CheckpointUnreadableError as error:
+        wrong = [True, False, os.path.relpath(error.file, folder), error.errno]
+    if found := [one for one in together.all(wrong) if one]:
+        unreadable, _, name, what = max(found, key=lambda one: one[:2])
+        file = Path(os.path.normpath(folder / name))
+        raise (CheckpointUnreadableError if unreadable else CheckpointDamagedError)(file, int(folder.stem), what)
+    assert manifest is not None
+    return manifest
 
 
-def _agreed(step: int | None) -> int | None:
-    """What process 0 sees: file systems may show a new folder to one process before another."""
-    if jax.process_count() == 1:
-        return step
-    found = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
-    return None if found < 0 else found
+def _checked(folder: Path) -> Manifest:
+    """The manifest, after this process's share of the files was found as it was written."""
+    step = int(folder.stem)
+    try:
+        _files.check(folder, _files.listed(folder), jax.process_index(), jax.process_count())
+        return _manifest.read(folder / _files.MANIFEST, step)
+    except (FileNotFoundError, NotADirectoryError) as error:  # it has gone since we looked
+        raise CheckpointDamagedError(Path(error.filename), step, _files.GONE) from error
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Where the system does not let a file be read, it says so: nothing is known of what the file holds."""
+    try:
+        yield
+    except CheckpointUnreadableError:
+        raise
+    except (OSError, ValueError) as error:
+        number = number_of(error)
+        if number is None or number in _files.MISSING:
+            raise
+        file = getattr(error, "filename", None) or folder
+        raise CheckpointUnreadableError(Path(file), int(folder.stem), number) from error
+
+
+def _set_aside(root: Path, steps: Sequence[int]) -> None:
+    with _files.alone_or_inside(root):
+        for step in steps:
+            _files.set_aside(root, step, _files.DAMAGED)
