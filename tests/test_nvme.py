@@ -157,6 +157,65 @@ def test_refuses_sizes_and_other_states(tmp_path, adamw):
         opt.init({"w": jnp.ones(3)})
 
 
+def test_parameters_of_another_step_are_refused(tmp_path, adamw):
+    """Without master parameters the store has none of its own: it knows by a sum of their bits which it gave."""
+    opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
+    third = train(opt, opt.init(params()), 3)
+    fifth = train(opt, third, 5, first=3)
+    for wrong in (third, params(), {**fifth, "s": jnp.float32(7)}):
+        with pytest.raises(
+            ValueError, match=r"step 5, .* not the parameters .* restore those of step 5, .* master_dtype"
+        ):
+            opt.init(wrong)
+    sixth = train(opt, opt.init(fifth), 6, first=5)
+    opt.close()
+    unspoiled = offload.nvme(adamw, offload.Store(tmp_path / "other", chunk_bytes=CHUNK))
+    assert equal(train(unspoiled, unspoiled.init(params()), 6), sixth)
+    unspoiled.close()
+
+
+@pytest.mark.parametrize("kinds", [(jnp.asarray, np.asarray), (np.asarray, jnp.asarray)])
+def test_numpy_and_jax_parameters_are_one_model(tmp_path, adamw, kinds):
+    first, second = kinds
+    opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
+    found = train(opt, opt.init(jax.tree.map(first, params())), 2)
+    found = train(opt, opt.init(jax.tree.map(second, found)), 4, first=2)
+    opt.close()
+    assert equal(found, plain(adamw, params(), 4))
+    assert all(isinstance(x, np.ndarray) == (second is np.asarray) for x in jax.tree.leaves(found))
+
+
+FORKED = """
+import os, sys, time, jax.numpy as jnp, optax
+from jaxdist import offload
+opt = offload.nvme(optax.sgd(0.1), offload.Store(sys.argv[1]))
+opt.init({"w": jnp.ones(3)})
+child = os.fork()
+if not child:
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_store(tmp_path):
+    """Such as a worker that loads data, which outlives its parent for a while."""
+    opt = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", FORKED, tmp_path], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            with pytest.raises(ValueError, match="is in use"):
+                opt.init({"w": jnp.ones(3)})
+            parent.kill()
+            parent.wait()
+            opt.init({"w": jnp.ones(3)})
+        finally:
+            parent.kill()
+            os.kill(child, signal.SIGKILL)
+    opt.close()
+
+
 def test_disk_full_is_typed_and_harmless(tmp_path, adamw, expected, monkeypatch):
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
     found = train(opt, opt.init(params()), 3)
@@ -249,9 +308,13 @@ def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):
 def test_processes_go_back_to_a_step_that_all_have(monkeypatch):
     """One of them was killed before it could commit step 7; another has begun to write step 8."""
     monkeypatch.setattr(disk.jax, "process_count", lambda: 3)
-    everyone = [np.array([[6, 7], [6, 5], [6, 7]]), np.array([[6, 7], [-1, 5], [8, 7]])]
-    monkeypatch.setattr(disk.multihost_utils, "process_allgather", lambda own: everyone[own[0]])
+    far = 3_000_000_000
+    everyone = [np.array([[6, 7], [6, 5], [6, 7]]), np.array([[6, 7], [-1, 5], [8, 7]]), np.array([[far, -1]] * 3)]
+    monkeypatch.setattr(
+        disk.multihost_utils, "process_allgather", lambda own: everyone[own[0]].view(np.int32).reshape(3, 4)
+    )
     assert disk._common(np.array([0, 0])) == 6
+    assert disk._common(np.array([2, 0])) == far
     with pytest.raises(ValueError, match="no step in common"):
         disk._common(np.array([1, 0]))
 

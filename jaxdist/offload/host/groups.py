@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..._primitives import ELEMENTWISE
-from .program import TYPES, Node, Program
+from ..._primitives import CASTS, ELEMENTWISE
+from .program import Node, Program
 
 
 class Chunk(NamedTuple):
@@ -59,6 +59,6 @@ def entrywise(program: Program, chunk: Chunk) -> tuple[int, ...] | None:
         arrays = program.arrays((*node.reads, *node.outputs))
         shapes |= {program.types[value].shape for value in arrays}
         constant = node.name == "broadcast_in_dim" and not program.arrays(node.reads)
-        if node.name not in ELEMENTWISE | TYPES and not constant:
+        if node.name not in ELEMENTWISE | CASTS and not constant:
             return None
     return shapes.pop() if len(shapes) == 1 else None

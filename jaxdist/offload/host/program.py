@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._compat import Literal
-from ..._primitives import ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
+from ..._primitives import CASTS, ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
 
-# They change types alone.
-TYPES = frozenset(("pvary", "pcast"))
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "iota"))
-CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS | TYPES
+CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS | CASTS
 LOOPS = frozenset(("scan", "while"))
 
 
@@ -115,7 +113,7 @@ def _alive(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
 
 
 def _communicates(equation: Any) -> bool:
-    if equation.primitive.name in TYPES:
+    if equation.primitive.name in CASTS:
         return False
     named = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
     if any(isinstance(name, str) for names in named for name in (names if isinstance(names, tuple) else (names,))):

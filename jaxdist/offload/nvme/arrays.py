@@ -50,7 +50,8 @@ def unmarked(tree: PyTree) -> tuple[list[Any], list[tuple[int, ...]], Any]:
 def shards_of(leaf: Any) -> list[Shard]:
     """The different parts of a leaf in this process."""
     if not isinstance(leaf, jax.Array):
-        return [Shard((), leaf.shape, ())]
+        # As JAX has it, so that a store takes parameters of either kind.
+        return [Shard((slice(None),) * leaf.ndim, leaf.shape, ())]
     found: dict[str, Shard] = {}
     for one in leaf.addressable_shards:
         before = found.get(str(one.index))
@@ -79,6 +80,26 @@ def source(leaf: Any, shard: Shard) -> Callable[[int, int], np.ndarray]:
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(x, start, size):
     return lax.dynamic_slice(x.reshape(-1), (start,), (size,))
+
+
+def sum_of_bits(x: np.ndarray) -> int:
+    """Of the entries as whole numbers, modulo 2^64: what tells the parameters of one step from those of another."""
+    return int(np.add.reduce(x.view(f"u{x.dtype.itemsize}"), dtype=np.uint64, axis=None))
+
+
+def added(sums: Sequence[int]) -> int:
+    """The sum of bits of what has these, part by part."""
+    return sum(sums) % 2**64
+
+
+def summed(sink: Sink, sums: list[int]) -> Sink:
+    """A sink that leaves the sums of what it takes."""
+
+    def put(start: int, x: np.ndarray) -> None:
+        sums.append(sum_of_bits(x))  # by several threads, in any order
+        sink.put(start, x)
+
+    return Sink(put, sink.done)
 
 
 def placed(leaf: Any, sharding: Any) -> Any:

@@ -1,5 +1,6 @@
 """What is on disk, back in memory."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from ..._typing import PyTree, State
 from . import arrays
 from .disk import Disk
+from .entries import BLOCK
 from .layout import Piece, pieces, planes
 from .model import Model
 
@@ -31,6 +33,17 @@ def stored_params(model: Model, disk: Disk) -> PyTree:
 
     _scan(disk, take)
     return assembled(model, model.leaves, sinks)
+
+
+def sums_of_params(model: Model) -> list[list[int]]:
+    """The sums of bits of the parameters in memory, for each shard of each leaf."""
+
+    def one(leaf: Any, shard: arrays.Shard) -> int:
+        source, size = arrays.source(leaf, shard), math.prod(shard.shape)
+        return arrays.added([arrays.sum_of_bits(source(at, min(BLOCK, size - at))) for at in range(0, size, BLOCK)])
+
+    pairs = zip(model.leaves, model.shards, strict=True)
+    return [[one(leaf, shard) for shard in shards] for leaf, shards in pairs]
 
 
 def _scan(disk: Disk, take: Callable[[Piece, list[np.ndarray]], None]) -> None:

@@ -11,7 +11,7 @@ import optax
 
 from ..._typing import PyTree, State
 from . import arrays
-from .back import assembled, stored_params, whole_state
+from .back import assembled, stored_params, sums_of_params, whole_state
 from .disk import Disk
 from .entries import runner
 from .entrywise import Split
@@ -59,7 +59,8 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
 
     Raises:
       ValueError: sizes that cannot work; from `init` and `apply`, an optimizer that needs more than entries (it names
-        the primitive), a folder that holds another state or is in use, gradients of other shapes.
+        the primitive), a folder that holds another state or is in use, parameters of another step than the state in
+        the folder (without `master_dtype`), gradients of other shapes.
       StoreFullError: no room on disk.
       StoreDamagedError: a file that is missing, too short or changed.
       StoreError: anything else that the disk refuses.
@@ -105,9 +106,16 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
             if not exists:
                 numbers = [np.asarray(x) for x in jax.jit(made.head)(_picked(made, model.leaves, model.shapes))]
                 step = runner(layout, made.programs, compiled)
-                disk.advance(step(numbers, [_sources(model, model.leaves)], None, fresh=True), _others(made, numbers))
+                gave = None if model.master else sums_of_params(model)
+                visit = step(numbers, [_sources(model, model.leaves)], None, fresh=True)
+                disk.advance(visit, _others(made, numbers), lambda: gave)
             elif model.master:
                 params = stored_params(model, disk)
+            elif disk.gave not in (None, sums_of_params(model)):
+                raise ValueError(
+                    f"{folder} holds the state of step {disk.step}, and these are not the parameters that it gave: "
+                    f"restore those of step {disk.step}, or keep them on disk too, with master_dtype"
+                )
         except BaseException:
             disk.unlock()
             raise
@@ -138,7 +146,14 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
             [arrays.sink(leaf, shard, donate=donate) for shard in shards]
             for leaf, shards in zip(leaves, model.shards, strict=True)
         ]
-        disk.advance(step(ready, sources, sinks), _others(plan, ready))
+        sums: list[list[list[int]]] = [[[] for _ in each] for each in sinks]
+        if not model.master:
+            sinks = [list(map(arrays.summed, *pair)) for pair in zip(sinks, sums, strict=True)]
+        disk.advance(
+            step(ready, sources, sinks),
+            _others(plan, ready),
+            lambda: None if model.master else [list(map(arrays.added, each)) for each in sums],
+        )
         return assembled(model, leaves, sinks)
 
     def flush() -> int:

@@ -21,13 +21,17 @@ Visit = Callable[[int, np.ndarray], None]
 
 
 class Disk:
-    """Two slots in a folder; `step` and `numbers` are those of the committed one."""
+    """Two slots in a folder; `step` and `numbers` are those of the committed one.
+
+    `gave`: sums of the bits of the parameters that belong to it, for each shard of each leaf, where they are not on
+    disk themselves.
+    """
 
     def __init__(self, folder: Path, *, direct: bool | None, durable: bool, wait: bool, progress: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
         # Also when nobody has called `close` and all of it is forgotten.
-        self.unlock = weakref.finalize(self, os.close, files.lock(folder))
+        self.unlock = weakref.finalize(self, files.Lock(folder).release)
         self.direct = files.takes_direct(folder) if direct is None else direct
         if self.direct and not files.takes_direct(folder):
             self.unlock()
@@ -36,6 +40,7 @@ class Disk:
         self.slot, self.step = 0, -1
         self.numbers: list[np.ndarray] = []
         self.sums: list[int] = []
+        self.gave: list[list[int]] | None = None
         self.pending: Future | None = None
         self.read_bytes = self.written_bytes = self.buffer_bytes = 0
 
@@ -67,6 +72,7 @@ class Disk:
             )
         self.step, self.sums = step, manifest["checksums"]
         self.numbers = files.decode(manifest["numbers"])
+        self.gave = manifest.get("gave")  # not in stores of before
         return True
 
     def flush(self) -> None:
@@ -75,8 +81,11 @@ class Disk:
         if pending is not None:
             pending.result()
 
-    def advance(self, visit: Visit, numbers: Sequence[np.ndarray]) -> None:
-        """Passes all chunks through `visit`, into the other slot, and commits it with these numbers."""
+    def advance(self, visit: Visit, numbers: Sequence[np.ndarray], gives: Callable[[], list[list[int]] | None]) -> None:
+        """Passes all chunks through `visit`, into the other slot, and commits it with these numbers.
+
+        `gives` tells, when all is computed, the sums of the parameters that belong to the step.
+        """
         self.flush()
         first, step, target = self.step < 0, self.step + 1, 1 - self.slot if self.step >= 0 else 0
         path, chunks, sums = files.slot_path(self.folder, target), self.layout.chunks, [0] * len(self.layout.chunks)
@@ -121,8 +130,10 @@ class Disk:
                     one.result()
                 if self.durable and self.direct:
                     _sync(into, path, step)
+                gave = gives()
                 manifest = {
                     "step": step,
+                    "gave": gave,
                     "layout": self.layout.signature,
                     "chunk_bytes": self.size,
                     "checksums": sums,
@@ -132,7 +143,7 @@ class Disk:
             finally:
                 for close in done:
                     close()
-            self.slot, self.step, self.sums, self.numbers = target, step, sums, list(numbers)
+            self.slot, self.step, self.sums, self.numbers, self.gave = target, step, sums, list(numbers), gave
 
         reader.shutdown()
         self.pending = writer.submit(commit)
@@ -170,7 +181,8 @@ def _common(steps: np.ndarray) -> int:
     """The last step that every process has: one that was killed may be a step behind the others."""
     if jax.process_count() == 1:
         return int(steps.max())
-    everyone = np.asarray(multihost_utils.process_allgather(steps.astype(np.int32)))
+    words = multihost_utils.process_allgather(steps.astype(np.int64).view(np.int32))  # JAX has no 64 bits
+    everyone = np.ascontiguousarray(words).view(np.int64)
     for step in sorted({int(x) for x in everyone.ravel()}, reverse=True):
         if all(step in row for row in everyone):
             return step

@@ -198,17 +198,50 @@ def sync_folder(folder: Path) -> None:
         os.close(found)
 
 
-def lock(folder: Path) -> int:
-    """Keeps others out of a folder until the file descriptor that it returns is closed."""
-    import fcntl  # not on every system on which the rest of the library runs
+class Lock:
+    """Keeps others out of a folder until it is released, or this process ends.
 
-    found = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(found)
-        raise ValueError(f"{folder} is in use, by another process or another `nvme`: call its `close` first") from error
-    return found
+    A child that is forked (to load data, say) inherits the file descriptor, and would keep the lock when its parent is
+    killed: it closes its copy at once, which leaves the parent's lock as it is. Locks of `lockf` are not inherited, but
+    end as soon as the process closes the file anywhere, as one does that copies the folder.
+    """
+
+    def __init__(self, folder: Path):
+        import fcntl  # not on every system on which the rest of the library runs
+
+        path = folder / "lock"
+        found = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(found)
+            raise ValueError(
+                f"{folder} is in use, by another process or another `nvme`: call its `close` first"
+            ) from error
+        except OSError as error:
+            os.close(found)
+            raise refused(error, path, -1) from error
+        self.slot: int | None = found
+        _locks.add(self)
+
+    def release(self) -> None:
+        """Once, also where it is called again."""
+        slot, self.slot = self.slot, None
+        _locks.discard(self)
+        if slot is not None:
+            os.close(slot)
+
+
+_locks: set[Lock] = set()
+
+
+def _release_all() -> None:
+    for one in tuple(_locks):
+        one.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_all)
 
 
 def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..._beside import NONE, beside
 from ..._marks import is_mark
 from ..._typing import PyTree
 from .arrays import Shard, shards_of, unmarked
@@ -67,22 +68,11 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     outer = jax.tree.structure(params, is_leaf=is_mark)
     held = outer.unflatten(structs)
     state = jax.eval_shape(inner.init, held)
-
-    def one(leaf, k):
-        return leaf if isinstance(leaf, optax.MaskedNode) else k if leaf.shape == structs[k].shape else -1
-
-    beside = optax.tree.map_params(
-        inner,
-        one,
-        state,
-        outer.unflatten(range(len(structs))),
-        transform_non_params=lambda x: jax.tree.map(lambda _: -1, x),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-    found = jax.tree.leaves(beside)
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(beside(inner.init, state, held)), strict=True))
+    found = [k if k != NONE and leaf.shape == structs[k].shape else NONE for leaf, k in pairs]
     for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
-        if k < 0 and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if k == NONE and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError("the optimizer keeps a random key: what is drawn cannot be streamed")
     shards = [shards_of(leaf) for leaf in leaves]
     places = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]

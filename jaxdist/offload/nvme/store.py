@@ -61,7 +61,8 @@ class Streamed(NamedTuple):
 
     Attributes:
       init: `init(params) -> params`. Makes the state, or finds it in the folder. Returns the parameters to go on with:
-        those on disk if they are there (`master_dtype`), else the ones given.
+        those on disk if they are there (`master_dtype`), else the ones given, which must be those that the last step
+        on disk gave, in every bit.
       apply: `apply(params, grads, *, donate=False, **extra_args) -> params`: one step. `donate`: numpy parameters,
         memory maps too, are overwritten; if the step fails they are torn, and `init` restores them (`master_dtype`).
       flush: `flush() -> step`: waits until the last step is committed; which one that is.
