@@ -1,5 +1,7 @@
 """The virtual clock against what can be computed by hand, and against itself."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import topology
 from jaxdist.asynchronous import Compute, Message, Role, Rule, Send, durations, links, replay, rules
+from jaxdist.asynchronous.rule import SERVER, Counted, Site
 
 SGD = optax.sgd(0.1)
 GOALS = np.array([0.0, 1.0, 5.0, 2.0], np.float32)
@@ -256,6 +259,51 @@ def test_delay_compensation():
     # Worker 0 takes x from 1 to 0.4 by a rate of 0.25; then worker 1, who read 1, arrives.
     run = replay.run(rules.dc_asgd(optax.sgd(0.25)), task, steps=2, **taus(1, 1.5))
     assert float(run.params) == pytest.approx(0.4 - 0.25 * (2.4 - 0.04 * 2.4**2 * 0.6), abs=1e-6)
+
+
+def broken(seed, worker, job):
+    return np.full(3, np.nan if worker == 1 and job >= 3 else GOALS[worker], np.float32)
+
+
+@pytest.mark.parametrize("name", [*RULES])
+def test_a_gradient_that_is_not_finite_is_named(name):
+    with pytest.raises(
+        replay.NonFiniteGradient, match=r"the gradient of worker 1 at its step \d+ is not finite"
+    ) as error:
+        replay.run(RULES[name], TASK._replace(batch=broken), workers=4, seconds=400)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert again.worker == 1
+    assert again.step == error.value.step >= 3
+    assert str(again) == str(error.value)
+
+
+def test_a_model_that_has_diverged_is_named_as_such():
+    with pytest.raises(replay.NonFiniteGradient, match=r"the model that worker 0 read for its step .* is not finite: "):
+        replay.run(rules.asgd(optax.sgd(1e30)), TASK, workers=1, seconds=40)
+
+
+def served(rule, *messages, params=1.0):
+    """What the server of two workers makes of messages `(worker, kind, gradient, version)`."""
+    state, _ = rule.server.init(Site(SERVER, 2), np.float32(params))
+    books = []
+    for worker, kind, value, version in messages:
+        state, actions = rule.server.receive(state, worker, Message(kind, np.float32(value), version))
+        books += [action for action in actions if isinstance(action, Counted)]
+    return float(rule.server.params(state)), [action.accepted for action in books]
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_without_delay_a_corrected_step_is_a_plain_one(decay):
+    """Worker 0 failed and pulled after a step of worker 1: the model that its gradient is of is the current one."""
+    corrected = rules.dc_asgd(optax.sgd(0.5), compensation=1.0, decay=decay)
+    run = (1, "gradient", 2.0, 0), (0, "pull", 0.0, 0), (0, "gradient", 3.0, 1)
+    assert served(corrected, *run) == served(rules.asgd(optax.sgd(0.5)), *run) == (1 - 1 - 1.5, [True, True])
+
+
+def test_a_gradient_of_a_model_before_the_last_pull_is_not_corrected_by_the_wrong_one():
+    """The worker got the reply to its last gradient, and sent another one before that to its pull arrived."""
+    run = (0, "gradient", 2.0, 0), (1, "gradient", 2.0, 0), (0, "pull", 0.0, 1), (0, "gradient", 3.0, 1)
+    assert served(rules.dc_asgd(optax.sgd(0.5), compensation=0.0), *run) == (1 - 2, [True, True, False])
 
 
 def test_rates_follow_the_delay():

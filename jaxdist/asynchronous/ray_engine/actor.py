@@ -1,5 +1,6 @@
 """The process of one place: a thread for the rule, a thread for gradients, and what Ray calls."""
 
+import contextlib
 import os
 import queue
 import threading
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from ..portable import flat, read, write
+from ..replay.errors import NonFiniteGradient
 from ..replay.task import Task, gradients
 from ..rule import SERVER, Rule, Site
 from ..values import force
@@ -64,7 +66,8 @@ class Actor:
         self.gradient = gradients(self.setup.task, self.setup.seed)
         self.params = jax.tree.map(jax.numpy.asarray, self.setup.task.params)
         if index != SERVER:  # compiled before the clock starts
-            jax.block_until_ready(force(self.gradient(self.params, index, 0)))
+            with contextlib.suppress(NonFiniteGradient):  # it is one of the run, too, which then says so
+                jax.block_until_ready(force(self.gradient(self.params, index, 0)))
         if self.entry.peers:
             self.begin(self.entry.peers, self.entry.begun)
 

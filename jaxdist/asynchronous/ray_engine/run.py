@@ -104,6 +104,7 @@ def run(
       ValueError: an argument cannot work, or Ray is not installed.
       WorkerLost: a place could not be started, or died too often.
       Stalled: nobody gets any further.
+      NonFiniteGradient: a worker's gradient has a NaN or an infinity.
 
     Example:
       >>> import optax

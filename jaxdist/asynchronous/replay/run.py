@@ -176,6 +176,7 @@ def run(
     Raises:
       ValueError: an argument cannot work, or nothing says how far.
       Deadlock: somebody waits for ever.
+      NonFiniteGradient: a gradient that the rule uses has a NaN or an infinity.
 
     Example:
       >>> import jax.numpy as jnp, optax

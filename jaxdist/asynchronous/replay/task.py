@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 
-from ..._typing import PyTree
+from ..._typing import Array, PyTree
 from ..values import Lazy, Spec, force, spec_of
+from .errors import NonFiniteGradient
 
 
 class Task(NamedTuple):
@@ -29,18 +31,34 @@ class Task(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def _gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(jax.grad(loss))
+    def checked(params: PyTree, batch: Any) -> tuple[PyTree, Array]:
+        gradient = jax.grad(loss)(params, batch)
+        return gradient, _all_finite(gradient)
+
+    return jax.jit(checked)
+
+
+def _all_finite(tree: PyTree) -> Array:
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)], bool).all()
 
 
 def gradients(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
-    """`gradient(params, worker, job)`: lazy, or shapes of shapes."""
+    """`gradient(params, worker, job)`: lazy, or shapes of shapes; an error where it is not finite."""
     gradient, shapes = _gradient(task.loss), spec_of(task.params)
+
+    @no_type_check
+    def read(params: Any, worker: int, job: int) -> Any:
+        params = force(params)
+        found, finite = gradient(params, task.batch(seed, worker, job))
+        if not finite:
+            raise NonFiniteGradient(worker, job, diverged=not _all_finite(params))
+        return found
 
     @no_type_check
     def at(params: Any, worker: int, job: int) -> Any:
         if type(params) is Spec:
             return params
         recipe = (params, worker, job)
-        return Lazy(lambda: gradient(force(params), task.batch(seed, worker, job)), shapes, recipe)
+        return Lazy(lambda: read(*recipe), shapes, recipe)
 
     return at

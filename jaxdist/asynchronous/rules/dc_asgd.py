@@ -9,7 +9,7 @@ import optax
 from ..._typing import Number, PyTree
 from ..rule import Actions, Counted, Message, Rule, Site
 from ..values import numeric
-from .base import Core, put, reply, server_rule, stepper
+from .base import Core, fresh, outdated, put, reply, server_rule, stepper
 
 EPSILON = 1e-7
 
@@ -29,7 +29,7 @@ def dc_asgd(
 
     The second term estimates how the gradient changed since, with `g ⊙ g` in place of the Hessian. With `decay` λ
     becomes `λ / sqrt(v + 1e-7)`, `v <- m v + (1 - m) g ⊙ g` (DC-ASGD-a), which does not depend on the scale of the
-    loss.
+    loss. A gradient from before a worker's failure that arrives after the worker has pulled anew is thrown away.
 
     On the wire: a gradient up and a model down per step.
 
@@ -83,6 +83,9 @@ def dc_asgd(
 
     def on_gradient(state: DCASGDState, worker: int, message: Message) -> tuple[DCASGDState, Actions]:
         core, square, backup = state.core, state.mean_square, state.backups[worker]
+        late, ignored = outdated(core, worker, message)
+        if ignored:  # the model that it is of is not kept any more
+            return state, late
         gradient, read, version = message.value, message.version, core.version
         if square is None:
             gradient = constant(gradient, core.params, backup)
@@ -93,4 +96,8 @@ def dc_asgd(
         backups = put(state.backups, worker, core.params)
         return DCASGDState(core, backups, square), (Counted(worker, read, version), stepped, sent)
 
-    return server_rule("dc_asgd", init, on_gradient)
+    def on_pull(state: DCASGDState, worker: int, message: Message) -> tuple[DCASGDState, Actions]:
+        core, sent = fresh(state.core, worker)
+        return state._replace(core=core, backups=put(state.backups, worker, core.params)), (sent,)
+
+    return server_rule("dc_asgd", init, on_gradient, on_pull=on_pull)

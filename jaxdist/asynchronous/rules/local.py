@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._typing import PyTree
+from ..._typing import Number, PyTree
 from ...compressors.base import working_dtype
+from ...schedule.periods import check_whole
 from ..rule import (
     COMPUTED,
     RECOVERED,
@@ -95,7 +96,7 @@ def local_rule(
     step: LocalStep,
     outer: optax.GradientTransformation,
     *,
-    sync_period: int,
+    sync_period: Number,
     delay: int | None,
 ) -> Rule:
     """Local steps and averages of drifts `a - x_i`.
@@ -115,6 +116,7 @@ def local_rule(
     Raises:
       ValueError: `sync_period` is below 1, or `delay` not in `[0, sync_period)`.
     """
+    check_whole("sync_period", sync_period)
     if sync_period < 1:
         raise ValueError(f"sync_period must be at least 1, got {sync_period}")
     if delay is not None and not 0 <= delay < sync_period:

@@ -70,7 +70,7 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
         out = []
         for k, leaf in enumerate(jax.tree.leaves(params)):
             sides = view(leaf.shape)
-            out.append(jnp.zeros(0) if sides is None else basis(drawn((sides[1], rank), words, 0, k), leaf.dtype))
+            out.append(jnp.zeros(()) if sides is None else basis(drawn((sides[1], rank), words, 0, k), leaf.dtype))
         return out
 
     def half(left: bool) -> tuple[Any, Any]:
