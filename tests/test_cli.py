@@ -1,6 +1,7 @@
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import cli
 from jaxdist.cli.options import DEMO
-from jaxdist.workloads import parse, results, saved, train
+from jaxdist.workloads import methods, parse, replayed, results, saved, sync, train
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
 
@@ -90,14 +91,15 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
     assert max(int(leaf) for name, leaf in found.state.items() if name.endswith(".count")) == 4
 
 
-def test_train_saves_and_leaves_at_sigterm(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_train_saves_and_leaves_at_a_signal(tmp_path, number):
     log = tmp_path / "log.jsonl"
     command = [sys.executable, "-m", "jaxdist.cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
     with subprocess.Popen([*command, "--no-baseline", "--out", str(tmp_path)], stdout=subprocess.PIPE) as run:
         while not (log.exists() and log.read_text().count("\n") > 2):
             assert run.poll() is None
             time.sleep(0.05)
-        run.terminate()
+        run.send_signal(number)
         printed = run.communicate()[0].decode()
     last = results.read_log(log)[-1]
     assert (run.returncode, last["kind"]) == (0, "step")
@@ -135,6 +137,8 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
         (["train", "--reducer", "ef"], "name what the feedback goes around"),
         (["train", "--reducer", "ef:nothing"], "unknown reducer 'nothing'"),
         (["train", "--optimizer", "adamw"], "needs a learning rate, as in adamw:3e-4"),
+        (["train", "--optimizer", "sgd:fast"], "the learning rate must be a number, got 'fast'"),
+        (["train", "--reducer", "ef:loco:sign"], "loco is feedback already; use one, around what compresses"),
         (["train", "--optimizer", "adamv:0.1"], "unknown optimizer 'adamv:0.1'; optax has"),
         (["train", "--model", "gpt:huge"], "unknown size 'huge'; known: tiny, demo"),
         (["train", "--model", "gpt:tiny,depth=2"], "unknown field 'depth'; known: layers"),
@@ -188,6 +192,34 @@ def test_help_lists_the_reducers(command, capsys):
 @pytest.mark.parametrize("name", [*DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
 def test_every_spelling_makes_a_reducer(name):
     assert isinstance(parse.parse_reducer(name), jd.Reducer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [part * 100_000 for part in (":", "ef:", "two_shot:", "qsgd:4+", "qsgd:(", "qsgd:-", "qsgd:1,", "x")]
+    + ["ef:" * 100_000 + "sign", "qsgd:" + "1+" * 100_000 + "1", "diloco:H=5/" + "ef:" * 100_000]
+    # Short enough to be looked at, and nested too deep for Python's own parser.
+    + ["ef:" * 300 + "sign", "top_k:0.1+" * 90 + "loco", "qsgd:" + "-" * 900 + "1", "qsgd:" + "(" * 900]
+    + ["qsgd:{[]}", "qsgd:\0", "qsgd:1" + "1" * 900],
+)
+def test_no_spelling_is_too_odd_for_a_short_message(text):
+    parsers = [parse.parse_reducer, parse.parse_code, parse.parse_optimizer, replayed.parse_durations]
+    parsers += [lambda text: methods.parse_method(text, "sgd:0.1"), lambda text: sync.parse_sync(text, "sgd:0.1")]
+    parsers += [lambda text: methods.parse_method("diloco:H=5", text), lambda text: parse.parse_workload("text", text)]
+    parsers += [lambda text: replayed.parse_rule(text, optax.sgd(0.1)), replayed.parse_links]
+    parsers += [lambda text: replayed.parse_factor("--slow", text), lambda text: parse.parse_optimizer("sgd:" + text)]
+    for parser in parsers:
+        with pytest.raises(ValueError, match=r".") as told:
+            parser(text)
+        assert len(str(told.value)) < 5000
+
+
+def test_a_hundred_thousand_colons_are_one_line(capsys):
+    for spelled in (["--reducer", "ef:" * 100_000], ["--optimizer", ":" * 100_000], ["--sync", "diloco:" * 100_000]):
+        assert cli.main(["train", *spelled]) == 2
+        printed = capsys.readouterr().err
+        assert "characters; a spelling has at most 1,000" in printed
+        assert (printed.count("\n"), len(printed) < 200) == (1, True)
 
 
 def test_any_optax_optimizer():

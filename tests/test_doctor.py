@@ -1,6 +1,7 @@
 """`jaxdist doctor`, and metrics as lines of JSON."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,16 @@ def quick(monkeypatch, pods):
     monkeypatch.setattr(diagnosis, "measure_link", lambda mesh, axis: jd.analysis.cost.Link("measured", 2e-5, 3e9))
 
 
-def test_doctor_finds_nothing_wrong(quick, capsys):
+def test_doctor_finds_nothing_wrong(quick, capsys, monkeypatch):
+    monkeypatch.setattr(diagnosis.memory, "is_glibc", lambda: True)
+    for name in diagnosis.memory.chosen(os.environ):
+        monkeypatch.delenv(name)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for part in ("jax 0.", "8 of cpu, 8 in this process", "gloo", "all right", "axis 'chip'", "20 µs a hop, 3.00 GB/s"):
         assert part in out
     assert "JAX_COMPILATION_CACHE_DIR=FOLDER" in out
-    assert "nothing wrong, 2 to look at" in out
+    assert "nothing wrong, 3 to look at" in out
 
 
 def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
@@ -71,6 +75,17 @@ def test_settings_are_shown():
     found = {line.what: line for line in diagnosis.settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
     assert found["variables"].found == "XLA_FLAGS=--xla_dump_to=/x"
     assert found["compile cache"].verdict == "look"
+
+
+def test_the_allocator_is_told_of_where_it_gives_memory_back(monkeypatch):
+    monkeypatch.setattr(diagnosis.memory, "is_glibc", lambda: True)
+    (line,) = diagnosis.allocator({"HOME": "/root"})
+    assert line.verdict == "look"
+    assert "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_ARENA_MAX=1" in line.advice
+    assert diagnosis.allocator(diagnosis.memory.KEEPING)[0].verdict == "good"
+    assert diagnosis.allocator({"MALLOC_ARENA_MAX": "2"}) == [("freed memory", "MALLOC_ARENA_MAX=2", "", "")]
+    monkeypatch.setattr(diagnosis.memory, "is_glibc", lambda: False)
+    assert diagnosis.allocator({}) == []
 
 
 def test_what_only_concerns_several_processes(monkeypatch):

@@ -1,6 +1,7 @@
 """Schedules of the number of local steps against their papers' formulas."""
 
 import math
+from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,9 @@ def test_unequal_steps_move_the_optimum(steps, expected):
     ("make", "message"),
     [
         (lambda: schedule.constant(0), "period must be at least 1, got 0"),
+        (lambda: unwrap(schedule.constant)(2.5), "period must be a whole number of steps, got 2.5"),
+        (lambda: unwrap(schedule.doubling)(2.5, 4), "every must be a whole number of steps, got 2.5"),
+        (lambda: unwrap(schedule.ada_comm)(2.5), "period must be a whole number of steps, got 2.5"),
         (lambda: schedule.post_local(-1, 2), "switch_step must not be negative, got -1"),
         (lambda: schedule.quadratic(lambda step: 0.1, 0, 2), "alpha must be positive, got 0"),
         (lambda: schedule.quadratic(lambda step: 0.1, 1, 8, most=4), r"most must be in \[base=8"),

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 from reference.schedule import best_order, unit_steps
@@ -11,9 +12,12 @@ from jaxdist.schedule import (
     Profile,
     bound,
     choose_defer,
+    merged,
     optimum,
     pipelined_time,
     profile_of,
+    starting_point,
+    step_timeline,
     timeline,
 )
 
@@ -159,6 +163,42 @@ def test_pipelined_steps_lie_between_the_optimum_and_plain_ones():
         assert optimum(profile, bandwidth=1) <= best <= plain
         shorter += best < plain
     assert shorter > 30
+
+
+def test_a_step_that_sends_the_first_layers_first_hides_nothing():
+    """Twelve blocks and an output layer: a queue beside the program, and what a program itself can do."""
+    forward = [0, *[3e-3] * 12, 4e-3]
+    profile = profile_of(forward=forward, backward=[2 * t for t in forward], sizes=[6e6, *[12e6] * 12, 50e6])
+    link: Any = {"bandwidth": 1.25e9, "overhead": 1e-4}
+    start: Any = starting_point(profile, **link)
+    orders = [step_timeline(profile, order=order, **start, **link) for order in ("priority", "fifo")]
+    found = [timeline(profile, **start, **link), *orders, step_timeline(profile, **link)]
+    assert [int(1e3 * run.makespan) for run in found] == [178, 286, 214, 209]
+    assert found[1].messages[0].start == max(profile.ready)
+
+
+def test_a_step_takes_its_messages_in_turn():
+    # Layers 2, 1 and 0 are ready at 2, 4 and 6; two messages may be under way, and each takes 3 to arrive.
+    run = step_timeline(CASES["late and large"], bandwidth=1, partition_bytes=4, credit_bytes=8, latency=3)
+    assert [(m.layer, m.part, m.start, m.end) for m in run.messages] == [
+        (2, 0, 2, 6), (2, 1, 6, 8), (1, 0, 9, 10), (0, 0, 11, 12),
+    ]  # fmt: skip
+    assert (run.done, run.makespan) == ((15, 13, 11), 15 + 6)
+    chosen = step_timeline(CASES["late and large"], bandwidth=1, order=[1, 2, 0])
+    assert [m.start for m in chosen.messages] == [4, 5, 11]
+    with pytest.raises(ValueError, match=r"once for each of its messages, \[1, 1, 1\], got \[0, 1\]"):
+        step_timeline(CASES["late and large"], bandwidth=1, order=[0, 1])
+
+
+def test_no_step_beats_the_optimum_behind_a_barrier_and_fifo_attains_it():
+    for profile in instances(150, seed=10):
+        least = optimum(profile, bandwidth=1, barrier=True)
+        assert step_timeline(profile, bandwidth=1).makespan == least
+        assert timeline(profile, bandwidth=1, policy="fifo", barrier=True).makespan == least
+        cut = step_timeline(profile, bandwidth=1, order="priority", partition_bytes=2, credit_bytes=3, overhead=0.5)
+        assert cut.makespan >= least
+        groups = [range(len(profile.ready))]
+        assert step_timeline(merged(profile, groups), bandwidth=1).makespan >= least
 
 
 def test_a_profile_from_the_times_of_layers():

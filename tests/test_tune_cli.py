@@ -1,13 +1,15 @@
 """`jaxdist tune`, and the costs of layers that it goes by."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxdist as jd
 from jaxdist import cli
-from jaxdist.workloads import gpt, layers, parse
+from jaxdist.workloads import advice, gpt, layers, parse
 
 TINY = ["tune", "--model", "gpt:tiny,context=8,width=16,layers=3", "--batch", "8", "--workers", "4"]
 
@@ -50,17 +52,68 @@ def test_a_loop_over_layers_counts_each_round():
     assert layer.flops == 5 * 2 * 2 * 4 * 4
 
 
-def test_tune_prints_the_schedules_and_the_winner(capsys, tmp_path):
-    link = ["--flops", "1e9", "--bandwidth", "500mbit", "--latency", "5us", "--overhead", "20us"]
+LINK = {"--flops": "1e9", "--bandwidth": "500mbit", "--latency": "5us", "--overhead": "20us"}
+
+
+def tuned(capsys, tmp_path, **change):
+    """The rows of the table, and what is recommended: seconds and expression."""
+    link = [word for option in {**LINK, **change}.items() for word in option]
     assert cli.main([*TINY, *link, "--evaluations", "8", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     rows = re.findall(r"^ (\S.*?)  .* ([\d,.]+) +-?[\d,.]+ +([\d.]+)x", printed, re.M)
-    times = {name: float(seconds) for name, seconds, _ in rows}
+    said = re.findall(r"^(\w+ \w+ \w+|\w+ steps), ([\d,.]+) ms: (jd\..*)$", printed, re.M)
+    return {name: float(seconds) for name, seconds, _ in rows}, {where: (float(ms), what) for where, ms, what in said}
+
+
+def test_tune_prints_the_schedules_and_the_winner(capsys, tmp_path):
+    times, said = tuned(capsys, tmp_path)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert len(times) == 6
-    assert times["no order can beat"] <= times["partitions, tuned"] <= times["partitions, at the start"]
-    assert times["partitions, tuned"] < times["a message for each layer, and a barrier"]
-    assert re.search(r"jd.scheduled\(jd.exact\(\), partition_bytes=\d+, credit_bytes=\d+\)", printed)
+    best = times["layers together or in parts, tuned"]
+    assert times["no order can beat"] <= times["no order inside a step can beat"] <= best
+    assert best <= times["a message for each layer"] < times["one message (exact)"]
+    assert list(said) == ["inside a step"]
+    assert said["inside a step"][0] == best
+
+
+def all_reduces(reducer, like):
+    """The bytes of each message of the compiled program, in the order of its schedule."""
+
+    def step(state, gradient):
+        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], gradient), state, jd.comm.over("data"))
+        return state, out.mean
+
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), like)
+    compiled = jd.distribute(step, mesh, donate=False).lower(reducer.init(like), rows).compile()
+    return [op.bytes for op in jd.analysis.collectives(compiled).ops]
+
+
+@pytest.mark.parametrize("overhead", ["20us", "1us", "1ms"])
+def test_what_is_recommended_is_what_was_simulated(capsys, tmp_path, overhead):
+    times, said = tuned(capsys, tmp_path, **{"--overhead": overhead})
+    promised, what = said["inside a step"]
+    assert promised <= min(times["a message for each layer"], times["one message (exact)"])
+    workload = parse.parse_workload("text", TINY[2])
+    params = jax.eval_shape(workload.init, jax.random.key(0))
+    costs = layers.layers_of(workload.loss, params, workload.batch(0, 0, 2))
+    # The arguments that the expression has, and the bytes that the reducer sends.
+    options = eval(what, {"jd": SimpleNamespace(exact=lambda: {}, scheduled=lambda _, **options: options)})
+    options = options or {"layers": [tuple(layer.name for layer in costs)]}
+    link = {"bandwidth": 62.5e6 / 1.5, "overhead": advice.parse_link(f"1gbit,{overhead}").latency, "latency": 3e-5}
+    profile = layers.profile_from_rate(costs, flops=1e9)
+    played = layers.step_of(costs, profile, groups=options.pop("layers"), **options, **link)
+    assert 1e3 * played.makespan == pytest.approx(promised, abs=0.006)
+    sent = [(message.end - message.start - link["overhead"]) * link["bandwidth"] for message in played.messages]
+    assert all_reduces(eval(what, {"jd": jd}), params) == pytest.approx(sent)
+
+
+def test_across_steps_the_promise_is_that_of_pipelined(capsys, tmp_path):
+    times, said = tuned(capsys, tmp_path, **{"--overhead": "0us", "--latency": "0us"})
+    promised, what = said["across steps"]
+    told = eval(what, {"jd": SimpleNamespace(pipelined=lambda *_, **options: options), "loss": None, "tx": None})
+    assert promised == times[f"pipelined, first {told['defer']} layers deferred"] < said["inside a step"][0]
+    assert told["layers"] == ("tokens", "positions", "block_0", "block_1", "block_2", "final_norm", "out")
 
 
 @pytest.mark.slow
@@ -69,7 +122,7 @@ def test_tune_times_real_steps(capsys):
     printed = capsys.readouterr().out
     assert len(re.findall(r"trial \d", printed)) == 2
     assert "one message (exact)" in printed
-    assert re.search(r"jd.scheduled\(jd.exact\(\), partition_bytes=\d+|nothing is faster", printed)
+    assert re.search(r"jd.scheduled\(jd.exact\(\), partition_bytes=.*order='fifo', layers=|nothing is faster", printed)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +131,7 @@ def test_tune_times_real_steps(capsys):
         (["--bandwidth", "10"], "a link is a bandwidth and a latency, such as 100mbit,20ms"),
         (["--flops", "-1"], "--flops must be positive, got -1"),
         (["--workers", "3"], "--batch must be a multiple of the 3 workers, got 8"),
+        (["--workers", "1"], "--workers must be at least 2, got 1: one worker sends nothing"),
         (["--evaluations", "0"], "--evaluations must be at least 1, got 0"),
         (["--model", "gpt:vast"], "unknown size 'vast'"),
     ],

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from .._compat import known_problems
 from ..analysis import measure_link
+from ..launch import memory
 from ..parallel import CollectiveError, make_mesh, self_check
 from ..parallel.hybrid import groups
 from ..parallel.processes.cards import PACKAGES
@@ -95,6 +96,19 @@ def settings(environment: Mapping[str, str]) -> list[Finding]:
         *found,
         Finding("compile cache", "not set", "look", "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiling again"),
     ]
+
+
+def allocator(environment: Mapping[str, str]) -> list[Finding]:
+    """Whether the C library of a process on the CPU keeps memory between steps; nothing where it is not glibc."""
+    if jax.default_backend() != "cpu" or not memory.is_glibc():
+        return []
+    told = " ".join(f"{name}={value}" for name, value in memory.chosen(environment).items())
+    if told:
+        kept = memory.KEEPING.items() <= environment.items()
+        return [Finding("freed memory", told, "good" if kept else "")]
+    variables = " ".join(f"{name}={value}" for name, value in memory.KEEPING.items())
+    advice = f"start with jaxdist launch, or with {variables}"
+    return [Finding("freed memory", "given back and cleared in every step", "look", advice)]
 
 
 def whole_mesh() -> Mesh:

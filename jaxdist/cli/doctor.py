@@ -37,7 +37,8 @@ def doctor(chosen: Doctor) -> int:
         if failed := diagnosis.start():
             found += failed + diagnosis.settings(os.environ)
         else:
-            found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.links(diagnosis.whole_mesh())
+            found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.allocator(os.environ)
+            found += diagnosis.links(diagnosis.whole_mesh())
             if jax.process_index() > 0:
                 return _code(found)
     table = Table("", "found", "", "what to do", box=None, pad_edge=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..asynchronous.ray_engine import Stalled, WorkerLost
+from ..asynchronous.ray_engine import NonFiniteGradient, Stalled, WorkerLost
 from ..launch import command as launcher
 from .advise import Advise, advise
 from .compare import compare, compare_periods
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compare_periods(chosen)
         else:
             compare(chosen, *set_up(chosen))
-    except (ValueError, OSError, ModuleNotFoundError, WorkerLost, Stalled) as problem:
+    except (ValueError, OSError, ModuleNotFoundError, WorkerLost, Stalled, NonFiniteGradient) as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
         print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)

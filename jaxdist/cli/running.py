@@ -84,7 +84,7 @@ def finish(
                 if asked or (save_every and record.step % save_every == 0):
                     save(state, record.step)
                 if asked:
-                    console.print(f"SIGTERM: saved and left after step {record.step} of {options.steps}")
+                    console.print(f"a signal: saved and left after step {record.step} of {options.steps}")
                     raise SystemExit(0)
             if evaluate_every and record.step % evaluate_every == 0:
                 found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,9 @@ from ..workloads.base import Workload
 from .options import Options
 from .running import fresh, new_console, set_up
 
-PLAIN = "a message for each layer, and a barrier"
+ONE, PLAIN, TUNED = "one message (exact)", "a message for each layer", "layers together or in parts, tuned"
+EXACT = "jd.exact()"
+PART = 8 * 4  # partitions have whole multiples of 8 entries
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Tune:
     seed: int = 0
     """Draws the trials."""
     out: Path = Path("runs/tune")
-    """Where timeline.png goes, the two schedules beside each other."""
+    """Where timeline.png goes, the schedules inside a step beside each other."""
 
 
 def tune(chosen: Tune) -> None:
@@ -60,65 +61,75 @@ def tune(chosen: Tune) -> None:
             raise ValueError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
     if chosen.flops is not None and not chosen.flops > 0:
         raise ValueError(f"--flops must be positive, got {chosen.flops}")
+    if chosen.workers == 1 and not chosen.measured:
+        raise ValueError("--workers must be at least 2, got 1: one worker sends nothing")
     if chosen.batch % chosen.workers:
         raise ValueError(f"--batch must be a multiple of the {chosen.workers} workers, got {chosen.batch}")
     (_tune_steps if chosen.measured else _tune_link)(chosen)
-
-
-def _space(total: int, start: Mapping[str, int]) -> dict[str, schedule.Range]:
-    """From a thousandth of the gradient, or less where the start is, up to all of it."""
-    least = max(1, min(total // 1000, *start.values()))
-    return {name: schedule.Range(least, max(least, total)) for name in ("partition_bytes", "credit_bytes")}
 
 
 def _tune_link(chosen: Tune) -> None:
     hop, launch = (advice.parse_link(f"{chosen.bandwidth},{each}") for each in (chosen.latency, chosen.overhead))
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
     costs, rate = _layers(workload, chosen)
-    profile = layers.profile_from_rate(costs, flops=rate, workers=chosen.workers)
-    link = {"bandwidth": hop.bandwidth, "overhead": launch.latency}
-    waiting = {**link, "latency": 2 * (chosen.workers - 1) * hop.latency}
-    play = partial(schedule.timeline, profile, **waiting)
-    start = schedule.starting_point(profile, **waiting)
+    profile = layers.profile_from_rate(costs, flops=rate)
+    # Of each byte of the gradient a ring all-reduce sends 2 (W-1) / W.
+    share = 2 * (chosen.workers - 1) / chosen.workers
+    link = {"bandwidth": hop.bandwidth / share, "overhead": launch.latency}
+    latency = 2 * (chosen.workers - 1) * hop.latency
+
+    def play(options: Mapping[str, Any]) -> schedule.Timeline:
+        rest = {name: value for name, value in options.items() if name != "layers"}
+        return layers.step_of(costs, profile, groups=options["layers"], **rest, **link, latency=latency)
+
     best = schedule.tune(
-        lambda **settings: play(**settings).makespan,
-        space=_space(round(sum(profile.sizes)) or 1, start),
+        lambda **settings: play(_options(costs, settings)).makespan,
+        space=_space(costs),
         evaluations=chosen.evaluations,
         seed=chosen.seed,
-        start=[start],
+        start=_starts(costs, schedule.starting_point(profile, **link, latency=latency)["partition_bytes"]),
+    )
+    one, plain, tuned = (_options(costs, settings) for settings in (_one_message(costs), _plain(costs), best.settings))
+    runs = {ONE: play(one), PLAIN: play(plain), TUNED: play(tuned)}
+    # Each message of `pipelined` waits for the one before it to arrive.
+    each = {**link, "overhead": link["overhead"] + latency}
+    deferred = schedule.choose_defer(profile, **each)
+    crossing = schedule.pipelined_time(profile, defer=deferred, **each)
+    inside, least = (
+        schedule.optimum(profile, bandwidth=link["bandwidth"], barrier=barrier) for barrier in (True, False)
     )
     compute = max(profile.ready) + sum(profile.forward)
-    plain = play(policy="fifo", barrier=True)
-    each = {**link, "overhead": link["overhead"] + waiting["latency"]}
-    deferred = schedule.choose_defer(profile, **each)
     rows: list[tuple[str, dict[str, Any], float]] = [
-        (PLAIN, {}, plain.makespan),
-        ("a message for each layer, by priority", {}, play().makespan),
-        ("partitions, at the start", start, play(**start).makespan),
-        ("partitions, tuned", best.settings, best.seconds),
-        (f"pipelined, first {deferred} layers deferred", {}, schedule.pipelined_time(profile, defer=deferred, **each)),
-        ("no order can beat", {}, schedule.optimum(profile, bandwidth=link["bandwidth"])),
+        (ONE, {}, runs[ONE].makespan),
+        (PLAIN, plain, runs[PLAIN].makespan),
+        (TUNED, tuned, runs[TUNED].makespan),
+        ("no order inside a step can beat", {}, inside),
+        (f"pipelined, first {deferred} layers deferred", {}, crossing),
+        ("no order can beat", {}, least),
     ]
     table = _table("schedule")
-    for name, settings, seconds in rows:
-        _add(table, name, settings, seconds, plain.makespan, f"{1e3 * (seconds - compute):,.2f}")
+    for name, options, seconds in rows:
+        _add(table, name, options, seconds, runs[PLAIN].makespan, f"{1e3 * (seconds - compute):,.2f}")
     console = new_console()
-    sent = sum(profile.sizes)
+    total = sum(profile.sizes)
     console.print(
-        f"\n{len(costs)} layers, {sum(layer.bytes for layer in costs) / 2**20:,.2f} MiB of gradients, "
-        f"{sent / 2**20:,.2f} MiB sent by each of {chosen.workers} workers; "
+        f"\n{len(costs)} layers, {total / 2**20:,.2f} MiB of gradients, "
+        f"{share * total / 2**20:,.2f} MiB sent by each of {chosen.workers} workers; "
         f"{rate / 1e9:,.1f} GFLOP/s, {1e3 * compute:,.2f} ms of compute, "
-        f"{1e3 * sent / link['bandwidth']:,.2f} ms of sending",
+        f"{1e3 * total / link['bandwidth']:,.2f} ms of sending",
         style="dim",
         highlight=False,
     )
     console.print(table)
-    # A partition on the link is that much of the gradient.
-    share = sum(layer.bytes for layer in costs) / max(sent, 1)
-    _print_winner(console, {name: max(1, round(size * share)) for name, size in best.settings.items()})
-    drawn = {PLAIN: plain, "partitions by priority, tuned": play(**best.settings)}
-    names = [layer.name for layer in costs]
-    plot = timelines.draw(profile, drawn, fresh(chosen.out, "timeline.png"), names=names)
+    shortest, spelled = min((runs[ONE].makespan, EXACT), (best.seconds, _spelled(tuned)), key=lambda pair: pair[0])
+    _say(console, "inside a step", shortest, spelled)
+    if crossing < shortest:
+        order = tuple(layer.name for layer in costs)
+        _say(console, "across steps", crossing, f"jd.pipelined(loss, tx, defer={deferred}, layers={order})")
+    names = [str(layer.name) for layer in costs]
+    plot = timelines.draw(
+        profile, {name: runs[name] for name in (ONE, TUNED)}, fresh(chosen.out, "timeline.png"), names=names
+    )
     console.print(f"plot {plot}", highlight=False, soft_wrap=True)
 
 
@@ -128,7 +139,8 @@ def _tune_steps(chosen: Tune) -> None:
     )
     workload, mesh = set_up(options)
     optimizer = parse.parse_optimizer(options.optimizer)
-    total = sum(layer.bytes for layer in _shapes(workload, chosen)[0])
+    costs, _ = _shapes(workload, chosen)
+    total = sum(layer.bytes for layer in costs)
 
     def seconds(reducer) -> float:
         run = train.prepare(workload, reducer, optimizer, mesh=mesh, batch_size=chosen.batch)
@@ -144,21 +156,25 @@ def _tune_steps(chosen: Tune) -> None:
 
     console = new_console()
     plain = seconds(exact())
-    start = {"partition_bytes": max(1, total // 4), "credit_bytes": max(1, total // 2)}
     with console.status("timing") as status:
 
         def measure(**settings) -> float:
-            status.update(f"timing {_spelled(settings)}")
-            return seconds(scheduled(exact(), **settings))
+            options = _options(costs, settings)
+            status.update(f"timing {_spelled(options)}")
+            return seconds(scheduled(exact(), **options))
 
         best = schedule.tune(
-            measure, space=_space(total, start), evaluations=chosen.evaluations, seed=chosen.seed, start=[start]
+            measure,
+            space=_space(costs),
+            evaluations=chosen.evaluations,
+            seed=chosen.seed,
+            start=_starts(costs, max(1, total // 4)),
         )
     table = _table("step", exposed=False)
-    _add(table, "one message (exact)", {}, plain, plain)
+    _add(table, ONE, {}, plain, plain)
     for number, trial in enumerate(best.trials, 1):
         mark = "*" if trial.settings == best.settings else " "
-        _add(table, f"{mark} trial {number}", trial.settings, trial.seconds, plain)
+        _add(table, f"{mark} trial {number}", _options(costs, trial.settings), trial.seconds, plain)
     console.print(
         f"\n{total / 2**20:,.2f} MiB of gradients, {chosen.workers} devices of this machine, "
         f"{chosen.steps} steps a trial",
@@ -167,9 +183,41 @@ def _tune_steps(chosen: Tune) -> None:
     )
     console.print(table)
     if best.seconds < plain:
-        _print_winner(console, best.settings)
+        _say(console, "inside a step", best.seconds, _spelled(_options(costs, best.settings)))
     else:
-        console.print("nothing is faster than one message: jd.exact()", highlight=False)
+        console.print(f"nothing is faster than one message: {EXACT}", highlight=False)
+
+
+def _options(costs: list[layers.Layer], settings: Mapping[str, int]) -> dict[str, Any]:
+    """What `scheduled` is told: in which a trial is simulated, timed and printed."""
+    groups = layers.grouped(costs, settings["bucket_bytes"])
+    names = tuple(tuple(costs[i].name for i in group) if len(group) > 1 else costs[group[0]].name for group in groups)
+    sizes = {name: -(-settings[name] // PART) * PART for name in ("partition_bytes", "credit_bytes")}
+    return {**sizes, "order": "fifo", "layers": names}
+
+
+def _plain(costs: list[layers.Layer]) -> dict[str, int]:
+    """The settings of a message for each layer."""
+    sizes = [layer.bytes for layer in costs if layer.bytes] or [1]
+    return {"bucket_bytes": min(sizes), "partition_bytes": max(sizes), "credit_bytes": len(costs) * max(sizes)}
+
+
+def _one_message(costs: list[layers.Layer]) -> dict[str, int]:
+    return dict.fromkeys(("bucket_bytes", "partition_bytes", "credit_bytes"), _plain(costs)["credit_bytes"])
+
+
+def _starts(costs: list[layers.Layer], size: int) -> list[dict[str, int]]:
+    """A message for each layer; small layers together, up to a size; large ones in parts of it, too."""
+    plain = _plain(costs)
+    together = {**plain, "bucket_bytes": size, "partition_bytes": max(size, plain["partition_bytes"])}
+    return [plain, together, {**together, "partition_bytes": size}]
+
+
+def _space(costs: list[layers.Layer]) -> dict[str, schedule.Range]:
+    """From a thousandth of the gradient, or its smallest layer, to all of it."""
+    plain = _plain(costs)
+    least = max(1, min(sum(layer.bytes for layer in costs) // 1000, plain["bucket_bytes"]))
+    return {name: schedule.Range(least, most) for name, most in _one_message(costs).items()}
 
 
 def _shapes(workload: Workload, chosen: Tune) -> tuple[list[layers.Layer], Any]:
@@ -190,23 +238,24 @@ def _table(first: str, *, exposed: bool = True) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 1))
     table.add_column(first, no_wrap=True)
     hidden = ["ms not hidden"] if exposed else []
-    for heading in ("partition", "credit", "ms a step", *hidden, "faster"):
+    for heading in ("layers", "partition", "credit", "ms a step", *hidden, "faster"):
         table.add_column(heading, justify="right")
     return table
 
 
-def _add(table: Table, name: str, settings: Mapping[str, Any], seconds: float, plain: float, *more: str) -> None:
-    sizes = [_size(settings.get(name)) for name in ("partition_bytes", "credit_bytes")]
-    table.add_row(name, *sizes, f"{1e3 * seconds:,.2f}", *more, f"{plain / seconds:.2f}x")
+def _add(table: Table, name: str, options: Mapping[str, Any], seconds: float, plain: float, *more: str) -> None:
+    sizes = [_size(options.get(name)) for name in ("partition_bytes", "credit_bytes")]
+    messages = f"{len(options['layers'])}" if options else ""
+    table.add_row(name, messages, *sizes, f"{1e3 * seconds:,.2f}", *more, f"{plain / seconds:.2f}x")
 
 
 def _size(size: int | None) -> str:
     return "" if size is None else f"{size / 1024:,.0f} KiB"
 
 
-def _spelled(settings: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in settings.items())
+def _spelled(options: Mapping[str, Any]) -> str:
+    return f"jd.scheduled({EXACT}, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
-def _print_winner(console: Any, settings: Mapping[str, int]) -> None:
-    console.print(f"jd.scheduled(jd.exact(), {_spelled(settings)})", highlight=False, soft_wrap=True)
+def _say(console: Any, where: str, seconds: float, spelled: str) -> None:
+    console.print(f"{where}, {1e3 * seconds:,.2f} ms: {spelled}", highlight=False, soft_wrap=True, markup=False)

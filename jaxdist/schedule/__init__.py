@@ -15,6 +15,7 @@ from .periods import quadratic as quadratic
 from .pipelined import choose_defer as choose_defer
 from .pipelined import pipelined_time as pipelined_time
 from .profile import Profile as Profile
+from .profile import merged as merged
 from .profile import profile_of as profile_of
 from .straggl_ar import Transfer as Transfer
 from .straggl_ar import ring_seconds as ring_seconds
@@ -23,6 +24,7 @@ from .straggl_ar import straggl_ar_reduce as straggl_ar_reduce
 from .straggl_ar import straggl_ar_seconds as straggl_ar_seconds
 from .timeline import Message as Message
 from .timeline import Timeline as Timeline
+from .timeline import step_timeline as step_timeline
 from .timeline import timeline as timeline
 from .tuning import Range as Range
 from .tuning import Trial as Trial

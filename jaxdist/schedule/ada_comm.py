@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .._typing import Array, Float, Int
+from .periods import check_whole
 
 
 class AdaCommState(NamedTuple):
@@ -58,6 +59,7 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
       Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update SGD",
       arXiv 1810.08313, 2019.
     """
+    check_whole("period", period)
     if not 1 <= period <= most:
         raise ValueError(f"period must be in [1, most={most}], got {period}")
 

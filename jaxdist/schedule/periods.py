@@ -4,6 +4,7 @@ A schedule is a function of the number of steps done, `Int[Array, ""]`, that giv
 `local_steps(..., sync_period=)`. A round ends as soon as it has as many steps as the schedule says then.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -218,6 +219,15 @@ def proportional_steps(
     return np.maximum(steps.astype(np.int64), minimum)
 
 
-def _check(name: str, value: int) -> None:
+def check_whole(name: str, value: float | int) -> None:
+    """Raises unless steps can be counted by it: 2.5 would be cut to 2 here and wait for 3 there."""
+    try:
+        operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number of steps, got {value}") from None
+
+
+def _check(name: str, value: float | int) -> None:
+    check_whole(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")

@@ -53,6 +53,29 @@ def profile_of(
     return Profile(tuple(ready.tolist()), tuple(map(float, sizes)), tuple(map(float, forward)))
 
 
+def merged(profile: Profile, groups: Sequence[Sequence[int]]) -> Profile:
+    """The profile in which several layers are one: ready with the last of them, and as large and slow as all.
+
+    Args:
+      profile: the layers.
+      groups: for each new layer the numbers of the layers that it is made of, each once, in forward order.
+
+    Returns:
+      The profile.
+
+    Example:
+      >>> from jaxdist.schedule import Profile, merged
+      >>> merged(Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2]), [[0, 1], [2]])
+      Profile(ready=(6.0, 2.0), sizes=(2.0, 6.0), forward=(4.0, 2.0))
+    """
+    ready, sizes, forward = checked(profile)
+    return Profile(
+        tuple(max(ready[i] for i in group) for group in groups),
+        tuple(sum(sizes[i] for i in group) for group in groups),
+        tuple(sum(forward[i] for i in group) for group in groups),
+    )
+
+
 def checked(profile: Profile) -> tuple[list[float], list[float], list[float]]:
     """The lists of a profile as floats; `ValueError` where one makes no sense."""
     _check(profile._asdict())

@@ -1,6 +1,7 @@
 """A link between two passes, event by event: what partition, priority and credit make of a step."""
 
 import math
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,10 @@ def timeline(
 ) -> Timeline:
     """Plays one step on one link: gradients become ready, are cut, queued, sent, and let the next forward pass go on.
 
+    The queue is a service beside the program, as ByteScheduler has it: it sends what is most urgent of what is ready.
+    A jitted step has no such queue, and ends before the next forward pass begins: see `step_timeline` for what
+    `scheduled` does in it, and `pipelined_time` for the step that crosses the border.
+
     A message of `b` bytes occupies the link for `overhead + b / bandwidth`. The link takes messages in the order in
     which they were handed to it and never interrupts one. While less than `credit_bytes` are under way the queue hands
     over its first message: of the lowest layer (`"priority"`), or of what was ready first (`"fifo"`). Layer `i` of the
@@ -56,7 +61,7 @@ def timeline(
     Args:
       profile: the layers.
       bandwidth: bytes a second.
-      policy: which message is next. Priority helps only where there is no barrier.
+      policy: which of the messages that are ready is next. Priority helps only where there is no barrier.
       partition_bytes: layers are cut into messages of so many bytes. Smaller lets urgent layers overtake sooner and
         pays the overhead more often. None: each layer is one message.
       credit_bytes: how much may be under way before the queue waits. As small as a partition overtakes best; larger
@@ -92,7 +97,77 @@ def timeline(
     not_negative(overhead=overhead, latency=latency)
     done, messages = _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
     # The device is busy with the backward pass until its last gradient.
-    now = max(*ready, *done) if barrier else max(ready)
+    return _played(done, messages, forward, max(*ready, *done) if barrier else max(ready))
+
+
+def step_timeline(
+    profile: Profile,
+    *,
+    bandwidth: float | int,
+    order: Literal["priority", "fifo"] | Sequence[int] = "fifo",
+    partition_bytes: float | int | None = None,
+    credit_bytes: float | int | None = None,
+    overhead: float | int = 0.0,
+    latency: float | int = 0.0,
+) -> Timeline:
+    """Plays a jitted step in which `scheduled` of the same arguments reduces the gradients.
+
+    Its order is fixed when it is compiled: a message waits for its gradient, for the one before it to be on the link,
+    and for the one `ceil(credit / partition)` before it to arrive. The next forward pass begins when the step has
+    ended, after the last message. So `"fifo"` hides most, and `"priority"` nothing: its first message has the gradient
+    that is ready last.
+
+    Args:
+      profile: the layers; `merged` where several of them make one.
+      bandwidth: bytes a second.
+      order: as for `scheduled`.
+      partition_bytes: layers are cut into messages of so many bytes. None: each layer is one message.
+      credit_bytes: how much may be under way, in whole partitions. None: no limit.
+      overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
+      latency: seconds after its last byte until a message counts as done, while others are on the link already.
+
+    Returns:
+      The timeline. It never takes less than `optimum(barrier=True)`.
+
+    Raises:
+      ValueError: a number is negative (or, but for overhead and latency, zero), the profile's lists do not match, the
+        partition gives more than a million messages, or `order` does not name each layer once for each partition.
+
+    Example:
+      >>> from jaxdist.schedule import Profile, step_timeline
+      >>> profile = Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2])
+      >>> [step_timeline(profile, bandwidth=1, order=order).makespan for order in ("fifo", "priority")]
+      [16.0, 20.0]
+
+    References:
+      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (the global
+      barrier).
+    """
+    ready, sizes, forward = checked(profile)
+    positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    not_negative(overhead=overhead, latency=latency)
+    counts = _few_enough(sizes, partition_bytes)
+    if isinstance(order, str):
+        forwards = range(len(counts))
+        order = [i for i in (forwards if order == "priority" else reversed(forwards)) for _ in range(counts[i])]
+    elif sorted(order) != [i for i, count in enumerate(counts) for _ in range(count)]:
+        raise ValueError(f"order must name each layer once for each of its messages, {counts}, got {list(order)}")
+    most = partition_bytes or max(sizes) or 1
+    window = math.inf if credit_bytes is None else math.ceil(credit_bytes / most)
+    done, messages, part, free = list(ready), [], [0] * len(ready), 0.0
+    for m, layer in enumerate(order):
+        size = min(most, sizes[layer] - part[layer] * most)
+        arrived = messages[m - int(window)].end + latency if m >= window else 0.0
+        start = max(free, ready[layer], arrived)
+        free = start + overhead + size / bandwidth
+        messages.append(Message(start, free, layer, part[layer]))
+        part[layer] += 1
+        done[layer] = free + latency
+    return _played(done, messages, forward, max(*ready, *done))
+
+
+def _played(done: list[float], messages: list[Message], forward: list[float], now: float) -> Timeline:
+    """The timeline of a forward pass that begins at `now`."""
     passes = []
     for gradient, seconds in zip(done, forward, strict=True):
         start = max(now, gradient)
@@ -107,14 +182,19 @@ def counts_of(sizes: list[float], partition_bytes: float | int | None) -> list[i
     return [math.ceil(size / most) if size > most else int(size > 0) for size in sizes]
 
 
-def _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency):
-    """When each layer is reduced, and the messages."""
+def _few_enough(sizes: list[float], partition_bytes: float | int | None) -> list[int]:
     counts = counts_of(sizes, partition_bytes)
     if sum(counts) > MOST_MESSAGES:
         raise ValueError(
             f"partition_bytes={partition_bytes} makes {sum(counts):,} messages of {sum(sizes):,.0f} bytes: "
             f"take at least {sum(sizes) / MOST_MESSAGES:,.0f}"
         )
+    return counts
+
+
+def _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency):
+    """When each layer is reduced, and the messages."""
+    counts = _few_enough(sizes, partition_bytes)
     # What is ready at one time is queued in the order in which a backward pass makes it.
     arrivals = sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer))
     rank = {layer: layer if policy == "priority" else n for n, layer in enumerate(arrivals)}

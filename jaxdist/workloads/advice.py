@@ -75,7 +75,7 @@ def parse_link(text: str) -> cost.Link:
       >>> parse_link("100mbit,20ms")
       Link(name='100mbit,20ms', latency=0.02, bandwidth=12500000.0)
     """
-    rate, _, latency = text.partition(",")
+    rate, _, latency = parse.checked(text).partition(",")
     found = [_quantity(rate, _RATE), _quantity(latency or "0s", _SECONDS)]
     if None in found or not found[0]:
         raise ValueError(f"a link is a bandwidth and a latency, such as 100mbit,20ms or 10gbit,50us, got {text!r}")

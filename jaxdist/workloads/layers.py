@@ -1,30 +1,32 @@
 """What each layer of a loss costs, in the order in which the forward pass goes through them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
+from .._layers import Entry, leaf_entries
 from .._primitives import inner_jaxprs
 from .._typing import PyTree
 from ..analysis.timing import seconds_of
 from ..parallel.layers import FORMS
-from ..schedule import Profile, profile_of
+from ..schedule import Profile, Timeline, assign_buckets, merged, profile_of, step_timeline
 
 
 class Layer(NamedTuple):
     """A top-level entry of the parameters.
 
     Attributes:
-      name: its key.
+      name: its key, as `parallel.forward_order` has it.
       bytes: of its parameters, and so of its gradient.
       flops: of its forward pass: matrix products and convolutions.
     """
 
-    name: str
+    name: Entry
     bytes: int
     flops: float
 
@@ -41,7 +43,7 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
       batch: of one worker.
 
     Returns:
-      One `Layer` for each top-level entry that is used.
+      One `Layer` for each top-level entry. Those that the loss does not use come last: their gradients are sent too.
 
     Example:
       >>> import jax.numpy as jnp
@@ -51,14 +53,13 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
       >>> [(layer.name, layer.bytes, layer.flops) for layer in layers]
       [('in', 128, 192.0), ('out', 64, 96.0)]
     """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    names = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in leaves]
-    sizes: dict[str, int] = {}
-    for name, (_, leaf) in zip(names, leaves, strict=True):
+    names = leaf_entries(params)
+    sizes: dict[Entry, int] = {}
+    for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
         sizes[name] = sizes.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
     jaxpr = jax.make_jaxpr(loss)(params, batch).jaxpr
     owner = {var: name for var, name in zip(jaxpr.invars, names)}
-    flops: dict[str, float] = {}
+    flops: dict[Entry, float] = {}
     current = None
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in FORMS and isinstance(eqn.invars[0], core.Var) and eqn.invars[0] in owner:
@@ -70,23 +71,57 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
                 flops[name], current = 0.0, name
         if current is not None:
             flops[current] += _flops(eqn)
-    return [Layer(name, sizes[name], found) for name, found in flops.items()]
+    return [Layer(name, sizes[name], flops.get(name, 0.0)) for name in dict.fromkeys((*flops, *sizes))]
 
 
-def profile_from_rate(layers: list[Layer], *, flops: float | int, workers: int) -> Profile:
-    """The profile of layers whose backward pass takes twice the forward pass, and which a ring all-reduce averages.
+def profile_from_rate(layers: list[Layer], *, flops: float | int) -> Profile:
+    """The profile of layers whose backward pass takes twice the forward pass; its sizes are those of the gradient.
 
     Args:
       layers: from `layers_of`, for the batch of one worker.
       flops: what a worker computes in a second.
-      workers: `W`; each sends `2(W-1)/W` of the gradient.
 
     Returns:
       The profile.
     """
     forward = [layer.flops / flops for layer in layers]
-    sent = [2 * (workers - 1) / workers * layer.bytes for layer in layers]
-    return profile_of(forward=forward, backward=[2 * seconds for seconds in forward], sizes=sent)
+    backward = [2 * seconds for seconds in forward]
+    return profile_of(forward=forward, backward=backward, sizes=[layer.bytes for layer in layers])
+
+
+def grouped(layers: list[Layer], bucket_bytes: int) -> list[list[int]]:
+    """Neighbors of which the gradients travel together: filled from the last layer on, which is ready first.
+
+    Args:
+      layers: in forward order.
+      bucket_bytes: what fills a group.
+
+    Returns:
+      The numbers of the layers of each group, in forward order.
+    """
+    backward = assign_buckets([layer.bytes for layer in reversed(layers)], bucket_bytes=bucket_bytes)
+    return [[len(layers) - 1 - i for i in reversed(group)] for group in backward]
+
+
+def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **options: Any) -> Timeline:
+    """The step of `scheduled(exact(), layers=groups, ...)` on a link, layer by layer.
+
+    Args:
+      layers: in forward order.
+      profile: of these layers.
+      groups: names of layers, and tuples of names that are one layer.
+      options: as for `step_timeline`.
+
+    Returns:
+      The timeline. A message counts as one of the first layer in its group.
+    """
+    number = {layer.name: i for i, layer in enumerate(layers)}
+    members = [[number[name] for name in (group if isinstance(group, tuple) else (group,))] for group in groups]
+    run = step_timeline(merged(profile, members), **options)
+    done = [time for group, time in zip(members, run.done, strict=True) for _ in group]
+    messages = [message._replace(layer=members[message.layer][0]) for message in run.messages]
+    ends = list(accumulate(profile.forward, initial=run.forward[0][0]))
+    return Timeline(tuple(done), tuple(messages), tuple(pairwise(ends)), run.makespan)
 
 
 def measured_rate(

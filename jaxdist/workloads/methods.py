@@ -49,7 +49,7 @@ def parse_method(text: str, optimizer: str) -> Method:
 
 
 def _parse_zero(text: str, optimizer: str) -> Method:
-    call, slash, carrier = text.partition("/")
+    call, slash, carrier = parse.checked(text).partition("/")
     _, values, keywords = parse.parse_call(call)
     if keywords or values not in ([1], [2], [3]):
         raise ValueError(f"{text!r}: the stages of ZeRO are zero:1, zero:2 and zero:3")

@@ -81,6 +81,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], str, st
     ),
     "qadam": (transforms.qadam, "qadam:RATE[,warmup_steps=N]", "Adam, then its momentum in 8 bits; no --optimizer"),
 }
+LONGEST = 1000  # characters of a spelling, several times those of any that makes sense
 MODELS = {"text": "gpt", "digits": "convnet"}
 
 
@@ -94,6 +95,17 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def checked(text: str) -> str:
+    """The text, unless it is longer than a spelling may be: messages show all of it.
+
+    Raises:
+      ValueError: it is longer.
+    """
+    if len(text) > LONGEST:
+        raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; a spelling has at most {LONGEST:,}")
+    return text
+
+
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Splits `name:1,2,key=3` into name, values and keywords; what is no number or boolean stays a string.
 
@@ -102,7 +114,7 @@ def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
       >>> parse_call("sgd:0.1,momentum=0.9,nesterov=True")
       ('sgd', [0.1], {'momentum': 0.9, 'nesterov': True})
     """
-    name, _, rest = text.partition(":")
+    name, _, rest = checked(text).partition(":")
     values, keywords = [], {}
     for part in rest.split(",") if rest else []:
         key, equals, value = part.rpartition("=")
@@ -117,7 +129,7 @@ def literal(text: str) -> Any:
     """A number, a boolean, or what else Python writes so; the text itself where it is none."""
     try:
         return ast.literal_eval(text.strip())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # the last two where it nests too deep
         return text.strip()
 
 
@@ -161,10 +173,12 @@ def parse_reducer(text: str) -> Reducer:
       >>> parse_reducer("ef:power_sgd:2").law
       'exact'
     """
-    prefix, _, rest = text.partition(":")
+    prefix, _, rest = checked(text).partition(":")
     if prefix in FEEDBACK:
         if not rest:
             raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
+        if (second := rest.partition(":")[0]) in FEEDBACK:
+            raise ValueError(f"reducer {text!r}: {second} is feedback already; use one, around what compresses")
         return call("reducer", text, FEEDBACK[prefix][0], [parse_reducer(rest)], {})
     if prefix in COLLECTIVES:
         return call("reducer", text, COLLECTIVES[prefix][0], [parse_code(rest)], {})
@@ -180,21 +194,32 @@ def parse_code(text: str) -> Compressor:
       >>> parse_code("qsgd:4").summable
       False
     """
-    made = _parse_plain(text)
-    if not isinstance(made, Compressor):
-        raise ValueError(f"{text!r} is no code of one array, as qsgd:4 is")
-    return made
+    return _code(text, _parse_plain(text))
 
 
 def _parse_plain(text: str) -> Reducer | Compressor:
-    first, *rest = re.split(r"\+(?=[a-z])", text, maxsplit=1)
-    if rest:
-        return call("reducer", text, compressors.chained, [parse_code(first), parse_code(rest[0])], {})
+    first, *others = re.split(r"\+(?=[a-z])", checked(text))
+    made = _parse_one(first)
+    if not others:
+        return made
+    *codes, last = [_code(text, one) for one in (made, *map(_parse_one, others))]
+    for code in reversed(codes):
+        last = call("reducer", text, compressors.chained, [code, last], {})
+    return last
+
+
+def _parse_one(text: str) -> Reducer | Compressor:
     name, values, keywords = parse_call(text)
     if name not in REDUCERS:
         known = ", ".join([*REDUCERS, *OPTIMIZERS])
         raise ValueError(f"unknown reducer {text!r}; known: {known}, reducers also as ef:NAME or ef21:NAME")
     return call("reducer", text, REDUCERS[name][0], values, keywords)
+
+
+def _code(text: str, made: Reducer | Compressor) -> Compressor:
+    if not isinstance(made, Compressor):
+        raise ValueError(f"{text!r} is no code of one array, as qsgd:4 is")
+    return made
 
 
 def parse_method(
@@ -247,6 +272,9 @@ def parse_optimizer(text: str) -> optax.GradientTransformation:
         raise ValueError(f"unknown optimizer {text!r}; optax has {', '.join(optimizers())}")
     if not values and "learning_rate" not in keywords:
         raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
+    rate = keywords["learning_rate"] if "learning_rate" in keywords else values[0]
+    if type(rate) not in (int, float):
+        raise ValueError(f"optimizer {text!r}: the learning rate must be a number, got {rate!r}")
     return call("optimizer", text, getattr(optax, name), values, keywords)
 
 

@@ -161,7 +161,7 @@ def parse_rule(text: str, optimizer: optax.GradientTransformation, gradient: str
 
 def parse_factor(option: str, text: str) -> list[float]:
     """`4x` or `6x,0.1`: the factor, and what follows it."""
-    first, *rest = text.split(",")
+    first, *rest = parse.checked(text).split(",")
     try:
         return [float(first.strip().removesuffix("x")), *map(float, rest)]
     except ValueError:

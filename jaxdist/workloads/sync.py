@@ -89,7 +89,7 @@ def is_sync(text: str) -> bool:
 
 def parse_sync(text: str, optimizer: str) -> Method:
     """Makes what `text` spells, which must begin with a name of `SYNCS`; arguments as for `methods.parse_method`."""
-    call, slash, carrier = text.partition("/")
+    call, slash, carrier = parse.checked(text).partition("/")
     name, values, keywords = parse.parse_call(call)
     if name not in SYNCS:
         raise ValueError(f"unknown sync {text!r}; known: {', '.join(SYNCS)}, each with H=, as in diloco:H=50")
