@@ -1,5 +1,5 @@
 # make demo    train with several reducers on the same text and seed, print the table, say where the plot lies
-# make test    every check: format, lint, layers, types, docs, tests and doctests
+# make test    every check: conflict markers, format, lint, layers, types, docs, tests and doctests
 #
 # Each makes .venv with PYTHON and pinned versions first. Other variables:
 #   PYTHON=python3.13   another Python (3.11 or newer); .venv is then made anew

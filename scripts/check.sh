@@ -2,7 +2,7 @@
 # Every check of the project, in the order of their cost. pre-commit, `make test` and CI all run this script.
 #
 #   scripts/check.sh                 all of them
-#   scripts/check.sh lint types      some of them: format lint imports types docs tests
+#   scripts/check.sh lint types      some of them: markers format lint imports types docs tests
 #
 # BIN           where the tools lie (default: .venv/bin, or the PATH where that is missing)
 # WORKERS       pytest processes; each simulates eight devices (default 2)
@@ -19,6 +19,17 @@ fi
 run() {
   echo "== $1" >&2
   case $1 in
+    # A line of `=` alone also underlines a heading. The pattern is spelled so that this line is not a marker itself.
+    markers)
+      [ -e .git ] || return 0 # an archive of the sources
+      local found=0
+      git grep --line-number -I -E '^(<{7}|\|{7}|>{7})( |$)' >&2 || found=$?
+      case $found in
+        0) echo "conflict markers: put the halves together" >&2; return 1 ;;
+        1) ;; # none
+        *) return "$found" ;;
+      esac
+      ;;
     format) ruff format --check . ;;
     lint) ruff check . ;;
     # Read the sources, not a wheel that is installed: what is being edited is what must hold.
@@ -29,9 +40,9 @@ run() {
     # one process: its tests share what they compile.
     # shellcheck disable=SC2086
     tests) pytest -q -n "${WORKERS:-2}" --dist loadfile --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
-    *) echo "no check is called $1: format lint imports types docs tests" >&2; return 2 ;;
+    *) echo "no check is called $1: markers format lint imports types docs tests" >&2; return 2 ;;
   esac
 }
 
-[ $# -gt 0 ] || set -- format lint imports types docs tests
+[ $# -gt 0 ] || set -- markers format lint imports types docs tests
 for check in "$@"; do run "$check"; done

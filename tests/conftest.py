@@ -1,6 +1,9 @@
 """Eight simulated CPU devices, runtime type checks on the library, and a switch for slow tests."""
 
+import contextlib
+import ctypes
 import gc
+import itertools
 import os
 import sys
 from importlib.metadata import version
@@ -31,6 +34,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
 
+TESTS_DONE = itertools.count(1)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
@@ -45,6 +50,26 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()
+
+
+def give_back_freed_memory():
+    """The threads of the compiler free gigabytes that the C library keeps: here it returns them to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has this
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def pytest_runtest_teardown():
+    if next(TESTS_DONE) % 20 == 0:
+        give_back_freed_memory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Programs of one file are of no use to the next; all of them together took 5 GB a process."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    give_back_freed_memory()
 
 
 @pytest.fixture(scope="session")
