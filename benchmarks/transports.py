@@ -35,7 +35,7 @@ import jaxdist as jd
 from jaxdist import compressors as jc
 
 WORKERS = 4
-BOUND = 1.5
+BOUND = 1.2
 CODES = {
     "scaled_sign()": jc.scaled_sign(),
     "qsgd(2)": jc.qsgd(2),
