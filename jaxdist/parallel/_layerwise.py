@@ -10,7 +10,7 @@ import optax
 from .._dependence import spread
 from .._marks import MARKS
 from .._typing import Array, PyTree, State
-from ..transforms.wrapped import COMMUNICATING
+from ..transforms.wrapped import communicates
 from .layers import Layers
 
 
@@ -27,9 +27,7 @@ def ownership(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: 
     Raises:
       ValueError: the update of one layer needs another layer's gradient, or the state has marks.
     """
-    apart = (*COMMUNICATING, *MARKS)
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, apart))
-    if any(isinstance(node, apart) for node in nodes):
+    if any(map(_is_apart, jax.tree.leaves(state, is_leaf=_is_apart))):
         raise ValueError(
             "pipelined around an optimizer that communicates, or that keeps its state in parts or on the host: give it "
             "an optimizer of optax, and what goes over the network as reducer= (instead of all_reduce)"
@@ -114,3 +112,7 @@ def _culprit(merges: list[Any]) -> str | None:
             if len(names) > 1 and "update" in names[-1] and "/jax/" not in frame.file_name:
                 return names[0]
     return None
+
+
+def _is_apart(node: Any) -> bool:
+    return communicates(node) or isinstance(node, MARKS)

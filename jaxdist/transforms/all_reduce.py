@@ -21,6 +21,8 @@ class AllReduceState(NamedTuple):
     reducer: State
     empty: Int[Array, ""]
 
+    communicates = True
+
 
 def all_reduce(
     reducer: Reducer,

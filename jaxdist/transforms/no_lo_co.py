@@ -38,6 +38,8 @@ class NoLoCoState(NamedTuple):
     slow: PerWorker
     momentum: PerWorker
 
+    communicates = True
+
 
 def no_lo_co(
     inner: optax.GradientTransformation,

@@ -1,5 +1,6 @@
 """What an optimizer state knows about its communication."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,27 +11,9 @@ from .._typing import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
 from .all_reduce import AllReduceState
-from .gossip import GossipState
-from .local_steps.state import LocalStepsState
 from .loss_scale import LossScaleState
-from .mirror_descent.dual import AnytimeMinibatchState
-from .mirror_descent.primal import MirrorDescentState
-from .no_lo_co import NoLoCoState
-from .optimizers.frozen_adam import FrozenAdamState
-from .optimizers.zero_one_adam import ZeroOneAdamState
 from .skip_nonfinite import SkipNonfiniteState
-
-# Those whose state has the bytes `sent`.
-COUNTING = (
-    AnytimeMinibatchState,
-    FrozenAdamState,
-    GossipState,
-    LocalStepsState,
-    MirrorDescentState,
-    NoLoCoState,
-    ZeroOneAdamState,
-)
-
+from .wrapped import communicates
 
 def stats(opt_state: State) -> dict[str, Array]:
     """Reads the figures that transformations keep, without logging anything.
@@ -65,10 +48,10 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
         found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
-    counting = _nodes(opt_state, COUNTING)
+    counting = _communicating(opt_state, "sent")
     if counting:  # all that they send, that of a tracked reducer inside them included
         found["bytes"] = sum(_number(node.sent) for node in counting)
-    local = _nodes(opt_state, (LocalStepsState, NoLoCoState))
+    local = _communicating(opt_state, "rounds")
     if local:
         found["rounds"] = sum(node.rounds.sum() for node in local)
     for name, kind, field in (("skips", SkipNonfiniteState, "skipped"), ("empty", AllReduceState, "empty")):
@@ -92,10 +75,19 @@ def _number(words: Array) -> Array:
     return high * 2.0**32 + low
 
 
-def _nodes(tree: PyTree, kind: type | tuple[type, ...]) -> list[Any]:
-    """All nodes of a kind, those inside others of the kind too."""
-    found = [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
-    return found + [inner for node in found for inner in _nodes(tuple(node), kind)]
+def _nodes(tree: PyTree, kind: type) -> list[Any]:
+    return _matching(tree, lambda x: isinstance(x, kind))
+
+
+def _communicating(tree: PyTree, field: str) -> list[Any]:
+    """The states of transformations that communicate and have this field."""
+    return _matching(tree, lambda x: communicates(x) and field in x._fields)
+
+
+def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
+    """All nodes that match, including those inside other matching nodes."""
+    found = [node for node in jax.tree.leaves(tree, is_leaf=matches) if matches(node)]
+    return found + [inner for node in found for inner in _matching(tuple(node), matches)]
 
 
 def _mean_square(residual: PerWorker) -> Array:

@@ -1,34 +1,17 @@
 """Wrappers of optax that call their inner transformation conditionally, and so must not stand around communication."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
 from .._typing import PyTree
-from .all_reduce import AllReduceState
-from .gossip import GossipState
-from .local_steps.state import LocalStepsState
-from .mirror_descent.dual import AnytimeMinibatchState
-from .mirror_descent.primal import MirrorDescentState
-from .no_lo_co import NoLoCoState
-from .optimizers.demo import DemoState
-from .optimizers.dion import DionState
-from .optimizers.frozen_adam import FrozenAdamState
-from .optimizers.zero_one_adam import ZeroOneAdamState
 
-COMMUNICATING = (
-    AllReduceState,
-    AnytimeMinibatchState,
-    DemoState,
-    DionState,
-    FrozenAdamState,
-    GossipState,
-    LocalStepsState,
-    MirrorDescentState,
-    NoLoCoState,
-    ZeroOneAdamState,
-)
+
+def communicates(node: Any) -> bool:
+    """Whether a node of a state belongs to a transformation that communicates: its class says `communicates = True`."""
+    return getattr(type(node), "communicates", False)
 
 
 def wrapped_communication(state: PyTree) -> str | None:
@@ -41,12 +24,11 @@ def wrapped_communication(state: PyTree) -> str | None:
         "decide for itself, and those that communicate wait for ever: use skip_nonfinite(tx), or put apply_if_finite "
         "after all_reduce in the chain",
     }
-    for node in _nodes(state, tuple(advice)):
-        if _nodes(tuple(node), COMMUNICATING):
+    for node in _nodes(state, lambda x: type(x) in advice):
+        if _nodes(tuple(node), communicates):
             return advice[type(node)]
     return None
 
 
-def _nodes(tree: PyTree, kind: Any) -> list[Any]:
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in found if isinstance(node, kind)]
+def _nodes(tree: PyTree, kind: Callable[[Any], bool]) -> list[Any]:
+    return [node for node in jax.tree.leaves(tree, is_leaf=kind) if kind(node)]

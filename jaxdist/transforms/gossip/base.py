@@ -35,6 +35,8 @@ class GossipState(NamedTuple):
     inner: PerWorker
     method: PerWorker
 
+    communicates = True
+
 
 def gossip(
     inner: optax.GradientTransformation,

@@ -30,6 +30,8 @@ class LocalStepsState(NamedTuple):
     reducer: tuple[State, ...]
     sent_from: PerWorker
 
+    communicates = True
+
 
 def anchor(opt_state: State) -> PyTree:
     """The model that the workers of `local_steps` agree on: the one to evaluate and to keep.

@@ -32,6 +32,8 @@ class AnytimeMinibatchState(NamedTuple):
     start: Updates
     dual: Updates
 
+    communicates = True
+
 
 def anytime_minibatch(
     geometry: Geometry,

@@ -33,6 +33,8 @@ class MirrorDescentState(NamedTuple):
     sent: UInt[Array, "2"]
     examples: PerWorker | None
 
+    communicates = True
+
 
 def mirror_descent(
     geometry: Geometry,

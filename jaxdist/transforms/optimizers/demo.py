@@ -28,6 +28,8 @@ class DemoState(NamedTuple):
     count: Int[Array, ""]
     momentum: PerWorker
 
+    communicates = True
+
 
 class _Strongest(NamedTuple):
     """The kept frequencies of each tile, and which they are, packed."""

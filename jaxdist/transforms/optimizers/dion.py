@@ -34,6 +34,8 @@ class DionState(NamedTuple):
     q: PyTree
     rest: State
 
+    communicates = True
+
 
 class _View(NamedTuple):
     """A leaf as a matrix `[n, m]`, and the rank of its updates."""

@@ -40,6 +40,8 @@ class FrozenAdamState(NamedTuple):
     variance: Updates
     reducer: State
 
+    communicates = True
+
 
 def frozen_adam(
     learning_rate: LearningRate,

@@ -58,6 +58,8 @@ class ZeroOneAdamState(NamedTuple):
     anchor: PerWorker
     reducer: State
 
+    communicates = True
+
 
 def zero_one_adam(
     learning_rate: LearningRate,
