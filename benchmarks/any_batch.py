@@ -15,8 +15,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import jaxdist as jd
-from jaxdist.schedule import anytime_window, processed, shifted_exponential
-from jaxdist.transforms import (
+from jaxdist.online import (
     anytime_minibatch,
     ball,
     dynamic_regret,
@@ -25,6 +24,7 @@ from jaxdist.transforms import (
     path_length,
     static_regret,
 )
+from jaxdist.schedule import anytime_window, processed, shifted_exponential
 
 WORKERS, BATCH, MOST, SECONDS, POOL = 10, 10, 28, 400.0, 256
 TALK = 0.1  # seconds of one round of consensus, or of an all-reduce
@@ -75,7 +75,7 @@ def pools(seconds, total):
 
 def learn(make, images, counts, drawn, first):
     """What all workers' models lose in each round, `[rates, rounds]`, before they learn of it."""
-    gradient = jd.parallel.any_batch(losses)
+    gradient = jd.online.any_batch(losses)
 
     def worker(rate, counts, drawn):
         tx = make(lambda count: rate)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.workloads import parse
+from jaxdist._cli.spellings import parse
 
 CODES = (
     "f16",

@@ -36,7 +36,7 @@ def first_step(out: Path) -> None:
     import optax
 
     import jaxdist as jd
-    from jaxdist.workloads import gpt
+    from jaxdist._cli.models import gpt
 
     events: list[str] = []
     compiling: list[float] = []
@@ -77,7 +77,7 @@ def first_step(out: Path) -> None:
 
 def start(processes: int, given: dict[str, str]) -> list[dict]:
     """Runs the job once; what each process left."""
-    from jaxdist.launch import launch
+    from jaxdist.processes.launch import launch
 
     own = {"BEGUN": str(time.time()), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     with tempfile.TemporaryDirectory() as out:

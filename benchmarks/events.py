@@ -16,8 +16,8 @@ from typing import Any
 
 import optax
 
+from jaxdist._cli.spellings import parse, replayed
 from jaxdist.asynchronous import Rule, durations, links, replay, rules
-from jaxdist.workloads import parse, replayed
 
 SGD = optax.sgd(0.02)
 LAW = durations.exponential(1.0)

@@ -21,7 +21,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist import topology
-from jaxdist.workloads.digits import digits_workload
+from jaxdist._cli.models.digits import digits_workload
 
 WORKERS, CONCENTRATION, TUNING_SEED = 16, 0.1, 100
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -50,33 +50,37 @@ class Entry(NamedTuple):
 
 
 def quasi_global() -> Any:
-    return jd.qg_momentum(nesterov=True)
+    return jd.decentralized.qg_momentum(nesterov=True)
 
 
 def of_the_neighbourhood(loss: Any, graph: Any) -> Any:
-    return jd.parallel.neighbourhood_value_and_grad(loss, graph, data_share=1.0)
+    return jd.decentralized.neighbourhood_value_and_grad(loss, graph, data_share=1.0)
 
 
 def sharp(loss: Any, graph: Any) -> Any:
-    return jd.parallel.sharpness_aware(jd.local_value_and_grad(loss), radius=0.05)
+    return jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0.05)
 
 
 METHODS = {
-    "D-PSGD": Entry(jd.d_psgd),
-    "D-PSGD, combine then adapt": Entry(lambda: jd.d_psgd(order="combine_then_adapt")),
-    "D-PSGD, local momentum": Entry(jd.d_psgd, momentum=0.9),
-    "SGP": Entry(jd.sgp),
-    "D2": Entry(jd.d2, graphs=("ring",)),
-    "gradient tracking": Entry(jd.gradient_tracking, graphs=STATIC),
+    "D-PSGD": Entry(jd.decentralized.d_psgd),
+    "D-PSGD, combine then adapt": Entry(lambda: jd.decentralized.d_psgd(order="combine_then_adapt")),
+    "D-PSGD, local momentum": Entry(jd.decentralized.d_psgd, momentum=0.9),
+    "SGP": Entry(jd.decentralized.sgp),
+    "D2": Entry(jd.decentralized.d2, graphs=("ring",)),
+    "gradient tracking": Entry(jd.decentralized.gradient_tracking, graphs=STATIC),
     "quasi-global momentum": Entry(quasi_global),
     "Q-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp),
     "NGC": Entry(quasi_global, graphs=("ring",), gradients=of_the_neighbourhood),
-    "CGA": Entry(jd.d_psgd, graphs=("ring",), gradients=lambda *given: jd.parallel.cross_value_and_grad(*given)),
-    "RelaySGD": Entry(jd.relay_sgd, graphs=("path",)),
-    "CHOCO, top 10 %": Entry(lambda: jd.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
-    "CHOCO, 4 bits": Entry(lambda: jd.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
-    "DCD, 8 bits": Entry(lambda: jd.dcd(jd.qsgd(8)), graphs=("ring",)),
-    "ECD, 8 bits": Entry(lambda: jd.ecd(jd.qsgd(8)), graphs=("ring",)),
+    "CGA": Entry(
+        jd.decentralized.d_psgd,
+        graphs=("ring",),
+        gradients=lambda *given: jd.decentralized.cross_value_and_grad(*given),
+    ),
+    "RelaySGD": Entry(jd.decentralized.relay_sgd, graphs=("path",)),
+    "CHOCO, top 10 %": Entry(lambda: jd.decentralized.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
+    "CHOCO, 4 bits": Entry(lambda: jd.decentralized.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
+    "DCD, 8 bits": Entry(lambda: jd.decentralized.dcd(jd.qsgd(8)), graphs=("ring",)),
+    "ECD, 8 bits": Entry(lambda: jd.decentralized.ecd(jd.qsgd(8)), graphs=("ring",)),
 }
 
 
@@ -118,7 +122,7 @@ def trainer(
         if not local:
             return float(accuracy(state.params)), float(accuracy(state.params)), 0.0
         mean = float(accuracy(jd.consensus(state.params)))
-        apart = float(jd.transforms.consensus_distance(state.params))
+        apart = float(jd.decentralized.consensus_distance(state.params))
         return mean, float(each(state.params.value).mean()), apart
 
     return run

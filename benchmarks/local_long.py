@@ -23,11 +23,11 @@ def methods():
     """Name -> (reducer, what makes the optimizer from the inner one, H)."""
     return {
         "synchronous": (jd.exact(), lambda inner: inner, None),
-        "local_sgd": (None, lambda inner: jd.recipes.local_sgd(inner, sync_period=PERIOD), PERIOD),
-        "diloco": (None, lambda inner: jd.recipes.diloco(inner, sync_period=PERIOD, learning_rate=0.7), PERIOD),
+        "local_sgd": (None, lambda inner: jd.local_sgd.local_sgd(inner, sync_period=PERIOD), PERIOD),
+        "diloco": (None, lambda inner: jd.local_sgd.diloco(inner, sync_period=PERIOD, learning_rate=0.7), PERIOD),
         "diloco, 4 bits": (
             None,
-            lambda inner: jd.recipes.diloco(
+            lambda inner: jd.local_sgd.diloco(
                 inner, sync_period=PERIOD, learning_rate=0.7, reducer=jd.two_shot(jd.qsgd(4))
             ),
             PERIOD,
@@ -45,9 +45,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(methods()))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    jd.use_cpu_devices(options.workers)
+    jd.runtime.use_cpu_devices(options.workers)
 
-    from jaxdist.workloads import parse, train
+    from jaxdist._cli.runs import train
+    from jaxdist._cli.spellings import parse
 
     workload = parse.parse_workload("text", options.model)
     mesh = jd.make_mesh({"data": options.workers})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.workloads.plots import in_bytes
-from jaxdist.workloads.results import read_log
+from jaxdist._cli.plotting.plots import in_bytes
+from jaxdist._cli.results import read_log
 
 HEAD = "| method | bytes a step | fewer bytes | held-out loss | against synchronous |"
 

@@ -24,8 +24,8 @@ import optax
 
 import jaxdist as jd
 from jaxdist import analysis, schedule
+from jaxdist._cli.models import gpt
 from jaxdist.analysis import base, cost, pods
-from jaxdist.workloads import gpt
 
 TX = optax.adamw(3e-4)
 # The scheduler that moves starts up and ends down; XLA's default order leaves pairs together. Products by cuBLAS, since
@@ -50,7 +50,7 @@ def plain(loss, reducer):
 
 
 def crossing(loss, layers, defer):
-    pipeline = jd.pipelined(loss, TX, defer=defer, layers=layers)
+    pipeline = jd.overlap.pipelined(loss, TX, defer=defer, layers=layers)
     return pipeline.step, pipeline.init
 
 
@@ -166,7 +166,7 @@ def main() -> None:
         "| step | all-reduces (asynchronous) | communication, ms | exposed | computation | step | temporary MiB | "
         "compile s |"
     )
-    seconds = add("plain, buckets", plain(loss, jd.bucketed(jd.exact())))["compute_seconds"]
+    seconds = add("plain, buckets", plain(loss, jd.reducers.bucketed(jd.exact())))["compute_seconds"]
     found, link = profile(config, params, layers, given.sequences * given.context, where, seconds)
     chosen = record["chosen_defer"] = schedule.choose_defer(found, **link)
     record["model"] = {k: schedule.pipelined_time(found, defer=k, **link) for k in range(len(layers) + 1)}

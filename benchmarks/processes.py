@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist._cli.models.digits import Digits, splits
+from jaxdist._cli.spellings import parse, replayed
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.asynchronous.durations import constant
-from jaxdist.workloads import parse, replayed
-from jaxdist.workloads.digits import Digits, splits
 
 RULES = ("bsp", "asgd", "ssp:3", "ad_psgd")
 RATES = (0.1, 0.3)

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 import jaxdist as jd
-from jaxdist.workloads.digits import digits_workload
+from jaxdist._cli.models.digits import digits_workload
 
 WORKERS = 4
 
@@ -41,13 +41,13 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Red
     when = {"update_steps": (every // 5,), "every": every}
 
     def fixed(code):
-        return lambda: jd.bucketed(jd.compressed(code), bucket_bytes=1 << 40, first_bucket_bytes=None)
+        return lambda: jd.reducers.bucketed(jd.compressed(code), bucket_bytes=1 << 40, first_bucket_bytes=None)
 
     def alq(**options):
-        return lambda: jd.alq(**rounding, **when, **options)
+        return lambda: jd.reducers.alq(**rounding, **when, **options)
 
     def amq(**options):
-        return lambda: jd.amq(**rounding, **when, **options)
+        return lambda: jd.reducers.amq(**rounding, **when, **options)
 
     without_zero = jd.compressors.with_levels(np.linspace(-1, 1, 2**bits), **rounding, norm="max", zero_level=False)
     paper = {"norm": "l2", "block": bucket}
@@ -70,8 +70,8 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Red
         "QSGDinf without zero": fixed(without_zero),
         "QSGD": fixed(jd.qsgd(bits, bucket=bucket, norm="l2")),
         "TernGrad without clipping (2 bits)": fixed(jd.qsgd(2, bucket=bucket)),
-        "NUQSGD": fixed(jd.nuqsgd(bits, bucket=bucket)),
-        "NUQSGD without zero": fixed(jd.nuqsgd(bits, bucket=bucket, zero_level=False)),
+        "NUQSGD": fixed(jd.compressors.nuqsgd(bits, bucket=bucket)),
+        "NUQSGD without zero": fixed(jd.compressors.nuqsgd(bits, bucket=bucket, zero_level=False)),
     }
 
 
@@ -88,7 +88,7 @@ def program(workload: Any, reducer: jd.Reducer, optimizer: optax.GradientTransfo
 
     def step(state, batch):
         loss, gradients = jd.local_value_and_grad(workload.loss)(state.params, batch)
-        comm = jd.comm.over("data")
+        comm = jd.comm.over.over("data")
         reduced, kept = reducer.reduce(gradients, state.reducer, comm)
         exact = comm.mean(gradients)
         error = square(jax.tree.map(jnp.subtract, reduced.mean, exact)) / square(exact)

@@ -24,8 +24,8 @@ import numpy as np
 import optax
 
 import jaxdist as jd
+from jaxdist._cli.models.digits import digits_workload
 from jaxdist.reducers import CriticalRegimeState
-from jaxdist.workloads.digits import digits_workload
 
 WORKERS = 4
 BATCH = 64
@@ -55,27 +55,27 @@ def one_sided(rank: int) -> jd.Reducer:
 
 
 def accordion(low: jd.Reducer, high: jd.Reducer) -> jd.Reducer:
-    return jd.accordion(low, high, schedule=schedule, **SETTINGS)
+    return jd.reducers.accordion(low, high, schedule=schedule, **SETTINGS)
 
 
 def fed_back(reducer: jd.Reducer) -> jd.Reducer:
-    return jd.error_feedback(jd.tracked(reducer))
+    return jd.error_feedback(jd.reducers.tracked(reducer))
 
 
 def reducers() -> dict[str, Callable[[], jd.Reducer]]:
     """Each of them with a count of its bytes."""
     return {
-        "exact": lambda: jd.tracked(jd.exact()),
+        "exact": lambda: jd.reducers.tracked(jd.exact()),
         **{f"PowerSGD rank {r}, feedback": lambda r=r: fed_back(jd.power_sgd(r)) for r in (1, 2, 4)},
-        **{f"PowerSGD rank {r}": lambda r=r: jd.tracked(jd.power_sgd(r)) for r in (1, 2, 4)},
+        **{f"PowerSGD rank {r}": lambda r=r: jd.reducers.tracked(jd.power_sgd(r)) for r in (1, 2, 4)},
         **{f"one-sided rank {r}, feedback": lambda r=r: fed_back(one_sided(r)) for r in (1, 2, 4)},
-        "one-sided rank 2": lambda: jd.tracked(one_sided(2)),
+        "one-sided rank 2": lambda: jd.reducers.tracked(one_sided(2)),
         "Accordion rank 2/1, feedback": lambda: fed_back(accordion(jd.power_sgd(2), jd.power_sgd(1))),
         **{f"top-k {d:.0%}, feedback": lambda d=d: fed_back(top(d)) for d in (0.99, 0.1, 0.01)},
-        "top-k 1%": lambda: jd.tracked(top(0.01)),
+        "top-k 1%": lambda: jd.reducers.tracked(top(0.01)),
         "Accordion top-k 99%/10%, feedback": lambda: fed_back(accordion(top(0.99), top(0.1))),
-        "sign, feedback": lambda: fed_back(jd.compressed(jd.scaled_sign())),
-        "sign": lambda: jd.tracked(jd.compressed(jd.scaled_sign())),
+        "sign, feedback": lambda: fed_back(jd.compressed(jd.compressors.scaled_sign())),
+        "sign": lambda: jd.reducers.tracked(jd.compressed(jd.compressors.scaled_sign())),
     }
 
 
@@ -125,7 +125,7 @@ def train(name: str, make: Callable[[], jd.Reducer], workload: Any, seeds: int) 
                 "accuracy": float(metrics["accuracy"]),
                 "held_out_loss": float(metrics["loss"]),
                 "training_loss": float(losses[-EPOCH_STEPS:].mean()),
-                "bytes_per_step": float(jd.stats(state.opt)["bytes"]) / STEPS,
+                "bytes_per_step": float(jd.transforms.stats(state.opt)["bytes"]) / STEPS,
             }
         )
         if int(verdicts[0]) >= 0:  # the level of an epoch is the verdict of its steps, known after the first of them

@@ -48,7 +48,7 @@ def contestants(size: int, density: float) -> dict[str, Callable[[Any], Any]]:
         f'top_k({density}, method="sampled")': jd.top_k(density, method="sampled"),
         f'top_k({density}, method="exact")': jd.top_k(density, method="exact"),
         "block_top_k(64 / 4096)": block_top_k(64 / 4096),
-        f"random_k({density})": jd.random_k(density),
+        f"random_k({density})": jd.compressors.random_k(density),
     }
     runs = {name: jax.jit(partial(lambda code, x: code.compress(x, key), code)) for name, code in codes.items()}
     runs["lax.top_k"] = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), kept))

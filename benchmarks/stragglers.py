@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist._cli.models.digits import Digits, splits
+from jaxdist._cli.models.partition import dirichlet_partition
+from jaxdist._cli.spellings import parse, replayed
 from jaxdist.asynchronous import Rule, durations, links, replay
-from jaxdist.workloads import parse, replayed
-from jaxdist.workloads.digits import Digits, splits
-from jaxdist.workloads.partition import dirichlet_partition
 
 BATCH, GRADIENT, SPREAD, FACTOR = 16, 5e-3, 0.2, 6
 GRID, PERSIST, TARGET = 1e-2, 3, 0.2

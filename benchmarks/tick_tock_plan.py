@@ -21,7 +21,7 @@ import optax
 import jaxdist as jd
 from jaxdist import analysis
 from jaxdist.analysis import cost, pods
-from jaxdist.parallel import Layered
+from jaxdist.overlap import Layered
 
 LAYERS, WIDTH, EXAMPLES = 16, 2048, 4096  # examples of one wave on one worker
 
@@ -63,7 +63,7 @@ def by_gradient(value_and_grad, tx):
 
 
 def rolling(tx, **options):
-    made = jd.tick_tock(layer, head, tx, mode="rolling", **options)
+    made = jd.overlap.tick_tock(layer, head, tx, mode="rolling", **options)
     step = lambda state, batch: ({"wave": made.step(state["wave"], batch)[0]}, {})  # noqa: E731
     return step, lambda: {"wave": made.init(make_params(), wave(EXAMPLES))}
 
@@ -77,7 +77,7 @@ def main(topology):
         "one wave": (by_gradient(jd.local_value_and_grad(loss), tx), one, 1),
         "double batch": (by_gradient(jd.local_value_and_grad(loss), tx), double, 2),
         "micro_batches=2": (by_gradient(jd.local_value_and_grad(loss, micro_batches=2), tx), double, 2),
-        "pair": (by_gradient(jd.tick_tock(layer, head), tx), (one, one), 2),
+        "pair": (by_gradient(jd.overlap.tick_tock(layer, head), tx), (one, one), 2),
         "rolling": (rolling(tx), one, 1),
         "rolling, reducer=": (rolling(sgd, reducer=jd.exact()), one, 1),
     }

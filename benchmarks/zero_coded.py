@@ -22,9 +22,9 @@ import optax
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist.workloads.base import Layers
-from jaxdist.workloads.gpt import GPTConfig
-from jaxdist.workloads.text import text_workload
+from jaxdist._cli.models.base import Layers
+from jaxdist._cli.models.gpt import GPTConfig
+from jaxdist._cli.models.text import text_workload
 
 PLACE = {"pod": 2, "chip": 2}
 AXES = tuple(PLACE)
@@ -56,15 +56,15 @@ def train(name: str, steps: int, seed: int) -> dict[str, Any]:
     options = VARIANTS[name]
     workload = text_workload(CONFIG)
     layers = Layers(
-        lambda f: jd.parallel.gathered(f, axis=AXES, **options),
-        lambda f, params, x: jd.parallel.gathered_scan(f, params, x, axis=AXES, **options),
+        lambda f: jd.zero.gathered(f, axis=AXES, **options),
+        lambda f, params, x: jd.zero.gathered_scan(f, params, x, axis=AXES, **options),
     )
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, steps)
     tx = jd.zero_redundancy(optax.adam(rate), axis=AXES)
     loss = partial(workload.loss, layers=layers)
 
     def make_state():
-        params = jd.parallel.shard(workload.init(jax.random.key(seed)), smallest=1)
+        params = jd.zero.shard(workload.init(jax.random.key(seed)), smallest=1)
         return State(params, tx.init(params))
 
     def step(state, batch):

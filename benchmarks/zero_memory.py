@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from zero_offloaded import offloaded
 
 import jaxdist as jd
+from jaxdist._cli.models.gpt import GPTConfig
+from jaxdist._cli.runs.stages import stage_step
 from jaxdist.analysis import pods
-from jaxdist.workloads.gpt import GPTConfig
-from jaxdist.workloads.stages import stage_step
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
 TOPOLOGY = "v5e:2x4"

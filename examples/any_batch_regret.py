@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
 import jaxdist as jd
+from jaxdist.online import anytime_minibatch, ball, euclidean, mirror_descent, static_regret
 from jaxdist.schedule import anytime_window, processed, shifted_exponential
-from jaxdist.transforms import anytime_minibatch, ball, euclidean, mirror_descent, static_regret
 
 WORKERS, BATCH, MOST, SECONDS, POOL = 8, 10, 28, 400.0, 256
 GEOMETRY = euclidean(ball(8.0))
@@ -46,7 +46,7 @@ def rounds(anytime, rng):
 
 def learn(tx, anytime, images):
     """Seconds of each round, what all workers' models lost in it, and the images of the stream at that time."""
-    gradient = jd.parallel.any_batch(losses)
+    gradient = jd.online.any_batch(losses)
 
     def step(state, batch):  # as one worker sees it
         lost = jax.lax.pmean(losses(state["x"], batch["pool"]).mean(), "data")  # before it learns

@@ -44,7 +44,7 @@ def accuracy(state, batch):
 
 
 # Rank 4 for matrices; vectors travel as they are, in the same collectives.
-reducer = jd.tracked(jd.error_feedback(jd.power_sgd(rank=4)))
+reducer = jd.reducers.tracked(jd.error_feedback(jd.power_sgd(rank=4)))
 tx = jd.skip_nonfinite(
     optax.chain(
         jd.all_reduce(reducer),  # the one line that talks to other workers
@@ -66,7 +66,7 @@ def main():
     data = {"image": (images[order] / 16).astype(np.float32), "label": labels[order].astype(np.int32)}
     train, test = ({name: x[part] for name, x in data.items()} for part in (slice(1400), slice(1400, 1796)))
 
-    jd.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
+    jd.runtime.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
     mesh = jd.make_mesh()
     state = jd.init_state(lambda: TrainState(p := init_params(jax.random.key(0)), tx.init(p)), mesh)
     step = jd.distribute(train_step, mesh)
@@ -76,7 +76,7 @@ def main():
         state, loss = step(state, {name: x[chosen] for name, x in train.items()})
         if number % 100 == 99:
             print(f"step {number + 1}: loss {float(loss):.3f}")
-    figures = jd.stats(state.opt_state)
+    figures = jd.transforms.stats(state.opt_state)
     plain = 300 * 2 * (mesh.size - 1) / mesh.size * 4 * sum(x.size for x in jax.tree.leaves(state.params))
     print(f"test accuracy {float(jd.evaluate(accuracy, mesh)(state, test)):.3f}")
     print(f"sent {float(figures['bytes']) / 1e6:.1f} MB a worker; plain all-reduce would send {plain / 1e6:.1f} MB")

@@ -37,14 +37,14 @@ def init_params(key):
 
 def loss_fn(params, batch, *, cut):
     images, labels = batch
-    wrap = jd.parallel.gathered if cut else lambda f: f
+    wrap = jd.zero.gathered if cut else lambda f: f
 
     def layer(p, x):
         return x + jax.nn.relu(x @ p["w"] + p["b"][None])
 
     x = wrap(lambda p, x: x @ p["w"])(params["first"], images)
     if cut:  # one layer whole at a time
-        x = jd.parallel.gathered_scan(layer, params["layers"], x)
+        x = jd.zero.gathered_scan(layer, params["layers"], x)
     else:
         for p in params["layers"]:
             x = layer(p, x)
@@ -65,7 +65,7 @@ def train(name, tx, mesh, data, *, cut=False, disk=None):
 
     def make_state():
         params = init_params(jax.random.key(0))
-        params = jd.parallel.shard(params, smallest=0) if cut else params
+        params = jd.zero.shard(params, smallest=0) if cut else params
         return TrainState(params, jax.tree.map(jnp.zeros_like, params) if disk else tx.init(params))
 
     state, rng = jd.init_state(make_state, mesh), np.random.default_rng(0)
@@ -84,7 +84,7 @@ def train(name, tx, mesh, data, *, cut=False, disk=None):
 def main():
     images, labels = load_digits(return_X_y=True)
     data = (images / 16).astype(np.float32), labels.astype(np.int32)
-    jd.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
+    jd.runtime.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
     mesh = jd.make_mesh()
     train("all of it", optax.chain(jd.all_reduce(jd.exact()), ADAM), mesh, data)
     train("moments cut (stage 1)", jd.zero_redundancy(ADAM), mesh, data)

@@ -77,12 +77,15 @@ def accuracy(params):
 
 
 def main():
-    alone = train(jd.per_worker(optax.sgd(RATE, momentum=0.9)))
+    alone = train(jd.transforms.per_worker(optax.sgd(RATE, momentum=0.9)))
     print(f"alone                  {jax.vmap(accuracy)(alone.value).mean():.1%}, on average")
-    methods = {"plain averaging": (jd.d_psgd(), 0.9), "quasi-global momentum": (jd.qg_momentum(RATE), None)}
+    methods = {
+        "plain averaging": (jd.decentralized.d_psgd(), 0.9),
+        "quasi-global momentum": (jd.decentralized.qg_momentum(RATE), None),
+    }
     for name, (method, momentum) in methods.items():
         params = train(jd.gossip(optax.sgd(RATE, momentum=momentum), RING, method=method))
-        apart = jd.transforms.consensus_distance(params)
+        apart = jd.decentralized.consensus_distance(params)
         print(f"{name:22} {accuracy(jd.consensus(params)):.1%}, models {apart:.2f} apart")
     pooled = train(optax.chain(jd.all_reduce(jd.exact()), optax.sgd(RATE, momentum=0.9)), local=False)
     print(f"all-reduce             {accuracy(pooled):.1%}")

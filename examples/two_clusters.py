@@ -42,7 +42,7 @@ def loss_fn(params, batch):
 # Every step: the mean in a cluster, and then over the clusters.
 SYNCHRONOUS = optax.chain(*(jd.all_reduce(jd.exact(), axis=axis) for axis in reversed(AXES)), OPTIMIZER)
 # Every step: the mean in a cluster. Every 20th: one Nesterov step along the mean of how far the clusters got.
-DILOCO = jd.recipes.diloco(
+DILOCO = jd.local_sgd.diloco(
     optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER), sync_period=PERIOD, learning_rate=0.6, axis="outer"
 )
 
@@ -70,7 +70,7 @@ def train(name, tx, mesh, train_set, test_set):
         return TrainState(held, tx.init(params), jd.PerWorker(jnp.zeros(()), axis="outer"))
 
     def held_out(state, batch):
-        return jax.lax.pmean(loss_fn(jd.anchor(state.opt_state) if local else state.params, batch), AXES)
+        return jax.lax.pmean(loss_fn(jd.local_sgd.anchor(state.opt_state) if local else state.params, batch), AXES)
 
     state, rng = jd.init_state(make_state, mesh, axis=AXES), np.random.default_rng(1)
     step = jd.distribute(train_step, mesh, axis=AXES)
@@ -89,7 +89,7 @@ def main():
     order = np.random.default_rng(0).permutation(len(images))
     data = {"image": (images[order] / 16).astype(np.float32), "label": labels[order].astype(np.int32)}
     splits = [{key: x[part] for key, x in data.items()} for part in (slice(1400), slice(1400, 1796))]
-    jd.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
+    jd.runtime.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
     mesh = jd.make_mesh({"outer": 2, "inner": 2})
     dense, rare = (train(name, tx, mesh, *splits) for name, tx in (("synchronous", SYNCHRONOUS), ("DiLoCo", DILOCO)))
     print(f"{dense / rare:.0f} times fewer bytes between clusters")

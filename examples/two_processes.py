@@ -47,7 +47,7 @@ def train() -> None:
     state = jd.init_state(make_state, mesh)
     step = jd.distribute(train_step, mesh)
     rng = np.random.default_rng(process)  # each process reads its own data
-    with jd.watchdog(60) as watch:  # names the process that all wait for
+    with jd.processes.watchdog(60) as watch:  # names the process that all wait for
         for number in range(201):
             x = rng.standard_normal((32, 64)).astype(np.float32)
             state, loss = watch(step, state, jd.global_batch({"x": x, "y": x @ TEACHER}, mesh))
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     if jd.initialize():
         train()
     else:
-        jd.launch.launch([sys.executable, __file__], 2)
+        jd.processes.launch.launch([sys.executable, __file__], 2)

@@ -228,12 +228,14 @@ HALVES = {"bfloat16": 2 * -(-TOTAL // 8) * 8, "float16": 2 * TOTAL}  # bfloat16 
 
 CASES = {
     "accordion": Case(
-        lambda: jd.error_feedback(jd.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)),
+        lambda: jd.error_feedback(
+            jd.reducers.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)
+        ),
         all_reduced(4 * low_rank_floats(2) + 4),
         [REDUCE] * 3,
     ),
     "accordion by kind of leaf": Case(
-        lambda: jd.accordion(
+        lambda: jd.reducers.accordion(
             jd.exact(), by_code("float16"), epoch_steps=1, interval_steps=1, groups=matrices_and_vectors
         ),
         all_reduced(4 * TOTAL + 2 * 4),
@@ -279,7 +281,7 @@ CASES = {
         lambda: jd.error_feedback(by_code("scaled_sign")), gathered(code_bytes("scaled_sign")), [GATHER]
     ),
     "feedback of qsgd 2": Case(lambda: jd.error_feedback(by_code("qsgd 2")), gathered(code_bytes("qsgd 2")), [GATHER]),
-    "ef21": Case(lambda: jd.ef21(by_code("top_k"), eta=0.5), gathered(code_bytes("top_k")), [GATHER]),
+    "ef21": Case(lambda: jd.reducers.ef21(by_code("top_k"), eta=0.5), gathered(code_bytes("top_k")), [GATHER]),
     "power_sgd": Case(lambda: jd.power_sgd(2), all_reduced(4 * low_rank_floats(2)), [REDUCE] * 2),
     "feedback of power_sgd": Case(
         lambda: jd.error_feedback(jd.power_sgd(1)), all_reduced(4 * low_rank_floats(1)), [REDUCE] * 2
@@ -293,45 +295,56 @@ CASES = {
         lambda: jd.error_feedback(jd.power_sgd(1, own="paper", start_step=1)), all_reduced(4 * TOTAL), [REDUCE]
     ),
     "by_leaf": Case(
-        lambda: jd.by_leaf(matrices_and_vectors, {"matrix": jd.error_feedback(by_code("top_k")), "vector": jd.exact()}),
+        lambda: jd.reducers.by_leaf(
+            matrices_and_vectors, {"matrix": jd.error_feedback(by_code("top_k")), "vector": jd.exact()}
+        ),
         lambda w: gathered(CODES["top_k"].bytes(SIZES["w"]))(w) + all_reduced(4 * (SIZES["b"] + SIZES["s"]))(w),
         [GATHER, REDUCE],
     ),
     "bucketed": Case(
-        lambda: jd.bucketed(by_code("qsgd 4"), bucket_bytes=64, first_bucket_bytes=None),
+        lambda: jd.reducers.bucketed(by_code("qsgd 4"), bucket_bytes=64, first_bucket_bytes=None),
         gathered(sum(CODES["qsgd 4"].bytes(n) for n in (SIZES["w"] + SIZES["b"] + SIZES["s"],))),
         [GATHER],
     ),
     "scheduled": Case(
-        lambda: jd.scheduled(jd.exact(), partition_bytes=128, credit_bytes=256), all_reduced(4 * TOTAL), [REDUCE] * 5
+        lambda: jd.reducers.scheduled(jd.exact(), partition_bytes=128, credit_bytes=256),
+        all_reduced(4 * TOTAL),
+        [REDUCE] * 5,
     ),
     "scheduled codes": Case(
         lambda: jd.error_feedback(
-            jd.scheduled(by_code("scaled_sign"), partition_bytes=256, order=[0, 0], layer_fn=lambda path, leaf: 0)
+            jd.reducers.scheduled(
+                by_code("scaled_sign"), partition_bytes=256, order=[0, 0], layer_fn=lambda path, leaf: 0
+            )
         ),
         gathered(sum(CODES["scaled_sign"].bytes(n) for n in (64, TOTAL - 64))),
         [GATHER] * 2,
     ),
     "tracked": Case(
-        lambda: jd.error_feedback(jd.tracked(by_code("top_k"))), gathered(code_bytes("top_k")), [GATHER], tolerance=0
+        lambda: jd.error_feedback(jd.reducers.tracked(by_code("top_k"))),
+        gathered(code_bytes("top_k")),
+        [GATHER],
+        tolerance=0,
     ),
     "two_shot": Case(lambda: two_shots("qsgd 4"), shots("qsgd 4"), SHOTS),
     "two_shot with a server residual": Case(
         lambda: two_shots("scaled_sign", second=CODES["top_k"].make()), shots("scaled_sign", "top_k"), SHOTS
     ),
     "feedback of two_shot": Case(lambda: jd.error_feedback(two_shots("scaled_sign")), shots("scaled_sign"), SHOTS),
-    "majority_vote": Case(jd.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0),
+    "majority_vote": Case(jd.reducers.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0),
     "ring": Case(
         lambda: jd.reducers.ring(CODES["qsgd 8 l2"].make()),
         lambda w: 2 * (w - 1) * CODES["qsgd 8 l2"].bytes(-(-TOTAL // w)),
         [GATHER, *[("collective-permute", "uint8")] * 7],
     ),
-    "loco": Case(lambda: jd.loco(two_shots("qsgd 4"), block=32), shots("qsgd 4"), SHOTS),
+    "loco": Case(lambda: jd.reducers.loco(two_shots("qsgd 4"), block=32), shots("qsgd 4"), SHOTS),
     # The first step is dense; `test_integers.py` has the others.
-    "intsgd": Case(jd.intsgd, all_reduced(4 * TOTAL), [REDUCE]),
+    "intsgd": Case(jd.reducers.intsgd, all_reduced(4 * TOTAL), [REDUCE]),
     "integer_sum": Case(jd.reducers.integer_sum, all_reduced(4 * len(SIZES) + TOTAL), [("all-reduce", "int8"), REDUCE]),
     "switch_at": Case(
-        lambda: jd.switch_at(jd.exact(), jd.error_feedback(by_code("top_k")), 1), all_reduced(4 * TOTAL), [REDUCE]
+        lambda: jd.reducers.switch_at(jd.exact(), jd.error_feedback(by_code("top_k")), 1),
+        all_reduced(4 * TOTAL),
+        [REDUCE],
     ),
     "hierarchical two_shot": Case(
         lambda: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(two_shots("e4m3"))),
@@ -342,19 +355,19 @@ CASES = {
     ),
     # Levels are a fit to sums, which processes may add up in another order.
     "alq": Case(
-        lambda: jd.alq(3, bucket=32, norm="l2", solver="coordinate", block=16, every=2),
+        lambda: jd.reducers.alq(3, bucket=32, norm="l2", solver="coordinate", block=16, every=2),
         lambda w: gathered(qsgd_bytes(3, 32)(TOTAL))(w) + all_reduced(240 + 4)(w),
         [GATHER, REDUCE, REDUCE],
         tolerance=1e-3,
     ),
     "alq exact": Case(
-        lambda: jd.alq(4, symmetric=True, update_steps=(1,)),
+        lambda: jd.reducers.alq(4, symmetric=True, update_steps=(1,)),
         lambda w: gathered(qsgd_bytes(4, 8192)(TOTAL))(w) + all_reduced(4 * 257 + 4)(w),
         [GATHER, REDUCE, REDUCE],
         tolerance=1e-3,
     ),
     "amq": Case(
-        lambda: jd.amq(2),
+        lambda: jd.reducers.amq(2),
         lambda w: gathered(qsgd_bytes(2, 8192)(TOTAL))(w) + all_reduced(240 + 4)(w),
         [GATHER, REDUCE, REDUCE],
         tolerance=1e-3,

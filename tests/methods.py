@@ -13,7 +13,7 @@ from laws_run import PODS
 from optimizers_run import OPTIMIZERS
 
 import jaxdist as jd
-from jaxdist import transforms
+from jaxdist import local_sgd, online
 from jaxdist.recipes import bagua
 
 WORKERS = 4
@@ -49,7 +49,7 @@ def adam():
 
 
 def geometry():
-    return transforms.euclidean()
+    return online.euclidean()
 
 
 def feedback():
@@ -81,48 +81,50 @@ AGREED = {
     "zero_redundancy coded": Line(lambda: jd.zero_redundancy(adam(), compressor=jd.compressors.int8())),
     "zero_redundancy by leaves": Line(lambda: jd.zero_redundancy(optax.adafactor(0.1))),
     "skip_nonfinite": Line(lambda: jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), adam()))),
-    "loss_scale": Line(lambda: jd.dynamic_loss_scale(optax.chain(jd.all_reduce(jd.exact()), adam()))),
+    "loss_scale": Line(lambda: jd.transforms.dynamic_loss_scale(optax.chain(jd.all_reduce(jd.exact()), adam()))),
     "accumulate": Line(lambda: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), adam()), 2)),
-    "per_worker": Line(lambda: optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))),
-    "compact_state": Line(
-        lambda: optax.chain(jd.all_reduce(jd.exact()), jd.compact_state(adam(), smallest=1)),
+    "per_worker": Line(
+        lambda: optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
     ),
-    "anytime_minibatch": Line(lambda: transforms.anytime_minibatch(geometry(), 0.1), extra={"examples": 3}),
+    "compact_state": Line(
+        lambda: optax.chain(jd.all_reduce(jd.exact()), jd.transforms.compact_state(adam(), smallest=1)),
+    ),
+    "anytime_minibatch": Line(lambda: online.anytime_minibatch(geometry(), 0.1), extra={"examples": 3}),
 }
 LOCAL = {
-    "local_sgd": apart(lambda: jd.recipes.local_sgd(adam(), sync_period=2)),
-    "local_sgd averaging buffers": apart(lambda: jd.recipes.local_sgd(adam(), sync_period=2, buffers="average")),
-    "local_sgd resetting buffers": apart(lambda: jd.recipes.local_sgd(adam(), sync_period=1, buffers="reset")),
+    "local_sgd": apart(lambda: jd.local_sgd.local_sgd(adam(), sync_period=2)),
+    "local_sgd averaging buffers": apart(lambda: jd.local_sgd.local_sgd(adam(), sync_period=2, buffers="average")),
+    "local_sgd resetting buffers": apart(lambda: jd.local_sgd.local_sgd(adam(), sync_period=1, buffers="reset")),
     "local_sgd, quadratic rule": apart(
-        lambda: jd.recipes.local_sgd(adam(), sync_period=jd.schedule.quadratic(lambda step: 0.1 / (1 + step), 0.1, 1))
+        lambda: jd.local_sgd.local_sgd(adam(), sync_period=jd.schedule.quadratic(lambda step: 0.1 / (1 + step), 0.1, 1))
     ),
-    "post_local_sgd": apart(lambda: jd.recipes.post_local_sgd(adam(), switch_step=1, sync_period=2)),
-    "slowmo": apart(lambda: jd.recipes.slowmo(momentum(), sync_period=2, learning_rate=0.1)),
-    "diloco": apart(lambda: jd.recipes.diloco(adam(), sync_period=2, warmup_steps=1)),
-    "diloco of examples": apart(lambda: jd.recipes.diloco(adam(), sync_period=2), examples=3, learning_rate=0.1),
-    "diloco with feedback": apart(lambda: jd.recipes.diloco(adam(), sync_period=2, reducer=feedback())),
-    "streaming_diloco": apart(lambda: jd.recipes.streaming_diloco(adam(), sync_period=2, fragments=2)),
-    "muloco": apart(lambda: jd.recipes.muloco(0.02, adam_learning_rate=0.01, sync_period=2)),
-    "palsgd": apart(lambda: jd.recipes.palsgd(adam(), learning_rate=0.1, sync_period=2, warmup_steps=1)),
-    "sparse_loco": apart(lambda: jd.recipes.sparse_loco(adam(), sync_period=2, block=32, values_block=16)),
+    "post_local_sgd": apart(lambda: jd.local_sgd.post_local_sgd(adam(), switch_step=1, sync_period=2)),
+    "slowmo": apart(lambda: jd.local_sgd.slowmo(momentum(), sync_period=2, learning_rate=0.1)),
+    "diloco": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2, warmup_steps=1)),
+    "diloco of examples": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2), examples=3, learning_rate=0.1),
+    "diloco with feedback": apart(lambda: jd.local_sgd.diloco(adam(), sync_period=2, reducer=feedback())),
+    "streaming_diloco": apart(lambda: jd.local_sgd.streaming_diloco(adam(), sync_period=2, fragments=2)),
+    "muloco": apart(lambda: jd.local_sgd.muloco(0.02, adam_learning_rate=0.01, sync_period=2)),
+    "palsgd": apart(lambda: jd.local_sgd.palsgd(adam(), learning_rate=0.1, sync_period=2, warmup_steps=1)),
+    "sparse_loco": apart(lambda: jd.local_sgd.sparse_loco(adam(), sync_period=2, block=32, values_block=16)),
     "slow_steps": apart(
-        lambda: transforms.slow_steps(jd.gossip(momentum(), RING), momentum(), sync_period=2), learning_rate=0.1
+        lambda: local_sgd.slow_steps(jd.gossip(momentum(), RING), momentum(), sync_period=2), learning_rate=0.1
     ),
-    "no_lo_co": apart(lambda: transforms.no_lo_co(adam(), sync_period=2)),
-    "mirror_descent": apart(lambda: transforms.mirror_descent(geometry(), 0.1, topology=RING, rounds=2), examples=3),
+    "no_lo_co": apart(lambda: local_sgd.no_lo_co(adam(), sync_period=2)),
+    "mirror_descent": apart(lambda: online.mirror_descent(geometry(), 0.1, topology=RING, rounds=2), examples=3),
     "async_model_average": apart(lambda: bagua.async_model_average(adam(), sync_period=2)),
     "decentralized": apart(lambda: bagua.decentralized(adam(), WORKERS)),
     "low_precision": apart(lambda: bagua.low_precision_decentralized(adam(), WORKERS)),
-    "d_psgd": gossiping(jd.d_psgd),
-    "matcha": gossiping(jd.d_psgd, jd.topology.matcha(RING)),
-    "sgp": gossiping(jd.sgp, jd.topology.one_peer_exponential(WORKERS)),
-    "relay_sgd": gossiping(jd.relay_sgd, PATH),
-    "choco": gossiping(lambda: jd.choco(jd.top_k(0.25), step_size=0.3)),
-    "dcd": gossiping(lambda: jd.dcd(jd.qsgd(8))),
-    "ecd": gossiping(lambda: jd.ecd(jd.qsgd(8))),
-    "d2": gossiping(jd.d2),
-    "gradient_tracking": gossiping(jd.gradient_tracking),
-    "qg_momentum": gossiping(lambda: jd.qg_momentum(learning_rate=0.1)),
-    "qg_adam": gossiping(lambda: jd.qg_adam()),
+    "d_psgd": gossiping(jd.decentralized.d_psgd),
+    "matcha": gossiping(jd.decentralized.d_psgd, jd.topology.matcha(RING)),
+    "sgp": gossiping(jd.decentralized.sgp, jd.topology.one_peer_exponential(WORKERS)),
+    "relay_sgd": gossiping(jd.decentralized.relay_sgd, PATH),
+    "choco": gossiping(lambda: jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
+    "dcd": gossiping(lambda: jd.decentralized.dcd(jd.qsgd(8))),
+    "ecd": gossiping(lambda: jd.decentralized.ecd(jd.qsgd(8))),
+    "d2": gossiping(jd.decentralized.d2),
+    "gradient_tracking": gossiping(jd.decentralized.gradient_tracking),
+    "qg_momentum": gossiping(lambda: jd.decentralized.qg_momentum(learning_rate=0.1)),
+    "qg_adam": gossiping(lambda: jd.decentralized.qg_adam()),
 }
 LINES = {**REDUCED, **INSIDE, **AGREED, **LOCAL}

@@ -10,7 +10,7 @@ from laws import CODES, REDUCE, TOTAL, all_reduced, gathered, low_rank_floats, q
 from laws_run import State, gradients, linear_loss, params
 
 import jaxdist as jd
-from jaxdist.transforms import demo
+from jaxdist.optimizers import demo
 
 
 class Optimizer(NamedTuple):
@@ -38,19 +38,19 @@ def small_demo(learning_rate, *, axis="data"):
 
 
 def small_dion(learning_rate, *, axis="data"):
-    return jd.dion(learning_rate, rank=2, axis=axis)
+    return jd.optimizers.dion(learning_rate, rank=2, axis=axis)
 
 
 def early_one_bit_adam(learning_rate, *, axis="data"):
-    return jd.one_bit_adam(learning_rate, freeze_step=1, axis=axis)
+    return jd.optimizers.one_bit_adam(learning_rate, freeze_step=1, axis=axis)
 
 
 def early_qadam(learning_rate, *, axis="data"):
-    return jd.qadam(learning_rate, warmup_steps=1, axis=axis)
+    return jd.optimizers.qadam(learning_rate, warmup_steps=1, axis=axis)
 
 
 def early_zero_one_adam(learning_rate, *, axis="data"):
-    return jd.zero_one_adam(learning_rate, freeze_step=2, refreshes=1, doubling_steps=1, axis=axis)
+    return jd.optimizers.zero_one_adam(learning_rate, freeze_step=2, refreshes=1, doubling_steps=1, axis=axis)
 
 
 def two_shots(bytes_of_chunk):

@@ -184,7 +184,9 @@ def levels_of(states):
 
 
 def test_each_step_sends_the_bytes_of_its_level():
-    reducer = jd.error_feedback(jd.tracked(jd.accordion(low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2)))
+    reducer = jd.error_feedback(
+        jd.reducers.tracked(jd.reducers.accordion(low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2))
+    )
     _, _, states = trajectory(reducer, changing())
     low = levels_of(states.reducer.reducer)
     sent = np.diff(np.asarray(states.reducer.bytes)[:, 0, 1].astype(int), prepend=0)
@@ -199,7 +201,10 @@ def test_compression_is_no_change_of_regime(interval):
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal(1000) + rng.standard_normal((8 * interval, 2, 1000))).astype(np.float32)
     settings = {"epoch_steps": 30, "interval_steps": interval}
-    for reducer in (jd.accordion(top(0.99), top(0.01), **settings), jd.accordion(jd.exact(), top(0.01), **settings)):
+    for reducer in (
+        jd.reducers.accordion(top(0.99), top(0.01), **settings),
+        jd.reducers.accordion(jd.exact(), top(0.01), **settings),
+    ):
         _, _, states = trajectory(jd.error_feedback(reducer), rows)
         assert np.flatnonzero(levels_of(states.reducer)).tolist() == list(range(interval + 30))
 
@@ -209,7 +214,7 @@ def test_compression_is_no_change_of_regime(interval):
 def test_judged_is_what_workers_computed(wrap, epoch, interval):
     """Whatever the level has done to it: sums in float64 over the same gradients."""
     rows = changing(30)
-    reducer = wrap(jd.accordion(low_rank(2), top(0.02), epoch_steps=epoch, interval_steps=interval))
+    reducer = wrap(jd.reducers.accordion(low_rank(2), top(0.02), epoch_steps=epoch, interval_steps=interval))
     _, _, states = trajectory(reducer, rows)
     states = getattr(states, "reducer", states)
     assert len(set(levels_of(states).tolist())) == 2
@@ -221,7 +226,7 @@ def test_judged_is_what_workers_computed(wrap, epoch, interval):
 
 def test_feedback_outlives_every_switch():
     rows = changing()
-    reducer = jd.error_feedback(jd.accordion(top(0.5), top(0.02), epoch_steps=1, interval_steps=2))
+    reducer = jd.error_feedback(jd.reducers.accordion(top(0.5), top(0.02), epoch_steps=1, interval_steps=2))
     means, owns, states = trajectory(reducer, rows)
     residuals = np.asarray(states.residual.value)
     before = np.concatenate([np.zeros_like(residuals[:1]), residuals[:-1]])
@@ -231,7 +236,9 @@ def test_feedback_outlives_every_switch():
 
 
 def test_the_idle_reducer_stays_as_it_is():
-    _, _, states = trajectory(jd.accordion(low_rank(2), low_rank(1), epoch_steps=1, interval_steps=2), changing())
+    _, _, states = trajectory(
+        jd.reducers.accordion(low_rank(2), low_rank(1), epoch_steps=1, interval_steps=2), changing()
+    )
     low = levels_of(states)[1:]
     moved = {name: np.diff(np.asarray(getattr(states, name).count)[:, 0]) for name in ("low", "high")}
     assert (moved["low"] == low).all()
@@ -242,7 +249,7 @@ def test_the_idle_reducer_stays_as_it_is():
 def test_one_level_is_the_reducer_itself(eta, make):
     """Never switched, or switched between equal reducers that keep nothing."""
     rows = changing()
-    found = trajectory(jd.accordion(make(), make(), epoch_steps=1, interval_steps=2, eta=eta), rows)
+    found = trajectory(jd.reducers.accordion(make(), make(), epoch_steps=1, interval_steps=2, eta=eta), rows)
     expected = trajectory(make(), rows)
     for a, b in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -251,7 +258,7 @@ def test_one_level_is_the_reducer_itself(eta, make):
 
 def test_half_precision_with_feedback_inside_one_level():
     """Contributions with feedback are wider than the updates; the levels must still agree on a dtype."""
-    reducer = jd.accordion(jd.exact(), jd.error_feedback(top(0.1)), epoch_steps=1, interval_steps=1)
+    reducer = jd.reducers.accordion(jd.exact(), jd.error_feedback(top(0.1)), epoch_steps=1, interval_steps=1)
     rows = jnp.ones((4, 2, 10), jnp.bfloat16)
     means, owns, states = trajectory(reducer, rows)
     assert (means.dtype, owns.dtype) == (jnp.bfloat16, jnp.float32)
@@ -262,7 +269,7 @@ def test_half_precision_with_feedback_inside_one_level():
 
 def test_the_rate_reaches_the_reducer():
     """Through `all_reduce` and feedback, as an extra argument of `update`."""
-    tx = jd.all_reduce(jd.error_feedback(jd.accordion(top(1.0), top(0.1), epoch_steps=1, interval_steps=8)))
+    tx = jd.all_reduce(jd.error_feedback(jd.reducers.accordion(top(1.0), top(0.1), epoch_steps=1, interval_steps=8)))
 
     def kept(rates):
         def step(state, rate):
@@ -279,7 +286,7 @@ def test_the_rate_reaches_the_reducer():
 
 def test_each_group_decides_for_itself():
     rows = {"w": changing(), "v": np.ones((24, 2, 12, 9), np.float32)}
-    reducer = jd.accordion(
+    reducer = jd.reducers.accordion(
         low_rank(2), low_rank(1), epoch_steps=1, interval_steps=2, groups=lambda path, leaf: f"of {path}"
     )
     _, _, states = trajectory(jd.error_feedback(reducer), rows)
@@ -287,14 +294,17 @@ def test_each_group_decides_for_itself():
     assert sorted(low) == ["of v", "of w"]
     assert low["of v"].tolist() == [True] * 3 + [False] * 21
     alone = trajectory(
-        jd.error_feedback(jd.accordion(low_rank(2), low_rank(1), epoch_steps=1, interval_steps=2)), {"w": rows["w"]}
+        jd.error_feedback(jd.reducers.accordion(low_rank(2), low_rank(1), epoch_steps=1, interval_steps=2)),
+        {"w": rows["w"]},
     )
     assert (low["of w"] == levels_of(alone[2].reducer)).all()
     assert low["of w"].sum() > 6
 
 
 def test_both_levels_are_in_the_program_and_send_their_own_bytes(mesh):
-    reducer = jd.accordion(low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2, groups=lambda path, leaf: path)
+    reducer = jd.reducers.accordion(
+        low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2, groups=lambda path, leaf: path
+    )
     tx = jd.all_reduce(jd.error_feedback(reducer))
     like = {"v": jnp.zeros((8, 8)), "w": jnp.zeros((12, 9))}
 
@@ -345,7 +355,7 @@ def test_bad_arguments_are_named():
     )
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
-            jd.accordion(jd.exact(), jd.exact(), **options)
+            jd.reducers.accordion(jd.exact(), jd.exact(), **options)
     for small, large in ((0, 4), (8, 4)):
         with pytest.raises(ValueError, match=f"got {small} and {large}"):
             accordion_batch(small, large)

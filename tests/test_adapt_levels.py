@@ -12,22 +12,20 @@ from scipy.stats import truncnorm
 
 from jaxdist import compressors as jc
 from jaxdist.compressors.adapt_levels import (
-    best_multiplier,
-    coordinate_descent,
-    expected_loss,
-    fit_levels,
-    gradient_descent,
-    loss_gradient,
-    multiplier_slope,
-    quantiles,
-)
-from jaxdist.compressors.distributions import (
     SCALES,
     Distribution,
     Mixture,
+    best_multiplier,
     bucket_sums,
+    coordinate_descent,
+    expected_loss,
+    fit_levels,
     folded,
+    gradient_descent,
+    loss_gradient,
     mixture_of,
+    multiplier_slope,
+    quantiles,
     truncated_normals,
 )
 from jaxdist.compressors.levels import powers

@@ -9,12 +9,12 @@ from workers import trajectory
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist.compressors.level_variance import worst_variance
+from jaxdist.compressors.optimal_levels import worst_variance
 
 REDUCERS = {
-    "coordinate": lambda **options: jd.alq(3, solver="coordinate", **({"norm": "l2", "block": 10} | options)),
-    "exact": lambda **options: jd.alq(3, **({"norm": "l2"} | options)),
-    "amq": lambda **options: jd.amq(3, **({"norm": "l2", "block": 10} | options)),
+    "coordinate": lambda **options: jd.reducers.alq(3, solver="coordinate", **({"norm": "l2", "block": 10} | options)),
+    "exact": lambda **options: jd.reducers.alq(3, **({"norm": "l2"} | options)),
+    "amq": lambda **options: jd.reducers.amq(3, **({"norm": "l2", "block": 10} | options)),
 }
 each_reducer = pytest.mark.parametrize("make", REDUCERS.values(), ids=REDUCERS)
 
@@ -53,7 +53,7 @@ def test_copies_of_one_worker_fit_its_levels(make):
 
 def test_levels_move_at_scheduled_steps_only():
     updates = heavy(9, 1, 64) * rows(9, 1, 1, seed=1)
-    reducer = jd.amq(3, bucket=64, update_steps=(2,), every=5)
+    reducer = jd.reducers.amq(3, bucket=64, update_steps=(2,), every=5)
     levels = np.asarray(trajectory(reducer, updates)[2].levels)[:, 0]
     moved = [number for number in range(1, 9) if (levels[number] != levels[number - 1]).any()]
     assert moved == [2, 5]
@@ -101,8 +101,8 @@ def test_weights_decide_which_buckets_count():
     x = np.concatenate([rows(4, 256) * 10, np.random.default_rng(1).standard_t(2, (12, 256))]).astype(np.float32)
 
     def losses(norm_power):
-        reducer = jd.alq(3, bucket=256, norm_power=norm_power)
-        _, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()))(x)
+        reducer = jd.reducers.alq(3, bucket=256, norm_power=norm_power)
+        _, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.over.alone()))(x)
         scales = np.abs(x).max(1, keepdims=True)
         table = np.asarray(state.levels, np.float64)
         index = np.clip(np.searchsorted(table, x / scales, side="right") - 1, 0, 6)
@@ -116,11 +116,11 @@ def test_weights_decide_which_buckets_count():
 
 def test_feedback_scales_by_the_levels_of_now():
     x = jnp.asarray(heavy(128))
-    reducer = jd.alq(3, bucket=64, norm="l2")
+    reducer = jd.reducers.alq(3, bucket=64, norm="l2")
 
     @jax.jit
     def run(x):
-        both = (form.reduce(x, form.init(x), jd.comm.alone()) for form in (reducer.for_feedback(), reducer))
+        both = (form.reduce(x, form.init(x), jd.comm.over.alone()) for form in (reducer.for_feedback(), reducer))
         return [(reduced.own, state.levels) for reduced, state in both]
 
     (shrunk, levels), (plain, _) = run(x)
@@ -132,7 +132,7 @@ def test_feedback_scales_by_the_levels_of_now():
 
 
 def test_statistics_are_sent_at_scheduled_steps_only():
-    reducer = jd.tracked(jd.alq(3, bucket=32, every=2))
+    reducer = jd.reducers.tracked(jd.reducers.alq(3, bucket=32, every=2))
     _, _, states = trajectory(reducer, rows(3, 4, 64))
     words = np.asarray(states.bytes)[:, 0].astype(np.float64) @ [2.0**32, 1]
     code, statistics = 3 * (64 * 3 // 8 + 4 * 2), 1.5 * (1028 + 4)
@@ -141,7 +141,7 @@ def test_statistics_are_sent_at_scheduled_steps_only():
 
 def test_leaves_share_buckets_and_keep_their_dtypes():
     updates = {"a": rows(1, 2, 3, 5), "b": rows(1, 2, 2).astype(np.float16), "s": rows(1, 2)}
-    means, owns, _ = trajectory(jd.alq(4, norm="l2", symmetric=True), updates)
+    means, owns, _ = trajectory(jd.reducers.alq(4, norm="l2", symmetric=True), updates)
     for name, x in updates.items():
         assert (means[name].shape, means[name].dtype) == ((1, *x.shape[2:]), x.dtype)
     flat = np.concatenate([owns[name][0, 0].ravel().astype(np.float32) for name in "abs"])
@@ -157,8 +157,8 @@ def test_bad_arguments_are_named():
         ({"bits": 3, "update_steps": (-1,)}, r"update_steps must not be negative, got \(-1,\)"),
         ({"bits": 3, "every": 0}, "every must be at least 1, got 0"),
     ):
-        for factory in (jd.alq, jd.amq):
+        for factory in (jd.reducers.alq, jd.reducers.amq):
             with pytest.raises(ValueError, match=message):
                 factory(**options)
     with pytest.raises(ValueError, match="none is left to fit"):
-        jd.alq(2, symmetric=True)
+        jd.reducers.alq(2, symmetric=True)

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist import analysis, cli
-from jaxdist.analysis import cost, rehearsal
+from jaxdist import _cli as cli
+from jaxdist import analysis
+from jaxdist._cli import advice
+from jaxdist._cli.models import digits
+from jaxdist._cli.runs import train
+from jaxdist.analysis import codec_timing, cost
 from jaxdist.analysis.measured import fit
-from jaxdist.workloads import advice, digits, train
 
 COMPUTE = 0.01
 
@@ -62,7 +65,7 @@ def test_at_the_break_even_both_take_as_long(workload):
 def test_a_gather_is_decoded_as_often_as_there_are_workers():
     def decoded(workers):
         def decode(x, nought):
-            return jnp.sin(rehearsal._imitation(workers, nought).all_gather(x)).sum(0)
+            return jnp.sin(codec_timing._imitation(workers, nought).all_gather(x)).sum(0)
 
         compiled = jax.jit(decode).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.int32(0)).compile()
         return (compiled.cost_analysis() or {})["transcendentals"]
@@ -106,7 +109,7 @@ def test_two_processes_measure_their_link():
     command = [
         sys.executable,
         "-c",
-        "from jaxdist.cli import main; raise SystemExit(main())",
+        "from jaxdist._cli import main; raise SystemExit(main())",
         "advise",
         "--workload",
         "digits",

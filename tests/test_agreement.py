@@ -10,7 +10,7 @@ from jax import P, lax
 from tiny import TrainState, assert_close, batch, fresh, make_step
 
 import jaxdist as jd
-from jaxdist.parallel import agreement
+from jaxdist.runtime import agreement
 
 
 def unequal(mesh, *values):
@@ -27,13 +27,13 @@ def test_one_differing_copy_is_found(mesh, dtype):
         "opt": {"mu": unequal(mesh, *[same] * 5, odd, *[same] * 2), "nu": unequal(mesh, *[same] * 8)},
         "residual": jd.PerWorker(jnp.arange(8.0)),
     }
-    assert jd.parallel.disagreement(state, mesh) == ("opt.mu",)
+    assert jd.runtime.disagreement(state, mesh) == ("opt.mu",)
 
 
 def test_keys_and_empty_states(mesh):
     key = jax.random.key(0)
-    assert jd.parallel.disagreement(jd.place({"key": key, "none": None, "empty": jnp.zeros(0)}, mesh), mesh) == ()
-    assert jd.parallel.disagreement({"r": jd.PerWorker(jnp.arange(8.0))}, mesh) == ()
+    assert jd.runtime.disagreement(jd.place({"key": key, "none": None, "empty": jnp.zeros(0)}, mesh), mesh) == ()
+    assert jd.runtime.disagreement({"r": jd.PerWorker(jnp.arange(8.0))}, mesh) == ()
 
 
 def test_hash_sees_every_bit_and_place():
@@ -136,4 +136,4 @@ def test_untypable_losses_train(mesh, name):
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 1e-2
     assert_close(state, other, 1e-4)
-    assert jd.parallel.disagreement(state, mesh) == ()
+    assert jd.runtime.disagreement(state, mesh) == ()

@@ -38,7 +38,7 @@ def test_half_summed_gradients_are_refused(mesh):
     tx = jd.all_reduce(jd.exact())
 
     def half(params, data):
-        return jax.value_and_grad(loss)({**params, "w": jd.comm.over("data").varying(params["w"])}, data)
+        return jax.value_and_grad(loss)({**params, "w": jd.comm.over.over("data").varying(params["w"])}, data)
 
     with pytest.raises(ValueError, match=r"\['b'\] is the same"):
         jd.distribute(make_step(tx, grad=half), mesh)(fresh(tx, mesh), batch())
@@ -121,8 +121,8 @@ def test_no_examples_at_all(mesh):
     run = jd.distribute(step, mesh, donate=False)
     some, _ = run(fresh(tx, mesh), {"batch": batch(), "examples": jnp.ones(8, jnp.int32)})
     none, _ = run(some, {"batch": batch(seed=1), "examples": jnp.zeros(8, jnp.int32)})
-    assert jd.stats(some.opt)["empty"] == 0
-    assert jd.stats(none.opt)["empty"] == 1
+    assert jd.transforms.stats(some.opt)["empty"] == 0
+    assert jd.transforms.stats(none.opt)["empty"] == 1
     assert_close(none.params, some.params, 0)
     assert_close(none.opt[0].reducer, some.opt[0].reducer, 0)
     again, _ = run(none, {"batch": batch(), "examples": jnp.ones(8, jnp.int32)})
@@ -194,7 +194,7 @@ def test_wrappers_after_it_work(mesh):
 
 def test_per_worker_momentum(mesh):
     """DGC's momentum: every worker's own, before compression; the state is marked and differs."""
-    tx = optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
+    tx = optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
     run, simulated = jd.distribute(make_step(tx), mesh), jd.simulate(make_step(tx), 8)
     state, other = fresh(tx, mesh), fresh(tx, mesh)
     plain = optax.sgd(0.1, momentum=0.9)
@@ -213,7 +213,7 @@ def test_per_worker_momentum(mesh):
 
 def test_per_worker_may_be_the_whole_field():
     """Each worker by itself: the mark of the whole field is off inside the step and back on after it."""
-    tx = jd.per_worker(optax.sgd(0.5, momentum=0.5))
+    tx = jd.transforms.per_worker(optax.sgd(0.5, momentum=0.5))
 
     def step(state, batch):
         updates, opt = tx.update(state["x"] - batch[0], state["opt"], state["x"])

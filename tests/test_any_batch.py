@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
+from jaxdist.online import dynamic_regret, path_length, static_regret
 from jaxdist.schedule import anytime_window, processed, shifted_exponential
-from jaxdist.transforms import dynamic_regret, path_length, static_regret
 
 
 def losses(w, batch):
@@ -19,7 +19,7 @@ def test_the_first_examples_count_and_no_others():
     batch = {"x": rng.uniform(1, 2, (6, 3)).astype(np.float32), "y": np.arange(6, dtype=np.float32)}
     w = jnp.ones(3)
     batch["x"][4:] = np.nan  # never reached
-    compiled = jax.jit(jd.parallel.any_batch(losses))
+    compiled = jax.jit(jd.online.any_batch(losses))
     for b in (1, 4):
         value, gradient = compiled(w, batch, b)
         first = {key: x[:b] for key, x in batch.items()}
@@ -29,7 +29,7 @@ def test_the_first_examples_count_and_no_others():
     value, gradient = compiled(w, {key: np.full_like(x, np.nan) for key, x in batch.items()}, 0)
     assert (float(value), gradient.tolist()) == (0.0, [0.0] * 3)
     with pytest.raises(ValueError, match="the loss of each of the 6 examples, got shape"):
-        jd.parallel.any_batch(lambda w, batch: jnp.mean(losses(w, batch)))(w, batch, 1)
+        jd.online.any_batch(lambda w, batch: jnp.mean(losses(w, batch)))(w, batch, 1)
 
 
 def test_a_window_fits_whole_examples():

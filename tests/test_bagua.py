@@ -122,7 +122,7 @@ def test_the_host_may_choose_the_round():
     tx = bagua.decentralized(optax.sgd(1.0), 6, peers="shift_one", interval=2)
     start, talks = jnp.asarray(rows(6), jnp.float32), []
     for step in range(6):
-        found = jd.transforms.due_round(step, graph, interval=2)
+        found = jd.decentralized.due_round(step, graph, interval=2)
         if found is None:
             continue
         x = jax.vmap(lambda x, found=found: x + tx.update(0 * x, tx.init(x), x, round=found)[0], axis_name="data")(

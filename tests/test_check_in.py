@@ -16,16 +16,16 @@ import pytest
 from optax import adam
 
 import jaxdist as jd
-from jaxdist.parallel.processes import cards
-from jaxdist.parallel.processes.agree import exchange
-from jaxdist.parallel.processes.check_in import check_in
-from jaxdist.parallel.processes.cluster import VARIABLES, Job, where_to_listen
+from jaxdist.processes import fingerprint
+from jaxdist.processes.cluster import VARIABLES, Job, where_to_listen
+from jaxdist.processes.consistency import exchange
+from jaxdist.processes.rendezvous import check_in
 
 # What comes at once comes before this on a busy machine too; whatever waits has 60 s.
 SOON = 30.0
 CARD = {"version of": {"jax": "0.10.2"}, "setting": {"jax_enable_x64": "False"}}
 NEWER = {"version of": {"jax": "0.12.0"}, "setting": {"jax_enable_x64": "False"}}
-module = sys.modules["jaxdist.parallel.processes.check_in"]
+module = sys.modules["jaxdist.processes.rendezvous"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def comes(process, processes, port, *, seconds=60.0, host="127.0.0.1", **options
     job, options = Job(f"{host}:{port}", processes, process), {"listen_at": f"127.0.0.1:{port}"} | options
     try:
         check_in(job, timeout_seconds=seconds, **options)
-    except jd.parallel.AgreementError as error:
+    except jd.processes.AgreementError as error:
         return error, time.monotonic() - began
     return None, time.monotonic() - began
 
@@ -79,7 +79,7 @@ def test_all_are_well():
 )
 def test_all_hear_what_differs_within_seconds(said, message, processes):
     for error, seconds in together(said):
-        assert isinstance(error, jd.parallel.MismatchError)
+        assert isinstance(error, jd.processes.MismatchError)
         assert str(error).startswith(message)
         assert "\n" not in str(error)
         assert error.processes == processes
@@ -88,7 +88,7 @@ def test_all_hear_what_differs_within_seconds(said, message, processes):
 
 def test_who_is_missing_is_named_in_all():
     for error, seconds in together([(0, 4), (2, 4)], seconds=0.5):
-        assert isinstance(error, jd.parallel.MissingProcessError)
+        assert isinstance(error, jd.processes.MissingProcessError)
         assert str(error).startswith("processes 1, 3 of 4 did not check in within 0.5 s")
         assert error.processes == (1, 3)
         assert seconds < SOON
@@ -96,7 +96,7 @@ def test_who_is_missing_is_named_in_all():
 
 def test_nobody_waits_for_process_0_longer_than_asked():
     ((error, _),) = together([(1, 2)], seconds=0.3)
-    assert isinstance(error, jd.parallel.MissingProcessError)
+    assert isinstance(error, jd.processes.MissingProcessError)
     assert str(error).startswith("process 0 did not answer process 1 at 127.0.0.1:")
     assert "within 0.3 s (Connection refused): see" in str(error)
 
@@ -105,7 +105,7 @@ def test_a_busy_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ((error, _),) = together([(0, 2)], port=port)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
     assert f"cannot listen at port {port} of 127.0.0.1 (Address already in use)" in str(error)
 
 
@@ -162,7 +162,7 @@ STRANGE = {
 def test_another_program_at_the_port_is_told_from_process_0(says):
     with program(says=says) as port:
         ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
     assert "answers another program" in str(error)
     assert seconds < SOON
 
@@ -170,7 +170,7 @@ def test_another_program_at_the_port_is_told_from_process_0(says):
 def test_a_program_at_the_port_that_says_nothing_is_told_from_process_0():
     with program(says=None) as port:
         ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
     assert "does not answer, another program" in str(error)
     assert seconds < SOON
 
@@ -256,7 +256,7 @@ def test_an_old_answer_is_no_answer():
 
     with program(says=replay) as port:
         error, _ = comes(1, 2, port)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
 
 
 def test_silent_connections_hold_up_none():
@@ -365,7 +365,7 @@ def test_where_process_0_listens(address, bind, wanted):
 def test_it_listens_there_alone(host):
     try:
         listener = module._listen(f"[{host}]:{free_port()}" if ":" in host else f"{host}:{free_port()}")
-    except jd.parallel.PortError as error:
+    except jd.processes.PortError as error:
         pytest.skip(str(error))
     with listener:
         assert listener.getsockname()[0] == host
@@ -384,7 +384,7 @@ def test_a_host_that_has_no_address_is_named_at_once(monkeypatch, process):
         lambda host, *rest, **options: (unknown if "typo" in host else real)(host, *rest, **options),
     )
     error, seconds = comes(process, 2, free_port(), host="node-typo", seconds=60, patience_seconds=0.3)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
     assert str(error).startswith("the host 'node-typo' of the coordinator's address node-typo:")
     assert "(Name or service not known)" in str(error)
     assert seconds < SOON
@@ -402,7 +402,7 @@ def test_a_look_up_that_does_not_end_is_not_waited_for(monkeypatch):
 def test_another_machines_address_is_named_at_once():
     """As if it were: process 0 listens at another address than it was told of."""
     error, seconds = comes(0, 2, free_port(), host="127.0.0.3", seconds=60, patience_seconds=0.3)
-    assert isinstance(error, jd.parallel.PortError)
+    assert isinstance(error, jd.processes.PortError)
     assert f"process 0 runs on {socket.gethostname()}, and does not reach itself at 127.0.0.3:" in str(error)
     assert seconds < SOON
 
@@ -411,7 +411,7 @@ def test_another_machines_address_is_named_at_once():
 def test_jax_is_told_the_same(monkeypatch, kubernetes):
     """Where to listen; a pod's name may take as long to be known as the pod to start."""
     told = {}
-    joining = sys.modules["jaxdist.parallel.processes.initialize"]
+    joining = sys.modules["jaxdist.processes.initialize"]
     monkeypatch.setattr(joining, "check_in", lambda job, **options: told.update(options))
     monkeypatch.setattr(joining, "coordination_client", lambda: None)
     monkeypatch.setattr(joining, "exchange", lambda *_, **__: None)
@@ -429,11 +429,11 @@ def test_jax_is_told_the_same(monkeypatch, kubernetes):
 
 
 def test_settings_and_versions_are_on_the_card():
-    card = cards.of_this_process()
+    card = fingerprint.of_this_process()
     assert {"jax", "jaxlib", "jaxdist"} <= set(card["version of"])
     assert "None" not in card["version of"].values()
-    assert cards.difference(card, card, 1) == ""
-    assert cards.difference(NEWER, CARD, 1).startswith(
+    assert fingerprint.difference(card, card, 1) == ""
+    assert fingerprint.difference(NEWER, CARD, 1).startswith(
         "version of `jax` is 0.12.0 in process 1 and 0.10.2 in process 0"
     )
 
@@ -466,14 +466,14 @@ def state(width=3, dtype=jnp.float32, mark=jd.PerWorker):
 )
 def test_what_differs_is_named(mesh, other, message):
     same = {"state": state(), "mesh": mesh, "recipe": {"rate": 0.1, "seed": 0}}
-    card = cards.of_state(**same)
-    assert cards.difference(cards.of_state(**same), card, 1) == ""
-    assert cards.difference(cards.of_state(**{**same, **other}), card, 1).startswith(message)
+    card = fingerprint.of_state(**same)
+    assert fingerprint.difference(fingerprint.of_state(**same), card, 1) == ""
+    assert fingerprint.difference(fingerprint.of_state(**{**same, **other}), card, 1).startswith(message)
 
 
 def test_recipes_are_plain():
     with pytest.raises(ValueError, match="`tx` is a function"):
-        jd.agree({}, recipe={"tx": lambda: None})
+        jd.processes.agree({}, recipe={"tx": lambda: None})
 
 
 class Shared:
@@ -512,7 +512,7 @@ def test_exchange():
         assert str(error).startswith("version of `jax` is 0.12.0 in process 2 and 0.10.2 in process 0")
         assert error.processes == (2,)
     for error in exchanged({0: CARD, 2: CARD}, seconds=0.2):
-        assert isinstance(error, jd.parallel.MissingProcessError)
+        assert isinstance(error, jd.processes.MissingProcessError)
         assert error.processes == (1,)
     (error,) = exchanged({1: CARD}, seconds=0.1)
     assert error.processes == (0,)
@@ -522,5 +522,5 @@ def test_exchange():
 def test_who_knows_that_it_is_wrong_waits_for_nobody(guilty):
     (error,) = exchanged({guilty: CARD}, wrong={guilty: "batch of 3"}, seconds=60.0)
     for found in (error, *exchanged({0: CARD, 1: CARD, 2: CARD}, wrong={guilty: "batch of 3"})):
-        assert isinstance(found, jd.parallel.MismatchError)
+        assert isinstance(found, jd.processes.MismatchError)
         assert (str(found), found.processes) == ("batch of 3", (guilty,))

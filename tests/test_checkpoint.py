@@ -109,7 +109,7 @@ def test_onto_a_mesh_of_another_size(four):
 @pytest.fixture(scope="module")
 def diloco(tmp_path_factory):
     """Four workers of DiLoCo with residuals, saved inside their second round, and where they went from there."""
-    tx = jd.recipes.diloco(optax.adam(0.05), sync_period=3, reducer=jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+    tx = jd.local_sgd.diloco(optax.adam(0.05), sync_period=3, reducer=jd.error_feedback(jd.compressed(jd.top_k(0.25))))
 
     def fresh(workers):
         return jd.place(TrainState(jd.PerWorker(params()), tx.init(params())), workers)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files, _filling, from_disk
+from jaxdist.checkpoint import _files, _filling, reader
 
 STATE = {"w": jnp.arange(5.0)}
 
@@ -65,7 +65,7 @@ def test_a_death_between_two_renames_loses_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("same", [False, True])
 def test_reading_beside_a_writer_that_drops_and_replaces(tmp_path, same, monkeypatch):
     """Whole, and with its own data, however often the folder goes while it is read."""
-    monkeypatch.setattr(from_disk, "_TRIES", 1000)  # the writer may be as fast as the reader
+    monkeypatch.setattr(reader, "_TRIES", 1000)  # the writer may be as fast as the reader
     stop = threading.Event()
 
     def write():

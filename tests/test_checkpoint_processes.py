@@ -30,7 +30,7 @@ def results(tmp_path_factory):
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
     script = [str(HERE / "processes" / "failing.py"), str(folder)]
-    command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(folder / "logs"), *script]
+    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(folder / "logs"), *script]
     subprocess.run(command, env=environment, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
     texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]

@@ -14,18 +14,18 @@ from optimizers_run import OPTIMIZERS
 import jaxdist as jd
 from jaxdist import checkpoint
 from jaxdist.checkpoint import _manifest
-from jaxdist.placement import cutting
+from jaxdist.state import cutting
 
 TOP_K = jd.error_feedback(jd.compressed(jd.top_k(0.25)))
 RING = jd.topology.ring(8)
 # With parameters of each worker; the methods that agree on them are in the registers.
 LOCAL = {
-    "slowmo": jd.recipes.slowmo(optax.sgd(0.1, momentum=0.9), sync_period=4, learning_rate=0.1, momentum=0.6),
-    "diloco": jd.recipes.diloco(optax.adam(0.1), sync_period=4, reducer=TOP_K),
-    "streaming_diloco": jd.recipes.streaming_diloco(optax.adam(0.1), sync_period=4, fragments=2),
+    "slowmo": jd.local_sgd.slowmo(optax.sgd(0.1, momentum=0.9), sync_period=4, learning_rate=0.1, momentum=0.6),
+    "diloco": jd.local_sgd.diloco(optax.adam(0.1), sync_period=4, reducer=TOP_K),
+    "streaming_diloco": jd.local_sgd.streaming_diloco(optax.adam(0.1), sync_period=4, fragments=2),
     "d_psgd": jd.gossip(optax.adam(0.1), RING),
-    "choco": jd.gossip(optax.adam(0.1), RING, method=jd.choco(jd.top_k(0.5), step_size=0.3)),
-    "gradient_tracking": jd.gossip(optax.sgd(0.1), RING, method=jd.gradient_tracking()),
+    "choco": jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.choco(jd.top_k(0.5), step_size=0.3)),
+    "gradient_tracking": jd.gossip(optax.sgd(0.1), RING, method=jd.decentralized.gradient_tracking()),
 }
 CUT = {
     "zero_1": jd.zero_redundancy(optax.adam(0.1)),

@@ -12,9 +12,11 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist import cli
-from jaxdist.cli.options import DEMO
-from jaxdist.workloads import methods, parse, replayed, results, saved, sync, train
+from jaxdist import _cli as cli
+from jaxdist._cli import results
+from jaxdist._cli.options import DEMO
+from jaxdist._cli.runs import train
+from jaxdist._cli.spellings import methods, parse, replayed, sync
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
 
@@ -59,7 +61,7 @@ def test_checkpoint_of_train_can_be_restored(trained):
     workload = parse.parse_workload("text", "gpt:tiny,context=8,width=16")
     reducer, optimizer = parse.parse_reducer("ef:top_k:0.05"), optax.adam(1e-3)
     run = train.prepare(workload, reducer, optimizer, mesh=mesh, batch_size=8)
-    state = saved.restore(trained[1] / "checkpoint", run.state)
+    state = results.restore(trained[1] / "checkpoint", run.state)
     log = results.read_log(trained[1] / "log.jsonl")
     assert run.evaluate(state)["loss"] == pytest.approx(log[-1]["held_out_loss"], abs=1e-6)
     # And it is the state that the same steps lead to, in every bit.
@@ -94,7 +96,7 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_train_saves_and_leaves_at_a_signal(tmp_path, number):
     log = tmp_path / "log.jsonl"
-    command = [sys.executable, "-m", "jaxdist.cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
+    command = [sys.executable, "-m", "jaxdist._cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
     with subprocess.Popen([*command, "--no-baseline", "--out", str(tmp_path)], stdout=subprocess.PIPE) as run:
         while not (log.exists() and log.read_text().count("\n") > 2):
             assert run.poll() is None

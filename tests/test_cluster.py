@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.parallel.processes.cluster import PORTS, detect, first_host
+from jaxdist.processes.cluster import PORTS, detect, first_host
 
 OWN = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 SLURM = {

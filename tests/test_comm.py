@@ -9,7 +9,7 @@ import pytest
 from jax import P
 
 import jaxdist as jd
-from jaxdist._compat import varying_axes
+from jaxdist._core.compat import varying_axes
 from jaxdist.comm import alone, counted, grouped, nested, over
 
 BOTH = ("pod", "chip")

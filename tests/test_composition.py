@@ -23,15 +23,15 @@ CARRIERS = {
     "ring": jd.reducers.ring,
     "hierarchical": lambda code: jd.hierarchical(inner=jd.exact(), outer=jd.compressed(code)),
     "hierarchical two_shot": lambda code: jd.hierarchical(inner=jd.exact(), outer=jd.two_shot(code)),
-    "bucketed": lambda code: jd.bucketed(jd.compressed(code)),
-    "bucketed two_shot": lambda code: jd.bucketed(jd.two_shot(code)),
-    "by_leaf": lambda code: jd.by_leaf(lambda path, leaf: path, {"w": jd.compressed(code)}),
-    "tracked": lambda code: jd.tracked(jd.compressed(code)),
-    "switch_at": lambda code: jd.switch_at(jd.exact(), jd.two_shot(code), 1),
+    "bucketed": lambda code: jd.reducers.bucketed(jd.compressed(code)),
+    "bucketed two_shot": lambda code: jd.reducers.bucketed(jd.two_shot(code)),
+    "by_leaf": lambda code: jd.reducers.by_leaf(lambda path, leaf: path, {"w": jd.compressed(code)}),
+    "tracked": lambda code: jd.reducers.tracked(jd.compressed(code)),
+    "switch_at": lambda code: jd.reducers.switch_at(jd.exact(), jd.two_shot(code), 1),
     "hierarchical feedback": lambda code: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(jd.two_shot(code))),
 }
 CORRECTED = ("compressed", "two_shot", "bucketed")
-FEEDBACK = {"error_feedback": jd.error_feedback, "ef21": jd.ef21, "loco": jd.loco}
+FEEDBACK = {"error_feedback": jd.error_feedback, "ef21": jd.reducers.ef21, "loco": jd.reducers.loco}
 MESSAGES = {
     "unknown": "neither its contraction δ nor its variance",
     "grows": "grow with the number of workers",
@@ -81,7 +81,9 @@ def test_every_pair_is_traced_or_refused(name, request):
     if not request.config.getoption("--slow"):
         # Five of up to twenty, from another start for each code.
         reducers = dict(list(reducers.items())[list(CODES).index(name) % 4 :: 4])
-    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone())._replace(ppermute=jd.comm.alone().ppermute)
+    comm = jd.comm.over.nested(jd.comm.over.alone(), jd.comm.over.alone())._replace(
+        ppermute=jd.comm.over.alone().ppermute
+    )
     wanted = jax.tree.map(lambda x: (x.shape, x.dtype), LIKE)
     for reducer in reducers.values():
         state = jax.eval_shape(reducer.init, LIKE)
@@ -101,7 +103,7 @@ def test_some_of_them_run(name):
 
     def step(state, batch):
         """All of them for four workers in two pods."""
-        updates, comm = jax.tree.map(lambda x: x[0], batch), jd.comm.over(tuple(PODS))
+        updates, comm = jax.tree.map(lambda x: x[0], batch), jd.comm.over.over(tuple(PODS))
         reduced = {name: reducer.reduce(updates, state[0][name], comm) for name, reducer in reducers.items()}
         return ({name: after for name, (_, after) in reduced.items()},), {
             name: found.mean for name, (found, _) in reduced.items()

@@ -38,7 +38,7 @@ def single(f, drawn, x):
 @pytest.mark.parametrize("graph", [graphs.ring(4), graphs.star(4)], ids=lambda graph: graph.name)
 def test_neighbourhood_gradients_equal_the_paper(share, graph):
     drawn, x = data()
-    f = jd.parallel.neighbourhood_value_and_grad(loss, graph, data_share=share)
+    f = jd.decentralized.neighbourhood_value_and_grad(loss, graph, data_share=share)
     value, found = single(f, drawn, x)
     table, weights = gradients(drawn, x), graphs.matrix(graph)
     there, back = np.einsum("ij,ijk->ik", weights, table), np.einsum("ij,jik->ik", weights, table)
@@ -56,7 +56,7 @@ def nearest(g, rows):
 def test_cross_gradients_raise_no_neighbours_loss():
     graph = graphs.path(4)  # ends have one neighbour, and nothing must come of the other
     joined = graphs.matrix(graph) != 0
-    f, bent = jd.parallel.cross_value_and_grad(loss, graph), 0
+    f, bent = jd.decentralized.cross_value_and_grad(loss, graph), 0
     for seed in range(4):
         drawn, x = data(seed)
         drawn["b"], x = 3 * drawn["b"], 0.1 * x  # gradients that have little in common
@@ -71,12 +71,12 @@ def test_cross_gradients_raise_no_neighbours_loss():
 
 def test_sharpness_aware_gradients_are_those_uphill():
     drawn, x = data()
-    f = jd.parallel.sharpness_aware(jd.local_value_and_grad(loss), radius=0.2)
+    f = jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0.2)
     _, found = single(f, drawn, x)
     own = np.einsum("iik->ik", gradients(drawn, x))
     uphill = x + 0.2 * own / np.linalg.norm(own, axis=1, keepdims=True)
     np.testing.assert_allclose(found, np.einsum("iik->ik", gradients(drawn, uphill)), atol=2e-5)
-    flat = jd.parallel.sharpness_aware(jd.local_value_and_grad(lambda x, _: 0.0 * jnp.sum(x), axis=None))
+    flat = jd.decentralized.sharpness_aware(jd.local_value_and_grad(lambda x, _: 0.0 * jnp.sum(x), axis=None))
     assert flat(jnp.ones(3), None)[1].tolist() == [0.0, 0.0, 0.0]
 
 
@@ -84,8 +84,8 @@ def test_sharpness_aware_gradients_are_those_uphill():
 def test_what_is_sent(share, order, models):
     """One model for each neighbour, and with a share of the data another one back; gossip's own may be the same one."""
     graph = graphs.ring(4)
-    tx = jd.gossip(optax.sgd(0.1), graph, method=jd.d_psgd(order=order))
-    grad = jd.parallel.neighbourhood_value_and_grad(tiny.loss, graph, data_share=share)
+    tx = jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d_psgd(order=order))
+    grad = jd.decentralized.neighbourhood_value_and_grad(tiny.loss, graph, data_share=share)
     mesh, params = jd.make_mesh({"data": 4}), tiny.params()
 
     def start(place):
@@ -99,7 +99,7 @@ def test_what_is_sent(share, order, models):
 
 
 def test_what_cannot_work_says_so():
-    for make in (jd.parallel.neighbourhood_value_and_grad, jd.parallel.cross_value_and_grad):
+    for make in (jd.decentralized.neighbourhood_value_and_grad, jd.decentralized.cross_value_and_grad):
         with pytest.raises(ValueError, match="needs symmetric weights"):
             make(loss, graphs.exponential(8))
         with pytest.raises(ValueError, match="same neighbours in every step"):
@@ -107,6 +107,6 @@ def test_what_cannot_work_says_so():
         with pytest.raises(ValueError, match="one of 3 workers, and axis 'data' has 4"):
             single(make(loss, graphs.ring(3)), *data())
     with pytest.raises(ValueError, match=r"data_share must be in \[0, 1\], got 2"):
-        jd.parallel.neighbourhood_value_and_grad(loss, graphs.ring(4), data_share=2)
+        jd.decentralized.neighbourhood_value_and_grad(loss, graphs.ring(4), data_share=2)
     with pytest.raises(ValueError, match="radius must be positive, got 0"):
-        jd.parallel.sharpness_aware(jd.local_value_and_grad(loss), radius=0)
+        jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0)

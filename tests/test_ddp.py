@@ -11,7 +11,7 @@ from jax import P, lax
 from tiny import TrainState, assert_close, batch, fresh, loss, make_step, params
 
 import jaxdist as jd
-from jaxdist.transforms.zero.means import buckets_of
+from jaxdist.zero.shards import buckets_of
 
 
 def with_head():
@@ -72,15 +72,15 @@ def averaged(p, x):
 )
 def test_leaves_without_gradient_are_found(objective, used):
     p = {"layers": jnp.ones((3, 4, 4)), "idle": jnp.ones((3, 2)), "b": jnp.ones(4)}
-    found = jd.parallel.unused(objective, p, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    found = jd.transforms.unused(objective, p, jax.ShapeDtypeStruct((2, 4), jnp.float32))
     assert found == {name: name not in used.split() for name in p}
 
 
 def test_unused_with_aux_and_errors():
     p = jax.eval_shape(with_head)
-    assert jd.parallel.unused(lambda p, d: (loss(p, d), p["head"]), p, batch(), has_aux=True) == MASK
+    assert jd.transforms.unused(lambda p, d: (loss(p, d), p["head"]), p, batch(), has_aux=True) == MASK
     with pytest.raises(ValueError, match=r"one number, got shape \(6,\)"):
-        jd.parallel.unused(lambda p: p["w"].sum(1), params())
+        jd.transforms.unused(lambda p: p["w"].sum(1), params())
 
 
 # ---- the recipe
@@ -144,7 +144,7 @@ def sent_buckets(tree, **options):
 
 def test_buckets_leave_in_the_order_of_the_backward_pass():
     tree, caps = transformer(), {"bucket_bytes": 4, "first_bucket_bytes": None}
-    order = jd.parallel.forward_order(transformer_loss, tree, jnp.ones(2))
+    order = jd.schedule.forward_order(transformer_loss, tree, jnp.ones(2))
     assert order == FORWARD
     backward = [size for i in reversed(range(14)) for size in (7 + i, 3)]
     assert sent_buckets(tree, **caps, layers=order) == backward
@@ -172,7 +172,7 @@ def test_buckets_of_zero_redundancy_go_by_number_too():
 
 
 def test_unused_leaves_cost_nothing_and_stay(mesh):
-    mask = jd.parallel.unused(loss, with_head(), batch())
+    mask = jd.transforms.unused(loss, with_head(), batch())
     assert mask == MASK
     # All leaves have gradients here: what is not sent is what the mask says.
     ops, found = after_one_step(mesh, jd.recipes.ddp(unused=mask), all_used)

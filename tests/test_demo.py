@@ -8,7 +8,7 @@ from optimizers_run import descend
 from reference import optimizers as reference
 
 import jaxdist as jd
-from jaxdist.transforms.optimizers.tiles import from_frequencies, tile_of, to_frequencies
+from jaxdist.optimizers.demo import from_frequencies, tile_of, to_frequencies
 
 
 def rows(steps, workers, *shape, seed=0):
@@ -19,7 +19,7 @@ def rows(steps, workers, *shape, seed=0):
 def test_follows_the_paper():
     with jax.enable_x64(True):
         gradients, x = rows(20, 4, 12, 10), np.random.default_rng(1).standard_normal((12, 10))
-        tx = jd.transforms.demo(0.1, decay=0.9, chunk=5, k=3, values=None)
+        tx = jd.optimizers.demo(0.1, decay=0.9, chunk=5, k=3, values=None)
         params, states = descend(tx, jnp.asarray(x), jnp.asarray(gradients))
         expected, momenta = reference.demo(gradients, x, 0.1, 0.9, (4, 5), 3)
         np.testing.assert_allclose(params, expected, atol=1e-12)
@@ -52,7 +52,7 @@ def test_a_constant_tile_has_one_frequency():
 
 
 def test_all_frequencies_and_one_worker_are_sign_descent():
-    tx = jd.transforms.demo(0.1, k=64 * 64, values=None, axis=None)
+    tx = jd.optimizers.demo(0.1, k=64 * 64, values=None, axis=None)
     params = {"w": jnp.zeros((6, 10)), "b": jnp.zeros(7)}
     gradient = jax.tree.map(lambda x: jnp.asarray(rows(1, 1, *x.shape)[0, 0], jnp.float32), params)
     state, update = tx.init(params), jax.jit(tx.update)
@@ -66,7 +66,7 @@ def test_the_mean_is_over_those_that_sent():
     """One worker sends 1 of frequency 0, three send -0.9 of frequency 1; a mean over all would weigh it three times."""
     waves = reference.cosines(2)
     gradients = np.array([waves[0], -0.9 * waves[1], -0.9 * waves[1], -0.9 * waves[1]])[None]
-    params, _ = descend(jd.transforms.demo(1.0, decay=0, k=1), jnp.zeros(2), jnp.asarray(gradients, jnp.float32))
+    params, _ = descend(jd.optimizers.demo(1.0, decay=0, k=1), jnp.zeros(2), jnp.asarray(gradients, jnp.float32))
     np.testing.assert_array_equal(np.sign(waves[0] - 0.9 * waves[1]), [1, 1])
     np.testing.assert_array_equal(np.sign(waves[0] - 2.7 * waves[1]), [-1, 1])
     np.testing.assert_array_equal(params[0], [-1, -1])
@@ -75,7 +75,7 @@ def test_the_mean_is_over_those_that_sent():
 def test_what_half_precision_loses_stays_in_the_momentum():
     """`m + (what was sent)` is the momentum before, although what was sent is rounded."""
     gradient = jnp.asarray(rows(1, 1, 4, 4)[0, 0], jnp.float32)
-    tx = jd.transforms.demo(1.0, decay=0, k=16, axis=None)
+    tx = jd.optimizers.demo(1.0, decay=0, k=16, axis=None)
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
     exact = np.asarray(to_frequencies(gradient, (4, 4)))
     left = np.asarray(to_frequencies(state.momentum.value, (4, 4)))
@@ -84,7 +84,7 @@ def test_what_half_precision_loses_stays_in_the_momentum():
 
 
 def test_weight_decay():
-    tx = jd.transforms.demo(0.1, weight_decay=0.5, axis=None)
+    tx = jd.optimizers.demo(0.1, weight_decay=0.5, axis=None)
     x = jnp.full((2, 2), 3.0)
     updates, _ = jax.jit(tx.update)(jnp.zeros((2, 2)), tx.init(x), x)
     np.testing.assert_allclose(updates, -0.1 * 0.5 * 3, rtol=1e-6)
@@ -103,4 +103,4 @@ def test_weight_decay():
 )
 def test_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        jd.transforms.demo(0.1, **arguments)
+        jd.optimizers.demo(0.1, **arguments)

@@ -29,7 +29,7 @@ def rows(steps, workers, n=9, m=6, *, seed=0, unlike=1.0):
 
 def test_follows_the_paper(float64):
     gradients, x = rows(20, 4), np.random.default_rng(1).standard_normal((9, 6))
-    tx = jd.dion(0.1, rank=2, momentum=0.9)
+    tx = jd.optimizers.dion(0.1, rank=2, momentum=0.9)
     q = np.asarray(tx.init(jnp.asarray(x)).q)
     params, states = descend(tx, jnp.asarray(x), jnp.asarray(gradients))
     expected, momenta = reference.dion(gradients, x, q, 0.1, 0.9)
@@ -38,7 +38,7 @@ def test_follows_the_paper(float64):
 
 
 def test_a_known_matrix():
-    tx = jd.dion(1.0, rank=1, axis=None)
+    tx = jd.optimizers.dion(1.0, rank=1, axis=None)
     state = tx.init(jnp.zeros((3, 2)))._replace(q=jnp.ones((2, 1)) / 2**0.5)
     updates, state = jax.jit(tx.update)(jnp.asarray(M, jnp.float32), state, jnp.zeros((3, 2)))
     p, q = np.array([3, 1, 4]) / 26**0.5, np.array([0.999201, 0.039968])
@@ -51,7 +51,7 @@ def test_a_known_matrix():
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (2, 2, 5)])
 def test_at_full_rank_the_momentum_only_decays(shape):
     gradient = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
-    tx = jd.dion(0.1, rank_fraction=1, momentum=0.8, axis=None)
+    tx = jd.optimizers.dion(0.1, rank_fraction=1, momentum=0.8, axis=None)
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient), gradient)
     np.testing.assert_allclose(state.momentum.value, 0.8 * gradient, atol=1e-5)
 
@@ -59,7 +59,7 @@ def test_at_full_rank_the_momentum_only_decays(shape):
 def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
     gradients = {"w": jnp.asarray(rows(30, 4)), "b": jnp.asarray(rows(30, 4)[..., 0])}
     start = {"w": jnp.zeros((9, 6)), "b": jnp.zeros(9)}
-    tx = jd.dion(0.1, rank=2, rest=optax.sgd(0.1))
+    tx = jd.optimizers.dion(0.1, rank=2, rest=optax.sgd(0.1))
     many, states = descend(tx, start, gradients)
     one, alone = descend(tx, start, jax.tree.map(lambda x: x.mean(1, keepdims=True), gradients))
     assert_close(many, one, 1e-9)
@@ -70,7 +70,7 @@ def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
 def test_momenta_of_unlike_workers_stay_together():
     """2000 steps, four workers whose gradients have other means: bounded here, a random walk in the paper's form."""
     gradients = rows(2000, 4, unlike=0.2)
-    tx = jd.dion(0.01, rank=2)
+    tx = jd.optimizers.dion(0.01, rank=2)
 
     def one_worker(gradients):
         def step(state, gradient):
@@ -88,7 +88,7 @@ def test_momenta_of_unlike_workers_stay_together():
 def test_after_zeros_it_goes_on():
     """Nothing moves, the factor stays, and the next gradient is followed."""
     zero, gradient = jnp.zeros((4, 3)), jnp.asarray(rows(1, 1, 4, 3)[0, 0], jnp.float32)
-    tx = jd.dion(0.1, rank=2, axis=None)
+    tx = jd.optimizers.dion(0.1, rank=2, axis=None)
     first = tx.init(zero)
     updates, state = jax.jit(tx.update)(zero, first, zero)
     np.testing.assert_array_equal(updates, 0)
@@ -98,7 +98,7 @@ def test_after_zeros_it_goes_on():
 
 
 def test_a_rank_that_the_momentum_lacks_is_kept_for_later():
-    tx = jd.dion(0.1, rank=2, axis=None)
+    tx = jd.optimizers.dion(0.1, rank=2, axis=None)
     flat = jnp.outer(jnp.arange(1.0, 5.0), jnp.array([1.0, 0.0, 0.0]))
     state, update = tx.init(flat), jax.jit(tx.update)
     for _ in range(3):
@@ -112,7 +112,9 @@ def test_other_leaves_have_an_optimizer_of_their_own():
     start = {"embed": jnp.ones((4, 3)), "w": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.bfloat16)}
     gradients = {"embed": jnp.ones((1, 2, 4, 3)), "w": jnp.ones((1, 2, 4, 3)), "b": jnp.ones((1, 2, 3), jnp.bfloat16)}
     gradients = jax.tree.map(lambda x: x.at[0, 1].set(3), gradients)
-    tx = jd.dion(0.1, rank=1, weight_decay=0.1, is_matrix=lambda path, leaf: path == "w", rest=optax.sgd(0.5))
+    tx = jd.optimizers.dion(
+        0.1, rank=1, weight_decay=0.1, is_matrix=lambda path, leaf: path == "w", rest=optax.sgd(0.5)
+    )
     (params,), (state,) = descend(tx, start, gradients)
     np.testing.assert_allclose(params["embed"], 1 - 0.5 * 2)
     np.testing.assert_allclose(params["b"].astype(jnp.float32), 1 - 0.5 * 2)
@@ -122,7 +124,7 @@ def test_other_leaves_have_an_optimizer_of_their_own():
 
 
 def test_adamw_for_the_rest_by_default():
-    tx, adamw = jd.dion(0.1, rank=1, weight_decay=0.2, axis=None), optax.adamw(0.1, weight_decay=0.2)
+    tx, adamw = jd.optimizers.dion(0.1, rank=1, weight_decay=0.2, axis=None), optax.adamw(0.1, weight_decay=0.2)
     x = {"b": jnp.arange(3.0)}
     updates, _ = tx.update(x, tx.init(x), x)
     assert_close(updates, adamw.update(x, adamw.init(x), x)[0], 1e-6)
@@ -141,4 +143,4 @@ def test_adamw_for_the_rest_by_default():
 )
 def test_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        jd.dion(0.1, **arguments)
+        jd.optimizers.dion(0.1, **arguments)

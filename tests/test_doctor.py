@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist.cli import diagnosis, main
+from jaxdist._cli import diagnosis, main
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_doctor_finds_nothing_wrong(quick, capsys, monkeypatch):
 
 def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
     def wrong(mesh):
-        raise jd.parallel.CollectiveError("pod", ("mean", "ppermute"))
+        raise jd.processes.CollectiveError("pod", ("mean", "ppermute"))
 
     monkeypatch.setattr(diagnosis, "self_check", wrong)
     assert main(["doctor"]) == 1
@@ -45,9 +45,9 @@ def test_doctor_fails_where_a_collective_is_wrong(quick, capsys, monkeypatch):
 
 def test_doctor_fails_where_processes_do_not_agree(capsys, monkeypatch):
     def alone(**options):
-        raise jd.parallel.MissingProcessError("process 1 of 2 did not check in within 60 s", (1,))
+        raise jd.processes.MissingProcessError("process 1 of 2 did not check in within 60 s", (1,))
 
-    monkeypatch.setattr("jaxdist.cli.doctor.initialize", alone)
+    monkeypatch.setattr("jaxdist._cli.commands.doctor.initialize", alone)
     assert main(["doctor"]) == 1
     assert "process 1 of 2 did not check in" in capsys.readouterr().out
 
@@ -101,14 +101,14 @@ def test_what_only_concerns_several_processes(monkeypatch):
 
 def test_json_log(tmp_path):
     path = tmp_path / "runs" / "log.jsonl"
-    write = jd.json_log(path)
+    write = jd.runtime.json_log(path)
     write(
         {"step": 1, "loss": jnp.float32(0.5), "rank": np.int64(3), "rates": np.ones(2), "note": "µ", "x": {"y": (1,)}}
     )
     write({"step": 2, "loss": jnp.bfloat16(float("nan"))})
     with path.open("a") as file:
         file.write('{"step": 3, "lo')  # killed here
-    jd.json_log(path)({"step": 3})
+    jd.runtime.json_log(path)({"step": 3})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 0.5, "rank": 3, "rates": [1.0, 1.0], "note": "µ", "x": {"y": [1]}},
         {"step": 2, "loss": None},

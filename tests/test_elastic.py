@@ -23,7 +23,15 @@ def launched(processes, folder, steps):
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     path = f"{HERE.parent}{os.pathsep}{HERE}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "jaxdist.launch", "-n", str(processes), "--logs", f"{folder}-logs-{processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxdist.processes.launch",
+        "-n",
+        str(processes),
+        "--logs",
+        f"{folder}-logs-{processes}",
+    ]
     command += [str(HERE / "processes" / "elastic.py"), str(folder), str(steps)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

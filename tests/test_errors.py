@@ -11,13 +11,12 @@ import pytest
 
 import jaxdist
 from jaxdist import transforms
-from jaxdist._errors import Portable
+from jaxdist._core.errors import Portable
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
-from jaxdist.launch import WorkerLost
 from jaxdist.offload.nvme import errors as store_errors
-from jaxdist.parallel import CollectiveError
-from jaxdist.parallel.processes import errors, peers
+from jaxdist.processes import CollectiveError, errors, heartbeat
+from jaxdist.processes.launch import WorkerLost
 
 FILE = pathlib.Path("run", "5", "state")
 RAISED = [
@@ -32,8 +31,8 @@ RAISED = [
     errors.MismatchError("no", (1,)),
     errors.MissingProcessError("no", (1,)),
     errors.PortError("no"),
-    peers.StepTimeout("late", 1, 7),
-    peers.WorkerLost("gone", 1, 7),
+    heartbeat.StepTimeout("late", 1, 7),
+    heartbeat.WorkerLost("gone", 1, 7),
     ray_engine.Stalled({-1: (0, 1)}, (2,), 3.0),
     ray_engine.WorkerLost(-1, "is gone"),
     replay.Deadlock({-1: (0, 1)}, 3.0, (2,)),

@@ -44,7 +44,7 @@ def both_ways(step, build, mesh, steps=3):
         other, _ = simulated(other, batch(32, seed=seed))
         losses.append(float(metrics["loss"]))
     assert_close(state, other, 1e-5)
-    assert jd.parallel.disagreement(state, mesh) == ()
+    assert jd.runtime.disagreement(state, mesh) == ()
     assert len(set(losses)) == steps
     return state
 

@@ -15,19 +15,21 @@ MESSAGES = {
     "exact": (jd.exact, [REDUCE]),
     "top_k": (lambda: jd.error_feedback(jd.compressed(jd.top_k(0.3))), [GATHER]),
     "qsgd": (lambda: jd.compressed(jd.qsgd(4)), [GATHER]),
-    "two_shot": (lambda: jd.error_feedback(jd.two_shot(jd.scaled_sign())), [GATHER, EXCHANGE]),
-    "majority_vote": (jd.majority_vote, [GATHER, EXCHANGE]),
+    "two_shot": (lambda: jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), [GATHER, EXCHANGE]),
+    "majority_vote": (jd.reducers.majority_vote, [GATHER, EXCHANGE]),
     "integer_sum": (jd.reducers.integer_sum, [("all-reduce", "int8"), REDUCE]),
     "power_sgd": (lambda: jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)), [REDUCE, REDUCE]),
     "by_leaf": (
-        lambda: jd.by_leaf(
+        lambda: jd.reducers.by_leaf(
             lambda path, leaf: len(leaf.shape) % 3,
-            {0: jd.two_shot(jd.qsgd(4)), 1: jd.majority_vote(), 2: jd.compressed(jd.qsgd(4))},
+            {0: jd.two_shot(jd.qsgd(4)), 1: jd.reducers.majority_vote(), 2: jd.compressed(jd.qsgd(4))},
         ),
         [GATHER, GATHER, EXCHANGE],  # round one: codes of matrices and the exchange; round two: both second shots
     ),
     "bucketed": (
-        lambda: jd.bucketed(jd.two_shot(jd.scaled_sign()), bucket_bytes=2400, first_bucket_bytes=None),
+        lambda: jd.reducers.bucketed(
+            jd.two_shot(jd.compressors.scaled_sign()), bucket_bytes=2400, first_bucket_bytes=None
+        ),
         2 * [GATHER, EXCHANGE],
     ),
 }

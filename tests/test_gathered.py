@@ -11,7 +11,7 @@ from tiny import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.parallel import gathered, gathered_scan, shard
+from jaxdist.zero import gathered, gathered_scan, shard
 
 LAYERS, WIDTH = 6, 33
 

@@ -8,7 +8,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import analysis
 from jaxdist import compressors as jc
-from jaxdist.parallel import gathered, gathered_scan, shard
+from jaxdist.zero import gathered, gathered_scan, shard
 
 AXES = ("pod", "chip")
 PLACE = {"pod": 2, "chip": 2}

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdist.online import Geometry, ball, box, diagonal, entropy, euclidean, p_norm
 from jaxdist.testing import assert_geometry_laws
-from jaxdist.transforms import Geometry, ball, box, diagonal, entropy, euclidean, p_norm
 
 
 def tree(*numbers):

@@ -15,46 +15,61 @@ RATE = 0.1
 CTA = "combine_then_adapt"
 # method, topology, reference
 EQUATIONS = {
-    "d_psgd": (jd.d_psgd(), graphs.ring(5), reference.d_psgd, {}),
-    "d_psgd, combine first": (jd.d_psgd(order=CTA), graphs.star(5), reference.d_psgd, {"combine_first": True}),
-    "d_psgd, changing": (jd.d_psgd(), graphs.random_matchings(5, rounds=3), reference.d_psgd, {}),
+    "d_psgd": (jd.decentralized.d_psgd(), graphs.ring(5), reference.d_psgd, {}),
+    "d_psgd, combine first": (
+        jd.decentralized.d_psgd(order=CTA),
+        graphs.star(5),
+        reference.d_psgd,
+        {"combine_first": True},
+    ),
+    "d_psgd, changing": (jd.decentralized.d_psgd(), graphs.random_matchings(5, rounds=3), reference.d_psgd, {}),
     "sgp": (
-        jd.sgp(),
+        jd.decentralized.sgp(),
         graphs.digraph(5, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (0, 2), (0, 3), (2, 0)]),
         reference.sgp,
         {},
     ),
-    "d2": (jd.d2(), graphs.ring(5), reference.d2, {}),
-    "gradient_tracking": (jd.gradient_tracking(), graphs.one_peer_exponential(5), reference.gradient_tracking, {}),
+    "d2": (jd.decentralized.d2(), graphs.ring(5), reference.d2, {}),
+    "gradient_tracking": (
+        jd.decentralized.gradient_tracking(),
+        graphs.one_peer_exponential(5),
+        reference.gradient_tracking,
+        {},
+    ),
     "gradient_tracking, combine first": (
-        jd.gradient_tracking(order=CTA),
+        jd.decentralized.gradient_tracking(order=CTA),
         graphs.ring(5),
         reference.gradient_tracking,
         {"combine_first": True},
     ),
-    "qg_momentum": (jd.qg_momentum(RATE), graphs.ring(5), reference.qg_momentum, {}),
+    "qg_momentum": (jd.decentralized.qg_momentum(RATE), graphs.ring(5), reference.qg_momentum, {}),
     "qg_momentum, nesterov": (
-        jd.qg_momentum(RATE, momentum=0.8, decay=0.6, nesterov=True),
+        jd.decentralized.qg_momentum(RATE, momentum=0.8, decay=0.6, nesterov=True),
         graphs.relabelled_ring(5, rounds=2),
         reference.qg_momentum,
         {"beta": 0.8, "mu": 0.6, "nesterov": True},
     ),
-    "qg_adam": (jd.qg_adam(), graphs.ring(5), reference.qg_adam, {}),
+    "qg_adam": (jd.decentralized.qg_adam(), graphs.ring(5), reference.qg_adam, {}),
     "choco": (
-        jd.choco(jd.top_k(0.5), step_size=0.3),
+        jd.decentralized.choco(jd.top_k(0.5), step_size=0.3),
         graphs.torus(6),
         reference.choco,
         {"known": 0, "code": lambda x: reference.top_k(x, 3), "step_size": 0.3},
     ),
-    "dcd": (jd.dcd(jd.top_k(0.5)), graphs.star(5), reference.dcd, {"code": lambda x: reference.top_k(x, 3)}),
+    "dcd": (
+        jd.decentralized.dcd(jd.top_k(0.5)),
+        graphs.star(5),
+        reference.dcd,
+        {"code": lambda x: reference.top_k(x, 3)},
+    ),
     "dcd, as BAGUA": (
-        jd.dcd(jd.top_k(0.5)),
+        jd.decentralized.dcd(jd.top_k(0.5)),
         graphs.ring(5),
         reference.low_precision_ring,
         {"code": lambda x: reference.top_k(x, 3)},
     ),
     "ecd": (
-        jd.ecd(jd.top_k(0.5)._replace(variance=lambda shape: 1.0)),
+        jd.decentralized.ecd(jd.top_k(0.5)._replace(variance=lambda shape: 1.0)),
         graphs.ring(5),
         reference.ecd,
         {"code": lambda x: reference.top_k(x, 3)},
@@ -83,7 +98,7 @@ def test_twenty_steps_equal_the_paper(name):
 def test_relaying_is_the_delayed_average_over_all_workers(graph):
     a, b = quadratics(graph.workers)
     start = np.random.default_rng(1).normal(size=6) * np.ones((graph.workers, 1))
-    found, _ = run(jd.gossip(optax.sgd(RATE), graph, method=jd.relay_sgd()), a, b, start, known=start[0])
+    found, _ = run(jd.gossip(optax.sgd(RATE), graph, method=jd.decentralized.relay_sgd()), a, b, start, known=start[0])
     joined = (graphs.matrix(graph) != 0).astype(float)
     distances = np.full(joined.shape, -1)
     for steps in range(graph.workers, -1, -1):
@@ -95,12 +110,12 @@ def test_relaying_is_the_delayed_average_over_all_workers(graph):
 @pytest.mark.parametrize(
     ("method", "mean", "error"),
     [
-        (jd.d_psgd(), 4.797676, 1.161883),
-        (jd.d_psgd(order=CTA), 4.622643, 1.304653),
-        (jd.sgp(), 4.797676, 1.161883),
-        (jd.d2(), 5.0, 0.0),
-        (jd.gradient_tracking(), 5.0, 0.0),
-        (jd.gradient_tracking(order=CTA), 5.0, 0.0),
+        (jd.decentralized.d_psgd(), 4.797676, 1.161883),
+        (jd.decentralized.d_psgd(order=CTA), 4.622643, 1.304653),
+        (jd.decentralized.sgp(), 4.797676, 1.161883),
+        (jd.decentralized.d2(), 5.0, 0.0),
+        (jd.decentralized.gradient_tracking(), 5.0, 0.0),
+        (jd.decentralized.gradient_tracking(order=CTA), 5.0, 0.0),
     ],
 )
 def test_where_data_differ(method, mean, error):
@@ -113,7 +128,7 @@ def test_where_data_differ(method, mean, error):
 
 def test_relaying_has_no_bias():
     a, b = np.arange(1.0, 5)[:, None], np.arange(4.0, 0, -1)[:, None]
-    tx = jd.gossip(optax.sgd(0.05), graphs.path(4), method=jd.relay_sgd())
+    tx = jd.gossip(optax.sgd(0.05), graphs.path(4), method=jd.decentralized.relay_sgd())
     found, _ = run(tx, a, b, np.zeros((4, 1)), steps=2000, every=False)
     np.testing.assert_allclose(found, 2.0, atol=1e-5)
 
@@ -121,18 +136,18 @@ def test_relaying_has_no_bias():
 def test_d2_where_it_would_diverge():
     """A torus of 8 has an eigenvalue of -1/2: plain D² blows up, and the default does not."""
     graph = graphs.torus(8)
-    tx = jd.gossip(optax.sgd(0.1), graph, method=jd.d2())
+    tx = jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d2())
     found, _ = run(tx, CURVATURES, OPTIMA, np.zeros((8, 1)), steps=3000, every=False)
     np.testing.assert_allclose(found, 5.0, atol=1e-5)
     plain = reference.d2(gradient(CURVATURES, OPTIMA), np.zeros((8, 1)), matrices(graph, 100), 0.1)
     assert np.abs(plain[-1]).max() > 1e6
     with pytest.raises(ValueError, match=r"least eigenvalue is -0.500 and not above -1/3"):
-        jd.gossip(optax.sgd(0.1), graph, method=jd.d2(exact_diffusion=False))
+        jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d2(exact_diffusion=False))
 
 
 def test_d2_is_not_kicked_when_the_rate_drops():
     schedule = optax.piecewise_constant_schedule(0.1, {1000: 0.1})
-    tx = jd.gossip(optax.sgd(schedule), graphs.ring(8), method=jd.d2())
+    tx = jd.gossip(optax.sgd(schedule), graphs.ring(8), method=jd.decentralized.d2())
     rates = np.asarray(jax.vmap(schedule)(jnp.arange(1002)))
     told, _ = run(tx, CURVATURES, OPTIMA, np.zeros((8, 1)), steps=1002, learning_rate=rates)
     untold, _ = run(tx, CURVATURES, OPTIMA, np.zeros((8, 1)), steps=1002)
@@ -142,7 +157,7 @@ def test_d2_is_not_kicked_when_the_rate_drops():
 
 def test_tracking_keeps_the_mean_gradient():
     a, b = quadratics(8)
-    tx = jd.gossip(optax.sgd(0.1), graphs.one_peer_exponential(8), method=jd.gradient_tracking())
+    tx = jd.gossip(optax.sgd(0.1), graphs.one_peer_exponential(8), method=jd.decentralized.gradient_tracking())
     found, state = run(tx, a, b, np.zeros((8, 6)), steps=31)
     last = (a * (found[-2] - b)).mean(0)
     np.testing.assert_allclose(np.asarray(state.method.value["tracker"]).mean(0), last, atol=1e-5)
@@ -152,7 +167,7 @@ def test_quasi_global_momentum_keeps_workers_together():
     """Ring of 16, losses (x - i)²/2, rate .01, momentum .9: 2.4285 apart with local momentum, .5761 with this."""
     a, b = np.ones((16, 1)), np.arange(16.0)[:, None]
     local = jd.gossip(optax.sgd(0.01, momentum=0.9), graphs.ring(16))
-    quasi = jd.gossip(optax.sgd(0.01), graphs.ring(16), method=jd.qg_momentum(0.01))
+    quasi = jd.gossip(optax.sgd(0.01), graphs.ring(16), method=jd.decentralized.qg_momentum(0.01))
     for tx, expected in ((local, 2.4285), (quasi, 0.5761)):
         found, _ = run(tx, a, b, np.zeros((16, 1)), steps=6000, every=False)
         assert apart(found) == pytest.approx(expected, abs=1e-3)
@@ -161,7 +176,7 @@ def test_quasi_global_momentum_keeps_workers_together():
 
 def test_quasi_global_momentum_rests_where_the_rate_is_zero():
     rates = np.array([0.0, 0.0, 0.1, 0.1], np.float32)
-    tx = jd.gossip(optax.sgd(lambda t: jnp.asarray(rates)[t]), graphs.ring(4), method=jd.qg_momentum())
+    tx = jd.gossip(optax.sgd(lambda t: jnp.asarray(rates)[t]), graphs.ring(4), method=jd.decentralized.qg_momentum())
     a, b = quadratics(4)
     found, state = run(tx, a, b, np.zeros((4, 6)), steps=4, learning_rate=rates)
     assert not found[:2].any()
@@ -204,7 +219,7 @@ def test_one_turn_of_the_one_peer_exponential_graph_is_the_mean():
 def test_push_sum_finds_the_mean_on_any_directed_graph():
     graph = graphs.digraph(6, [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0), (0, 3), (1, 4), (2, 0), (0, 2)])
     start = np.arange(6.0)[:, None]
-    tx = jd.gossip(optax.sgd(0.0), graph, method=jd.sgp())
+    tx = jd.gossip(optax.sgd(0.0), graph, method=jd.decentralized.sgp())
     found, state = run(tx, np.ones((6, 1)), np.zeros((6, 1)), start, steps=100)
     np.testing.assert_allclose(found[-1], 2.5, atol=1e-5)
     weights = np.asarray(state.method.value)
@@ -220,7 +235,7 @@ def test_compressed_gossip_agrees_or_diverges_with_its_step_size():
     zeros = np.zeros((8, 10))
     left = {}
     for size in (0.2, 0.05, 1.0):
-        tx = jd.gossip(optax.sgd(0.0), graphs.ring(8), method=jd.choco(jd.top_k(0.1), step_size=size))
+        tx = jd.gossip(optax.sgd(0.0), graphs.ring(8), method=jd.decentralized.choco(jd.top_k(0.1), step_size=size))
         found, _ = run(tx, zeros, zeros, start, steps=400)
         finite = found[(np.abs(found) < 1e9).all((1, 2))].astype(float)
         left[size] = apart(finite[-1]) / apart(start)
@@ -233,13 +248,18 @@ def test_compressed_gossip_agrees_or_diverges_with_its_step_size():
 def test_without_a_code_choco_and_dcd_are_plain_gossip():
     a, b = quadratics(8)
     exact = jd.compressors.identity()
-    plain, _ = run(jd.gossip(optax.sgd(RATE), graphs.ring(8), method=jd.d_psgd(order=CTA)), a, b, np.zeros((8, 6)))
-    for method in (jd.dcd(exact), jd.ecd(exact._replace(variance=lambda shape: 0.0))):
+    plain, _ = run(
+        jd.gossip(optax.sgd(RATE), graphs.ring(8), method=jd.decentralized.d_psgd(order=CTA)), a, b, np.zeros((8, 6))
+    )
+    for method in (jd.decentralized.dcd(exact), jd.decentralized.ecd(exact._replace(variance=lambda shape: 0.0))):
         found, _ = run(jd.gossip(optax.sgd(RATE), graphs.ring(8), method=method), a, b, np.zeros((8, 6)))
         np.testing.assert_allclose(found, plain, atol=2e-6)
 
 
-@pytest.mark.parametrize("method", [jd.d_psgd(), jd.sgp(), jd.d2(), jd.gradient_tracking()])
+@pytest.mark.parametrize(
+    "method",
+    [jd.decentralized.d_psgd(), jd.decentralized.sgp(), jd.decentralized.d2(), jd.decentralized.gradient_tracking()],
+)
 def test_on_the_complete_graph_all_of_it_is_all_reduce(method):
     a, b = quadratics(6)
     found, _ = run(jd.gossip(optax.sgd(RATE), graphs.complete(6), method=method), a, b, np.zeros((6, 6)))
@@ -256,7 +276,7 @@ def test_who_is_not_active_takes_no_step():
     found, _ = run(tx, a, b, np.zeros((4, 6)), steps=6, active=active)
     silent, _ = run(tx, np.where(np.arange(4)[:, None] == 1, 0, a), b, np.zeros((4, 6)), steps=6)
     np.testing.assert_allclose(found, silent, atol=1e-6)
-    tracking = jd.gossip(optax.sgd(0.1), graphs.ring(4), method=jd.gradient_tracking())
+    tracking = jd.gossip(optax.sgd(0.1), graphs.ring(4), method=jd.decentralized.gradient_tracking())
     _, state = run(tracking, a, b, np.zeros((4, 6)), steps=6, active=active)
     assert not np.asarray(state.method.value["gradient"])[1].any()  # its last gradient is none at all
     assert np.asarray(state.method.value["gradient"])[[0, 2, 3]].any()

@@ -36,17 +36,21 @@ def payload_of(compressor):
 MODEL = ("collective-permute", "float32", 4 * N)
 # method, topology of four workers, what a step sends
 WIRE = {
-    "d_psgd": (jd.d_psgd(), graphs.ring(4), [MODEL, MODEL]),
-    "one peer": (jd.d_psgd(), graphs.one_peer_exponential(4), [MODEL]),
-    "complete": (jd.d_psgd(), graphs.complete(4), [("all-reduce", "float32", 4 * N + 4)]),  # merged with the loss
-    "sgp": (jd.sgp(), graphs.digraph(4, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]), None),
+    "d_psgd": (jd.decentralized.d_psgd(), graphs.ring(4), [MODEL, MODEL]),
+    "one peer": (jd.decentralized.d_psgd(), graphs.one_peer_exponential(4), [MODEL]),
+    "complete": (
+        jd.decentralized.d_psgd(),
+        graphs.complete(4),
+        [("all-reduce", "float32", 4 * N + 4)],
+    ),  # merged with the loss
+    "sgp": (jd.decentralized.sgp(), graphs.digraph(4, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]), None),
     "tracking": (
-        jd.gradient_tracking(order="combine_then_adapt"),
+        jd.decentralized.gradient_tracking(order="combine_then_adapt"),
         graphs.random_matchings(4, rounds=2),
         [("collective-permute", "float32", 8 * N)],
     ),
-    "choco": (jd.choco(jd.qsgd(4), step_size=0.4), graphs.ring(4), None),
-    "relay": (jd.relay_sgd(), graphs.path(4), [MODEL, MODEL]),
+    "choco": (jd.decentralized.choco(jd.qsgd(4), step_size=0.4), graphs.ring(4), None),
+    "relay": (jd.decentralized.relay_sgd(), graphs.path(4), [MODEL, MODEL]),
 }
 
 
@@ -68,16 +72,16 @@ def test_the_mesh_equals_the_simulation_and_sends_what_it_says(name):
     found = sent(compiled)
     if name == "sgp":  # the weight rides along, and who has fewer neighbours sends fewer messages
         assert found == [("collective-permute", "float32", 4 * (N + 1))] * 2
-        assert float(jd.stats(on_mesh.opt)["bytes"]) == pytest.approx(3 * 5 / 4 * 4 * (N + 1), abs=3)
+        assert float(jd.transforms.stats(on_mesh.opt)["bytes"]) == pytest.approx(3 * 5 / 4 * 4 * (N + 1), abs=3)
     elif name == "choco":
         payload = payload_of(jd.qsgd(4))
         assert found == [("collective-permute", "uint8", payload)] * 2
         assert payload < 4 * N / 2
-        assert float(jd.stats(on_mesh.opt)["bytes"]) == 3 * 2 * payload
+        assert float(jd.transforms.stats(on_mesh.opt)["bytes"]) == 3 * 2 * payload
     else:
         assert found == expected
     assert jd.consensus(on_mesh).params["w"].shape == (6, 4)
-    assert float(jd.transforms.consensus_distance(on_mesh.params)) > 0 or name == "complete"
+    assert float(jd.decentralized.consensus_distance(on_mesh.params)) > 0 or name == "complete"
     if len(graph.rounds) > 1:  # all rounds are in the program, and one of them runs
         assert len(sent(compiled, "all")) == len(graph.rounds)
         assert len(sent(compiled, "min")) == 1
@@ -101,7 +105,7 @@ INT8 = jd.compressors.int8(block=8)
 
 @pytest.mark.parametrize(
     ("method", "size"),
-    [(jd.d_psgd(), 4 * N), (jd.choco(INT8, step_size=0.5), payload_of(INT8))],
+    [(jd.decentralized.d_psgd(), 4 * N), (jd.decentralized.choco(INT8, step_size=0.5), payload_of(INT8))],
     ids=["plain", "choco"],
 )
 def test_groups_that_act_as_one(method, size, pods):

@@ -13,24 +13,43 @@ from jaxdist import topology as graphs
     ("make", "message"),
     [
         (lambda: jd.gossip(optax.sgd(1.0), graphs.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)])), "use method=sgp"),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(4), method=jd.d2()), "needs symmetric weights"),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.shift_one(4), method=jd.d2()), "same neighbours in every step"),
+        (
+            lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(4), method=jd.decentralized.d2()),
+            "needs symmetric weights",
+        ),
+        (
+            lambda: jd.gossip(optax.sgd(1.0), graphs.shift_one(4), method=jd.decentralized.d2()),
+            "same neighbours in every step",
+        ),
         (
             lambda: jd.gossip(
-                optax.sgd(1.0), graphs.one_peer_exponential(4), method=jd.choco(jd.top_k(0.1), step_size=0.1)
+                optax.sgd(1.0),
+                graphs.one_peer_exponential(4),
+                method=jd.decentralized.choco(jd.top_k(0.1), step_size=0.1),
             ),
             "choco needs the same neighbours in every step",
         ),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.dcd(jd.qsgd(8))), "dcd needs the s"),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.ecd(jd.qsgd(8))), "ecd needs symmetric"),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.ring(4), method=jd.relay_sgd()), "needs a tree"),
-        (lambda: jd.gossip(optax.sgd(1.0), graphs.from_matrix(np.eye(3)), method=jd.relay_sgd()), "needs a tree"),
-        (lambda: jd.choco(jd.top_k(0.1), step_size=0.0), r"step_size must be in \(0, 1\], got 0.0"),
-        (lambda: jd.ecd(jd.top_k(0.1)), "needs an unbiased one"),
-        (lambda: jd.qg_momentum(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-        (lambda: jd.qg_adam(b2=1.0), "b2 must be in"),
         (
-            lambda: jd.gossip(optax.sgd(1.0), graphs.from_matrix(np.array([[0.5, 0.5], [0, 1.0]])), method=jd.sgp()),
+            lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.decentralized.dcd(jd.qsgd(8))),
+            "dcd needs the s",
+        ),
+        (
+            lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.decentralized.ecd(jd.qsgd(8))),
+            "ecd needs symmetric",
+        ),
+        (lambda: jd.gossip(optax.sgd(1.0), graphs.ring(4), method=jd.decentralized.relay_sgd()), "needs a tree"),
+        (
+            lambda: jd.gossip(optax.sgd(1.0), graphs.from_matrix(np.eye(3)), method=jd.decentralized.relay_sgd()),
+            "needs a tree",
+        ),
+        (lambda: jd.decentralized.choco(jd.top_k(0.1), step_size=0.0), r"step_size must be in \(0, 1\], got 0.0"),
+        (lambda: jd.decentralized.ecd(jd.top_k(0.1)), "needs an unbiased one"),
+        (lambda: jd.decentralized.qg_momentum(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: jd.decentralized.qg_adam(b2=1.0), "b2 must be in"),
+        (
+            lambda: jd.gossip(
+                optax.sgd(1.0), graphs.from_matrix(np.array([[0.5, 0.5], [0, 1.0]])), method=jd.decentralized.sgp()
+            ),
             "push-sum needs columns that sum to 1",
         ),
     ],
@@ -49,7 +68,7 @@ def test_what_cannot_work_in_a_step_says_so():
         tx.update(x, tx.init(x))
     with pytest.raises(ValueError, match="cannot weigh workers by examples"):
         tx.update(x, tx.init(x), x, examples=3)
-    quasi = jd.gossip(optax.sgd(0.1), graphs.ring(1), method=jd.qg_momentum(), axis=None)
+    quasi = jd.gossip(optax.sgd(0.1), graphs.ring(1), method=jd.decentralized.qg_momentum(), axis=None)
     with pytest.raises(ValueError, match="divides by the rate"):
         quasi.update(x, quasi.init(x), x)
     alone = jd.gossip(optax.sgd(0.5), graphs.ring(1), axis=None)

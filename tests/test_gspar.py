@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.gspar import SPARE, _draw, _units
-from jaxdist.compressors.keep_probabilities import scaled_magnitudes
+from jaxdist.compressors.gspar import SPARE, _draw, _units, scaled_magnitudes
 
 G = jnp.array([4.0, -3.0, 2.0, 1.0, 0.0])
 closed = jax.jit(jc.closed_form_probabilities, static_argnums=1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist.parallel import hybrid
+from jaxdist.runtime import mesh
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ def test_no_process_is_left_without_a_device(monkeypatch):
 
 
 def test_inner_axes_stay_in_a_group():
-    found = hybrid.order({"pod": 4}, {"chip": 2}, PROCESSES)
+    found = mesh.order({"pod": 4}, {"chip": 2}, PROCESSES)
     assert [[device.id for device in row] for row in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    found = hybrid.order({"pod": 2}, {"data": 2, "model": 2}, SLICES)
+    found = mesh.order({"pod": 2}, {"data": 2, "model": 2}, SLICES)
     assert [{device.slice_index for device in block.ravel()} for block in found] == [{0}, {1}]
-    found = hybrid.order({"data": 8}, {}, SLICES)
+    found = mesh.order({"data": 8}, {}, SLICES)
     assert [device.slice_index for device in found] == [0] * 4 + [1] * 4
-    assert len(hybrid.groups([Device(i, i // 2, platform="tpu") for i in range(8)])) == 1  # a pod is one slice
+    assert len(mesh.groups([Device(i, i // 2, platform="tpu") for i in range(8)])) == 1  # a pod is one slice
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_inner_axes_stay_in_a_group():
 )
 def test_what_cannot_be(outer, inner, message):
     with pytest.raises(ValueError, match=message):
-        hybrid.order(outer, inner, PROCESSES)
+        mesh.order(outer, inner, PROCESSES)
 
 
 def test_one_process_is_one_group():
@@ -59,7 +59,7 @@ def test_one_process_is_one_group():
         jd.make_mesh({"data": 8}, inner={"chip": 8})
 
 
-CHECK = import_module("jaxdist.parallel.self_check")  # not the function of that name
+CHECK = import_module("jaxdist.processes.self_check")  # not the function of that name
 FAULTS = {
     "sum": lambda x: x + 1,
     "mean": lambda x: jnp.where(x > 5, jnp.nan, x),
@@ -70,7 +70,7 @@ FAULTS = {
 
 def test_good_collectives_pass(pods, monkeypatch):
     monkeypatch.setattr(CHECK, "SIZES", (5,))
-    jd.parallel.self_check(pods)
+    jd.processes.self_check(pods)
 
 
 def test_wrong_ones_are_named(mesh, monkeypatch):
@@ -80,11 +80,11 @@ def test_wrong_ones_are_named(mesh, monkeypatch):
         def one(right, fault):
             return lambda *given: jnp.where(comm.index == 6, fault(right(*given)), right(*given))
 
-        comm = jd.comm.over(axis)
+        comm = jd.comm.over.over(axis)
         return comm._replace(**{name: one(getattr(comm, name), fault) for name, fault in FAULTS.items()})
 
     monkeypatch.setattr(CHECK, "over", faulty)
     monkeypatch.setattr(CHECK, "SIZES", (5,))
-    with pytest.raises(jd.parallel.CollectiveError, match=r"wrong numbers from .* over the axis 'data'") as caught:
-        jd.parallel.self_check(mesh)
+    with pytest.raises(jd.processes.CollectiveError, match=r"wrong numbers from .* over the axis 'data'") as caught:
+        jd.processes.self_check(mesh)
     assert set(caught.value.collectives) == set(FAULTS)

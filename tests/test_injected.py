@@ -16,7 +16,7 @@ from laws_run import State, gradients, params, train_step
 from tiny import assert_close, numbers
 
 import jaxdist as jd
-from jaxdist.transforms import demo
+from jaxdist.optimizers import demo
 
 WORKERS, STEPS, CASES = 4, 4, 10
 RING = jd.topology.ring(WORKERS)
@@ -39,15 +39,15 @@ def momentum():
 
 
 def diloco():
-    return jd.recipes.diloco(optax.adam(0.1), sync_period=2, reducer=top_k())
+    return jd.local_sgd.diloco(optax.adam(0.1), sync_period=2, reducer=top_k())
 
 
 def accordion():
-    return jd.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)
+    return jd.reducers.accordion(jd.power_sgd(2), jd.power_sgd(1), epoch_steps=1, interval_steps=1)
 
 
 def one_bit_adam(learning_rate):
-    return jd.one_bit_adam(learning_rate, freeze_step=2)
+    return jd.optimizers.one_bit_adam(learning_rate, freeze_step=2)
 
 
 # Those whose parameters differ between workers have the mark.
@@ -57,29 +57,31 @@ AGREED = {
     "feedback of power_sgd": lambda: reduced(jd.error_feedback(low_rank()), momentum()),
     "feedback of power_sgd in the paper's form": lambda: reduced(jd.error_feedback(low_rank(own="paper")), momentum()),
     "power_sgd": lambda: reduced(low_rank(own="paper"), momentum()),
-    "feedback of signs": lambda: reduced(jd.error_feedback(jd.compressed(jd.scaled_sign()))),
-    "feedback of two-shot signs": lambda: reduced(jd.error_feedback(jd.two_shot(jd.scaled_sign())), momentum()),
+    "feedback of signs": lambda: reduced(jd.error_feedback(jd.compressed(jd.compressors.scaled_sign()))),
+    "feedback of two-shot signs": lambda: reduced(
+        jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), momentum()
+    ),
     "feedback of drive": lambda: reduced(jd.error_feedback(jd.compressed(jd.compressors.drive())), momentum()),
-    "ef21": lambda: reduced(jd.ef21(jd.compressed(jd.top_k(0.25)))),
+    "ef21": lambda: reduced(jd.reducers.ef21(jd.compressed(jd.top_k(0.25)))),
     "qsgd": lambda: reduced(jd.compressed(jd.qsgd(4))),
-    "alq": lambda: reduced(jd.alq(3, bucket=32, every=1)),
+    "alq": lambda: reduced(jd.reducers.alq(3, bucket=32, every=1)),
     "dgc": lambda: reduced(jd.reducers.dgc(0.25, clip_norm=3.0), optax.sgd(0.1)),
-    "loco": lambda: reduced(jd.loco(jd.two_shot(jd.qsgd(4)), block=32)),
+    "loco": lambda: reduced(jd.reducers.loco(jd.two_shot(jd.qsgd(4)), block=32)),
     "two_shot with a server residual": lambda: reduced(
-        jd.error_feedback(jd.two_shot(jd.scaled_sign(), second=jd.top_k(0.25)))
+        jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign(), second=jd.top_k(0.25)))
     ),
     "accordion": lambda: reduced(jd.error_feedback(accordion())),
-    "intsgd": lambda: reduced(jd.intsgd()),
+    "intsgd": lambda: reduced(jd.reducers.intsgd()),
     "zero_redundancy": lambda: jd.zero_redundancy(optax.adam(0.1)),
     "one_bit_adam": lambda: one_bit_adam(0.1),
     "demo": lambda: demo(0.1, chunk=4, k=3),
 }
 LOCAL = {
-    "zero_one_adam": lambda: jd.zero_one_adam(0.1, freeze_step=2, refreshes=1, doubling_steps=1),
-    "slowmo": lambda: jd.recipes.slowmo(momentum(), sync_period=2, learning_rate=0.1),
+    "zero_one_adam": lambda: jd.optimizers.zero_one_adam(0.1, freeze_step=2, refreshes=1, doubling_steps=1),
+    "slowmo": lambda: jd.local_sgd.slowmo(momentum(), sync_period=2, learning_rate=0.1),
     "diloco with feedback": diloco,
     "d_psgd": lambda: jd.gossip(momentum(), RING),
-    "gradient_tracking": lambda: jd.gossip(momentum(), RING, method=jd.gradient_tracking()),
+    "gradient_tracking": lambda: jd.gossip(momentum(), RING, method=jd.decentralized.gradient_tracking()),
 }
 METHODS = {**AGREED, **LOCAL}
 
@@ -130,7 +132,7 @@ def test_a_fault_is_a_step_that_did_not_happen(name):
         before = run.states[number]
         after, _ = run.step(before, poisoned(rng, number))
         assert_close(without_count(after), without_count(before), 0)
-        assert (int(jd.stats(before.opt)["skips"]), int(jd.stats(after.opt)["skips"])) == (0, 1)
+        assert (int(jd.transforms.stats(before.opt)["skips"]), int(jd.transforms.stats(after.opt)["skips"])) == (0, 1)
         # The next step is the one that would have come in its place, and it is one.
         later, _ = run.step(after, gradients(number, WORKERS))
         assert_close(without_count(later), without_count(run.states[number + 1]), 0)
@@ -172,14 +174,14 @@ def test_a_huge_entry_costs_at_most_a_step(name):
 # ---- each worker guards its own step, and no other hears of it
 
 ALONE = {
-    "slowmo": lambda inner: jd.recipes.slowmo(inner, sync_period=2, learning_rate=0.1),
-    "diloco with feedback": lambda inner: jd.recipes.diloco(inner, sync_period=2, reducer=top_k()),
+    "slowmo": lambda inner: jd.local_sgd.slowmo(inner, sync_period=2, learning_rate=0.1),
+    "diloco with feedback": lambda inner: jd.local_sgd.diloco(inner, sync_period=2, reducer=top_k()),
     "d_psgd": lambda inner: jd.gossip(inner, RING),
-    "choco": lambda inner: jd.gossip(inner, RING, method=jd.choco(jd.top_k(0.25), step_size=0.3)),
-    "d2": lambda inner: jd.gossip(inner, RING, method=jd.d2()),
-    "qg": lambda inner: jd.gossip(inner, RING, method=jd.qg_momentum(learning_rate=0.1)),
-    "relay": lambda inner: jd.gossip(inner, jd.topology.path(WORKERS), method=jd.relay_sgd()),
-    "sgp": lambda inner: jd.gossip(inner, RING, method=jd.sgp()),
+    "choco": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
+    "d2": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.d2()),
+    "qg": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.qg_momentum(learning_rate=0.1)),
+    "relay": lambda inner: jd.gossip(inner, jd.topology.path(WORKERS), method=jd.decentralized.relay_sgd()),
+    "sgp": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.sgp()),
 }
 
 
@@ -205,7 +207,7 @@ def test_one_worker_sits_a_step_out(name):
         after, _ = run(clean, (bad, everyone))
         sat_out, _ = run(clean, (gradients(number, WORKERS), np.arange(WORKERS) != found))
         assert_close(after.params, sat_out.params, 0)
-        assert int(jd.stats(after.opt)["skips"]) == 1
+        assert int(jd.transforms.stats(after.opt)["skips"]) == 1
         inner = after.opt.inner.value
         assert inner.skipped.tolist() == [int(worker == found) for worker in range(WORKERS)]
         assert_close(

@@ -32,7 +32,7 @@ def uniforms(steps, workers, size):
 def test_follows_the_reference(scale):
     """At 20 times the scale some of the entries clip."""
     updates = rows(20, 4, 30)
-    means, owns, _ = trajectory(jd.intsgd(scale=scale), updates)
+    means, owns, _ = trajectory(jd.reducers.intsgd(scale=scale), updates)
     expected, codes = reference.intsgd(updates.astype(np.float64), uniforms(20, 4, 30), 31, 0.9, scale)
     np.testing.assert_allclose(means, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(owns.mean(1), means, atol=1e-5)
@@ -43,7 +43,7 @@ def test_unbiased_and_its_variance_is_that_of_the_paper():
     """Half of |mean|² over scale² at the most, and nearly that for entries between two levels."""
     update = np.broadcast_to(rows(1, 1, 40), (400, 4, 40))
     for scale in (1.0, 4.0):
-        errors = trajectory(jd.intsgd(beta=0.0, scale=scale), update)[0][1:] - update[0, 0]
+        errors = trajectory(jd.reducers.intsgd(beta=0.0, scale=scale), update)[0][1:] - update[0, 0]
         size = (update[0, 0] ** 2).sum()
         variance = (errors**2).sum(1).mean()
         assert 0.5 < variance / (size / (2 * scale**2)) < 1.05
@@ -52,7 +52,7 @@ def test_unbiased_and_its_variance_is_that_of_the_paper():
 
 def test_after_the_first_step_int8_travels_and_nothing_else(mesh):
     like = {"b": jnp.zeros(5), "w": jnp.zeros((12, 8)), "s": jnp.zeros(())}
-    tx = jd.all_reduce(jd.intsgd())
+    tx = jd.all_reduce(jd.reducers.intsgd())
 
     def step(state, batch):
         means, opt = tx.update(jax.tree.map(lambda x: x[0], batch), state.opt)
@@ -71,12 +71,12 @@ def test_no_sum_overflows(workers):
     for sign in (1, -1):
         updates = np.full((2, workers, 8), sign, np.float32)
         np.testing.assert_allclose(trajectory(integer_sum(), updates)[0], sign, rtol=1e-6)
-        clipped = trajectory(jd.intsgd(scale=1e6), updates)[0][1]
+        clipped = trajectory(jd.reducers.intsgd(scale=1e6), updates)[0][1]
         assert (sign * clipped > 0).all()
 
 
 def test_too_many_workers_are_told_so():
-    for make in (jd.intsgd, integer_sum):
+    for make in (jd.reducers.intsgd, integer_sum):
         with pytest.raises(ValueError, match="8 bits leave no level for a sum over 128 workers: use bits=32"):
             trajectory(make(), np.ones((1, 128, 3), np.float32))
         means = trajectory(make(32), np.ones((1, 128, 3), np.float32))[0]
@@ -88,8 +88,8 @@ def test_feedback_delivers_what_was_clipped():
     updates = np.zeros((60, 2, 8), np.float32)
     updates[0] = 0.01 * rows(1, 8)
     updates[1] = 10 * rows(2, 8, seed=1)
-    plain = trajectory(jd.intsgd(), updates)[0].sum(0)
-    means, _, states = trajectory(jd.error_feedback(jd.intsgd()), updates)
+    plain = trajectory(jd.reducers.intsgd(), updates)[0].sum(0)
+    means, _, states = trajectory(jd.error_feedback(jd.reducers.intsgd()), updates)
     wanted = updates.sum(0).mean(0)
     residual = np.asarray(states.residual.value)
     np.testing.assert_allclose(means.sum(0) + residual[-1].mean(0), wanted, atol=1e-4)
@@ -100,7 +100,7 @@ def test_feedback_delivers_what_was_clipped():
 
 def test_a_leaf_that_starts_late_finds_its_scale():
     updates = np.concatenate([np.zeros((3, 4, 16)), np.ones((40, 4, 16))]).astype(np.float32)
-    means = trajectory(jd.intsgd(), updates)[0]
+    means = trajectory(jd.reducers.intsgd(), updates)[0]
     assert not means[:3].any()
     np.testing.assert_allclose(means[-20:].mean(), 1.0, atol=0.15)
 
@@ -117,15 +117,15 @@ def test_a_shared_maximum_never_clips_and_errors_stay_below_a_level():
 def test_nan_is_sent_as_zero_by_one_and_seen_by_all_with_the_other():
     updates = np.ones((2, 2, 4), np.float32)
     updates[1, 0, 0] = np.nan
-    assert np.isfinite(trajectory(jd.intsgd(), updates)[0]).all()
+    assert np.isfinite(trajectory(jd.reducers.intsgd(), updates)[0]).all()
     assert np.isnan(trajectory(integer_sum(), updates)[0][1]).any()
 
 
 def test_arguments_are_checked():
-    for make in (jd.intsgd, integer_sum):
+    for make in (jd.reducers.intsgd, integer_sum):
         with pytest.raises(ValueError, match="bits must be 8 or 32, got 16"):
             make(16)
     with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1.0"):
-        jd.intsgd(beta=1.0)
+        jd.reducers.intsgd(beta=1.0)
     with pytest.raises(ValueError, match="scale must be positive"):
-        jd.intsgd(scale=0.0)
+        jd.reducers.intsgd(scale=0.0)

@@ -21,25 +21,25 @@ class Lying(list):
 
 def test_batches_of_one_process_come_as_they_are(mesh):
     for source in ([rows(1), rows(2)], iter([rows(1), rows(2)])):
-        found = list(jd.join(source, rows(0), mesh, ahead=2))
+        found = list(jd.runtime.join(source, rows(0), mesh, ahead=2))
         assert [(float(batch["x"].mean()), examples.tolist()) for batch, examples in found] == [
             (1, [1] * 8),
             (2, [1] * 8),
         ]
         assert found[0][0]["x"].sharding.spec == jax.P("data")
-    assert list(jd.join([], rows(0), mesh)) == list(jd.join(iter([]), rows(0), mesh)) == []
+    assert list(jd.runtime.join([], rows(0), mesh)) == list(jd.runtime.join(iter([]), rows(0), mesh)) == []
 
 
 def test_padded_batches_say_how_many_rows_are_real(mesh):
     """With `any_batch` the mean is that of the real rows, wherever they lie."""
     like = jax.ShapeDtypeStruct((16, 3), jnp.float32)
-    ((batch, examples),) = jd.join([np.arange(33, dtype=np.float32).reshape(11, 3)], like, mesh, pad=True)
+    ((batch, examples),) = jd.runtime.join([np.arange(33, dtype=np.float32).reshape(11, 3)], like, mesh, pad=True)
     assert examples.tolist() == [2, 2, 2, 2, 2, 1, 0, 0]
     assert float(batch[11:].sum()) == 0
     tx = jd.recipes.ddp()
 
     def one(x, count):
-        _, gradient = jd.parallel.any_batch(lambda p, x: x @ p)(jnp.zeros(3), x, count)
+        _, gradient = jd.online.any_batch(lambda p, x: x @ p)(jnp.zeros(3), x, count)
         return tx.update(gradient, tx.init(gradient), examples=count)[0]
 
     found = jax.jit(jax.vmap(one, axis_name="data"))(batch.reshape(8, 2, 3), examples)
@@ -61,7 +61,7 @@ def test_padded_batches_say_how_many_rows_are_real(mesh):
 )
 def test_what_join_refuses(mesh, source, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        list(jd.join(source, **{"like": rows(0), "mesh": mesh, **options}))
+        list(jd.runtime.join(source, **{"like": rows(0), "mesh": mesh, **options}))
 
 
 def test_divisors():
@@ -88,9 +88,9 @@ def test_divisors():
 
 def test_one_process_agrees_with_itself():
     tree = {"w": np.ones(3), "k": jax.random.key(0), "n": None}
-    jd.parallel.assert_same(tree)
-    same = jd.broadcast(tree)
+    jd.processes.assert_same(tree)
+    same = jd.processes.broadcast(tree)
     assert jax.tree.structure(same) == jax.tree.structure(tree)
     assert same["k"] == tree["k"]
     with pytest.raises(ValueError, match="one of the 1 processes, from 0, got 1"):
-        jd.broadcast(tree, source=1)
+        jd.processes.broadcast(tree, source=1)

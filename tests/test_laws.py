@@ -10,8 +10,8 @@ from laws import CASES, CODES, SHAPES
 from laws_run import STEPS, ran
 from tiny import assert_close
 
+from jaxdist._cli import results
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
-from jaxdist.workloads import saved
 
 each_case = pytest.mark.parametrize("name", CASES)
 each_code = pytest.mark.parametrize("name", CODES)
@@ -113,7 +113,7 @@ def test_traced_once_and_the_state_stays_as_it_is(name):
 def test_a_checkpoint_gives_every_state_back(tmp_path):
     """By orbax; bit for bit, typed keys too, and in its place on the mesh."""
     states = {name: ran(name).mesh[-1] for name in CASES}
-    saved.save(tmp_path / "states", states)
-    restored = saved.restore(tmp_path / "states", states)
+    results.save(tmp_path / "states", states)
+    restored = results.restore(tmp_path / "states", states)
     assert_close(restored, states, tolerance=0)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, states))

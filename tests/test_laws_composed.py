@@ -94,7 +94,7 @@ def test_leaves_of_every_kind(name, request):
     """Finite results of the same shape and dtype, in one tree, for one worker; half of the leaves without `--slow`."""
     case, turn = CASES[name], list(CASES).index(name) % 2
     kinds = list(LEAVES.items()) if request.config.getoption("--slow") else list(LEAVES.items())[turn::2]
-    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone()) if case.levels == 2 else jd.comm.alone()
+    comm = jd.comm.over.nested(jd.comm.over.alone(), jd.comm.over.alone()) if case.levels == 2 else jd.comm.over.alone()
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         updates = {key: jnp.asarray(rng.standard_normal(shape), dtype) for key, (shape, dtype) in kinds}
@@ -111,7 +111,11 @@ def test_leaves_of_every_kind(name, request):
 def test_float64_is_reduced_in_float64(mesh):
     with jax.enable_x64(True):
         rows = np.random.default_rng(0).standard_normal((8, 6, 4))
-        for reducer in (jd.exact(), jd.error_feedback(jd.power_sgd(4, min_compression_rate=0)), jd.tracked(jd.exact())):
+        for reducer in (
+            jd.exact(),
+            jd.error_feedback(jd.power_sgd(4, min_compression_rate=0)),
+            jd.reducers.tracked(jd.exact()),
+        ):
             tx = jd.all_reduce(reducer)
 
             def step(state, batch, tx=tx):

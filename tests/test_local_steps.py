@@ -13,7 +13,7 @@ from local_run import run, targets
 from reference.local_steps import local_steps as reference
 
 import jaxdist as jd
-from jaxdist.transforms import Fragments, due_fragments, slow_momentum, strided
+from jaxdist.local_sgd import Fragments, due_fragments, slow_momentum, strided
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -207,12 +207,12 @@ def test_one_fragment_without_delay_is_diloco():
 
 def test_fragments_cover_all_leaves_once():
     tree = {f"block_{i}": jnp.zeros((i + 1, 8)) for i in range(7)} | {"head": jnp.zeros(3)}
-    for fragments in (jd.transforms.balanced(3), strided(3)):
+    for fragments in (jd.local_sgd.balanced(3), strided(3)):
         groups = jax.tree.leaves(fragments.assign(tree))
         assert set(groups) == {0, 1, 2}
         assert len(groups) == 8
     sizes = np.zeros(3)
-    np.add.at(sizes, jax.tree.leaves(jd.transforms.balanced(3).assign(tree)), [x.size for x in jax.tree.leaves(tree)])
+    np.add.at(sizes, jax.tree.leaves(jd.local_sgd.balanced(3).assign(tree)), [x.size for x in jax.tree.leaves(tree)])
     assert sizes.max() <= 1.1 * sizes.mean()
     with pytest.raises(ValueError, match=r"fragments \[1\] of strided\(2\) have no leaves"):
         strided(2).assign({"kernel": jnp.zeros(3)})
@@ -390,4 +390,4 @@ def test_what_update_refuses():
     with pytest.raises(ValueError, match="sync chooses the program, so it must be static"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))
     with pytest.raises(ValueError, match="no local_steps inside"):
-        jd.anchor(optax.sgd(0.1).init(jnp.zeros(2)))
+        jd.local_sgd.anchor(optax.sgd(0.1).init(jnp.zeros(2)))

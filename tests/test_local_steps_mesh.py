@@ -106,9 +106,9 @@ REDUCERS = {
     "ef:top_k": jd.error_feedback(jd.compressed(jd.top_k(0.25))),
     "ef:qsgd": jd.error_feedback(jd.compressed(jd.qsgd(4))),
     "ef:power_sgd": jd.error_feedback(jd.power_sgd(2)),
-    "ef:two_shot": jd.error_feedback(jd.two_shot(jd.scaled_sign())),
-    "alq": jd.alq(3),
-    "loco": jd.loco(jd.two_shot(jd.compressors.int4(block=8))),
+    "ef:two_shot": jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())),
+    "alq": jd.reducers.alq(3),
+    "loco": jd.reducers.loco(jd.two_shot(jd.compressors.int4(block=8))),
 }
 
 
@@ -140,12 +140,12 @@ def test_any_reducer_carries_the_drift(name, mesh):
             state, _ = step(state, data)
         placed, mean = reduce(placed, drift_of(anchor, parts))
         anchor = jax.tree.map(jnp.subtract, anchor, mean)
-        assert_close(jd.anchor(state.opt), anchor, tolerance)
+        assert_close(jd.local_sgd.anchor(state.opt), anchor, tolerance)
     assert_close(state.opt.reducer[0], placed["reducer"], tolerance)
 
 
 def _reduced(reducer, state, drift):
-    reduced, inner = reducer.reduce(drift, state["reducer"], jd.comm.over("data"))
+    reduced, inner = reducer.reduce(drift, state["reducer"], jd.comm.over.over("data"))
     return {"reducer": inner}, reduced.mean
 
 
@@ -173,8 +173,8 @@ def test_mesh_and_simulation_agree(options, mesh):
         simulated, _ = simulation(simulated, batch(seed=seed))
     assert_close(on_mesh, simulated, 2e-5)
     assert len(traces) == 1
-    sent = float(jd.stats(on_mesh.opt)["bytes"])
-    assert sent == float(jd.stats(simulated.opt)["bytes"])
+    sent = float(jd.transforms.stats(on_mesh.opt)["bytes"])
+    assert sent == float(jd.transforms.stats(simulated.opt)["bytes"])
     if "warmup_steps" in options:  # two gradients, one model, one round of drifts and of Adam's moments and count
         assert sent == pytest.approx(SENT * 4 * (ENTRIES * (2 + 1 + 3) + 1), abs=4)
 
@@ -200,7 +200,7 @@ def test_wrappers_of_optax():
     run = jd.simulate(make(tx), WORKERS)
     state, _ = run(start(tx, WORKERS), batch())
     state, _ = run(state, batch())
-    assert int(jd.stats(state.opt)["rounds"]) == 1
+    assert int(jd.transforms.stats(state.opt)["rounds"]) == 1
     ones = optax.tree.map_params(tx, lambda x: jnp.ones_like(x), tx.init(params()))
     np.testing.assert_array_equal(ones.anchor["w"], np.ones((6, 4)))
     np.testing.assert_array_equal(ones.outer[0][0].trace["b"], np.ones(4))

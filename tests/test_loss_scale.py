@@ -22,12 +22,12 @@ def start():
 
 def guarded(**options):
     chain = optax.chain(jd.zero_redundancy(optax.adam(1e-2), master_dtype=jnp.float32))
-    return jd.dynamic_loss_scale(chain, **{"initial": 2.0**15, "growth_interval": 3, **options})
+    return jd.transforms.dynamic_loss_scale(chain, **{"initial": 2.0**15, "growth_interval": 3, **options})
 
 
 def make(tx, scaled=True):
     def step(state, batch):
-        scale = jd.loss_scale(state.opt) if scaled else None
+        scale = jd.transforms.loss_scale(state.opt) if scaled else None
         value, grads = jd.local_value_and_grad(loss, scale=scale)(state.params, batch)
         assert grads["w"].dtype == jnp.float16
         updates, opt = tx.update(grads, state.opt, state.params)
@@ -59,8 +59,8 @@ def test_trains_where_unscaled_gradients_vanish(run):
     assert 0 < float(value) < 1e-6  # that of the loss, not of a multiple
     moved = jd.consensus(state.opt.inner.inner[0].master)["w"] - 0.5
     assert (np.asarray(moved) > 0.02).all()  # four steps of Adam, all in one direction
-    assert float(jd.loss_scale(state.opt)) == 2.0**16  # after three good steps
-    assert float(jd.stats(state.opt)["loss_scale"]) == 2.0**16
+    assert float(jd.transforms.loss_scale(state.opt)) == 2.0**16  # after three good steps
+    assert float(jd.transforms.stats(state.opt)["loss_scale"]) == 2.0**16
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -70,11 +70,11 @@ def test_one_worker_overflows_and_all_skip(run, worker):
     after, _ = run(state, bad)
     assert_close(after.params, state.params, 0)
     assert_close(after.opt.inner.inner, state.opt.inner.inner, 0)
-    assert float(jd.loss_scale(after.opt)) == 2.0**14
-    assert (int(jd.stats(after.opt)["skips"]), int(after.opt.since)) == (1, 0)
+    assert float(jd.transforms.loss_scale(after.opt)) == 2.0**14
+    assert (int(jd.transforms.stats(after.opt)["skips"]), int(after.opt.since)) == (1, 0)
     for seed in range(3):
         after, _ = run(after, batch(seed))
-    assert float(jd.loss_scale(after.opt)) == 2.0**15
+    assert float(jd.transforms.loss_scale(after.opt)) == 2.0**15
 
 
 def test_what_does_not_fit_shrinks_until_it_fits():
@@ -94,7 +94,7 @@ def test_clipping_sees_true_sizes_on_a_mesh():
 
     def one(tx, scaled):
         def step(state, data):
-            scale = jd.loss_scale(state.opt) if scaled else None
+            scale = jd.transforms.loss_scale(state.opt) if scaled else None
 
             def square(params, data):
                 return jnp.mean((data @ params) ** 2), 7
@@ -110,11 +110,11 @@ def test_clipping_sees_true_sizes_on_a_mesh():
         assert int(aux) == 14
         return state.params
 
-    np.testing.assert_array_equal(one(jd.dynamic_loss_scale(chain), True), one(chain, False))
+    np.testing.assert_array_equal(one(jd.transforms.dynamic_loss_scale(chain), True), one(chain, False))
 
 
 def test_moments_of_float16_parameters_are_float32():
-    tx = jd.dynamic_loss_scale(optax.adam(0.1), axis=None)
+    tx = jd.transforms.dynamic_loss_scale(optax.adam(0.1), axis=None)
     state = tx.init(start())
     updates, after = tx.update(start(), state, start())
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
@@ -123,10 +123,10 @@ def test_moments_of_float16_parameters_are_float32():
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"initial must be finite and at least 1, got 0\.5"):
-        jd.dynamic_loss_scale(optax.adam(0.1), initial=0.5)
+        jd.transforms.dynamic_loss_scale(optax.adam(0.1), initial=0.5)
     with pytest.raises(ValueError, match="growth_interval must be at least 1, got 0"):
-        jd.dynamic_loss_scale(optax.adam(0.1), growth_interval=0)
+        jd.transforms.dynamic_loss_scale(optax.adam(0.1), growth_interval=0)
     with pytest.raises(ValueError, match=r"factor must be above 1, got 1\.0"):
-        jd.dynamic_loss_scale(optax.adam(0.1), factor=1.0)
+        jd.transforms.dynamic_loss_scale(optax.adam(0.1), factor=1.0)
     with pytest.raises(ValueError, match="no dynamic_loss_scale inside"):
-        jd.loss_scale(optax.adam(0.1).init(start()))
+        jd.transforms.loss_scale(optax.adam(0.1).init(start()))

@@ -17,7 +17,7 @@ def signs(x):
 
 def test_votes_and_ties():
     rows = np.array([[1, 1, -1], [1, -1, -1], [-1, 1, -1], [1, -1, 1]], np.float32)[None] * 7
-    means, owns, _ = trajectory(jd.majority_vote(), rows)
+    means, owns, _ = trajectory(jd.reducers.majority_vote(), rows)
     np.testing.assert_array_equal(means[0], [1, 1, -1])
     np.testing.assert_array_equal(owns, rows / 7)
 
@@ -31,7 +31,7 @@ def test_any_shapes_and_dtypes_in_one_vote(workers):
         "c": np.zeros((2, workers, 0), np.float32),
         "d": np.zeros((2, workers, 9), np.float32),
     }
-    means, _, _ = trajectory(jd.majority_vote(), updates)
+    means, _, _ = trajectory(jd.reducers.majority_vote(), updates)
     for name, rows in updates.items():
         assert means[name].dtype == rows.dtype
         np.testing.assert_array_equal(means[name], signs(signs(rows).sum(1)))
@@ -40,18 +40,20 @@ def test_any_shapes_and_dtypes_in_one_vote(workers):
 def test_the_vote_climbs_where_the_mean_descends():
     """Gradients 4 (a quarter of the time) and -1 of x / 4: the mean is 1/4, the mean sign -1/2."""
     rows = np.array([4.0, -1, -1, -1], np.float32).reshape(1, 4, 1)
-    means, owns, _ = trajectory(jd.majority_vote(), rows)
+    means, owns, _ = trajectory(jd.reducers.majority_vote(), rows)
     assert rows.mean() == 0.25
     assert owns.mean() == -0.5
     assert means.tolist() == [[-1.0]]
-    for wrap in (jd.error_feedback, jd.ef21):
+    for wrap in (jd.error_feedback, jd.reducers.ef21):
         with pytest.raises(ValueError, match='law "none": a majority vote'):
-            wrap(jd.majority_vote())
+            wrap(jd.reducers.majority_vote())
 
 
 def test_signum():
     """Momentum on each worker, then the vote."""
-    tx = optax.chain(jd.per_worker(optax.ema(0.9)), jd.all_reduce(jd.majority_vote()), optax.scale(-0.01))
+    tx = optax.chain(
+        jd.transforms.per_worker(optax.ema(0.9)), jd.all_reduce(jd.reducers.majority_vote()), optax.scale(-0.01)
+    )
 
     def step(state, batch):
         updates, opt = tx.update({"w": batch[0]}, state.opt, state.params)
@@ -71,7 +73,7 @@ def test_signum():
 
 def test_one_exchange_and_one_gather_for_leaves_of_all_dtypes(mesh):
     like = {"a": jax.ShapeDtypeStruct((20,), jnp.float32), "b": jax.ShapeDtypeStruct((30,), jnp.bfloat16)}
-    tx = jd.all_reduce(jd.majority_vote())
+    tx = jd.all_reduce(jd.reducers.majority_vote())
 
     def step(state, batch):
         means, opt = tx.update(jax.tree.map(lambda x: x[0], batch), state.opt)

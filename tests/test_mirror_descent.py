@@ -10,7 +10,7 @@ import tiny
 
 import jaxdist as jd
 from jaxdist import topology
-from jaxdist.transforms import anytime_minibatch, entropy, euclidean, mirror_descent
+from jaxdist.online import anytime_minibatch, entropy, euclidean, mirror_descent
 
 RATES = optax.polynomial_schedule(0.3, 0.05, 1.0, 20)
 
@@ -155,7 +155,7 @@ def test_regret_stays_under_its_bound():
     """`η = D/(G√t)` on absolute losses in a ball: `Reg_T <= 1.5 D G √T` beside every fixed model, and near zero."""
     rng = np.random.default_rng(0)
     points, counts = rng.uniform(-1, 1, (400, 4)).astype(np.float32), rng.integers(1, 6, (400, 4))
-    tx = mirror_descent(euclidean(jd.transforms.ball(1.0)), lambda t: 2 / jnp.sqrt(t + 1.0))
+    tx = mirror_descent(euclidean(jd.online.ball(1.0)), lambda t: 2 / jnp.sqrt(t + 1.0))
 
     def worker(points, counts):
         def step(state, inputs):
@@ -172,7 +172,7 @@ def test_regret_stays_under_its_bound():
         return (np.abs(x[:, :, None] - points[:, None]) * counts[:, None]).sum(2) / counts.sum(1, keepdims=True)
 
     fixed = losses(np.tile(np.linspace(-1, 1, 41), (400, 1)))
-    regret = jd.transforms.static_regret(losses(models), fixed)
+    regret = jd.online.static_regret(losses(models), fixed)
     rounds = np.arange(1, 401)
     assert (regret <= 1.5 * 2 * np.sqrt(rounds)).all()
     assert regret[399] / 400 < 0.5 * regret[49] / 50
@@ -181,7 +181,7 @@ def test_regret_stays_under_its_bound():
 @pytest.fixture(scope="module")
 def ran():
     """Four workers on a ring, two rounds of consensus, unequal batches: on a mesh and in simulation."""
-    grad = jd.parallel.any_batch(
+    grad = jd.online.any_batch(
         lambda params, batch: jnp.mean((jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) - batch["y"]) ** 2, 1)
     )
     tx = mirror_descent(euclidean(), 0.1, topology=topology.ring(4), rounds=2, order="combine_then_adapt")
@@ -208,7 +208,7 @@ def ran():
 def test_simulation_equals_the_mesh(ran):
     on_mesh, simulated, _ = ran
     tiny.assert_close(on_mesh, simulated, 2e-5)
-    assert float(jd.stats(on_mesh.opt)["bytes"]) == 3 * 4 * 4 * 29
+    assert float(jd.transforms.stats(on_mesh.opt)["bytes"]) == 3 * 4 * 4 * 29
     assert jd.consensus(on_mesh).params["w"].shape == (6, 4)
 
 

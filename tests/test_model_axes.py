@@ -66,7 +66,7 @@ def baseline(both):
         jd.compressed(F16),
         jd.error_feedback(jd.compressed(jd.top_k(0.25))),
         jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)),
-        jd.by_leaf(lambda path, leaf: leaf.ndim, {1: jd.exact(), 2: jd.compressed(jd.qsgd(4))}),
+        jd.reducers.by_leaf(lambda path, leaf: leaf.ndim, {1: jd.exact(), 2: jd.compressed(jd.qsgd(4))}),
     ],
     ids=["f16", "top_k", "power_sgd", "by_leaf"],
 )
@@ -109,10 +109,10 @@ def test_refused_without_specs(both):
 
 def test_state_of_flattened_leaves_is_refused(both):
     feedback, bucket = jd.error_feedback, jd.compressed(jd.top_k(0.25))
-    tx = make(jd.bucketed(feedback(bucket), bucket_bytes=64), SPECS)
+    tx = make(jd.reducers.bucketed(feedback(bucket), bucket_bytes=64), SPECS)
     with pytest.raises(ValueError, match="put error feedback around bucketed"):
         jd.distribute(make_step(tx), both)(fresh(tx, both), batch())
-    around = make(feedback(jd.bucketed(bucket, bucket_bytes=64)), SPECS)
+    around = make(feedback(jd.reducers.bucketed(bucket, bucket_bytes=64)), SPECS)
     assert train(around, both, start(around, both), steps=1).opt[0].reducer.residual.value["w"].value.shape == (
         4,
         2,

@@ -12,8 +12,8 @@ from local_run import targets, to_target
 from reference.no_lo_co import no_lo_co as reference
 
 import jaxdist as jd
-from jaxdist.transforms import no_lo_co
-from jaxdist.transforms.no_lo_co import tournament
+from jaxdist.local_sgd import no_lo_co
+from jaxdist.local_sgd.noloco import tournament
 
 
 def run(tx, drawn, start=None, **extras):
@@ -131,8 +131,8 @@ def ran():
 def test_simulation_equals_the_mesh(ran):
     on_mesh, simulated, _ = ran
     tiny.assert_close(on_mesh, simulated, 2e-5)
-    assert int(jd.stats(on_mesh.opt)["rounds"]) == 3
-    assert float(jd.stats(on_mesh.opt)["bytes"]) == 3 * 4 * 28
+    assert int(jd.transforms.stats(on_mesh.opt)["rounds"]) == 3
+    assert float(jd.transforms.stats(on_mesh.opt)["bytes"]) == 3 * 4 * 28
     assert jd.consensus(on_mesh).params["w"].shape == (6, 4)
 
 

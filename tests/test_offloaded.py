@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist import cli
-from jaxdist.workloads import digits, gpt, methods, offloaded, text, train
+from jaxdist import _cli as cli
+from jaxdist._cli.models import digits, gpt, text
+from jaxdist._cli.runs import offloaded, train
+from jaxdist._cli.spellings import methods
 
 WORK = digits.digits_workload(8)
 OPTIMIZER = "adamw:1e-2"

@@ -58,21 +58,21 @@ PLAIN = {
     "gradient_allreduce": lambda: bagua.gradient_allreduce(adam()),
 }
 PLAIN_APART = {
-    "local_sgd": lambda: jd.recipes.local_sgd(adam(), sync_period=2),
-    "post_local_sgd": lambda: jd.recipes.post_local_sgd(adam(), switch_step=2, sync_period=1),
+    "local_sgd": lambda: jd.local_sgd.local_sgd(adam(), sync_period=2),
+    "post_local_sgd": lambda: jd.local_sgd.post_local_sgd(adam(), switch_step=2, sync_period=1),
     "d_psgd": lambda: jd.gossip(adam(), ONE),
-    "sgp": lambda: jd.gossip(adam(), ONE, method=jd.sgp()),
-    "relay_sgd": lambda: jd.gossip(adam(), ONE, method=jd.relay_sgd()),
-    "choco": lambda: jd.gossip(adam(), ONE, method=jd.choco(jd.top_k(0.25), step_size=0.3)),
-    "d2": lambda: jd.gossip(adam(), ONE, method=jd.d2()),
-    "gradient_tracking": lambda: jd.gossip(adam(), ONE, method=jd.gradient_tracking()),
+    "sgp": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.sgp()),
+    "relay_sgd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.relay_sgd()),
+    "choco": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
+    "d2": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.d2()),
+    "gradient_tracking": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.gradient_tracking()),
     "async": lambda: bagua.async_model_average(adam(), sync_period=2),
     "decentralized": lambda: bagua.decentralized(adam(), 1),
 }
 # The model itself is what was sent, each step within half a step of an 8-bit code.
 CODED = {
-    "dcd": lambda: jd.gossip(adam(), ONE, method=jd.dcd(jd.qsgd(8))),
-    "ecd": lambda: jd.gossip(adam(), ONE, method=jd.ecd(jd.qsgd(8))),
+    "dcd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.dcd(jd.qsgd(8))),
+    "ecd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.ecd(jd.qsgd(8))),
     "low_precision": lambda: bagua.low_precision_decentralized(adam(), 1),
 }
 
@@ -103,14 +103,14 @@ def rounds(inner, outer, period):
 
 
 def test_diloco_is_an_outer_step_along_the_own_drift():
-    found = ran(jd.recipes.diloco(adam(), sync_period=2), apart=True)
+    found = ran(jd.local_sgd.diloco(adam(), sync_period=2), apart=True)
     assert_close(found, rounds(adam(), optax.sgd(0.7, momentum=0.9, nesterov=True), 2), 1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reducer_is_what_it_is_without_an_axis(name):
-    case, alone = CASES[name], jd.comm.alone()
-    axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.nested(alone, alone))
+    case, alone = CASES[name], jd.comm.over.alone()
+    axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.over.nested(alone, alone))
 
     def reduce(updates, state, params=None):
         reduced, state = case.make().reduce(updates, state, comm)

@@ -177,7 +177,7 @@ def apart(name, tx, *, alike):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
 
     state = jd.place({"params": jd.PerWorker(start(name)), "opt": tx.init(start(name))}, WORKERS)
-    return jd.anchor(steps(step, state, WORKERS)["opt"])
+    return jd.local_sgd.anchor(steps(step, state, WORKERS)["opt"])
 
 
 def steps(step, state, place):
@@ -258,7 +258,7 @@ def test_buffers_of_local_steps(name, buffers):
 def test_gradients_of_single_examples():
     """Clipped by each worker before the mean: eight examples in two workers as in one, without noise."""
     clip = contrib.differentially_private_aggregate(1.0, 0.0, key=KEY)
-    tx = optax.chain(jd.per_worker(clip), jd.all_reduce(jd.exact()), optax.sgd(0.1))
+    tx = optax.chain(jd.transforms.per_worker(clip), jd.all_reduce(jd.exact()), optax.sgd(0.1))
     examples = jax.tree.map(lambda x: jax.random.normal(KEY, (8, *x.shape)), PARAMS)
     found, _ = jax.vmap(lambda x: tx.update(x, tx.init(PARAMS), PARAMS), axis_name="data")(
         jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), examples)

@@ -10,7 +10,7 @@ from optimizers_run import OPTIMIZERS, make_state, ran, train_step
 from tiny import assert_close, batch, fresh, loss, make_step, numbers
 
 import jaxdist as jd
-from jaxdist.workloads import saved
+from jaxdist._cli import results
 
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -46,8 +46,8 @@ def test_traced_once_and_the_state_stays_as_it_is(name):
 
 def test_a_checkpoint_gives_every_state_back(tmp_path):
     states = {name: ran(name).mesh[-1] for name in OPTIMIZERS}
-    saved.save(tmp_path / "states", states)
-    assert_close(saved.restore(tmp_path / "states", states), states, tolerance=0)
+    results.save(tmp_path / "states", states)
+    assert_close(results.restore(tmp_path / "states", states), states, tolerance=0)
 
 
 @each

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.reducers._orthonormal import orthonormal
+from jaxdist.wire.low_rank import orthonormal
 
 
 def matrices():

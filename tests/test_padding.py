@@ -10,8 +10,8 @@ from tiny import TrainState, assert_close
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers._pieces import cleared, rows
 from jaxdist.reducers.base import scatter_form
+from jaxdist.wire.shards import cleared, rows
 
 INT8 = jc.int8()
 
@@ -100,8 +100,8 @@ def test_steps_that_are_nan_at_zero_gradients(dtype, inner, options):
 def test_gathered_codes_see_no_padding(secondary):
     """Cut parameters that some other optimizer has moved, padding and all."""
     axis = ("pod", "chip") if secondary else "data"
-    layer = jd.parallel.gathered(lambda p: p["w"], axis=axis, compressor=INT8, secondary=secondary)
-    state = jd.place(jd.parallel.shard({"w": jnp.arange(1.0, 16)}, smallest=0), 4, axis="data")
+    layer = jd.zero.gathered(lambda p: p["w"], axis=axis, compressor=INT8, secondary=secondary)
+    state = jd.place(jd.zero.shard({"w": jnp.arange(1.0, 16)}, smallest=0), 4, axis="data")
     pieces = state["w"].value.at[15:].set(jnp.nan).reshape(2, 2, 8)
 
     def one_worker(piece):

@@ -9,7 +9,7 @@ import tiny
 from local_run import run, targets
 
 import jaxdist as jd
-from jaxdist.transforms import pulled
+from jaxdist.local_sgd import pulled
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -59,9 +59,9 @@ def test_forty_steps_equal_a_loop_with_the_same_coins():
 def test_without_pulls_it_is_diloco():
     drawn = targets(24)
     found, _, _ = run(
-        jd.recipes.palsgd(optax.adam(0.05), sync_period=6, learning_rate=0.05, probability=0, warmup_steps=4), drawn
+        jd.local_sgd.palsgd(optax.adam(0.05), sync_period=6, learning_rate=0.05, probability=0, warmup_steps=4), drawn
     )
-    expected, _, _ = run(jd.recipes.diloco(optax.adam(0.05), sync_period=6, warmup_steps=4), drawn)
+    expected, _, _ = run(jd.local_sgd.diloco(optax.adam(0.05), sync_period=6, warmup_steps=4), drawn)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -86,11 +86,11 @@ def test_a_step_is_right_on_average():
 
 def test_the_warm_up_pulls_nobody():
     drawn = targets(12)
-    tx = jd.recipes.palsgd(
+    tx = jd.local_sgd.palsgd(
         optax.sgd(0.1), learning_rate=lambda step: 0.1, probability=0.5, warmup_steps=8, sync_period=100
     )
     found, _, _ = run(tx, drawn)
-    synchronous, _, _ = run(jd.recipes.local_sgd(optax.sgd(0.1), sync_period=1), drawn[:8])
+    synchronous, _, _ = run(jd.local_sgd.local_sgd(optax.sgd(0.1), sync_period=1), drawn[:8])
     np.testing.assert_allclose(found[:8], synchronous, atol=1e-6)
     assert np.ptp(found[-1], axis=0).min() > 1e-3
 
@@ -98,7 +98,7 @@ def test_the_warm_up_pulls_nobody():
 def test_a_worker_that_rests_neither_steps_nor_pulls():
     drawn, active = targets(8, 2), np.ones((8, 2), bool)
     active[2:5, 1] = False
-    tx = jd.recipes.palsgd(optax.sgd(0.1), learning_rate=0.1, probability=0.5, warmup_steps=0, sync_period=100)
+    tx = jd.local_sgd.palsgd(optax.sgd(0.1), learning_rate=0.1, probability=0.5, warmup_steps=0, sync_period=100)
     found, _, state = run(tx, drawn, active=active)
     np.testing.assert_array_equal(found[1, 1], found[4, 1])
     assert np.asarray(state.inner.value.count).tolist() == [8, 5]
@@ -108,9 +108,9 @@ def test_a_worker_that_rests_neither_steps_nor_pulls():
 def test_simulation_equals_the_mesh(name):
     """Keys and counts of each worker, and states of some leaves only, are placed as any other."""
     if name == "palsgd":
-        tx = jd.recipes.palsgd(optax.adam(0.05), learning_rate=0.05, probability=0.5, warmup_steps=1, sync_period=2)
+        tx = jd.local_sgd.palsgd(optax.adam(0.05), learning_rate=0.05, probability=0.5, warmup_steps=1, sync_period=2)
     else:
-        tx = jd.recipes.muloco(0.04, adam_learning_rate=0.01, sync_period=2)
+        tx = jd.local_sgd.muloco(0.04, adam_learning_rate=0.01, sync_period=2)
 
     def state_of(place):
         return jd.init_state(lambda: tiny.TrainState(jd.PerWorker(tiny.params()), tx.init(tiny.params())), place)
@@ -122,7 +122,7 @@ def test_simulation_equals_the_mesh(name):
         on_mesh, _ = step(on_mesh, tiny.batch(seed=i))
         simulated, _ = simulate(simulated, tiny.batch(seed=i))
     tiny.assert_close(on_mesh, simulated, 1e-4 if name == "muloco" else 2e-5)
-    assert int(jd.stats(on_mesh.opt)["rounds"]) == (1 if name == "palsgd" else 2)
+    assert int(jd.transforms.stats(on_mesh.opt)["rounds"]) == (1 if name == "palsgd" else 2)
 
 
 def test_what_is_missing_is_named():

@@ -90,7 +90,7 @@ def test_local_steps_meet_when_a_schedule_says():
     drawn = np.random.default_rng(0).standard_normal((60, 2, 1)).astype(np.float32)
 
     def rounds_at(**given):
-        _, anchors, _ = run(jd.recipes.local_sgd(optax.sgd(0.1), sync_period=rule), drawn, **given)
+        _, anchors, _ = run(jd.local_sgd.local_sgd(optax.sgd(0.1), sync_period=rule), drawn, **given)
         moved = np.diff(anchors[:, 0], prepend=0) != 0
         return (np.flatnonzero(moved) + 1).tolist()
 
@@ -110,7 +110,7 @@ def test_unequal_steps_move_the_optimum(steps, expected):
     period, rounds = max(steps), 30
     drawn = {name: np.tile(np.float32(x), (period * rounds, 1)) for name, x in (("a", a), ("b", b))}
     active = np.arange(period * rounds)[:, None] % period < np.array(steps)
-    tx = jd.recipes.local_sgd(optax.sgd(rate), sync_period=period)
+    tx = jd.local_sgd.local_sgd(optax.sgd(rate), sync_period=period)
     _, anchors, _ = run(
         tx, drawn, jnp.zeros(()), gradient=lambda x, worker: worker["a"] * (x - worker["b"]), active=active
     )

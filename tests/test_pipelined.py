@@ -12,10 +12,10 @@ import pytest
 from tiny import assert_close
 
 import jaxdist as jd
-from jaxdist import parallel
-from jaxdist.analysis import hlo
-from jaxdist.reducers import _ordered as ordered
-from jaxdist.workloads import gpt
+from jaxdist import schedule
+from jaxdist._cli.models import gpt
+from jaxdist.analysis.hlo import reader
+from jaxdist.wire import encoded as ordered
 
 # Not the order of the alphabet; all sizes differ.
 LAYERS = ("embedding", "block", "head")
@@ -67,7 +67,7 @@ def synchronous(tx, workers, reducer=None):
         value, gradients = jd.local_value_and_grad(loss)(params, batch)
         mean, new = {}, {}
         for name in LAYERS:
-            part, new[name] = reducer.reduce({name: gradients[name]}, reducers[name], jd.comm.over("data"))
+            part, new[name] = reducer.reduce({name: gradients[name]}, reducers[name], jd.comm.over.over("data"))
             mean |= part.mean
         updates, opt = tx.update(mean, opt, params)
         return (optax.apply_updates(params, updates), opt, new), jax.lax.pmean(value, "data")
@@ -75,7 +75,7 @@ def synchronous(tx, workers, reducer=None):
     def make_state():
         return model(), tx.init(model()), {name: reducer.init({name: part}) for name, part in model().items()}
 
-    return run(jd.simulate(step, workers), jd.placement.init_state(make_state, {"data": workers}), 50)
+    return run(jd.simulate(step, workers), jd.state.init_state(make_state, {"data": workers}), 50)
 
 
 @functools.cache
@@ -84,11 +84,11 @@ def expected(workers):
 
 
 def pipe(defer, tx=None, **options):
-    return jd.pipelined(loss, falling() if tx is None else tx, defer=defer, **{"layers": LAYERS, **options})
+    return jd.overlap.pipelined(loss, falling() if tx is None else tx, defer=defer, **{"layers": LAYERS, **options})
 
 
 def begin(pipeline, place):
-    return jd.placement.init_state(lambda: pipeline.init(model()), place)
+    return jd.state.init_state(lambda: pipeline.init(model()), place)
 
 
 def flushed(pipeline, workers, state):
@@ -169,10 +169,10 @@ def ancestors(module, name):
 
 def waits(program):
     """For the forward product of each layer the all-reduces (their bytes) that it waits for; and all of them."""
-    module = hlo.parse(program.as_text())
+    module = reader.parse(program.as_text())
     entry = module.computations[module.entry].instructions
     reduces = {
-        name: sum(size for _, size in hlo.arrays(x.result)) for name, x in entry.items() if x.opcode == "all-reduce"
+        name: sum(size for _, size in reader.arrays(x.result)) for name, x in entry.items() if x.opcode == "all-reduce"
     }
 
     def forward(x, layer):
@@ -198,7 +198,7 @@ def test_a_layer_waits_for_the_layers_before_it(on_mesh):
 
 def test_without_the_chain_the_compiler_merges(two, monkeypatch):
     """What the test before would see: the first layer waits for all of them."""
-    monkeypatch.setattr(sys.modules["jaxdist.parallel.pipelined"], "after", lambda updates, _: updates)
+    monkeypatch.setattr(sys.modules["jaxdist.overlap.pipelined"], "after", lambda updates, _: updates)
     pipeline = pipe(2)
     lowered = jd.distribute(pipeline.step, two).lower(begin(pipeline, two), jax.tree.map(lambda x: x[0], batches(1)))
     waiting, _ = waits(lowered.compile())
@@ -268,18 +268,18 @@ def test_refusals(options, message):
 
 def test_the_order_of_layers():
     data = jax.tree.map(lambda x: x[0], batches(1))
-    assert parallel.forward_order(loss, model(), data) == LAYERS
-    assert parallel.forward_order(lambda p, batch: loss(p["params"], batch), {"params": model()}, data) == LAYERS
+    assert schedule.forward_order(loss, model(), data) == LAYERS
+    assert schedule.forward_order(lambda p, batch: loss(p["params"], batch), {"params": model()}, data) == LAYERS
 
     def cast_first(params, batch):
         return jax.jit(jax.checkpoint(loss))(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
 
     unused = {**model(), "a": {"kernel": jnp.zeros(2)}}
-    assert parallel.forward_order(cast_first, unused, data) == (*LAYERS, "a")
+    assert schedule.forward_order(cast_first, unused, data) == (*LAYERS, "a")
     config = gpt.GPTConfig(layers=11, width=8, heads=1, context=4)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
-    found = parallel.forward_order(functools.partial(gpt.loss, config), params, tokens)
+    found = schedule.forward_order(functools.partial(gpt.loss, config), params, tokens)
     blocks = tuple(f"block_{i}" for i in range(11))
     assert set(found[:2]) == {"tokens", "positions"}
     assert found[2:] == (*blocks, "final_norm", "out")
@@ -288,5 +288,5 @@ def test_the_order_of_layers():
 def test_several_entries_can_make_up_a_layer_and_a_list_needs_no_names():
     pipeline = pipe(1, layers=(("embedding", "block"), "head"))
     assert [sorted(mark.value) for mark in pipeline.init(model()).carried] == [["block", "embedding"]]
-    pipeline = jd.pipelined(lambda p, x: jnp.mean(x @ p[0] @ p[1]), optax.sgd(0.1), defer=1)
+    pipeline = jd.overlap.pipelined(lambda p, x: jnp.mean(x @ p[0] @ p[1]), optax.sgd(0.1), defer=1)
     assert pipeline.init([jnp.ones((3, 2)), jnp.ones((2, 1))]).carried[0].value[0].shape == (3, 2)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import TypeCheckError
 
 import jaxdist as jd
-from jaxdist._marks import INNER, OUTER, bind, map_marked
+from jaxdist.state.marks import INNER, OUTER, bind, map_marked
 
 
 class State(NamedTuple):
@@ -104,20 +104,20 @@ def test_bind_fills_axes_and_map_marked_sees_them():
 
 def test_specs_follow_the_table():
     state = written()._replace(count=jd.OnHost(jd.PerWorker(jnp.zeros(2))))
-    found = jd.placement.specs(state)
+    found = jd.state.specs(state)
     assert found.w == PartitionSpec()
     assert found.residual.value == {"a": PartitionSpec("data"), "n": PartitionSpec("data")}
     assert found.moment.value == PartitionSpec("data")
     assert found.count.value.value == PartitionSpec("data")
-    two = jd.placement.specs(jd.PerWorker(jnp.zeros(2)), axis=("pod", "chip"))
+    two = jd.state.specs(jd.PerWorker(jnp.zeros(2)), axis=("pod", "chip"))
     assert two.value == PartitionSpec(("pod", "chip"))
-    nested = jd.placement.specs(jd.PerWorker(jd.Sharded(jnp.zeros(4), axis="chip"), axis="pod"))
+    nested = jd.state.specs(jd.PerWorker(jd.Sharded(jnp.zeros(4), axis="chip"), axis="pod"))
     assert nested.value.value == PartitionSpec("pod", "chip")
 
 
 def test_shardings_keep_what_is_on_the_host_there(mesh):
     state = {"a": jnp.zeros(2), "b": jd.OnHost({"c": jd.PerWorker(jnp.zeros(2))})}
-    found = jd.placement.shardings(state, mesh)
+    found = jd.state.shardings(state, mesh)
     assert found["a"] == NamedSharding(mesh, PartitionSpec())
     assert found["b"].value["c"].value == NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
     for placed in (jd.place(state, mesh), jd.init_state(lambda: state, mesh)):
@@ -137,7 +137,7 @@ def test_global_arrays_follow_the_table(mesh, how):
     assert (state.residual.axis, state.moment.axis) == (("data",), ("data",))
     assert state.moment.value.shape == (16,)  # 10 elements, 8 workers, multiples of 2
     assert state.moment.value.tolist() == [*range(10), *[0.0] * 6]
-    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(jd.placement.shardings(expected, mesh))):
+    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(jd.state.shardings(expected, mesh))):
         assert found.sharding.is_equivalent_to(wanted, found.ndim)
     shards = state.moment.value.addressable_shards
     assert [shard.data.shape for shard in shards] == [(2,)] * 8
@@ -226,7 +226,7 @@ def test_resize(mesh, eight, workers):
     assert rows.shape == (workers, 2)
     np.testing.assert_array_max_ulp(rows.mean(0, dtype=np.float64).astype(np.float32), before.mean(0), maxulp=1)
     assert found.residual.value["n"].tolist() == [5] * workers
-    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(jd.placement.shardings(found, small))):
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(jd.state.shardings(found, small))):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     grown = jd.resize(found, mesh)  # and back
     np.testing.assert_array_equal(grown.moment.value, eight.moment.value)

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
+from jaxdist._cli import main, planning
+from jaxdist._cli.models import base as layering
+from jaxdist._cli.models import gpt
+from jaxdist._cli.models.base import PLAIN, Workload
+from jaxdist._cli.plotting import planned_plots
+from jaxdist._cli.runs import offloaded, train
+from jaxdist._cli.spellings import methods, parse
 from jaxdist.analysis import Span, base, cost
-from jaxdist.cli import main
-from jaxdist.workloads import base as layering
-from jaxdist.workloads import gpt, methods, offloaded, parse, planned, planned_plots, train
-from jaxdist.workloads.base import PLAIN, Workload
 
 MODEL = "gpt:tiny"
 
@@ -37,7 +40,7 @@ def four(monkeypatch):
     places = cost.cluster(chip, [(cost.NETWORK, 2), (cost.NVLINK, 2)])
 
     def become(**changed):
-        monkeypatch.setattr(planned, "mesh_of", lambda target, num_slices=1: (chip._replace(**changed), mesh))
+        monkeypatch.setattr(planning, "mesh_of", lambda target, num_slices=1: (chip._replace(**changed), mesh))
         monkeypatch.setattr(cost, "of_mesh", lambda name, mesh: places)
         return mesh
 
@@ -53,7 +56,7 @@ def test_a_gpt(four):
 @pytest.mark.parametrize("spelled", ["ef:power_sgd:2", "zero:3"])
 def test_it_is_the_step_that_train_runs(four, workload, spelled):
     mesh, method = four(), methods.parse_method(spelled, "adam:1e-3")
-    found = planned.plan("own", workload, method, batch_size=8)
+    found = planning.plan("own", workload, method, batch_size=8)
     run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8)
     assert found.wire_bytes == run.wire_bytes > 0
     assert found.parameters == run.parameters
@@ -70,7 +73,7 @@ def test_it_is_the_step_that_train_runs(four, workload, spelled):
 
 def test_rounds_are_spread_over_their_steps(four, workload):
     method = methods.parse_method("diloco:H=50", "adam:1e-3")
-    found = planned.plan("own", workload, method, batch_size=4)
+    found = planning.plan("own", workload, method, batch_size=4)
     in_round = sum(kind.wire_bytes for kind in found.kinds)
     assert in_round / 50 <= found.wire_bytes < in_round / 40
     # Between rounds only the mean of the loss is sent.
@@ -82,7 +85,7 @@ def test_rounds_are_spread_over_their_steps(four, workload):
 
 def test_the_host_holds_what_was_offloaded(four, workload):
     method = methods.parse_method("exact", "adam:1e-3")
-    found = planned.plan("own", workload, method, batch_size=4, offload=offloaded.parse_offload("host"))
+    found = planning.plan("own", workload, method, batch_size=4, offload=offloaded.parse_offload("host"))
     assert found.host_bytes["optimizer state"] == pytest.approx(2 * 4 * found.parameters, rel=0.01)
     assert found.device_bytes["parameters"] == 4 * found.parameters
 
@@ -107,7 +110,7 @@ def test_a_program_that_the_compiler_refuses():
     held = {"device": {"parameters": 2.0**30}, "pinned_host": {}}
     known = {"target": "v5e:2x2", "devices": 4, "chip": cost.CHIPS["v5e"], "parameters": 1}
     method = methods.parse_method("exact", "adam:1e-3")
-    found = planned._refused(message, known, held, method, None, 1.0)
+    found = planning._refused(message, known, held, method, None, 1.0)
     assert not found.fits
     assert found.peak == 20.5 * 2**30
     assert found.device_bytes["temporaries"] == 19.5 * 2**30

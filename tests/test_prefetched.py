@@ -8,7 +8,7 @@ from tiny import assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.parallel import gathered_scan, shard
+from jaxdist.zero import gathered_scan, shard
 
 WIDTH = 24
 

@@ -86,14 +86,14 @@ def test_the_repelling_example_needs_feedback(float64):
     first, one = jnp.ones(3), top(1 / 3)
     xs, _, _ = descend(one, repelled, REPELLING, first, 0.1, 5)
     np.testing.assert_allclose(xs, (1 + 1.1 / 6) ** np.arange(6)[:, None] * np.ones(3), rtol=1e-12)
-    for wrap in (jd.error_feedback, jd.ef21):
+    for wrap in (jd.error_feedback, jd.reducers.ef21):
         xs, _, _ = descend(wrap(one), repelled, REPELLING, first, 0.01, 2000)
         assert np.abs(xs[-1]).max() < 1e-8
 
 
 def test_unbiased_codes_are_shrunk_inside_feedback():
     """With ω = 9 the code enlarges what it is fed; divided by 1 + ω it is a contraction."""
-    code = jd.random_k(0.1, unbiased=True)
+    code = jd.compressors.random_k(0.1, unbiased=True)
     updates = np.broadcast_to(rows(1, 2, 40).astype(np.float32), (60, 2, 40))
 
     def residual(code):
@@ -107,13 +107,13 @@ def test_unbiased_codes_are_shrunk_inside_feedback():
 
 def test_feedback_refuses_what_it_cannot_correct():
     unknown = jc.top_k(0.1)._replace(contraction=None)
-    vote = jd.Reducer(lambda like: (), lambda x, state, comm: (jd.Reduced(x, x), state), law="none")
-    for wrap in (jd.error_feedback, jd.ef21):
+    vote = jd.Reducer(lambda like: (), lambda x, state, comm: (jd.reducers.Reduced(x, x), state), law="none")
+    for wrap in (jd.error_feedback, jd.reducers.ef21):
         with pytest.raises(ValueError, match="neither its contraction δ nor its variance"):
             wrap(jd.compressed(unknown))
         with pytest.raises(ValueError, match='law "none"'):
             wrap(vote)
-        for inner in (jd.error_feedback(top(0.1)), jd.ef21(top(0.1))):
+        for inner in (jd.error_feedback(top(0.1)), jd.reducers.ef21(top(0.1))):
             with pytest.raises(ValueError, match="has error feedback already"):
                 wrap(inner)
 
@@ -147,13 +147,13 @@ def test_the_learning_rate_inside_follows_the_reference(float64):
 def test_at_a_rate_of_zero_the_debt_stays():
     reducer = jd.error_feedback(top(0.5), with_learning_rate=True)
     x = jnp.array([1.0, 4.0])
-    _, before = reducer.reduce(x, reducer.init(x), jd.comm.alone(), learning_rate=0.5)
+    _, before = reducer.reduce(x, reducer.init(x), jd.comm.over.alone(), learning_rate=0.5)
     assert before.residual.value.tolist() == [0.5, 0.0]
-    reduced, after = reducer.reduce(x, before, jd.comm.alone(), learning_rate=0.0)
+    reduced, after = reducer.reduce(x, before, jd.comm.over.alone(), learning_rate=0.0)
     assert after.residual.value.tolist() == [0.5, 0.0]
     assert reduced.mean.tolist() == [0.0, 4.0]
     with pytest.raises(ValueError, match="pass learning_rate= to the update"):
-        reducer.reduce(x, after, jd.comm.alone())
+        reducer.reduce(x, after, jd.comm.over.alone())
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.5])
@@ -168,7 +168,7 @@ def test_the_decay_is_checked(decay):
 @pytest.mark.parametrize("eta", [1.0, 0.1])
 def test_ef21_follows_the_reference(float64, eta):
     updates = rows(20, 4, 30)
-    means, owns, states = trajectory(jd.ef21(top(0.1), eta=eta), updates)
+    means, owns, states = trajectory(jd.reducers.ef21(top(0.1), eta=eta), updates)
     expected, held = reference.ef21(updates, 3, eta)
     np.testing.assert_allclose(means, expected, atol=1e-12)
     np.testing.assert_allclose(owns, held, atol=1e-12)
@@ -177,7 +177,7 @@ def test_ef21_follows_the_reference(float64, eta):
 
 def test_ef21_arrives_at_a_constant_gradient(float64):
     gradient = rows(1, 1, 50)
-    means, _, _ = trajectory(jd.ef21(top(0.1)), np.broadcast_to(gradient, (10, 1, 50)))
+    means, _, _ = trajectory(jd.reducers.ef21(top(0.1)), np.broadcast_to(gradient, (10, 1, 50)))
     left = ((means - gradient[0]) ** 2).sum(1) / (gradient**2).sum()
     assert (left <= 0.9 ** np.arange(1, 11)).all()
     assert left[-1] == 0
@@ -186,9 +186,9 @@ def test_ef21_arrives_at_a_constant_gradient(float64):
 def test_ef21_checks_its_arguments():
     for eta in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"eta must be in \\(0, 1\\], got {eta}"):
-            jd.ef21(top(0.1), eta=eta)
+            jd.reducers.ef21(top(0.1), eta=eta)
     with pytest.raises(ValueError, match="noise on the way would pile up"):
-        jd.ef21(jd.exact()._replace(law="unbiased"))
+        jd.reducers.ef21(jd.exact()._replace(law="unbiased"))
 
 
 # By leaf
@@ -215,14 +215,16 @@ def messages(compiled):
 
 
 def test_parts_share_a_collective_and_frozen_leaves_cost_nothing(mesh):
-    reducer = jd.by_leaf(lambda path, leaf: path, {"a": top(0.1), "b": jd.compressed(jd.qsgd(4)), "frozen": None})
+    reducer = jd.reducers.by_leaf(
+        lambda path, leaf: path, {"a": top(0.1), "b": jd.compressed(jd.qsgd(4)), "frozen": None}
+    )
     found = messages(program(mesh, reducer, {"a": (50,), "b": (30,), "frozen": (1000,)}))
     assert found == [("all-gather", "uint8", CODES["top_k"].bytes(50) + CODES["qsgd 4"].bytes(30))]
 
 
 def test_each_leaf_gets_the_reducer_of_its_label():
     updates = {"layers": [rows(1, 4, 10), rows(1, 4, 3, 10)], "head": rows(1, 4, 5)}
-    policy = jd.by_leaf(
+    policy = jd.reducers.by_leaf(
         lambda path, leaf: "frozen" if path == "layers/1" else "cut" if path.startswith("layers") else "whole",
         {"cut": top(0.1), "whole": jd.exact(), "frozen": None},
     )
@@ -236,7 +238,7 @@ def test_each_leaf_gets_the_reducer_of_its_label():
 
 
 def test_an_unknown_label_names_the_leaf():
-    reducer = jd.by_leaf(lambda path, leaf: "odd" if "1" in path else "even", {"even": jd.exact()})
+    reducer = jd.reducers.by_leaf(lambda path, leaf: "odd" if "1" in path else "even", {"even": jd.exact()})
     with pytest.raises(ValueError, match=r"leaf 'layers/1' has label 'odd', but reducers has only \['even'\]"):
         reducer.init({"layers": [jnp.zeros(2), jnp.zeros(2)]})
 
@@ -252,7 +254,7 @@ def test_the_plan_of_buckets():
 
 
 def test_each_bucket_is_a_message_of_its_own(mesh):
-    reducer = jd.bucketed(jd.exact(), bucket_bytes=400, first_bucket_bytes=None)
+    reducer = jd.reducers.bucketed(jd.exact(), bucket_bytes=400, first_bucket_bytes=None)
     compiled = program(mesh, reducer, {"a": (60,), "b": (60,), "c": (70,), "d": (10,)})
     found = jd.analysis.collectives(compiled)
     assert sum(op.messages for op in found.ops) == 3 - 1
@@ -261,11 +263,13 @@ def test_each_bucket_is_a_message_of_its_own(mesh):
 
 def test_a_code_sees_the_whole_bucket_and_buckets_draw_apart():
     updates = {"a": np.full((1, 2, 40), 10.0, np.float32), "b": np.ones((1, 2, 40), np.float32)}
-    means, _, _ = trajectory(jd.bucketed(top(0.5)), updates)
+    means, _, _ = trajectory(jd.reducers.bucketed(top(0.5)), updates)
     assert (means["a"] == 10).all()
     assert not means["b"].any()
     equal = {name: np.linspace(0, 1, 40, dtype=np.float32) * np.ones((1, 2, 1), np.float32) for name in "ab"}
-    means, _, _ = trajectory(jd.bucketed(jd.compressed(jd.qsgd(2)), bucket_bytes=160, first_bucket_bytes=None), equal)
+    means, _, _ = trajectory(
+        jd.reducers.bucketed(jd.compressed(jd.qsgd(2)), bucket_bytes=160, first_bucket_bytes=None), equal
+    )
     assert (means["a"] != means["b"]).any()
 
 
@@ -312,7 +316,7 @@ def test_hierarchical_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="must be exact"):
         jd.hierarchical(inner=top(0.1), outer=jd.exact())
     with pytest.raises(ValueError, match="needs two levels of workers"):
-        jax.eval_shape(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()), jnp.zeros(8))
+        jax.eval_shape(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.over.alone()), jnp.zeros(8))
     with pytest.raises(ValueError, match="needs two axes"):
         jd.all_reduce(reducer, axis="data").init(jnp.zeros(8))
 
@@ -322,7 +326,7 @@ def test_hierarchical_refuses_what_cannot_work():
 
 def test_counted_bytes_are_those_of_the_compiled_program():
     found = ran("tracked")
-    stats = jd.stats(found.mesh[-1].opt)
+    stats = jd.transforms.stats(found.mesh[-1].opt)
     assert float(stats["bytes"]) == STEPS * found.collectives.wire_bytes
     assert int(stats["syncs"]) == STEPS
     assert 0 < float(stats["compression_error"]) < 1
@@ -330,7 +334,7 @@ def test_counted_bytes_are_those_of_the_compiled_program():
 
 def test_bytes_of_both_branches_are_counted():
     """The plain mean before the start sends more than the low rank after it."""
-    reducer = jd.error_feedback(jd.tracked(jd.power_sgd(1, start_step=1)))
+    reducer = jd.error_feedback(jd.reducers.tracked(jd.power_sgd(1, start_step=1)))
     _, _, states = trajectory(reducer, rows(2, 4, 12, 8).astype(np.float32))
     words = np.asarray(states.reducer.bytes)[:, 0].astype(np.float64)
     assert (words @ [2.0**32, 1]).tolist() == [1.5 * 4 * 96, 1.5 * 4 * (96 + 20)]
@@ -338,7 +342,7 @@ def test_bytes_of_both_branches_are_counted():
 
 def test_the_compression_error_is_that_of_this_step():
     updates = np.array([[[3.0, 4.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]], np.float32)
-    _, _, states = trajectory(jd.tracked(top(0.25)), updates)
+    _, _, states = trajectory(jd.reducers.tracked(top(0.25)), updates)
     np.testing.assert_allclose(np.asarray(states.error.value)[:, 0], [9 / 25, 0])
 
 
@@ -350,9 +354,9 @@ def test_more_bytes_than_32_bits_hold():
 
 
 def test_a_count_of_reductions_stops_at_the_largest_number():
-    reducer = jd.tracked(jd.exact())
+    reducer = jd.reducers.tracked(jd.exact())
     state = reducer.init(jnp.zeros(2))._replace(syncs=jnp.int32(2**31 - 1))
-    _, after = reducer.reduce(jnp.ones(2), state, jd.comm.alone())
+    _, after = reducer.reduce(jnp.ones(2), state, jd.comm.over.alone())
     assert int(after.syncs) == 2**31 - 1
 
 
@@ -365,8 +369,13 @@ def test_a_count_of_empty_steps_stops_at_the_largest_number():
 
 def test_nothing_to_reduce():
     """A label without leaves, a masked tree: no buckets, nothing sent, the same state."""
-    for reducer in (jd.bucketed(top(0.1)), jd.exact(), jd.compressed(jd.qsgd(4)), jd.error_feedback(jd.power_sgd(1))):
+    for reducer in (
+        jd.reducers.bucketed(top(0.1)),
+        jd.exact(),
+        jd.compressed(jd.qsgd(4)),
+        jd.error_feedback(jd.power_sgd(1)),
+    ):
         state = reducer.init({"w": None})
-        reduced, after = reducer.reduce({"w": None}, state, jd.comm.alone())
+        reduced, after = reducer.reduce({"w": None}, state, jd.comm.over.alone())
         assert reduced.mean == {"w": None}
         assert jax.tree.structure(after) == jax.tree.structure(state)

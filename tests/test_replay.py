@@ -11,7 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import topology
 from jaxdist.asynchronous import Compute, Message, Role, Rule, Send, durations, links, replay, rules
-from jaxdist.asynchronous.rule import SERVER, Counted, Site
+from jaxdist.asynchronous.protocol import SERVER, Counted, Site
 
 SGD = optax.sgd(0.1)
 GOALS = np.array([0.0, 1.0, 5.0, 2.0], np.float32)

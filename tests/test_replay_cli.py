@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jaxdist import cli
+from jaxdist import _cli as cli
 
 SMALL = [
     "replay",

@@ -12,7 +12,7 @@ from local_run import targets
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.task_allocation import shares
+from jaxdist.asynchronous.rules.server.task_allocation import shares
 
 SGD = optax.sgd(0.1)
 STEPS, WORKERS = 20, 4
@@ -122,7 +122,7 @@ def test_rounds_are_those_of_local_steps(period, delay):
 
 def test_palsgd_is_the_transformation_coins_included():
     args: dict[str, Any] = {"learning_rate": 0.1, "sync_period": 5, "probability": 0.3, "pull": 0.4}
-    _, anchors, _ = simulated(jd.recipes.palsgd(SGD, **args, warmup_steps=0, seed=UNEVEN["seed"]), DRAWN[:STEPS])
+    _, anchors, _ = simulated(jd.local_sgd.palsgd(SGD, **args, warmup_steps=0, seed=UNEVEN["seed"]), DRAWN[:STEPS])
     run = replay.run(rules.palsgd(SGD, **args), TASK, steps=STEPS // 5, **UNEVEN)
     np.testing.assert_allclose(run.params, anchors[-1], atol=1e-6)
     rule = rules.palsgd(SGD, **dict(args, learning_rate=lambda step: 0.1))

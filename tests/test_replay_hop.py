@@ -8,7 +8,7 @@ from reference.hop import hop as transcribed
 
 from jaxdist import topology
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.hop_queues import shares
+from jaxdist.asynchronous.rules.peers.hop import shares
 
 SGD = optax.sgd(0.1)
 RNG = np.random.default_rng(0)

@@ -11,9 +11,9 @@ from reference import gossip as reference
 from reference import peers
 
 import jaxdist as jd
+from jaxdist._cli.spellings.replayed import parse_rule, staleness
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules import _graph
-from jaxdist.workloads.replayed import parse_rule, staleness
+from jaxdist.asynchronous.rules.peers import neighbors
 
 SGD = optax.sgd(0.05)
 SEVEN_AND_A_SLOW_ONE = [1, 1, 1, 1, 1, 1, 1, 6]
@@ -181,7 +181,7 @@ def test_others_go_on_while_one_is_gone(who, when):
 )
 def test_d_psgd_is_what_gossip_does(graph, order):
     optimizer = optax.adam(0.05)
-    tx = jd.gossip(optimizer, graph(4), method=jd.d_psgd(order=order))
+    tx = jd.gossip(optimizer, graph(4), method=jd.decentralized.d_psgd(order=order))
 
     def step(state, goal):
         grads = jax.tree.map(lambda x: x - goal[0], state["x"])
@@ -359,11 +359,11 @@ def test_spellings(text, name):
 
 
 def test_neighbours_are_chosen_evenly_and_the_same_each_time():
-    halves = _graph.halves(jd.topology.complete(2))
+    halves = neighbors.halves(jd.topology.complete(2))
     assert halves.active == (True, False)
-    halves = _graph.halves(jd.topology.hypercube(16))
-    drawn = [_graph.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
-    assert drawn == [_graph.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
+    halves = neighbors.halves(jd.topology.hypercube(16))
+    drawn = [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
+    assert drawn == [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
     assert set(drawn) == {1, 2, 4, 8}
     assert min(drawn.count(neighbour) for neighbour in (1, 2, 4, 8)) > 160
 

@@ -7,7 +7,7 @@ import pytest
 from reference.prague import prague as transcribed
 
 from jaxdist.asynchronous import SERVER, Message, Send, Site, durations, links, replay, rules
-from jaxdist.asynchronous.rules.prague_groups import divided, members_of, schedule, shuffled
+from jaxdist.asynchronous.rules.peers.prague import divided, members_of, schedule, shuffled
 
 SGD = optax.sgd(0.1)
 MODES = ("static", "random", "smart")

@@ -26,7 +26,7 @@ def test_errors_add_up_with_every_station():
     for workers in (2, 5):
         updates = np.ones((steps, workers, size), np.float32)
         for name, make in (("ring", ring), ("two", jd.two_shot)):
-            code = jd.random_k(0.75, unbiased=True)._replace(shared_key=False)
+            code = jd.compressors.random_k(0.75, unbiased=True)._replace(shared_key=False)
             spread[name, workers] = ((trajectory(make(code), updates)[0] - 1) ** 2).mean()
         variance = 0.0
         for station in range(1, workers + 1):
@@ -51,6 +51,6 @@ def test_a_biased_code_is_off_by_its_bias_at_every_station():
 
 
 def test_feedback_around_it_is_refused():
-    for wrap in (jd.error_feedback, jd.ef21, jd.loco):
+    for wrap in (jd.error_feedback, jd.reducers.ef21, jd.reducers.loco):
         with pytest.raises(ValueError, match=r"grow with the number of workers: use two_shot\(\)"):
             wrap(ring(jd.top_k(0.5)))

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxdist as jd
-from jaxdist.compressors import bitmaps, select
+from jaxdist.compressors import indices, select
 
 SIZE = 9001  # above `SMALL`, odd, no multiple of a word
 
@@ -134,7 +134,7 @@ def test_the_code_under_distribute_is_the_code_alone(mesh):
 
 def random_bitmap(words, part, seed=0):
     flags = np.random.default_rng(seed).random((1, 32 * words)) < part
-    return flags[0], bitmaps.to_bitmap(jnp.asarray(flags))[0]
+    return flags[0], indices.to_bitmap(jnp.asarray(flags))[0]
 
 
 @pytest.mark.parametrize("words", [1, 5, 1100])
@@ -145,12 +145,12 @@ def test_bitmaps(words, part):
     bitmap = bitmap.at[-1].set(bitmap[-1] | jnp.uint32(2**31))
     where = np.flatnonzero(flags)
     np.testing.assert_array_equal(bitmap, np.packbits(flags, bitorder="little").view(np.uint32))
-    np.testing.assert_array_equal(jax.jit(lambda b: bitmaps.positions(b, where.size))(bitmap), where)
-    counts = bitmaps.ones(bitmap)
-    np.testing.assert_array_equal(bitmaps.running_sum(counts), np.cumsum(counts))
-    assert bitmaps.row_sums(counts[None]).tolist() == [where.size]
-    np.testing.assert_array_equal(bitmaps.from_positions(jnp.asarray(where), flags.size), flags)
-    first = jax.jit(jax.vmap(bitmaps.first_ones, in_axes=(None, 0)))
+    np.testing.assert_array_equal(jax.jit(lambda b: indices.positions(b, where.size))(bitmap), where)
+    counts = indices.ones(bitmap)
+    np.testing.assert_array_equal(indices.running_sum(counts), np.cumsum(counts))
+    assert indices.row_sums(counts[None]).tolist() == [where.size]
+    np.testing.assert_array_equal(indices.from_positions(jnp.asarray(where), flags.size), flags)
+    first = jax.jit(jax.vmap(indices.first_ones, in_axes=(None, 0)))
     limits = np.array([0, 1, 2, where.size // 2, where.size - 1, where.size, where.size + 7])
     for limit, limited in zip(limits, first(bitmap, limits)):
         expected = flags & (np.cumsum(flags) <= limit)
@@ -161,7 +161,7 @@ def test_nth_one():
     words = np.random.default_rng(0).integers(0, 2**32, 200, dtype=np.uint32)
     words[:2] = 2**32 - 1, 2**31
     ranks = np.arange(32)
-    found = np.asarray(jax.jit(bitmaps.nth_one)(np.repeat(words, 32), np.tile(ranks, 200))).reshape(200, 32)
+    found = np.asarray(jax.jit(indices.nth_one)(np.repeat(words, 32), np.tile(ranks, 200))).reshape(200, 32)
     for word, row in zip(words, found):
         where = np.flatnonzero(np.unpackbits(np.array([word]).view(np.uint8), bitorder="little"))
         np.testing.assert_array_equal(row[: where.size], where)

@@ -15,7 +15,7 @@ import jaxdist as jd
 
 def guarded():
     """A chain of which every part would be spoilt: a residual that keeps a NaN, moments and decay that move."""
-    reducer = jd.tracked(jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+    reducer = jd.reducers.tracked(jd.error_feedback(jd.compressed(jd.top_k(0.25))))
     return jd.skip_nonfinite(optax.chain(jd.all_reduce(reducer), optax.adamw(1e-2, weight_decay=0.1)))
 
 
@@ -37,14 +37,14 @@ def test_a_poisoned_step_does_not_happen(mesh, run, value, worker):
     assert not np.isfinite(metrics["loss"])
     assert_close(after.params, state.params, 0)
     assert_close(after.opt.inner, state.opt.inner, 0)  # moments, counts and every worker's residual
-    assert (int(jd.stats(state.opt)["skips"]), int(jd.stats(after.opt)["skips"])) == (0, 1)
+    assert (int(jd.transforms.stats(state.opt)["skips"]), int(jd.transforms.stats(after.opt)["skips"])) == (0, 1)
     # The next clean step is that of a run without the poisoned one.
     skipped, _ = run(after, batch(seed=2))
     never, _ = run(state, batch(seed=2))
     assert_close(skipped.params, never.params, 0)
     assert_close(skipped.opt.inner, never.opt.inner, 0)
     assert float(jnp.abs(skipped.params["w"] - state.params["w"]).max()) > 1e-3
-    assert jd.parallel.disagreement(skipped, mesh) == ()
+    assert jd.runtime.disagreement(skipped, mesh) == ()
 
 
 @pytest.mark.parametrize("where", ["update", "state", "parameter"])
@@ -73,7 +73,7 @@ def test_state_on_the_host_is_guarded(inside):
     state, _ = run(fresh(tx, 8), batch())
     after, _ = run(state, poisoned(np.nan, 3, seed=1))
     assert_close(after.params, state.params, 0)
-    (before, found), later = (jd.stats(x.opt) for x in (state, after)), run(after, batch(seed=2))[0]
+    (before, found), later = (jd.transforms.stats(x.opt) for x in (state, after)), run(after, batch(seed=2))[0]
     assert (int(before["skips"]), int(found["skips"])) == (0, 1)
     assert_close(later.params, run(state, batch(seed=2))[0].params, 0)
 
@@ -172,7 +172,7 @@ def test_it_sends_four_bytes_more(mesh):
 def test_statistics(mesh, run):
     state, _ = run(fresh(guarded(), mesh), batch())
     state, _ = run(state, batch(seed=1))
-    found = jd.stats(state.opt)
+    found = jd.transforms.stats(state.opt)
     assert sorted(found) == ["bytes", "compression_error", "empty", "residual_norm", "skips", "syncs"]
     residual = state.opt.inner[0].reducer.reducer.residual.value
     square = sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(residual)) / 8
@@ -181,9 +181,9 @@ def test_statistics(mesh, run):
     # 6 of 24 and 1 of 4 elements kept, gathered from 7 others: float32 values and 3 bytes and 1 of positions.
     assert float(found["bytes"]) == 2 * 7 * (4 * (6 + 1) + 3 + 1)
     assert 0 < float(found["compression_error"]) < 1
-    compiled = jax.jit(lambda opt: jd.stats(opt))(state.opt)
+    compiled = jax.jit(lambda opt: jd.transforms.stats(opt))(state.opt)
     assert_close(compiled, found, 1e-6)
-    assert jd.stats(optax.adam(0.1).init(jnp.zeros(3))) == {}
+    assert jd.transforms.stats(optax.adam(0.1).init(jnp.zeros(3))) == {}
 
 
 def test_a_worker_without_examples_is_not_asked():

@@ -9,7 +9,7 @@ from reference import compressors as reference
 from reference import sparse
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.two_means import _worst_energy
+from jaxdist.compressors.sign import _worst_energy
 
 KEY = jax.random.key(3)
 

@@ -14,7 +14,7 @@ import jaxdist as jd
 def test_feedback_keeps_what_was_not_sent():
     """`β e + Δ = s + e'` on each worker, and the agreed model moves by the mean of the `s` alone."""
     drawn = targets(12, 4, 64)
-    tx = jd.recipes.sparse_loco(optax.sgd(0.1), sync_period=4, density=0.125, block=32, learning_rate=0.5)
+    tx = jd.local_sgd.sparse_loco(optax.sgd(0.1), sync_period=4, density=0.125, block=32, learning_rate=0.5)
 
     def worker(drawn):
         def step(state, target):
@@ -42,7 +42,7 @@ def test_feedback_keeps_what_was_not_sent():
 
 def test_all_entries_one_value_a_mean_is_plain_averaging():
     drawn = targets(12)
-    tx = jd.recipes.sparse_loco(optax.sgd(0.1), sync_period=4, density=1.0, values_block=1, learning_rate=0.65)
+    tx = jd.local_sgd.sparse_loco(optax.sgd(0.1), sync_period=4, density=1.0, values_block=1, learning_rate=0.65)
     _, found, state = run(tx, drawn)
     _, expected, _ = run(jd.local_steps(optax.sgd(0.1), optax.sgd(0.65), sync_period=4), drawn)
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -51,7 +51,7 @@ def test_all_entries_one_value_a_mean_is_plain_averaging():
 
 def test_sends_a_two_hundredth_of_float32_and_nothing_between():
     """Ten bits and a quarter for one entry of 64. With indices of 12 bits it would be 14, 146 times less."""
-    tx, size = jd.recipes.sparse_loco(optax.sgd(0.1), sync_period=30), 8 * 4096
+    tx, size = jd.local_sgd.sparse_loco(optax.sgd(0.1), sync_period=30), 8 * 4096
     mesh = jd.make_mesh({"data": 2})
 
     def step(state, target):
@@ -70,7 +70,7 @@ def test_sends_a_two_hundredth_of_float32_and_nothing_between():
 
 def test_a_matrix_without_entries_is_not_orthogonalised():
     drawn = {"e": np.zeros((2, 2, 0, 4), np.float32), "w": np.ones((2, 2, 4, 4), np.float32)}
-    local, _, _ = run(jd.recipes.muloco(0.04, adam_learning_rate=0.001, sync_period=2), drawn)
+    local, _, _ = run(jd.local_sgd.muloco(0.04, adam_learning_rate=0.001, sync_period=2), drawn)
     assert local["e"].shape == (2, 2, 0, 4)
     assert np.isfinite(local["w"]).all()
 
@@ -81,7 +81,7 @@ def test_muon_has_the_hidden_matrices_and_adam_the_rest():
     shapes = {"embed": (6, 4), "layer": {"b": (4,), "w": (4, 6)}, "lm_head": (4, 6)}
     one = jax.tree.map(lambda shape: rng.standard_normal(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
     gradients = jax.tree.map(lambda x: np.broadcast_to(x, (1, 2, *x.shape)).astype(np.float32), one)
-    tx = jd.recipes.muloco(0.04, adam_learning_rate=0.001, sync_period=1, outer_learning_rate=0.9, momentum=0.8)
+    tx = jd.local_sgd.muloco(0.04, adam_learning_rate=0.001, sync_period=1, outer_learning_rate=0.9, momentum=0.8)
     _, anchors, _ = run(tx, gradients, gradient=lambda params, drawn: drawn)
     found = jax.tree.map(lambda x: x[0] / (1.8 * 0.9), anchors)
     # Adam's first step is its rate in each entry. Muon's has singular values near its rate times sqrt(6 / 4).

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
+from jaxdist._cli.models.gpt import GPTConfig
+from jaxdist._cli.runs.stages import stage_step
 from jaxdist.analysis import pods
-from jaxdist.workloads.gpt import GPTConfig
-from jaxdist.workloads.stages import stage_step
 
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
 # 100 million parameters.

@@ -18,22 +18,22 @@ from test_injected import ALONE, METHODS
 from tiny import assert_close, batch, fresh, make_step
 
 import jaxdist as jd
-from jaxdist.placement import _flax
+from jaxdist.state import flax_marks
 
 RING = jd.topology.ring(4)
 # Those that the registers lack.
 OTHERS = {
     "accumulate": lambda: jd.accumulate(jd.all_reduce(jd.exact()), 2),
-    "compact_state": lambda: jd.compact_state(optax.adam(0.1)),
-    "dynamic_loss_scale": lambda: jd.dynamic_loss_scale(optax.adam(0.1)),
-    "per_worker": lambda: jd.per_worker(optax.adam(0.1)),
+    "compact_state": lambda: jd.transforms.compact_state(optax.adam(0.1)),
+    "dynamic_loss_scale": lambda: jd.transforms.dynamic_loss_scale(optax.adam(0.1)),
+    "per_worker": lambda: jd.transforms.per_worker(optax.adam(0.1)),
     "zero_redundancy of muon": lambda: jd.zero_redundancy(optax.contrib.muon(0.1)),
     "zero_redundancy of codes": lambda: jd.zero_redundancy(optax.adam(0.1), compressor=jd.compressors.int8()),
     "host": lambda: jd.offload.host(optax.adam(0.1), delayed=True),
-    "sparse_loco": lambda: jd.recipes.sparse_loco(optax.adam(0.1)),
-    "streaming_diloco": lambda: jd.recipes.streaming_diloco(optax.adam(0.1), sync_period=4, fragments=2),
-    "dcd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.dcd(jd.qsgd(8))),
-    "ecd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.ecd(jd.qsgd(8))),
+    "sparse_loco": lambda: jd.local_sgd.sparse_loco(optax.adam(0.1)),
+    "streaming_diloco": lambda: jd.local_sgd.streaming_diloco(optax.adam(0.1), sync_period=4, fragments=2),
+    "dcd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.dcd(jd.qsgd(8))),
+    "ecd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.ecd(jd.qsgd(8))),
 }
 TRANSFORMATIONS = {
     **{name: lambda case=case: jd.all_reduce(case.make()) for name, case in CASES.items() if case.levels == 1},
@@ -115,12 +115,12 @@ def test_training_goes_on_from_bytes(mesh):
 @pytest.mark.parametrize("first", ["flax", "jaxdist"])
 def test_marks_are_registered_whichever_is_imported_first(monkeypatch, first):
     """In a new `flax.serialization`, whose register is its own. What is registered already is left alone."""
-    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if not isinstance(x, _flax._WhenImported)])
+    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if not isinstance(x, flax_marks._WhenImported)])
     monkeypatch.delitem(sys.modules, "flax.serialization")
     anew: Any = None
     for name in (first, {"flax": "jaxdist", "jaxdist": "flax"}[first]):
         if name == "jaxdist":
-            _flax.register_with_flax()
+            flax_marks.register_with_flax()
         else:
             anew = importlib.import_module("flax.serialization")
     assert anew is not serialization
@@ -128,4 +128,4 @@ def test_marks_are_registered_whichever_is_imported_first(monkeypatch, first):
     assert anew.to_state_dict(marks)["w"]["value"]["value"].tolist() == [1, 1, 1]
     restored = anew.from_bytes(marks, anew.to_bytes(marks))
     assert (restored["w"].value.axis, restored["cut"].multiple) == ("data", 2)
-    _flax.register_marks(anew)
+    flax_marks.register_marks(anew)

@@ -6,8 +6,11 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist import cli
-from jaxdist.workloads import digits, parse, results, suite, train
+from jaxdist import _cli as cli
+from jaxdist._cli import results
+from jaxdist._cli.models import digits
+from jaxdist._cli.runs import suite, train
+from jaxdist._cli.spellings import parse
 
 
 def _result(name, loss, wire_bytes, accuracy=0.5):

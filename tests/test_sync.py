@@ -6,8 +6,11 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist import cli
-from jaxdist.workloads import digits, methods, parse, results, saved, sweep, sync, train
+from jaxdist import _cli as cli
+from jaxdist._cli import results
+from jaxdist._cli.models import digits
+from jaxdist._cli.runs import sweep, train
+from jaxdist._cli.spellings import methods, parse, sync
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
@@ -76,7 +79,7 @@ def _loss(params):
 
 def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
     _, state = trained
-    wanted = _loss(jd.anchor(state.opt_state))
+    wanted = _loss(jd.local_sgd.anchor(state.opt_state))
     assert any_period.evaluate(state)["loss"] == pytest.approx(wanted, abs=1e-5)
     assert abs(wanted - _loss(jd.consensus(state.params))) > 1e-3  # workers are a step further
 
@@ -118,8 +121,8 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
         return train.TrainState(jd.PerWorker(params), methods.parse_method(name, OPTIMIZER).optimizer.init(params))
 
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
-    state = saved.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
-    assert _loss(jd.anchor(state.opt_state)) == pytest.approx(own[-1]["held_out_loss"], abs=1e-5)
+    state = results.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
+    assert _loss(jd.local_sgd.anchor(state.opt_state)) == pytest.approx(own[-1]["held_out_loss"], abs=1e-5)
 
 
 def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):

@@ -12,8 +12,8 @@ from waves import LAYERS, data, embed, head, layer, loss, params
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.parallel import Layered
-from jaxdist.workloads import gpt
+from jaxdist._cli.models import gpt
+from jaxdist.overlap import Layered
 
 WORKERS, EXAMPLES = 2, 16
 REDUCED = jd.all_reduce(jd.exact())
@@ -26,14 +26,16 @@ def pair():
 
 def paired(state, waves):
     """The metrics are left out, which would be an all-reduce of their own."""
-    _, grads = jd.tick_tock(layer, head, embed=embed)(state.params, waves)
+    _, grads = jd.overlap.tick_tock(layer, head, embed=embed)(state.params, waves)
     updates, opt = optax.chain(REDUCED, optax.sgd(0.1)).update(grads, state.opt, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt), {}
 
 
 def rolling(tx: optax.GradientTransformation = REDUCED, **options):
     """A step without metrics, and what makes its state."""
-    wave = jd.tick_tock(layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options)
+    wave = jd.overlap.tick_tock(
+        layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options
+    )
     part = jax.eval_shape(lambda: data(0, EXAMPLES // WORKERS))
     return lambda state, batch: ({"wave": wave.step(state["wave"], batch)[0]}, {}), lambda: {
         "wave": wave.init(params(), part)
@@ -114,7 +116,7 @@ def test_a_whole_gpt():
         ends = [{name: params[name] for name in names} for names in (("tokens", "positions"), ("final_norm", "out"))]
         return Layered(ends[0], jax.tree.map(lambda *x: jnp.stack(x), *blocks), ends[1])
 
-    wave = jd.tick_tock(
+    wave = jd.overlap.tick_tock(
         lambda params, x: gpt.Block(config).apply({"params": params}, x),
         final,
         embed=lambda params, tokens: apply(gpt.GPT.embed)(params, tokens[:, :-1].astype(jnp.int32)),

@@ -12,7 +12,7 @@ from tiny import assert_close
 import jaxdist as jd
 from jaxdist import analysis, offload
 from jaxdist.offload import tile, tiled_dense, tiled_layers, tiled_mlp
-from jaxdist.parallel import shard
+from jaxdist.zero import shard
 
 
 def normal(*shape, seed=0):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxdist import topology as graphs
 from jaxdist.topology.base import matrices
-from jaxdist.topology.colouring import colour_arcs, colour_edges
+from jaxdist.topology.coloring import colour_arcs, colour_edges
 from jaxdist.topology.matcha import _laplacian, expected_square
 
 ANY_NUMBER = [

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist import cli
-from jaxdist.workloads import advice, gpt, layers, parse
+from jaxdist import _cli as cli
+from jaxdist._cli import advice, layers
+from jaxdist._cli.models import gpt
+from jaxdist._cli.spellings import parse
 
 TINY = ["tune", "--model", "gpt:tiny,context=8,width=16,layers=3", "--batch", "8", "--workers", "4"]
 
@@ -80,7 +82,7 @@ def all_reduces(reducer, like):
     """The bytes of each message of the compiled program, in the order of its schedule."""
 
     def step(state, gradient):
-        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], gradient), state, jd.comm.over("data"))
+        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], gradient), state, jd.comm.over.over("data"))
         return state, out.mean
 
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
@@ -122,7 +124,9 @@ def test_tune_times_real_steps(capsys):
     printed = capsys.readouterr().out
     assert len(re.findall(r"trial \d", printed)) == 2
     assert "one message (exact)" in printed
-    assert re.search(r"jd.scheduled\(jd.exact\(\), partition_bytes=.*order='fifo', layers=|nothing is faster", printed)
+    assert re.search(
+        r"jd.reducers.scheduled\(jd.exact\(\), partition_bytes=.*order='fifo', layers=|nothing is faster", printed
+    )
 
 
 @pytest.mark.parametrize(

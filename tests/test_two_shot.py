@@ -42,7 +42,7 @@ def nearest(levels):
 
 def test_worker_and_server_errors_follow_the_reference(float64):
     updates = rows(20, 4, 64)
-    reducer = jd.error_feedback(jd.two_shot(jd.scaled_sign()))
+    reducer = jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign()))
     means, _, states = trajectory(reducer, updates)
     expected, mine, server = reference.two_shot(updates, reference.scaled_sign, reference.scaled_sign)
     # The scale of a sign code travels in float32.
@@ -53,7 +53,7 @@ def test_worker_and_server_errors_follow_the_reference(float64):
 
 def test_both_errors_telescope_over_50_steps(float64):
     updates = {"a": rows(50, 4, 5, 7), "b": rows(50, 4, 6, seed=1)}
-    reducer = jd.error_feedback(jd.two_shot(jd.qsgd(2), second=jd.scaled_sign()))
+    reducer = jd.error_feedback(jd.two_shot(jd.qsgd(2), second=jd.compressors.scaled_sign()))
     means, _, states = trajectory(reducer, updates)
     server = np.asarray(states.reducer.residuals[0].value)[-1].ravel()
     for name, held in (("a", server[:35].reshape(5, 7)), ("b", server[35:41])):
@@ -73,7 +73,7 @@ def test_identity_is_the_exact_mean():
 def test_one_worker_gets_the_code_of_the_code():
     first, second = nearest(5), nearest(3)
     reducer, x = jd.two_shot(first, second=second), jnp.asarray(rows(24), jnp.float32)
-    reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+    reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
     np.testing.assert_array_equal(reduced.mean, coded(second, coded(first, x)))
     np.testing.assert_array_equal(reduced.own, coded(first, x))
     np.testing.assert_allclose(state.residuals[0].value, reduced.own - reduced.mean)
@@ -105,7 +105,7 @@ def test_an_unbiased_second_code_is_right_on_average_and_the_biased_one_by_its_r
 def test_odd_sizes_fewer_entries_than_workers_and_no_entries():
     for size in (0, 1, 3, 8, 9, 65):
         x = rows(2, 8, size).astype(np.float32)
-        means, _, states = trajectory(jd.error_feedback(jd.two_shot(jd.scaled_sign())), x)
+        means, _, states = trajectory(jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), x)
         assert means.shape == (2, size)
         assert np.isfinite(means).all()
         chunk = -(-size // 64) * 8
@@ -121,7 +121,7 @@ def test_draws_differ_between_directions_steps_workers_and_chunks():
     assert (owns[0, 0] != owns[0, 1]).any()
     assert (owns[0] != owns[1]).any()
     assert (means[0] != means[1]).any()
-    means, owns, _ = trajectory(jd.two_shot(jd.random_k(0.5, unbiased=True)), updates[:, :1] + 1)
+    means, owns, _ = trajectory(jd.two_shot(jd.compressors.random_k(0.5, unbiased=True)), updates[:, :1] + 1)
     assert (owns[:, 0] != 0).sum() > (means != 0).sum()  # another subset on the way back
     same = np.tile(updates[..., 16:32], (1, 1, 4))
     first, second = trajectory(jd.two_shot(jd.qsgd(2)), same)[1][0, 0].reshape(4, 16)[:2]
@@ -131,9 +131,9 @@ def test_draws_differ_between_directions_steps_workers_and_chunks():
 def test_laws_follow_the_second_code():
     assert jd.two_shot(jd.qsgd(4)).law == "unbiased"
     assert jd.two_shot(jd.qsgd(4), server_feedback=True).law == "telescoping"
-    assert jd.two_shot(jd.qsgd(4), second=jd.scaled_sign()).law == "telescoping"
-    assert jd.two_shot(jd.scaled_sign(), second=jd.qsgd(4)).law == "unbiased"
-    biased = jd.two_shot(jd.scaled_sign(), server_feedback=False)
+    assert jd.two_shot(jd.qsgd(4), second=jd.compressors.scaled_sign()).law == "telescoping"
+    assert jd.two_shot(jd.compressors.scaled_sign(), second=jd.qsgd(4)).law == "unbiased"
+    biased = jd.two_shot(jd.compressors.scaled_sign(), server_feedback=False)
     assert biased.law == "none"
     with pytest.raises(ValueError, match="a biased second code whose error nobody keeps"):
         jd.error_feedback(biased)
@@ -147,18 +147,18 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="neither its contraction δ nor its variance"):
         jd.error_feedback(jd.two_shot(unknown, second=jd.qsgd(4)))
     with pytest.raises(ValueError, match="keep it in a server residual"):
-        jd.ef21(jd.two_shot(jd.qsgd(4)))
+        jd.reducers.ef21(jd.two_shot(jd.qsgd(4)))
 
 
 def test_ef21_arrives_through_a_server_residual(float64):
     """The servers' residual dies out with the change that is sent."""
     gradient = rows(1, 4, 32)
-    means, _, _ = trajectory(jd.ef21(jd.two_shot(jd.top_k(0.3))), np.broadcast_to(gradient, (200, 4, 32)))
+    means, _, _ = trajectory(jd.reducers.ef21(jd.two_shot(jd.top_k(0.3))), np.broadcast_to(gradient, (200, 4, 32)))
     np.testing.assert_allclose(means[-1], gradient[0].mean(0), atol=1e-12)
 
 
 def test_workers_that_come_and_go_keep_the_server_residual():
-    reducer = jd.two_shot(jd.scaled_sign())
+    reducer = jd.two_shot(jd.compressors.scaled_sign())
     like = {"w": jnp.zeros(21)}
     state = jd.init_state(lambda: {"r": reducer.init(like)}, 4)
     residual = state["r"].residuals[0]

@@ -12,10 +12,10 @@ RATE = optax.linear_schedule(0.02, 0.0, 200)
 SLOPES = (10.0 ** np.random.default_rng(7).permutation(np.linspace(-3, 0, 64))).astype(np.float32)
 NOISE = 0.3 * np.random.default_rng(0).standard_normal((200, 4, 64)).astype(np.float32)
 ADAMS = {
-    "one_bit_adam": (lambda: jd.one_bit_adam(RATE, freeze_step=20), False),
-    "qadam": (lambda: jd.qadam(RATE, warmup_steps=20), False),
+    "one_bit_adam": (lambda: jd.optimizers.one_bit_adam(RATE, freeze_step=20), False),
+    "qadam": (lambda: jd.optimizers.qadam(RATE, warmup_steps=20), False),
     "zero_one_adam": (
-        lambda: jd.zero_one_adam(RATE, freeze_step=60, refreshes=10, doubling_steps=30),
+        lambda: jd.optimizers.zero_one_adam(RATE, freeze_step=60, refreshes=10, doubling_steps=30),
         True,
     ),
 }

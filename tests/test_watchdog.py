@@ -14,29 +14,29 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist.parallel import watchdog as make
-from jaxdist.parallel.processes import peers
-from jaxdist.parallel.processes.peers import Seen, Sign
+from jaxdist.processes import heartbeat
+from jaxdist.processes import watchdog as make
+from jaxdist.processes.heartbeat import Seen, Sign
 
 HERE = pathlib.Path(__file__).parent
 # What comes at once comes before this on a busy machine too; what nothing ends would wait for minutes.
 SOON = 30.0
-module = sys.modules["jaxdist.parallel.processes.watchdog"]
+module = sys.modules["jaxdist.processes.watchdog"]
 
 
 # ---- what is known of the others
 
 
 def test_a_sign_is_new_when_its_count_is():
-    first = peers.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
+    first = heartbeat.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
     assert first == {1: Seen(Sign(3, 8), 10.0)}
-    assert peers.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
-    assert peers.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
+    assert heartbeat.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
+    assert heartbeat.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
 
 
 def test_who_is_silent():
     seen = {0: Seen(Sign(3, 1), 9.0), 1: Seen(Sign(3, 1), 5.0), 2: Seen(Sign(1, 1, True), 5.0)}
-    assert peers.silent(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
+    assert heartbeat.silent(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
 
 
 def test_the_one_who_is_missing_is_named():
@@ -44,7 +44,7 @@ def test_the_one_who_is_missing_is_named():
     waits = "process 0 has waited in step 12 for 30 s"
 
     def error(seen, gone=()):
-        found = peers.overdue(seen, gone, 0, 12, 30.0)
+        found = heartbeat.overdue(seen, gone, 0, 12, 30.0)
         return found.process, found.step, str(found)
 
     assert error(seen) == (2, 12, f"process 2 lives and has not begun step 12; {waits}")
@@ -52,8 +52,8 @@ def test_the_one_who_is_missing_is_named():
     assert error({1: seen[1]}) == (None, 12, f"{waits}, which all have begun")
     silent = "process 1 gives no sign of life since it began step 12: it died or is stopped"
     assert error(seen, (1,)) == (1, 12, f"{silent}; {waits}")
-    assert str(peers.lost({}, (0,))) == "process 0 gives no sign of life: it died or is stopped"
-    assert str(peers.lost(seen, (4,))) == "process 4 gives no sign of life and never did: it died or is stopped"
+    assert str(heartbeat.lost({}, (0,))) == "process 0 gives no sign of life: it died or is stopped"
+    assert str(heartbeat.lost(seen, (4,))) == "process 4 gives no sign of life and never did: it died or is stopped"
 
 
 # ---- the watchdog of process 0 of two, with a board in memory
@@ -78,10 +78,10 @@ def watch_of_two(other: Sign, alive: bool, **options):
 
     def read():
         said = other._replace(count=time.monotonic_ns() if alive else 0)
-        return texts | {1: peers.json.dumps(said._asdict())}
+        return texts | {1: heartbeat.json.dumps(said._asdict())}
 
     settings = {"seconds": 0.5, "first_seconds": 0.5, "step": 12, "on_timeout": None} | options
-    return module.Watchdog(**settings, board=peers.Board(texts.__setitem__, read), own=0, processes=2), texts
+    return module.Watchdog(**settings, board=heartbeat.Board(texts.__setitem__, read), own=0, processes=2), texts
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -138,7 +138,7 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(ended, monkeypatch):
     stopped = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
     watch, _ = watch_of_two(Sign(11, 0), True, seconds=5)
 
     def step():
@@ -215,10 +215,10 @@ def test_a_step_fails_because_another_process_died(ended):
 
     watch, _ = watch_of_two(Sign(7, 0), False)
     with watch:
-        with pytest.raises(peers.WorkerLost, match="process 1 gives no sign of life since it began step 7") as lost:
+        with pytest.raises(heartbeat.WorkerLost, match="process 1 gives no sign of life since it began step 7") as lost:
             watch(fails)
         assert (lost.value.process, lost.value.step) == (1, 7)
-        with pytest.raises(peers.WorkerLost):
+        with pytest.raises(heartbeat.WorkerLost):
             watch(fails, ValueError)
         with pytest.raises(ValueError, match="mine"):
             watch(int, "mine")
@@ -242,7 +242,7 @@ def test_what_is_raised_ends_the_process(ended):
 def test_a_state_with_keys_is_watched_to_its_end(ended):
     found, _ = ended
     step = jax.jit(lambda state: ({**state, "w": state["w"] + 1}, state["key"]))
-    with jd.watchdog(60) as watch:
+    with jd.processes.watchdog(60) as watch:
         watch(step, {"w": jnp.zeros(3), "key": jax.random.key(0)})
         time.sleep(0.5)
         assert watch._threads[0].is_alive()
@@ -252,13 +252,13 @@ def test_a_state_with_keys_is_watched_to_its_end(ended):
 
 def test_alone():
     step = jax.jit(lambda state, batch: (state + batch, {"loss": batch}), donate_argnums=0)
-    with jd.watchdog(60) as watch:
+    with jd.processes.watchdog(60) as watch:
         state = jnp.zeros(4)
         for _ in range(3):
             state, _ = watch(step, state, jnp.ones(4))
     assert state.tolist() == [3.0] * 4
     assert not watch._running
-    with pytest.raises(KeyError), jd.watchdog(60):
+    with pytest.raises(KeyError), jd.processes.watchdog(60):
         raise KeyError
     with pytest.raises(ValueError, match="times must be positive, got 0 and 600 seconds"):
         make(0)
@@ -267,25 +267,25 @@ def test_alone():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_alone(monkeypatch, number):
     # Whoever was asked before in this process may since have lost the signals to another library.
-    monkeypatch.setattr(sys.modules["jaxdist.parallel.processes.preemption"], "_received", None)
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
     before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        assert not jd.preempted(0)
+        assert not jd.processes.preempted(0)
         signal.raise_signal(number)
-        assert jd.preempted(1)
+        assert jd.processes.preempted(1)
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
 
 
 def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
-    monkeypatch.setattr(sys.modules["jaxdist.parallel.processes.preemption"], "_received", threading.Event())
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", threading.Event())
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
-        assert not jd.preempted(0)
+        assert not jd.processes.preempted(0)
         signal.raise_signal(signal.SIGUSR1)
-        assert (jd.preempted(1), heard) == (False, [signal.SIGUSR1])
+        assert (jd.processes.preempted(1), heard) == (False, [signal.SIGUSR1])
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -311,7 +311,7 @@ def job(tmp_path):
     """Two processes that train until something happens; what the launcher said, its code and how long that took."""
 
     def run(happens, *options):
-        command = [sys.executable, "-m", "jaxdist.launch", "-n", "2", "--logs", str(tmp_path)]
+        command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(tmp_path)]
         flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
         environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
         script = [str(HERE / "processes" / "watched.py"), happens, str(tmp_path / "when"), *options]

@@ -5,7 +5,11 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist.workloads import digits, gpt, parse, partition, plots, results, saved, text, train
+from jaxdist._cli import results
+from jaxdist._cli.models import digits, gpt, partition, text
+from jaxdist._cli.plotting import plots
+from jaxdist._cli.runs import train
+from jaxdist._cli.spellings import parse
 
 TINY = gpt.SIZES["tiny"]
 
@@ -147,9 +151,9 @@ def test_equal_seeds_see_equal_tokens(writing, mesh, run):
 
 def test_checkpoint_comes_back_bit_equal(finished, tmp_path):
     state = finished[1]
-    where = saved.save(tmp_path / "checkpoint", state)
-    saved.save(where, state)  # replaces
-    restored = saved.restore(where, state)
+    where = results.save(tmp_path / "checkpoint", state)
+    results.save(where, state)  # replaces
+    restored = results.restore(where, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
     def same(a, b):
@@ -167,9 +171,9 @@ def test_a_restored_run_goes_on_as_if_never_stopped(writing, mesh, tmp_path):
     run = train.prepare(writing, reducer, optax.adam(1e-3), mesh=mesh, batch_size=8)
     like = run.with_seed(1).state
     *_, (_, state) = train.steps(run, 2)
-    saved.save(tmp_path / "checkpoint", state)
+    results.save(tmp_path / "checkpoint", state)
     through = [record.loss for record, _ in train.steps(run._replace(state=state), 2, first=2)]
-    again = run._replace(state=saved.restore(tmp_path / "checkpoint", like))
+    again = run._replace(state=results.restore(tmp_path / "checkpoint", like))
     stopped = [record for record, _ in train.steps(again, 2, first=2)]
     assert [record.loss for record in stopped] == through
     assert [record.step for record in stopped] == [3, 4]

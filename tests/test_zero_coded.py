@@ -15,7 +15,7 @@ from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.base import scatter_form
 from jaxdist.testing import assert_reducer_laws
-from jaxdist.transforms.zero import means
+from jaxdist.zero import shards
 
 SHAPES = {"w": (7, 5), "b": (3,), "s": (), "e": (0, 4)}
 W = 4
@@ -24,9 +24,9 @@ FORMS = {
     "identity": lambda: jd.two_shot(jc.identity()),
     "int8": lambda: jd.two_shot(jc.int8()),
     "feedback": lambda: jd.error_feedback(jd.two_shot(jd.qsgd(2))),
-    "switch": lambda: jd.switch_at(jd.exact(), jd.two_shot(jc.int8()), 1),
-    "loco": lambda: jd.loco(jd.two_shot(jc.int4())),
-    "policy": lambda: jd.by_leaf(
+    "switch": lambda: jd.reducers.switch_at(jd.exact(), jd.two_shot(jc.int8()), 1),
+    "loco": lambda: jd.reducers.loco(jd.two_shot(jc.int4())),
+    "policy": lambda: jd.reducers.by_leaf(
         lambda path, leaf: path[0], {"w": jd.two_shot(jd.qsgd(4)), "b": None, "s": jd.exact(), "e": jd.exact()}
     ),
 }
@@ -132,7 +132,7 @@ def test_two_levels_give_the_same_pieces():
 
 def test_feedback_inside_telescopes(monkeypatch):
     """What 2-bit gradients delivered, and the mean of what workers hold, is all there was; in three buckets."""
-    monkeypatch.setattr(means, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(shards, "BUCKET_BYTES", 4)
     grads = noise(12)
     tx = jd.zero_redundancy(optax.sgd(1.0), stage=2, reducer=jd.error_feedback(jd.two_shot(jd.qsgd(2))))
     state = run(tx, grads)

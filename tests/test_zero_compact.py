@@ -66,7 +66,7 @@ def test_takes_the_steps_of_the_optimizer(mesh4, coded):
     off = float(jnp.linalg.norm(state.params["w"] - plain.params["w"]) / jnp.linalg.norm(moved))
     assert 0 < off < 0.05
     assert_close(state.params["b"], plain.params["b"], 1e-6)
-    assert jd.parallel.disagreement(state, mesh4) == ()
+    assert jd.runtime.disagreement(state, mesh4) == ()
 
 
 def test_bytes_on_each_worker_and_none_more_on_the_wire(mesh4, coded):
@@ -120,4 +120,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"every 8 entries by themselves.*dynamic_fp8\(block=8\)"):
         jd.zero_redundancy(optax.adam(1e-3), state_code=int8())
     with pytest.raises(ValueError, match=r"use zero_redundancy\(optimizer, state_code="):
-        jd.zero_redundancy(jd.compact_state(optax.adam(1e-3))).init(params())
+        jd.zero_redundancy(jd.transforms.compact_state(optax.adam(1e-3))).init(params())

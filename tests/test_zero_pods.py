@@ -7,8 +7,8 @@ from tiny import TrainState, assert_close, batch, loss, params
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist.transforms import no_lo_co
-from jaxdist.transforms.zero import means
+from jaxdist.local_sgd import no_lo_co
+from jaxdist.zero import shards
 
 BOTH = ("pod", "chip")
 PODS = {"pod": 2, "chip": 4}
@@ -23,7 +23,7 @@ BETWEEN = {
     "gossip": lambda inner: jd.gossip(inner, jd.topology.ring(2), axis="pod"),
     "carried": lambda inner: jd.gossip(inner, jd.topology.ring(2), axis="pod", carriers="chip"),
     "coded gossip": lambda inner: jd.gossip(
-        inner, jd.topology.ring(2), axis="pod", method=jd.choco(jc.int8(), step_size=0.5)
+        inner, jd.topology.ring(2), axis="pod", method=jd.decentralized.choco(jc.int8(), step_size=0.5)
     ),
 }
 # Adam with a sum of all leaves; factors and loops of whole leaves; branches; codes; another state.
@@ -67,7 +67,7 @@ MORE = [
 )
 def test_mesh_and_simulation_agree(between, inside, stage, pods, monkeypatch):
     """In stage 2 each leaf has a bucket of its own."""
-    monkeypatch.setattr(means, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(shards, "BUCKET_BYTES", 8)
     tx = BETWEEN[between](INSIDE[inside](stage))
     state, simulated = placed(tx, pods), placed(tx, PODS)
     step, simulate = jd.distribute(step_of(tx), pods, axis=BOTH), jd.simulate(step_of(tx), PODS, axis=BOTH)
@@ -77,7 +77,7 @@ def test_mesh_and_simulation_agree(between, inside, stage, pods, monkeypatch):
     assert_close(state.params, simulated.params)
     assert_close(state.opt.inner, simulated.opt.inner)
     assert float(jnp.abs(state.params.value["w"] - params()["w"][None]).max()) > 1e-3
-    assert jd.parallel.disagreement(state, pods, axis=BOTH) == ()
+    assert jd.runtime.disagreement(state, pods, axis=BOTH) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ def test_mesh_and_simulation_agree(between, inside, stage, pods, monkeypatch):
         lambda zero: jd.local_steps(zero, NESTEROV, sync_period=2),
         lambda zero: no_lo_co(zero, sync_period=2),
         lambda zero: jd.gossip(zero, jd.topology.ring(8)),
-        lambda zero: jd.local_steps(optax.chain(jd.per_worker(optax.trace(0.9)), zero), NESTEROV, sync_period=2),
+        lambda zero: jd.local_steps(
+            optax.chain(jd.transforms.per_worker(optax.trace(0.9)), zero), NESTEROV, sync_period=2
+        ),
     ],
 )
 def test_one_axis_twice_is_refused(nest):

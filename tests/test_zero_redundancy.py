@@ -11,9 +11,9 @@ from tiny import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.transforms.zero import means
-from jaxdist.transforms.zero.flat import piece, whole
-from jaxdist.transforms.zero.parts import Part, on_parts
+from jaxdist.zero import shards
+from jaxdist.zero.parts import Part, on_parts
+from jaxdist.zero.shards import piece, whole
 
 ELEMENTWISE = {
     "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
@@ -141,7 +141,7 @@ def test_bytes_and_memory():
 
 def test_stage_2_needs_less_memory(mesh, monkeypatch):
     """Gradients leave as they arise, and never exist all at once."""
-    monkeypatch.setattr(means, "BUCKET_BYTES", 4 * 128**2)
+    monkeypatch.setattr(shards, "BUCKET_BYTES", 4 * 128**2)
     layers = [jnp.zeros((128, 128)) for _ in range(8)]
 
     def loss(params, x):
@@ -214,7 +214,7 @@ def test_what_looks_at_more_than_entries(name):
 @pytest.mark.parametrize("name", ["adamw", "momentum", "lion", "adafactor", "lamb", "muon"])
 def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
     """Twenty steps with leaves that divide nowhere; in stage 3 their gradients are means, cut."""
-    monkeypatch.setattr(means, "BUCKET_BYTES", 200)
+    monkeypatch.setattr(shards, "BUCKET_BYTES", 200)
     start: Any = {name: x for name, x in params().items() if x.size} | {"m": jnp.ones((129, 130)) * 0.1}
     inner = (ELEMENTWISE | LEAFWISE)[name]
     expected = run_tree(optax.chain(jd.all_reduce(jd.exact()), inner), start, 8)
@@ -223,7 +223,7 @@ def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
         if stage < 3:
             found = run_tree(tx, start, workers)
         else:
-            found = jd.consensus(run_tree(tx, jd.parallel.shard(start, smallest=0), workers, mean_first=True))
+            found = jd.consensus(run_tree(tx, jd.zero.shard(start, smallest=0), workers, mean_first=True))
         assert_close(found, expected, 1e-6)
 
 
@@ -239,7 +239,7 @@ def test_on_parts():
     x, y = jax.random.normal(jax.random.key(0), (7, 5)), jnp.arange(3.0)
 
     def one_worker(_):
-        comm = jd.comm.over("data")
+        comm = jd.comm.over.over("data")
         parts = tuple(Part(piece(array, comm), array.shape) for array in (x, y))
         found = on_parts(f, comm, (x, y), parts)
         return jax.tree.map(

@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.placement import zero_shardings
+from jaxdist.zero import zero_shardings
 
 
 @pytest.fixture(scope="module")

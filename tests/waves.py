@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.parallel import Layered
+from jaxdist.overlap import Layered
 
 LAYERS, WIDTH, BATCH = 6, 32, 8
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist._marks import Sharded, map_marked
 from jaxdist.comm import over
-from jaxdist.placement import padded
+from jaxdist.state import padded
+from jaxdist.state.marks import Sharded, map_marked
 
 
 def trajectory(reducer, updates, *, state=None):

@@ -32,7 +32,7 @@ REDUCERS = {
     "power_sgd": lambda: jd.error_feedback(jd.power_sgd(rank=4)),
     "qsgd": lambda: jd.compressed(jd.qsgd(4)),
     "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
-    "sign": lambda: jd.error_feedback(jd.compressed(jd.scaled_sign())),
+    "sign": lambda: jd.error_feedback(jd.compressed(jd.compressors.scaled_sign())),
 }
 
 

@@ -1,8 +1,8 @@
 """One process (one device) of `pipelined.py`: five ways to train one model, told by lines of JSON which and how long.
 
 `none`: no communication. `exact`, `bucketed`: `all_reduce` of everything at once, and of 4 MiB buckets. `pipelined`:
-`jd.pipelined`, one program. `threads`: what `pipelined` means to do, by hand: a program for the forward and one for the
-backward pass of each layer, and a second thread that runs the reductions, one program for each layer.
+`jd.overlap.pipelined`, one program. `threads`: what `pipelined` means to do, by hand: a program for the forward and
+one for the backward pass of each layer, and a second thread that runs the reductions, one program for each layer.
 """
 
 import os
@@ -126,7 +126,7 @@ def reduced_inside(name, problem, mesh, reducer):
 
 def pipelined(name, problem, mesh, defer):
     names, _ = layers_of(name, problem.params)
-    pipeline = jd.pipelined(LOSSES[name], optimizer(name), defer=defer, layers=names)
+    pipeline = jd.overlap.pipelined(LOSSES[name], optimizer(name), defer=defer, layers=names)
     state = jd.init_state(lambda: pipeline.init(jax.tree.map(jnp.asarray, problem.params)), mesh)
     return one_program(jd.distribute(pipeline.step, mesh), state, jd.global_batch(problem.batches, mesh))
 
@@ -216,7 +216,7 @@ def build(name, mode, problem, mesh):
     ways = {
         "none": lambda: local(name, problem),
         "exact": lambda: reduced_inside(name, problem, mesh, jd.exact()),
-        "bucketed": lambda: reduced_inside(name, problem, mesh, jd.bucketed(jd.exact(), bucket_bytes=4 << 20)),
+        "bucketed": lambda: reduced_inside(name, problem, mesh, jd.reducers.bucketed(jd.exact(), bucket_bytes=4 << 20)),
         "pipelined": lambda: pipelined(name, problem, mesh, int(defer)),
         "threads": lambda: threads(name, problem, mesh, int(defer)),
     }

@@ -33,14 +33,14 @@ METHODS = {
     "ef_top_k": lambda workers: reduced(jd.error_feedback(jd.compressed(jd.top_k(0.1)))),
     "power_sgd": lambda workers: reduced(jd.error_feedback(jd.power_sgd(rank=2))),
     "qsgd": lambda workers: reduced(jd.compressed(jd.qsgd(4, bucket=64))),
-    "alq": lambda workers: reduced(jd.alq(3, bucket=64, update_steps=(2,), every=5)),
-    "slowmo": lambda workers: jd.recipes.slowmo(
+    "alq": lambda workers: reduced(jd.reducers.alq(3, bucket=64, update_steps=(2,), every=5)),
+    "slowmo": lambda workers: jd.local_sgd.slowmo(
         optax.sgd(0.05, momentum=0.9), sync_period=PERIOD, learning_rate=0.05, buffers="maintain"
     ),
-    "diloco": lambda workers: jd.recipes.diloco(optax.adamw(0.003), sync_period=PERIOD),
+    "diloco": lambda workers: jd.local_sgd.diloco(optax.adamw(0.003), sync_period=PERIOD),
     "zero_1": lambda workers: jd.zero_redundancy(ADAM),
     "gossip": lambda workers: jd.gossip(
-        ADAM, jd.topology.ring(workers), method=jd.choco(jd.top_k(0.25), step_size=0.3)
+        ADAM, jd.topology.ring(workers), method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)
     ),
 }
 OWN_PARAMETERS = ("slowmo", "diloco", "gossip")  # each worker's differ
@@ -104,12 +104,12 @@ def main():
     parser.add_argument("--pause", type=float, default=0.01, help="seconds that a step sleeps")
     given = parser.parse_args()
 
-    jd.use_cpu_devices(given.devices)
+    jd.runtime.use_cpu_devices(given.devices)
     jd.initialize(timeout_seconds=60)
     mesh = jd.make_mesh()
     transformations = {name: METHODS[name](mesh.size) for name in given.methods}
     state = jd.init_state(lambda: make_state(transformations), mesh)
-    jd.agree(state, mesh=mesh, recipe=vars(given))
+    jd.processes.agree(state, mesh=mesh, recipe=vars(given))
     found = jd.checkpoint.resume(given.folder, state)
     state = found.state
     print("from", found.step, flush=True)
@@ -117,7 +117,7 @@ def main():
     step = jd.distribute(make_step(transformations), mesh)
     rows = BATCH // jax.process_count()
     mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
-    with jd.checkpoint.writing(given.folder) as writer, jd.watchdog(60, step=found.step) as watch:
+    with jd.checkpoint.writing(given.folder) as writer, jd.processes.watchdog(60, step=found.step) as watch:
         for number in range(found.step, given.steps):
             local = jax.tree.map(lambda x: x[mine], batch(number))
             state, metrics = watch(step, state, jd.global_batch(local, mesh))

@@ -4,8 +4,10 @@ from . import cost as cost
 from . import pods as pods
 from .base import Collective as Collective
 from .base import Collectives as Collectives
+from .codec_timing import coding_seconds as coding_seconds
 from .collectives import collectives as collectives
-from .hlo import opcodes as opcodes
+from .hlo.reader import opcodes as opcodes
+from .hlo.simulate_schedule import Span as Span
 from .logical import logical_collectives as logical_collectives
 from .measured import measure_link as measure_link
 from .memory import Memory as Memory
@@ -13,10 +15,8 @@ from .memory import memory as memory
 from .overlap import Overlap as Overlap
 from .overlap import Overlapped as Overlapped
 from .overlap import overlap as overlap
-from .rehearsal import coding_seconds as coding_seconds
 from .report import Widened as Widened
 from .report import table as table
 from .report import widened as widened
 from .transfers import Transfers as Transfers
 from .transfers import transfers as transfers
-from .walk import Span as Span

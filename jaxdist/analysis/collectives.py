@@ -3,9 +3,20 @@
 import re
 
 from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarise
-from .hlo import Computation, Instruction, Module, Program, arrays, called, pairs, parse, program_text, replica_groups
-from .loops import trip_count
-from .slices import between_slices
+from .hlo.loops import trip_count
+from .hlo.reader import (
+    Computation,
+    Instruction,
+    Module,
+    Program,
+    arrays,
+    called,
+    pairs,
+    parse,
+    program_text,
+    replica_groups,
+)
+from .hlo.slices import between_slices
 
 _KINDS = (
     "all-reduce",

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from .._compat import ClosedJaxpr, Jaxpr
+from .._core.compat import ClosedJaxpr, Jaxpr
 from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarise
-from .hlo import bits_of
+from .hlo.reader import bits_of
 
 # What each primitive does to the network, under the names of JAX 0.10 to 0.12. The `_start` forms are stripped first.
 _KINDS = {

@@ -1,21 +1,22 @@
 """The latency and the bandwidth of the links that are here, measured."""
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from .. import placement
-from .._compat import shard_map
-from .._marks import axis_tuple
-from .._typing import AxisNames
-from ..comm import over
+from .._core.compat import shard_map
+from .._core.types import AxisNames
+from ..comm.over import over
+from ..state.marks import axis_tuple
+from ..state.placement import workers as state_workers
 from .cost import Link
-from .timing import seconds_of
 
 SIZES = (2**10, 2**14, 2**18, 2**22)
 
@@ -42,12 +43,12 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
 
     Example:
       >>> import jaxdist as jd
-      >>> jd.use_cpu_devices(8)
+      >>> jd.runtime.use_cpu_devices(8)
       >>> link = measure_link(jd.make_mesh({"data": 2}), sizes=(2**10, 2**16), turns=3)
       >>> link.bandwidth > 0 and link.latency >= 0
       True
     """
-    workers = placement.workers(mesh, axis)
+    workers = state_workers(mesh, axis)
     if workers < 2:
         raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; say what it is instead")
     if len(set(sizes)) < 2:
@@ -87,3 +88,21 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
             other = relative[:, 1 - which]
             found[which], found[1 - which] = 0.0, (other @ np.ones(len(times))) / (other @ other)
     return float(found[0]), max(float(found[1]), 1e-15)
+
+
+def seconds_of(call: Callable[[], Any], turns: int) -> list[float]:
+    """The time of each of so many calls, their results waited for, after a first one that compiles.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.analysis.measured import seconds_of
+      >>> len(seconds_of(lambda: jnp.ones(3) + 1, 5))
+      5
+    """
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - start)
+    return found

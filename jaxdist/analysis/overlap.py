@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from .base import Collective, check_branch
 from .cost import Cluster
-from .hlo import Program, parse, program_text
-from .walk import Span, walk
+from .hlo.reader import Program, parse, program_text
+from .hlo.simulate_schedule import Span, walk
 
 
 class Overlapped(NamedTuple):

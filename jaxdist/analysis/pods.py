@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import placement
-from .._compat import make_mesh
-from .._marks import axis_tuple
-from .._typing import AxisNames, PyTree, State
+from .._core.compat import make_mesh
+from .._core.types import AxisNames, PyTree, State
+from ..state.marks import axis_tuple
+from ..state.placement import init_state, shardings, workers
 from .base import Collectives
 from .collectives import collectives
 from .memory import Memory, memory
@@ -178,9 +178,9 @@ def abstract(
       >>> state.value.shape, tuple(batch.sharding.spec)
       ((1, 3), ('data',))
     """
-    placement.workers(mesh, axis)
-    shapes = jax.eval_shape(lambda: placement.init_state(make_state, dict(mesh.shape), axis=axis))
-    state = jax.tree.map(_lying, shapes, placement.shardings(shapes, mesh, axis=axis))
+    workers(mesh, axis)
+    shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
+    state = jax.tree.map(_lying, shapes, shardings(shapes, mesh, axis=axis))
     axes = axis_tuple(axis)
     spec = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
     return state, jax.tree.map(

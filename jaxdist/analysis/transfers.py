@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._compat import ClosedJaxpr, Jaxpr
+from .._core.compat import ClosedJaxpr, Jaxpr
 
 
 class Transfers(NamedTuple):

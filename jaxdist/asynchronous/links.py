@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from .._typing import Number
-from ..schedule import straggl_ar_seconds
+from .._core.types import Number
+from ..schedule.stragglar import straggl_ar_seconds
 
 
 class Links(NamedTuple):

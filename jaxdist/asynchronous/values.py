@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import numpy as np
 
-from .._typing import PyTree
+from .._core.types import PyTree
 
 
 class Spec:

@@ -1,6 +1,7 @@
 """The leaves of a checkpoint in their new places: as they are, moved by their marks, or new."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Like, State
+from .._core.types import Array, Like, Shape, State
+from ..state.marks import Sharded
+from ..state.placement import cutting, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import Leaf, Manifest, is_key, named
-from ._moving import moved, same_kinds, whole_shape
 from ._orbax import orbax, path_of
 from .errors import CheckpointDamagedError
 
@@ -166,3 +168,44 @@ def _empty(leaf: Leaf) -> np.ndarray:
     if leaf.dtype.startswith("key"):
         return np.zeros((*leaf.shape, 0), np.uint32)
     return np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
+
+
+def whole_shape(marks: Sequence[Any], shape: Shape) -> Shape:
+    """The shape of the array that the marks distribute: without a dimension for workers, and not cut."""
+    cuts = cutting(marks)
+    return tuple(cuts[-1].shape) if cuts and isinstance(cuts[-1], Sharded) else shape[len(cuts) :]
+
+
+def same_kinds(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two leaves are distributed in the same way, over however many workers."""
+    return [type(mark) for mark in cutting(left)] == [type(mark) for mark in cutting(right)]
+
+
+def moved(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], shape: Shape) -> np.ndarray:
+    """The global array in these marks and this shape. Where they are of other kinds, by way of the whole array."""
+    if not same_kinds(was, marks):
+        found = _distributed(marks, _whole(was, found), shape)
+    return np.asarray(refit(marks, found, shape))
+
+
+def _whole(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
+    """As `jd.consensus`: what was per worker by its rule for one worker, what was cut in one piece."""
+    for mark in cutting(marks):
+        if isinstance(mark, Sharded):
+            found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
+        else:
+            found = np.asarray(refit([mark], found, (1, *found.shape[1:])))[0, ...]  # of scalars too, an array
+    return found
+
+
+def _distributed(marks: Sequence[Any], whole: np.ndarray, shape: Shape) -> np.ndarray:
+    """As `jd.place`: the innermost mark first, each adds or cuts its dimension."""
+    cuts = cutting(marks)
+    for dimension in reversed(range(len(cuts))):
+        mark, length = cuts[dimension], shape[dimension]
+        if isinstance(mark, Sharded):
+            flat = whole.reshape(math.prod(mark.shape), *whole.shape[len(mark.shape) :])
+            whole = np.pad(flat, [(0, length - len(flat))] + [(0, 0)] * (flat.ndim - 1))
+        else:
+            whole = np.broadcast_to(whole, (length, *whole.shape))
+    return whole

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, is_mark, with_value
-from .._typing import Array, Like, Shape, State
-from ..placement import cutting
+from .._core.types import Array, Like, Shape, State
+from ..state.marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, is_mark, with_value
+from ..state.placement import cutting
 from .errors import CheckpointDamagedError
 
 FORMAT = 1

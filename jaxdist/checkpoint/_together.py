@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .._compat import coordination_client
+from .._core.compat import coordination_client
 from .errors import CheckpointPeerError
 
 # How long the others may take, which is mostly for writing.

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from .._errors import Portable
+from .._core.errors import Portable
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How tensorstore tells the number of a system's error, in the text of a ValueError.

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .blocks import BlockPayload, normal_scales
-from .buckets import from_buckets, sent, to_buckets
 from .minifloat import BIAS, E2M1, E3M0, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
 from .packing import pack, unpack
-from .rounding import Rounding, check_block, largest_error, with_error
+from .rounding import Rounding, check_block, from_buckets, largest_error, sent, to_buckets, with_error
 from .rows import largest_magnitude
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}

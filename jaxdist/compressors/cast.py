@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._typing import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .base import Compressor, saturated, working_dtype
+from .._core.dtypes import saturated, working_dtype
+from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
+from .base import Compressor
 from .blocks import normal_scales
 from .packing import from_words, to_words
 from .random import hash_words

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Float, Like, PRNGKeyArray, UInt
-from .base import Compressor, saturated
+from .._core.dtypes import saturated
+from .._core.types import Array, Float, Like, PRNGKeyArray, UInt
+from .base import Compressor
 from .packing import pack, unpack
 from .random import key_words, mix
 from .rows import from_unit, to_unit, total

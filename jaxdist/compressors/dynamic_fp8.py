@@ -5,12 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .blocks import BlockPayload
-from .buckets import from_buckets, sent, to_buckets
 from .minifloat import BIAS, MANTISSA, Minifloat, decode, encode, magnitudes
-from .rounding import Rounding, check_block, largest_error, with_error
+from .rounding import Rounding, check_block, from_buckets, largest_error, sent, to_buckets, with_error
 from .rows import largest_magnitude
 
 # Eight bits of magnitude: 0 to 31/16, four digits of mantissa. Its upper half of codes, 2^8 times larger, is what is

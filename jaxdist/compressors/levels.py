@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
-from .buckets import check_buckets, from_buckets, normalized, sent, to_buckets
-from .level_variance import level_below, worst_variance
+from .optimal_levels import level_below, worst_variance
 from .packing import pack, unpack
 from .random import Noise, uniform_hash
+from .rounding import check_buckets, from_buckets, normalized, sent, to_buckets
 
 # Up to so many levels one comparison for each beats a binary search, whose look-ups no CPU does side by side.
 COMPARED = 16

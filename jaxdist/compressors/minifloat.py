@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Float, Int, PRNGKeyArray, UInt
+from .._core.types import Array, Float, Int, PRNGKeyArray, UInt
 from .rounding import to_integers
 
 # Of float32.

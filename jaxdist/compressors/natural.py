@@ -6,8 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Like, PRNGKeyArray, UInt
-from .base import Compressor, saturated
+from .._core.dtypes import saturated
+from .._core.types import Array, Like, PRNGKeyArray, UInt
+from .base import Compressor
 from .packing import pack, unpack
 from .random import hash_words
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._typing import Array, Shaped, UInt
+from .._core.types import Array, Shaped, UInt
 
 WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16}
 

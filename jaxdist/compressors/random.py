@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Float, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, PRNGKeyArray, Shape, UInt
 
 # `noise(key, shape)`: independent float32 uniforms in [0, 1).
 Noise = Callable[[PRNGKeyArray, Shape], Float[Array, "..."]]

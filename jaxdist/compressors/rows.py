@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Float, Int
+from .._core.types import Array, Float, Int
 
 STEP = 8
 # Of float32: the smallest normal number, and how its exponent is written.

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array, Float, Int, UInt
-from .bitmaps import WORD, first_ones, full, ones, positions, row_sums, to_bitmap
+from .._core.types import Array, Float, Int, UInt
+from .indices import WORD, first_ones, full, ones, positions, row_sums, to_bitmap
 from .random import mix
 
 # Up to this many entries `lax.top_k` is as fast, and compiles faster.

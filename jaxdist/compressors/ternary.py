@@ -4,10 +4,10 @@ import math
 
 import jax.numpy as jnp
 
-from .._typing import Array, Like, PRNGKeyArray, Shape
+from .._core.types import Array, Like, PRNGKeyArray, Shape
 from .base import Compressor
-from .buckets import norms_of, to_buckets
-from .quantize import QuantizedPayload, qsgd
+from .qsgd import QuantizedPayload, qsgd
+from .rounding import norms_of, to_buckets
 from .rows import from_unit, to_unit
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._marks import OnHost, Sharded, is_mark
-from .._typing import Array, AxisNames, PyTree
-from ..comm import over
+from .._core.types import Array, AxisNames, PyTree
+from ..comm.over import over
+from ..state.marks import OnHost, Sharded, is_mark
 from .tiles import Tiled, tile
 
 
@@ -28,7 +28,7 @@ def tiled_dense(
 
     `y[..., k] = Σ_j x[..., j] W_jk`: a loop over `k` and in it one over `j`. A `Sharded` tile is gathered, one `OnHost`
     copied to the device, inside the loop and again in the backward pass, whose gradient for a cut tile is the mean over
-    workers by a reduce-scatter, as in `parallel.gathered`.
+    workers by a reduce-scatter, as in `zero.gathered`.
 
     Where the whole kernel lies on the device anyway, tiles save nothing: the loop needs them stacked, which is a copy,
     and a matrix product has no temporary that they would shrink. Use `tiled_mlp` there, which does.
@@ -40,7 +40,7 @@ def tiled_dense(
 
     Args:
       x: `[..., n]`.
-      kernel: what `tile` returned, as it is or with its tiles marked (`parallel.shard`); or a plain `[n, m]`.
+      kernel: what `tile` returned, as it is or with its tiles marked (`zero.shard`); or a plain `[n, m]`.
       bias: `[m]` or `None`; may be `Sharded`.
       in_splits: for a plain kernel, as in `tile`.
       out_splits: for a plain kernel, as in `tile`.
@@ -196,7 +196,7 @@ def fetched(leaf: Any, axis: AxisNames) -> Array:
 def _grid(name: str, kernel: Any, in_splits: int, out_splits: int) -> Tiled:
     if not isinstance(kernel, Tiled):
         if is_mark(kernel):
-            raise ValueError(f"{name} needs tiles that are marked, not a mark: parallel.shard(tile(kernel, ...))")
+            raise ValueError(f"{name} needs tiles that are marked, not a mark: zero.shard(tile(kernel, ...))")
         return tile(kernel, in_splits=in_splits, out_splits=out_splits)
     found = len(kernel.tiles), len(kernel.tiles[0])
     if (in_splits, out_splits) not in ((1, 1), found):
@@ -231,3 +231,45 @@ def _nothing(tree: PyTree) -> Array:
     """Zero, with a type that varies over the workers wherever any of the leaves does: the start of a loop's sum."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(lax.stop_gradient(x.ravel()[:0]).sum().astype(jnp.float32) for x in leaves) + jnp.zeros(())
+
+
+def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..., Any]:
+    """An interceptor for `flax.linen`: every `Dense` layer whose kernel is `Tiled` is computed by `tiled_dense`.
+
+    Args:
+      axis: the mesh axis of the workers.
+      remat: as for `tiled_dense`.
+
+    Returns:
+      What `flax.linen.intercept_methods` takes. The other layers run as they are; they must not be marked.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> model, x = nn.Dense(6), jnp.ones((2, 4))
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> tiled = params | {"kernel": offload.tile(params["kernel"], out_splits=3)}
+      >>> with nn.intercept_methods(offload.tiled_layers()):
+      ...     y = model.apply({"params": tiled}, x)
+      >>> bool(jnp.allclose(y, model.apply({"params": params}, x), atol=1e-6))
+      True
+
+    References:
+      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
+      2104.07857, 2021 (memory-centric tiling).
+    """
+    import flax.linen as nn  # an optional dependency, and whoever calls this has it
+
+    def interceptor(layer, args, kwargs, context):
+        module = context.module
+        if isinstance(module, nn.Dense) and context.method_name == "__call__" and not module.is_initializing():
+            kernel = module.get_variable("params", "kernel")
+            if isinstance(kernel, Tiled):
+                bias = module.get_variable("params", "bias") if module.use_bias else None
+                (x,), dtype = args, module.dtype or jnp.result_type(*args, *jax.tree.leaves((kernel, bias)))
+                # A piece is cast before it is gathered: half precision is half the bytes.
+                x, kernel, bias = jax.tree.map(lambda leaf: leaf.astype(dtype), (x, kernel, bias))
+                return tiled_dense(x, kernel, bias, axis=axis, remat=remat)
+        return layer(*args, **kwargs)
+
+    return interceptor

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._typing import Shape
+from .._core.types import Shape
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -51,7 +51,7 @@ def tile(kernel: Any, *, in_splits: int = 1, out_splits: int = 1) -> Tiled:
       out_splits: into how many to cut the `m` outputs.
 
     Returns:
-      The tiles, for a tree of parameters. `parallel.shard(tiles)` cuts each over the workers (ZeRO stage 3): the layer
+      The tiles, for a tree of parameters. `zero.shard(tiles)` cuts each over the workers (ZeRO stage 3): the layer
       then gathers tile by tile, and its largest whole array is a tile. As many tiles as needed for one to fit; each
       costs a collective.
 

@@ -7,10 +7,14 @@ import jax
 import optax
 from jaxtyping import DTypeLike
 
-from .._typing import AxisNames, Like, PyTree
-from ..compressors import cast
-from ..reducers import Reducer, bucketed, by_leaf, compressed, exact
-from ..transforms import all_reduce
+from .._core.types import AxisNames, Like, PyTree
+from ..compressors.cast import cast
+from ..reducers.base import Reducer
+from ..reducers.bucketed import bucketed
+from ..reducers.by_leaf import by_leaf
+from ..reducers.compressed import compressed
+from ..reducers.exact import exact
+from ..transforms.all_reduce import all_reduce
 
 
 def ddp(
@@ -44,10 +48,10 @@ def ddp(
         added, so that float16 does not overflow; what is below 6e-5 loses digits there, so scale the loss
         (`dynamic_loss_scale`) or take bfloat16.
       unused: leaves whose gradients are zero or not wanted, as a tree of booleans like the parameters
-        (`parallel.unused` finds those that the loss does not reach) or `unused(path, leaf)`. Their updates are zero;
+        (`transforms.unused` finds those that the loss does not reach) or `unused(path, leaf)`. Their updates are zero;
         put the optimizer in `optax.masked` where it decays weights.
       divisor: as in `all_reduce`; PyTorch's `join` has `"workers"`.
-      layers: the top-level entries of the parameters in forward order, `parallel.forward_order(loss, params, batch)`:
+      layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
         do pass it where they are a dict. `None`: see `bucketed`.
       axis: the mesh axis of the workers.
 

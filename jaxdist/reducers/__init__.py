@@ -1,7 +1,10 @@
 """Every worker's tree in, one agreed mean out."""
 
+from .accordion import CriticalRegime as CriticalRegime
+from .accordion import CriticalRegimeState as CriticalRegimeState
 from .accordion import accordion as accordion
 from .accordion import accordion_batch as accordion_batch
+from .accordion import critical_regime as critical_regime
 from .adaptive import alq as alq
 from .adaptive import amq as amq
 from .base import Reduced as Reduced
@@ -11,9 +14,6 @@ from .base import from_rounds as from_rounds
 from .bucketed import bucketed as bucketed
 from .by_leaf import by_leaf as by_leaf
 from .compressed import compressed as compressed
-from .critical_regime import CriticalRegime as CriticalRegime
-from .critical_regime import CriticalRegimeState as CriticalRegimeState
-from .critical_regime import critical_regime as critical_regime
 from .dgc import dgc as dgc
 from .exact import exact as exact
 from .feedback import ef21 as ef21

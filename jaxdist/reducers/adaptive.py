@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._typing import Array, Float
-from ..compressors import scaled
-from ..compressors.adapt_levels import best_multiplier, fit_levels
+from .._core.types import Array, Float
+from ..compressors.adapt_levels import best_multiplier, bucket_sums, fit_levels, folded, mixture_of, truncated_normals
 from ..compressors.base import Compressor
-from ..compressors.buckets import check_buckets
-from ..compressors.distributions import bucket_sums, folded, mixture_of, truncated_normals
+from ..compressors.combinators import scaled
 from ..compressors.levels import powers, with_levels
 from ..compressors.optimal_levels import grid, optimal_levels, ratio_histogram
+from ..compressors.rounding import check_buckets
 from ..compressors.rows import largest_magnitude, powers_below
-from ._flat import concatenate
+from ..wire.flat import concatenate
 from .base import Reduced, Reducer, from_rounds, rounds_of
 from .compressed import CompressedState, compressed
 
@@ -108,9 +107,9 @@ def alq(
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.alq(3)
+      >>> reducer = jd.reducers.alq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
       >>> state.levels.shape, bool(jnp.abs(state.levels[3:5]).max() < 0.3)
       ((8,), True)
 
@@ -185,9 +184,9 @@ def amq(
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.amq(3)
+      >>> reducer = jd.reducers.amq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
       >>> bool(0.3 < state.levels[-2] < 0.9)  # p
       True
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Like, PyTree, State, Updates
-from ..comm import Comm
-from ._fused import fused, fused_bytes
+from .._core.types import Array, Like, PyTree, State, Updates
+from ..comm.base import Comm
+from ..wire.flat import fused, fused_bytes
 
 Law = Literal["exact", "telescoping", "unbiased", "none"]
 # From the strongest: each says less than the one before.

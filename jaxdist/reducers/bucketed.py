@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from .._layers import forward_positions
-from ..schedule import assign_buckets
-from ._coded import fold_keys
-from ._flat import concatenate, from_vectors, vector_likes
+from .._core.layers import forward_positions
+from .._core.trees import fold_keys
+from ..schedule.buckets import assign_buckets
+from ..wire.flat import concatenate, from_vectors, vector_likes
 from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
 
 
@@ -40,7 +40,7 @@ def bucketed(
         start at 25 MiB, 5 MiB over Ethernet.
       first_bucket_bytes: the cap of the bucket that is ready last; small, so that little is left when backward ends.
       flat: whether leaves of a bucket become one vector.
-      layers: the top-level entries of the tree in forward order, as `parallel.forward_order(loss, params, batch)` reads
+      layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
         it from a loss. `None`: the order of a sequence or NamedTuple; keys of a dict by name, `block_2` before
         `block_10`.
 
@@ -52,10 +52,10 @@ def bucketed(
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
+      >>> reducer = jd.reducers.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
       >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
       [(50,), (300,)]
-      >>> reducer = jd.bucketed(
+      >>> reducer = jd.reducers.bucketed(
       ...     jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=100, layers=["b", "a"]
       ... )
       >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]

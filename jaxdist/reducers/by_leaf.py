@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Mapping
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, Like
-from ._pieces import length
+from .._core.types import Array, Like
+from ..wire.shards import length
 from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, scatter_form, together, weakest
 
 
@@ -30,7 +30,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> policy = jd.by_leaf(
+      >>> policy = jd.reducers.by_leaf(
       ...     lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector",
       ...     {"matrix": jd.power_sgd(rank=1, min_compression_rate=0.0), "vector": jd.exact()},
       ... )

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._typing import Array, Int, Key, Payload
-from ..compressors.base import Compressor, working_dtype
-from ._coded import contraction_form, mean_of_decoded, next_count, step_key
-from ._flat import stacked, unstacked
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, Int, Key, Payload
+from ..compressors.base import Compressor
+from ..wire.encoded import contraction_form, mean_of_decoded, step_key
+from ..wire.flat import stacked, unstacked
 from .base import Reduced, Reducer, Wire, from_rounds
 
 
@@ -40,7 +42,7 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.compressed(jd.top_k(0.5))
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[1.0, 4.0], [3.0, 2.0]]))[0].tolist()
       [1.5, 2.0]
 

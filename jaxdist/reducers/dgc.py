@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._marks import PerWorker, with_value
-from .._typing import Array, Like, PyTree
-from ..compressors.base import working_dtype
+from .._core.dtypes import working_dtype
+from .._core.types import Array, Like, PyTree
 from ..compressors.sparse import Method, top_k
+from ..state.marks import PerWorker, with_value
 from .base import Reduced, Reducer, cast_like, drive, from_rounds, rounds_of
 from .compressed import CompressedState, compressed
 
@@ -68,7 +68,7 @@ def dgc(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.dgc(0.5, momentum=0.5)
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 3.0])
-      >>> reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      >>> reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
       >>> reduced.mean.tolist(), state.momentum.value.tolist(), state.unsent.value.tolist()
       ([0.0, 3.0], [1.0, 0.0], [1.0, 0.0])
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._marks import PerWorker, with_value
-from .._typing import Array, Like, State, Updates
-from ..compressors.base import working_dtype
+from .._core.dtypes import working_dtype
+from .._core.types import Array, Like, State, Updates
+from ..state.marks import PerWorker, with_value
 from .base import (
     Reduced,
     Reducer,
@@ -78,7 +78,7 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.error_feedback(jd.compressed(jd.top_k(0.5)))
       >>> state = reducer.init(jnp.zeros(2))
-      >>> reduced, state = reducer.reduce(jnp.array([1.0, 4.0]), state, jd.comm.alone())
+      >>> reduced, state = reducer.reduce(jnp.array([1.0, 4.0]), state, jd.comm.over.alone())
       >>> reduced.mean.tolist(), state.residual.value.tolist()
       ([0.0, 4.0], [1.0, 0.0])
 
@@ -171,10 +171,10 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.ef21(jd.compressed(jd.top_k(0.5)))
+      >>> reducer = jd.reducers.ef21(jd.compressed(jd.top_k(0.5)))
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 4.0])
       >>> for _ in range(2):
-      ...     reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      ...     reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
       >>> reduced.mean.tolist()
       [1.0, 4.0]
 

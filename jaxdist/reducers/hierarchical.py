@@ -5,12 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .._marks import INNER, OUTER, PerWorker, Sharded, is_mark
-from .._typing import Array, Like, State, Updates
-from ..comm import Comm
-from ._coded import fold_keys
-from ._flat import MULTIPLE, from_vectors, vector_likes, vectors
-from ._pieces import cleared
+from .._core.trees import fold_keys
+from .._core.types import Array, Like, State, Updates
+from ..comm.base import Comm
+from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
+from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
+from ..wire.shards import cleared
 from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of, scatter_form
 
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._typing import Array, Float, Int, Key, PyTree
-from ..comm import Comm
-from ..compressors import uniform_hash
-from ..compressors.base import working_dtype
-from ._coded import next_count, step_key
-from ._flat import stacked, unstacked
-from ._fused import fused
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, Float, Int, Key, PyTree
+from ..comm.base import Comm
+from ..compressors.random import uniform_hash
+from ..wire.encoded import step_key
+from ..wire.flat import fused, stacked, unstacked
 from .base import Reduced, Reducer, Wire, drive, from_rounds
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
@@ -67,8 +67,8 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer, x = jd.intsgd(), jnp.array([2.0, -1.0])
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> reducer, x = jd.reducers.intsgd(), jnp.array([2.0, -1.0])
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
       >>> round(float(state.squares), 3)
       5.0
 
@@ -142,7 +142,7 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.integer_sum()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[63.0, 2.0], [-61.0, 4.0]]))[0].tolist()
       [1.0, 3.0]
 

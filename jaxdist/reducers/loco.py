@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._marks import PerWorker, with_value
-from .._typing import Array, Int, Like, State
-from ..compressors.base import working_dtype
+from .._core.dtypes import working_dtype
+from .._core.types import Array, Int, Like, State
+from ..state.marks import PerWorker, with_value
 from .base import (
     Reduced,
     Reducer,
@@ -61,9 +61,9 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.loco(jd.compressed(jd.top_k(0.5)), beta=0.5)
+      >>> reducer = jd.reducers.loco(jd.compressed(jd.top_k(0.5)), beta=0.5)
       >>> x = jnp.array([1.0, 4.0])
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
       >>> codes, scales = state.error.value
       >>> (codes * scales).tolist()
       [[0.5, 0.0]]

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from .._typing import Array, UInt
-from ..compressors import pack, unpack
-from ._flat import concatenate
+from .._core.types import Array, UInt
+from ..compressors.packing import pack, unpack
+from ..wire.flat import concatenate
 from .base import Reduced, Reducer, Wire, from_rounds
 
 
@@ -28,9 +28,9 @@ def majority_vote() -> Reducer:
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.majority_vote()
+      >>> reducer = jd.reducers.majority_vote()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, (), jd.comm.over.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]]))[0].tolist()
       [-1.0, -1.0]
 

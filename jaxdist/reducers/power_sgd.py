@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array, Int, PyTree, Shape
-from ._coded import next_count
-from ._low_rank import (
+from .. import comm as comms
+from .._core.trees import next_count
+from .._core.types import Array, Bool, Int, PyTree, Shape
+from ..wire.low_rank import (
     View,
     draw,
     group_leaves,
+    orthonormal,
     outer,
     places,
     put_back,
@@ -25,10 +27,8 @@ from ._low_rank import (
     view_of,
     wide,
 )
-from ._low_rank import squarest_view as squarest_view
-from ._one_sided import one_sided_power_sgd
-from ._orthonormal import orthonormal
-from .base import Reduced, Reducer, Wire, from_rounds
+from ..wire.low_rank import squarest_view as squarest_view
+from .base import Reduced, Reducer, Wire, drive, from_rounds
 from .exact import exact
 from .switch_at import switch_at
 
@@ -98,7 +98,7 @@ def power_sgd(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
       >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: nothing is lost
-      >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.alone())
+      >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.over.alone())
       >>> bool(jnp.allclose(reduced.mean, w, atol=1e-5))
       True
 
@@ -164,3 +164,71 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
 
     return from_rounds("power_sgd", init, rounds)
+
+
+class OneSidedState(NamedTuple):
+    """Agreed. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, a scalar zero for the others.
+
+    `from_right` says which one was renewed last, and is what the next step projects on.
+    """
+
+    from_right: Bool[Array, ""]
+    left: PyTree
+    right: PyTree
+
+
+def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -> Reducer:
+    """The reducer that `power_sgd(one_sided=True)` stands for."""
+
+    def init(like):
+        left, right = (draw(like, view, side, jax.random.fold_in(jax.random.key(seed), side)) for side in (0, 1))
+        return OneSidedState(jnp.ones((), bool), left, right)
+
+    def step(from_right: bool) -> Callable:
+        def rounds(updates, old, new, always, comm):
+            """`old` is what to project on, `new` the factors to renew; `always` is true."""
+            leaves, structure = jax.tree.flatten(updates)
+            groups, rest = group_leaves(leaves, view)
+            fixed, renewed = structure.flatten_up_to(old), structure.flatten_up_to(new)
+            matrices = [stack(leaves, group) for group in groups]
+            sought = 0 if from_right else 1
+            # Known before the gradient is: it needs nothing from this step.
+            bases = orthonormal([stack_factors(fixed, group) for group in groups])
+            scales = [room(basis.shape[2], comm.size) for basis in bases]
+            product = "knm,krm->knr" if from_right else "knm,krn->krm"
+            local = [jnp.einsum(product, m, b * scale) for m, b, scale in zip(matrices, bases, scales)]
+            sent = to_send(groups, local, sought)
+            arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
+            mean = received(groups, arrived.mean, sought)
+
+            def approximate(factors):
+                pairs = [(f, b / scale) for f, b, scale in zip(factors, bases, scales)]
+                return [outer(f, b) if from_right else outer(jnp.swapaxes(b, 1, 2), f) for f, b in pairs]
+
+            means, owns = list(leaves), list(leaves)
+            approximations = approximate(mean)
+            at = places(groups, always)
+            put_back(means, groups, approximations, at)
+            put_back(owns, groups, approximations if own == "paper" else approximate(local), at)
+            for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
+                means[i] = whole.astype(leaves[i].dtype)
+            columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
+            put_back_factors(renewed, groups, columns, at, scales)
+            reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
+            return reduced, structure.unflatten(renewed)
+
+        def reduce(comm, updates, state):
+            always = state.from_right == from_right
+            sides = (state.right, state.left) if from_right else (state.left, state.right)
+            reduced, renewed = drive(rounds(updates, *sides, always, comm), comm)
+            left, right = (renewed, state.right) if from_right else (state.left, renewed)
+            return reduced, OneSidedState(~state.from_right, left, right)
+
+        return reduce
+
+    def reduce(updates, state, comm, **agreed):
+        del agreed
+        with jax.named_scope("power_sgd"):
+            return comms.cond(state.from_right, step(True), step(False), comm, updates, state)
+
+    return Reducer(init, reduce)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import Array, Int, Key, Payload
-from ..compressors.base import Compressor, working_dtype
-from ._coded import next_count, step_key
-from ._flat import from_vectors, vectors
-from ._fused import fused_bytes
-from ._pieces import cleared
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, Int, Key, Payload
+from ..compressors.base import Compressor
+from ..wire.encoded import step_key
+from ..wire.flat import from_vectors, fused_bytes, vectors
+from ..wire.shards import cleared
 from .base import Reduced, Reducer, cast_like
 
 
@@ -48,7 +49,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.ring(jd.compressors.identity())
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.arange(6.0).reshape(2, 3))[0].tolist()
       [1.5, 2.5, 3.5]
 

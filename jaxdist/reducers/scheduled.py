@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._layers import layer_numbers
-from .._typing import Array, Like, PyTree
-from ._coded import fold_keys
-from ._flat import MULTIPLE, alike, concatenate, from_vectors
-from ._ordered import after
+from .._core.layers import layer_numbers
+from .._core.trees import fold_keys
+from .._core.types import Array, Like, PyTree
+from ..wire.encoded import after
+from ..wire.flat import MULTIPLE, alike, concatenate, from_vectors
 from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
 
 Order = Literal["priority", "fifo"] | Sequence[int]
@@ -55,7 +55,7 @@ def scheduled(
       order: `"fifo"`, last layer first, the order in which the backward pass makes them; `"priority"`, first layer
         first, for gradients that are all there when the step begins; or the layer of each partition in turn, counted
         from 0.
-      layers: the top-level entries of the tree in forward order, as `parallel.forward_order(loss, params, batch)` reads
+      layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
         it from a loss, and tuples of entries that make up one layer: small ones together save messages. `None`: each
         entry is a layer; a sequence or NamedTuple has its own order, and keys of a dict go by name, `block_2` before
         `block_10`.
@@ -71,7 +71,7 @@ def scheduled(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
+      >>> reducer = jd.reducers.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
       >>> like = {"layer_2": jnp.zeros(50), "layer_10": jnp.zeros((15, 10))}
       >>> [state.residual.value.shape for state in reducer.init(like)]
       [(96,), (54,), (50,)]

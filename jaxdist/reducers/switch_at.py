@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._typing import Array, Int, State, Updates
-from ..comm import Comm
-from ..compressors.base import working_dtype
-from ._coded import next_count
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, Int, State, Updates
+from ..comm.base import Comm
 from .base import Reduced, Reducer, feedback_form, held_by, scatter_form, weakest
 
 
@@ -46,10 +46,10 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.switch_at(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
+      >>> reducer = jd.reducers.switch_at(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
       >>> x = jnp.array([1.0, 4.0])
-      >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
-      >>> second, _ = reducer.reduce(x, state, jd.comm.alone())
+      >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+      >>> second, _ = reducer.reduce(x, state, jd.comm.over.alone())
       >>> first.mean.tolist(), second.mean.tolist()
       ([1.0, 4.0], [0.0, 4.0])
 

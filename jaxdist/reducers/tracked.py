@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._marks import PerWorker, with_value
-from .._typing import Array, Int, PyTree, State, UInt
-from ..comm import Sent, counted, total_bytes
-from ._coded import next_count
+from .._core.trees import next_count
+from .._core.types import Array, Int, PyTree, State, UInt
+from ..comm.base import Sent
+from ..comm.counted import counted, total_bytes
+from ..state.marks import PerWorker, with_value
 from .base import Reducer, feedback_form, held_by
 
 
@@ -40,9 +41,9 @@ def tracked(reducer: Reducer) -> Reducer:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> tx = jd.all_reduce(jd.error_feedback(jd.tracked(jd.compressed(jd.top_k(0.5)))), axis=None)
+      >>> tx = jd.all_reduce(jd.error_feedback(jd.reducers.tracked(jd.compressed(jd.top_k(0.5)))), axis=None)
       >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(jnp.zeros(2)))
-      >>> found = jd.stats(state)
+      >>> found = jd.transforms.stats(state)
       >>> int(found["syncs"]), round(float(found["compression_error"]), 2)
       (1, 0.2)
     """

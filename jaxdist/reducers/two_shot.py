@@ -6,13 +6,15 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._marks import Sharded, with_value
-from .._typing import Array, Int, Key, Payload
-from ..comm import Comm
-from ..compressors.base import Compressor, working_dtype
-from ._coded import contraction_form, mean_of_decoded, next_count, step_key
-from ._flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
-from ._pieces import apart, cleared, joined, length, rows, side_by_side
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, Int, Key, Payload
+from ..comm.base import Comm
+from ..compressors.base import Compressor
+from ..state.marks import Sharded, with_value
+from ..wire.encoded import contraction_form, mean_of_decoded, step_key
+from ..wire.flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
+from ..wire.shards import apart, cleared, joined, length, rows, side_by_side
 from .base import Law, Reduced, Reducer, Wire, cast_like, from_rounds, is_stand_in
 
 
@@ -65,7 +67,7 @@ def two_shot(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.two_shot(jd.qsgd(8))
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> mean = jax.vmap(one_worker, axis_name="data")(jnp.arange(400.0).reshape(4, 100))[0]
       >>> bool(jnp.allclose(mean, jnp.arange(150.0, 250.0), atol=5))
       True

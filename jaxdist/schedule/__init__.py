@@ -4,6 +4,7 @@ from .ada_comm import AdaComm as AdaComm
 from .ada_comm import AdaCommState as AdaCommState
 from .ada_comm import ada_comm as ada_comm
 from .buckets import assign_buckets as assign_buckets
+from .forward_order import forward_order as forward_order
 from .optimum import bound as bound
 from .optimum import optimum as optimum
 from .periods import constant as constant
@@ -17,11 +18,11 @@ from .pipelined import pipelined_time as pipelined_time
 from .profile import Profile as Profile
 from .profile import merged as merged
 from .profile import profile_of as profile_of
-from .straggl_ar import Transfer as Transfer
-from .straggl_ar import ring_seconds as ring_seconds
-from .straggl_ar import straggl_ar as straggl_ar
-from .straggl_ar import straggl_ar_reduce as straggl_ar_reduce
-from .straggl_ar import straggl_ar_seconds as straggl_ar_seconds
+from .stragglar import Transfer as Transfer
+from .stragglar import ring_seconds as ring_seconds
+from .stragglar import straggl_ar as straggl_ar
+from .stragglar import straggl_ar_reduce as straggl_ar_reduce
+from .stragglar import straggl_ar_seconds as straggl_ar_seconds
 from .timeline import Message as Message
 from .timeline import Timeline as Timeline
 from .timeline import step_timeline as step_timeline

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from .._typing import Array, Float, Int
+from .._core.types import Array, Float, Int
 from .periods import check_whole
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, Float, Int
+from .._core.types import Array, Float, Int
 
 Period = Callable[[Int[Array, ""] | int], Int[Array, ""]]
 # From the number of steps done to the learning rate.

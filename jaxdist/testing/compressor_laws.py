@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from .._typing import Array, Like, PRNGKeyArray, PyTree, Shape
+from .._core.types import Array, Like, PRNGKeyArray, PyTree, Shape
 from ..compressors.base import Compressor
 
 SHAPES = ((), (1,), (0,), (0, 4), (37,), (2, 1, 3, 2, 2))

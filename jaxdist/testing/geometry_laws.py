@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Array, PyTree, Updates
-from ..transforms.mirror_descent.base import Geometry
+from .._core.types import Array, PyTree, Updates
+from ..online.geometries import Geometry
 
 RATE = np.float32(0.1)
 
@@ -30,7 +30,7 @@ def assert_geometry_laws(geometry: Geometry, models: Sequence[PyTree], *, tolera
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> jd.testing.assert_geometry_laws(jd.transforms.euclidean(), [jnp.zeros(2), jnp.ones(2)])
+      >>> jd.testing.assert_geometry_laws(jd.online.euclidean(), [jnp.zeros(2), jnp.ones(2)])
     """
     step, divergence = jax.jit(geometry.step), jax.jit(geometry.divergence)
     for n, y in enumerate(models):

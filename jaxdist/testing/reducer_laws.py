@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .._marks import PerWorker, named
-from .._typing import AxisNames, PRNGKeyArray, PyTree, State
-from ..comm import Comm, alone, nested, over
-from ..parallel import simulate
-from ..placement import init_state
-from ..reducers._pieces import length
+from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
+from ..comm.base import Comm
+from ..comm.groups import alone, nested
+from ..comm.over import over
 from ..reducers.base import Reducer, feedback_form, held_by
 from ..reducers.feedback import error_feedback
+from ..runtime.simulate import simulate
+from ..state.marks import PerWorker, named
+from ..state.placement import init_state
+from ..wire.shards import length
 
 LIKE = {
     "matrix": jax.ShapeDtypeStruct((8, 6), jnp.float32),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from .colouring import colour_arcs, colour_edges
+from .coloring import colour_arcs, colour_edges
 
 TOLERANCE = 1e-6
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .base import Round, Topology, in_turn, matched, matrix
-from .colouring import colour_edges
+from .coloring import colour_edges
 from .varying import check_rounds
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._marks import PerWorker, bind, with_value
-from .._typing import Array, AxisNames, Int, State, Updates
-from ..compressors.base import working_dtype
-from ..reducers._coded import next_count
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, AxisNames, Int, State, Updates
+from ..state.marks import PerWorker, bind, with_value
 from .local_gradients import check_leaves, check_local, scale
 
 

@@ -5,14 +5,14 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from .._marks import bind
-from .._typing import Array, AxisNames, Int, PyTree, State
-from ..comm import over
-from ..reducers._coded import next_count
+from .._core.trees import next_count
+from .._core.types import Array, AxisNames, Int, PyTree, State
+from ..comm.over import over
 from ..reducers.base import Reducer
+from ..state.marks import bind
 from .local_gradients import check_leaves, check_local, reduce_weighted, refuse_model_axes
 from .model_axes import init_on_shards, reduce_on_shards
-from .particular import check_shapes, with_gradients
+from .optax_wrappers import check_shapes, with_gradients
 
 
 class AllReduceState(NamedTuple):

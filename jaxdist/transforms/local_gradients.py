@@ -5,12 +5,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .._compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
-from .._marks import Sharded, axis_tuple, is_mark, named
-from .._typing import Array, AxisNames, PyTree, State, Updates
-from ..comm import Comm, over
-from ..compressors.base import working_dtype
-from .particular import refuse_two_sets
+from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
+from .._core.dtypes import working_dtype
+from .._core.types import Array, AxisNames, PyTree, State, Updates
+from ..comm.base import Comm
+from ..comm.over import over
+from ..state.marks import Sharded, axis_tuple, is_mark, named
+from .optax_wrappers import refuse_two_sets
 
 
 def check_leaves(tree: PyTree) -> None:

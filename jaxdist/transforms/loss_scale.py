@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._typing import Array, AxisNames, Float, Int, State
-from ..compressors.base import working_dtype
+from .._core.dtypes import working_dtype
+from .._core.types import Array, AxisNames, Float, Int, State
 from .skip_nonfinite import skip_nonfinite
 
 
@@ -38,8 +38,10 @@ def dynamic_loss_scale(
 
     The whole chain stands inside, since clipping, decay and residuals must see gradients of their true size:
 
-        tx = jd.dynamic_loss_scale(optax.chain(jd.all_reduce(jd.exact()), optax.clip_by_global_norm(1.0), adam))
-        loss, gradients = jd.local_value_and_grad(loss_fn, scale=jd.loss_scale(state.opt))(state.params, batch)
+        inner = optax.chain(jd.all_reduce(jd.exact()), optax.clip_by_global_norm(1.0), adam)
+        tx = jd.transforms.dynamic_loss_scale(inner)
+        scale = jd.transforms.loss_scale(state.opt)
+        loss, gradients = jd.local_value_and_grad(loss_fn, scale=scale)(state.params, batch)
 
     With parameters in float16 use `zero_redundancy(..., master_dtype=jnp.float32)`, which also keeps the small steps.
     bfloat16 needs none of this: it has the exponents of float32.
@@ -63,12 +65,12 @@ def dynamic_loss_scale(
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.dynamic_loss_scale(optax.sgd(1.0), initial=4.0, growth_interval=2, axis=None)
+      >>> tx = jd.transforms.dynamic_loss_scale(optax.sgd(1.0), initial=4.0, growth_interval=2, axis=None)
       >>> state = tx.init(jnp.zeros(1))
       >>> scales = []
       >>> for gradient in (8.0, jnp.inf, 4.0, 2.0):
       ...     updates, state = tx.update(jnp.array([gradient]), state)
-      ...     scales.append(float(jd.loss_scale(state)))
+      ...     scales.append(float(jd.transforms.loss_scale(state)))
       >>> scales, updates.tolist()
       ([4.0, 2.0, 2.0, 4.0], [-1.0])
 
@@ -118,7 +120,7 @@ def loss_scale(opt_state: State) -> Array:
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> float(jd.loss_scale(jd.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.zeros(2))))
+      >>> float(jd.transforms.loss_scale(jd.transforms.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.zeros(2))))
       32768.0
 
     References:

@@ -7,11 +7,11 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from .._compat import shard_map, varying_axes
-from .._marks import PerWorker, axis_tuple, map_marked, with_value
-from .._typing import AxisNames, PyTree, State, Updates
-from ..comm import over
+from .._core.compat import shard_map, varying_axes
+from .._core.types import AxisNames, PyTree, State, Updates
+from ..comm.over import over
 from ..reducers.base import Reducer
+from ..state.marks import PerWorker, axis_tuple, map_marked, with_value
 
 FLATTENED = (
     "all_reduce(specs=) needs a reducer whose state keeps leaves apart: put error feedback around bucketed, not "

@@ -2,7 +2,7 @@
 
 import optax
 
-from .._marks import PerWorker, is_mark, with_value
+from ..state.marks import PerWorker, is_mark, with_value
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -20,7 +20,7 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = optax.chain(jd.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
+      >>> tx = optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
       >>> type(tx.init(jnp.zeros(3))[0]).__name__
       'PerWorker'
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._errors import Portable
-from .._typing import Array, AxisNames, Bool, Int, PyTree, State
-from ..comm import over
-from ..compressors.base import working_dtype
+from .._core.dtypes import working_dtype
+from .._core.errors import Portable
+from .._core.types import Array, AxisNames, Bool, Int, PyTree, State
+from ..comm.over import over
 
 
 class SkipNonfiniteState(NamedTuple):

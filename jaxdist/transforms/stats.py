@@ -6,14 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._marks import OnHost, PerWorker
-from .._typing import Array, PyTree, State
+from .._core.types import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.tracked import TrackedState
+from ..state.marks import OnHost, PerWorker
 from .all_reduce import AllReduceState
 from .loss_scale import LossScaleState
+from .optax_wrappers import communicates
 from .skip_nonfinite import SkipNonfiniteState
-from .wrapped import communicates
+
 
 def stats(opt_state: State) -> dict[str, Array]:
     """Reads the figures that transformations keep, without logging anything.
@@ -35,7 +36,7 @@ def stats(opt_state: State) -> dict[str, Array]:
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.skip_nonfinite(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.5))), axis=None), axis=None)
-      >>> sorted(jd.stats(tx.init(jnp.zeros(2))))
+      >>> sorted(jd.transforms.stats(tx.init(jnp.zeros(2))))
       ['empty', 'residual_norm', 'skips']
     """
     found: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxdist as jd
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files, from_disk
+from jaxdist.checkpoint import _files, reader
 
 
 def flip(file):
@@ -88,7 +88,7 @@ def main():
         results["unreadable"] = [tried(checkpoint.resume, folder, state(0.0))]
         results["unreadable"] += [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
         results["unreadable"] += [tried(checkpoint.restore, folder, state(0.0))]
-    with mock.patch.object(from_disk, "filled", refuses) if process == 1 else contextlib.nullcontext():
+    with mock.patch.object(reader, "filled", refuses) if process == 1 else contextlib.nullcontext():
         results["unread"] = [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
         results["unread"] += [tried(checkpoint.restore, folder, state(0.0))]
     with mock.patch.object(_files, "steps", refuses) if process == 0 else contextlib.nullcontext():

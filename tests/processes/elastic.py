@@ -18,7 +18,7 @@ from jaxdist import checkpoint
 
 TOP_K = jd.error_feedback(jd.compressed(jd.top_k(0.25)))
 SHARED = optax.chain(jd.all_reduce(TOP_K), optax.adam(0.02))
-OWN = jd.recipes.diloco(optax.adam(0.02), sync_period=3, reducer=TOP_K)
+OWN = jd.local_sgd.diloco(optax.adam(0.02), sync_period=3, reducer=TOP_K)
 
 
 class State(NamedTuple):
@@ -47,14 +47,14 @@ def main():
     jd.initialize(timeout_seconds=60)
     mesh = jd.make_mesh()
     state = jd.init_state(make_state, mesh)
-    jd.agree(state, mesh=mesh, recipe={"steps": steps})
+    jd.processes.agree(state, mesh=mesh, recipe={"steps": steps})
     found = checkpoint.resume(folder, state)
     state = found.state
     if found.step:
         checkpoint.save(f"{folder}-{mesh.size}", state, found.step)
     run, rows = jd.distribute(train_step, mesh), 24 // mesh.size
     part = jax.tree.map(lambda x: x[jax.process_index() * rows :][:rows], batch(24))
-    with checkpoint.writing(folder) as writer, jd.watchdog(60, step=found.step) as watch:
+    with checkpoint.writing(folder) as writer, jd.processes.watchdog(60, step=found.step) as watch:
         for number in range(found.step, steps):
             state, losses = watch(run, state, jd.global_batch(part, mesh))
             print("step", number, *map(float, losses), flush=True)

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxdist as jd
-from jaxdist.parallel.processes.cluster import VARIABLES
+from jaxdist.processes.cluster import VARIABLES
 
 PROCESSES, LOCAL = 2, 2
 FOUND: dict[str, dict[str, object]] = {}
@@ -62,10 +62,10 @@ def agreements(process, mesh):
         "dtype": {**params, "w": jnp.zeros((3, 2), jnp.bfloat16)},
     }
     for name, tree in other.items():
-        attempt(name, lambda tree=tree: jd.agree(tree if process else params, mesh=mesh))
+        attempt(name, lambda tree=tree: jd.processes.agree(tree if process else params, mesh=mesh))
     split = jd.make_mesh({"data": 2, "model": 2})
-    attempt("mesh", lambda: jd.agree(params, mesh=split if process else mesh))
-    attempt("recipe", lambda: jd.agree(params, mesh=mesh, recipe={"batch": 32 + process}))
+    attempt("mesh", lambda: jd.processes.agree(params, mesh=split if process else mesh))
+    attempt("recipe", lambda: jd.processes.agree(params, mesh=mesh, recipe={"batch": 32 + process}))
 
 
 def steps(process, mesh):
@@ -115,7 +115,7 @@ def main():
     steps(process, mesh)
     batches(process, mesh)
     print("RESULT " + json.dumps(FOUND), flush=True)
-    jd.agree({}, recipe={"seed": process})
+    jd.processes.agree({}, recipe={"seed": process})
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ RING = jd.topology.ring(WORKERS)
 METHODS = {
     "d_psgd": jd.gossip(optax.sgd(0.1, momentum=0.9), RING),
     "sgp": jd.gossip(
-        optax.sgd(0.1), jd.topology.digraph(WORKERS, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]), method=jd.sgp()
+        optax.sgd(0.1),
+        jd.topology.digraph(WORKERS, [(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]),
+        method=jd.decentralized.sgp(),
     ),
     "one_peer": jd.gossip(optax.adam(0.1), jd.topology.one_peer_exponential(WORKERS)),
-    "choco": jd.gossip(optax.sgd(0.1), RING, method=jd.choco(jd.top_k(0.25), step_size=0.3)),
-    "relay_sgd": jd.gossip(optax.sgd(0.1), jd.topology.path(WORKERS), method=jd.relay_sgd()),
+    "choco": jd.gossip(optax.sgd(0.1), RING, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
+    "relay_sgd": jd.gossip(optax.sgd(0.1), jd.topology.path(WORKERS), method=jd.decentralized.relay_sgd()),
 }
 
 

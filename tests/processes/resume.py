@@ -21,7 +21,7 @@ import jaxdist as jd
 from jaxdist import checkpoint
 
 PERIOD, MORE = 3, 5
-tx = jd.recipes.diloco(optax.adam(0.05), sync_period=PERIOD, reducer=jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+tx = jd.local_sgd.diloco(optax.adam(0.05), sync_period=PERIOD, reducer=jd.error_feedback(jd.compressed(jd.top_k(0.25))))
 
 
 class State(NamedTuple):

@@ -30,17 +30,17 @@ def train(mesh, process, divisor):
     run = jd.distribute(step, mesh)
     state = jd.init_state(lambda: {"p": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}, mesh)
     path = [0.0]
-    for data in jd.join(batches(process), LIKE, mesh):
+    for data in jd.runtime.join(batches(process), LIKE, mesh):
         state, _ = run(state, data)
         path.append(float(state["p"][0]))
-    return np.diff(path).tolist(), int(jd.stats(state["opt"])["empty"])
+    return np.diff(path).tolist(), int(jd.transforms.stats(state["opt"])["empty"])
 
 
 def seen(mesh, source, **options):
     """The first entry of each batch of this process and the examples of all, and how it ended."""
     found, ended = [], "well"
     try:
-        for batch, examples in jd.join(source, LIKE, mesh, **options):
+        for batch, examples in jd.runtime.join(source, LIKE, mesh, **options):
             here = float(np.asarray(batch.addressable_shards[0].data)[0, 0])
             found.append((here, np.asarray(jax.device_get(examples.addressable_shards[0].data)).tolist()))
     except ValueError as error:
@@ -71,23 +71,23 @@ def report(mesh):
         "layer": {"b": jnp.full(2, -0.0 if process else 1.5, jnp.bfloat16), "flag": np.array(bool(process))},
         "key": jax.random.key(process),
     }
-    found["differs"] = raised(jd.parallel.assert_same, odd)
+    found["differs"] = raised(jd.processes.assert_same, odd)
     for source in range(2):
-        same = jd.broadcast(odd, source=source)
-        jd.parallel.assert_same(same)
+        same = jd.processes.broadcast(odd, source=source)
+        jd.processes.assert_same(same)
         found[f"from {source}"] = [
             np.signbit(np.asarray(same["layer"]["b"], np.float32)).tolist(),
             same["layer"]["flag"].tolist(),
             jax.random.key_data(same["key"]).tolist(),
             isinstance(same["w"], np.ndarray) and isinstance(same["layer"]["b"], jax.Array),
         ]
-    found["shape"] = raised(jd.broadcast, {"w": np.ones(3 + process)})
-    found["structure"] = raised(jd.parallel.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
-    jd.agree({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
-    found["agree"] = raised(jd.agree, {"w": np.ones(3 + process)}, mesh=mesh)
-    found["late"] = "" if process else raised(jd.agree, {}, timeout_seconds=1)
+    found["shape"] = raised(jd.processes.broadcast, {"w": np.ones(3 + process)})
+    found["structure"] = raised(jd.processes.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
+    jd.processes.agree({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
+    found["agree"] = raised(jd.processes.agree, {"w": np.ones(3 + process)}, mesh=mesh)
+    found["late"] = "" if process else raised(jd.processes.agree, {}, timeout_seconds=1)
     placed = jd.place({"w": jnp.ones(3), "key": jax.random.key(5)}, mesh)
     shards = [one.data for x in (placed["w"], jax.random.key_data(placed["key"])) for one in x.addressable_shards]
     found["parts"] = [np.asarray(x).tolist() for x in shards]
-    found["placed"] = raised(jd.broadcast, {"w": placed["w"]})
+    found["placed"] = raised(jd.processes.broadcast, {"w": placed["w"]})
     return found

@@ -19,7 +19,7 @@ from laws_run import State, gradients, params, train_step
 from uneven import report
 
 import jaxdist as jd
-from jaxdist.parallel.processes.cluster import VARIABLES
+from jaxdist.processes.cluster import VARIABLES
 
 PROCESSES, LOCAL, STEPS = 2, 2, 2
 WORKERS = PROCESSES * LOCAL
@@ -70,7 +70,7 @@ def compare(chains, axis, mesh, workers):
     for number in range(STEPS):
         state, _ = run(state, jd.global_batch(mine(gradients(number, WORKERS)), mesh, axis=axis))
         simulated, _ = simulate(simulated, gradients(number, WORKERS))
-    assert jd.parallel.disagreement(state, mesh, axis=axis) == ()
+    assert jd.runtime.disagreement(state, mesh, axis=axis) == ()
     return {name: distance(state[name], simulated[name]) for name in chains}
 
 

@@ -1,16 +1,16 @@
 """How long gradients take: each worker's jobs draw from a stream of its own, whatever the method."""
 
 from .base import Durations as Durations
+from .base import failures as failures
 from .base import outages as outages
 from .base import stream as stream
-from .failures import failures as failures
 from .laws import constant as constant
 from .laws import exponential as exponential
+from .laws import from_file as from_file
 from .laws import lognormal as lognormal
+from .laws import power as power
+from .laws import recorded as recorded
 from .laws import shifted_exponential as shifted_exponential
-from .power import power as power
-from .recorded import from_file as from_file
-from .recorded import recorded as recorded
 from .slow import markov as markov
 from .slow import one_slow as one_slow
 from .slow import random_slow as random_slow

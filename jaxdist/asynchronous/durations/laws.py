@@ -1,10 +1,15 @@
 """Every gradient from one law."""
 
+import bisect
+import json
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from ..._typing import Number
+from ..._core.types import Number
 from .base import Durations, check_positive
 
 
@@ -110,3 +115,116 @@ def lognormal(median: Number, spread: Number) -> Durations:
     """
     check_positive(median=median, spread=spread)
     return _law("lognormal", lambda rng, count: median * np.exp(spread * rng.standard_normal(count)))
+
+
+def power(times: Sequence[Number], speeds: Sequence[Sequence[Number]]) -> Durations:
+    """A gradient is done when `∫ v_i(t) dt = 1`: workers whose speeds change, or that are off for a time.
+
+    Args:
+      times: where speeds change, in virtual seconds, increasing, the first 0.
+      speeds: for each worker `v_i` in gradients per second from each of the times on; 0 is off, the last one stays.
+
+    Returns:
+      The law.
+
+    Raises:
+      ValueError: the times do not increase from 0, or there is not a speed that is not negative for each.
+
+    Example:
+      >>> import optax
+      >>> from jaxdist.asynchronous import durations, replay, rules
+      >>> law = durations.power([0, 2.5, 4], [[1, 0, 2]])  # off from 2.5 to 4 s, then twice as fast
+      >>> run = replay.run(rules.asgd(optax.sgd(0.1)), durations=law, workers=1, seconds=5)
+      >>> (run.trace.steps.tick / 1e9).tolist()
+      [1.0, 2.0, 4.25, 4.75]
+
+    References:
+      Tyurin, "Tight time complexities in parallel stochastic optimization with arbitrary computation dynamics",
+      arXiv:2408.04929, 2024 (the universal computation model).
+    """
+    starts = [float(time) for time in times]
+    if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
+        raise ValueError(f"times must increase from 0, got {list(times)}")
+    for row in speeds:
+        if len(row) != len(starts) or not all(0 <= speed < math.inf for speed in row):
+            raise ValueError(f"speeds must be {len(starts)} numbers of at least 0 for each worker, got {list(row)}")
+
+    def draw(rng, worker, first, count, state):
+        return np.ones(count), None
+
+    def finish(worker: int, start: float, work: float) -> float:
+        k, now = bisect.bisect_right(starts, start) - 1, start
+        while True:
+            speed = float(speeds[worker][k])
+            end = starts[k + 1] if k + 1 < len(starts) else math.inf
+            if speed and now + work / speed <= end:
+                return now + work / speed
+            if end == math.inf:
+                return math.inf
+            work -= speed * (end - now)
+            now, k = end, k + 1
+
+    return Durations("power", draw, len(speeds), finish=finish)
+
+
+def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
+    """Durations that were measured: `seconds[i][k]` for job k of worker i.
+
+    Args:
+      seconds: a list for each worker; their lengths may differ.
+      mode: begin again at the end, or never finish another gradient.
+
+    Returns:
+      The law.
+
+    Raises:
+      ValueError: a list is empty, or a time is not positive.
+
+    Example:
+      >>> from itertools import islice
+      >>> from jaxdist.asynchronous import durations
+      >>> law = durations.recorded([[1.0, 2.0], [3.0]])
+      >>> list(islice(durations.stream(law, 0, worker=0), 3))
+      [1.0, 2.0, 1.0]
+    """
+    rows = [np.asarray(row, float) for row in seconds]
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or not len(row) or not (row > 0).all():
+            raise ValueError(f"seconds of worker {i} must be one or more positive numbers, got {seconds[i]}")
+
+    def draw(rng, worker, first, count, state):
+        row, jobs = rows[worker], np.arange(first, first + count)
+        out = row[jobs % len(row)]
+        return (out if mode == "cycle" else np.where(jobs < len(row), out, np.inf)), None
+
+    return Durations("recorded", draw, len(rows))
+
+
+def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
+    """`recorded` from a JSON file: a list of seconds for each worker.
+
+    Args:
+      path: the file.
+      mode: begin again at the end, or never finish another gradient.
+
+    Returns:
+      The law.
+
+    Raises:
+      ValueError: the file has something else in it.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from jaxdist.asynchronous import durations
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "seconds.json"
+      >>> _ = file.write_text("[[1.0, 2.5], [3.0]]")
+      >>> durations.from_file(file).workers
+      2
+    """
+    rows = json.loads(path.read_text())
+    if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
+        raise ValueError(f"{path} must have a list of lists of seconds in it, one for each worker")
+    for row in rows:
+        if not all(isinstance(value, float | int) for value in row):
+            raise ValueError(f"{path} must have a list of lists of seconds in it, got {row}")
+    return recorded(rows, mode=mode)

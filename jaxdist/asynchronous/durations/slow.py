@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..._typing import Number
+from ..._core.types import Number
 from .base import Durations, check_positive
 
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from ..portable import flat, read, write
+from ..protocol import SERVER, Rule, Site
 from ..replay.errors import NonFiniteGradient
 from ..replay.task import Task, gradients
-from ..rule import SERVER, Rule, Site
 from ..values import force
 from .errors import WorkerLost
 from .keeper import Entry, Report, Shelf

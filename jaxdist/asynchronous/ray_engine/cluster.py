@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..rule import SERVER
+from ..protocol import SERVER
 from .actor import Actor, Setup
 from .errors import WorkerLost
 from .keeper import Keeper

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, no_type_check
 
-from ..rule import (
+from ..protocol import (
     COMPUTED,
     REDUCED,
     SERVER,

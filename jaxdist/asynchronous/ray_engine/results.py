@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ..protocol import RECOVERED, SERVER
 from ..replay.trace import Result, Trace, columns
-from ..rule import RECOVERED, SERVER
 from .keeper import Fault, Report
 from .state import Books
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from ..._typing import Number
+from ..._core.types import Number
 from ..portable import read
+from ..protocol import SERVER, Rule
 from ..replay.task import Task
 from ..replay.trace import Result
-from ..rule import SERVER, Rule
 from ..values import mean_of
 from .actor import Setup
 from .cluster import STARTING, Crew, connected

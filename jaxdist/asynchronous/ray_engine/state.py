@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..rule import Message
+from ..protocol import Message
 
 
 class Letter(NamedTuple):

@@ -4,9 +4,9 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, no_type_check
 
-from ..durations import Durations, outages, stream
+from ..durations.base import Durations, outages, stream
 from ..links import Links
-from ..rule import (
+from ..protocol import (
     COMPUTED,
     RECOVERED,
     REDUCED,
@@ -22,7 +22,7 @@ from ..rule import (
     Site,
     Stepped,
 )
-from ..rule import TIMER as TIMER_KIND
+from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
 from .errors import Deadlock, TooManyEvents
 from .state import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER, ReplayState, empty

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..._errors import Portable
+from ..._core.errors import Portable
 
 
 class Deadlock(Portable, RuntimeError):

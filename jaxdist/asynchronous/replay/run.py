@@ -5,10 +5,11 @@ from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
-from ..._typing import Number
-from ..durations import Durations, constant
+from ..._core.types import Number
+from ..durations.base import Durations
+from ..durations.laws import constant
 from ..links import Links, instant
-from ..rule import Rule
+from ..protocol import Rule
 from ..values import force, spec_of
 from .engine import Engine, Setup, begun
 from .state import ReplayState, copied

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 
-from ..._typing import Array, PyTree
+from ..._core.types import Array, PyTree
 from ..values import Lazy, Spec, force, spec_of
 from .errors import NonFiniteGradient
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from ..._typing import Number
+from ..._core.types import Number
 
 CLASSES = ("fault", "message", "computed", "collective", "timer", "evaluation")
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._typing import PyTree
+from ..._core.types import PyTree
 from ...compressors.base import Compressor
-from ...reducers._coded import contraction_form
-from ..rule import REDUCED, Action, Actions, Message, Reduce, Role, Rule, Send, Site
+from ...wire.encoded import contraction_form
+from ..protocol import REDUCED, Action, Actions, Message, Reduce, Role, Rule, Send, Site
 from ..values import Encoded, Spec, mean_of, numeric, spec_of
 
 

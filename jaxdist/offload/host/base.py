@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._compat import lies_on_host, varying_axes
-from ..._marks import OnHost, is_mark
-from ..._typing import Array, PyTree, State
+from ..._core.compat import lies_on_host, varying_axes
+from ..._core.types import Array, PyTree, State
+from ...state.marks import OnHost, is_mark
 from .delayed import delayed as with_delay
 from .program import flatten
 from .run import run

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._typing import Array, Int, PyTree, State
+from ..._core.types import Array, Int, PyTree, State
 
 
 class DelayedState(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._compat import Literal
-from ..._primitives import CASTS, ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
+from ..._core.compat import Literal
+from ..._core.jaxprs import CASTS, ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
 
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "iota"))
 CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS | CASTS

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import host_compute, lies_on_host
-from ..._typing import Array
+from ..._core.compat import host_compute, lies_on_host
+from ..._core.types import Array
 from .cut import cut
-from .groups import Chunk, chunks
 from .program import Node, Program, flatten
 from .stream import stream
-from .values import DEVICE, HOST, Values, evaluate
+from .values import DEVICE, HOST, Chunk, Values, chunks, evaluate
 
 
 def run(

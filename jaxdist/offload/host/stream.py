@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._compat import typed_like, varying_axes
-from ..._typing import Array
-from .groups import Chunk, chunks, entrywise
+from ..._core.compat import typed_like, varying_axes
+from ..._core.types import Array
 from .program import Node, Program
-from .values import DEVICE, HOST, Values, evaluate
+from .values import DEVICE, HOST, Chunk, Values, chunks, entrywise, evaluate
 
 # Smaller groups travel together and as they are.
 SMALL = 2**20

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from ..._marks import PerWorker, is_mark
-from ..._typing import PyTree
+from ..._core.types import PyTree
+from ...state.marks import PerWorker, is_mark
 
 # XLA takes numpy arrays without a copy if they are aligned so.
 ALIGNED = 64

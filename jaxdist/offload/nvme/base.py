@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._typing import PyTree, State
+from ..._core.types import PyTree, State
 from . import arrays
-from .back import assembled, stored_params, sums_of_params, whole_state
 from .disk import Disk
 from .entries import runner
 from .entrywise import Split
 from .model import Model, describe, initial, update
+from .restore import assembled, stored_params, sums_of_params, whole_state
 from .store import Store, Streamed, StreamedStats
 
 

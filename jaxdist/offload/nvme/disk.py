@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from . import files
 from .layout import Layout
-from .pipeline import stream
+from .store import stream
 
 # Works in a chunk: its number, and its bytes.
 Visit = Callable[[int, np.ndarray], None]

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._compat import Literal
-from ..._primitives import ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
-from ..._typing import Array, PyTree
+from ..._core.compat import Literal
+from ..._core.jaxprs import ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
+from ..._core.types import Array, PyTree
 
 
 class Program(NamedTuple):

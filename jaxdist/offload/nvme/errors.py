@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..._errors import Portable
+from ..._core.errors import Portable
 
 
 class StoreError(Portable, Exception):

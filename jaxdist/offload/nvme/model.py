@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._beside import NONE, beside
-from ..._marks import is_mark
-from ..._typing import PyTree
+from ..._core.types import PyTree
+from ...state.correspondence import NONE, beside
+from ...state.marks import is_mark
 from .arrays import Shard, shards_of, unmarked
 from .entrywise import Split, split
 from .layout import Layout, lay_out

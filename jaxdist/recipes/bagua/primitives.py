@@ -1,10 +1,17 @@
 """The four primitives: to all workers or to neighbours, in full precision or in a code."""
 
-from ..._typing import AxisNames
-from ...compressors import Compressor, min_max_uint8
-from ...reducers import Reducer, bucketed, error_feedback, exact, two_shot
-from ...reducers import hierarchical as on_two_levels
-from ...transforms import Method, d_psgd, dcd
+from ..._core.types import AxisNames
+from ...compressors.base import Compressor
+from ...compressors.blocks import min_max_uint8
+from ...decentralized.d_psgd import d_psgd
+from ...decentralized.difference import dcd
+from ...decentralized.method import Method
+from ...reducers.base import Reducer
+from ...reducers.bucketed import bucketed
+from ...reducers.exact import exact
+from ...reducers.feedback import error_feedback
+from ...reducers.hierarchical import hierarchical as on_two_levels
+from ...reducers.two_shot import two_shot
 
 # What public code starts with.
 BUCKET_BYTES = 10 << 20
@@ -33,7 +40,7 @@ def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Re
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.recipes.bagua.c_fp_s()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
 
@@ -82,7 +89,7 @@ def c_lp_s(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.recipes.bagua.c_lp_s()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
       >>> x = jnp.linspace(-1.0, 1.0, 400).reshape(4, 100)
       >>> bool(jnp.allclose(jax.vmap(one_worker, axis_name="data")(x)[0], x.mean(0), atol=0.002))
       True
@@ -137,7 +144,7 @@ def d_lp_s(compressor: Compressor | None = None, *, interval: int = 1, replicas:
     Args:
       compressor: `Q`; by default `min_max_uint8()`. It must be a good one, 8 bits or so.
       interval: neighbours talk in every so many steps.
-      replicas: as in `jd.dcd`; `False` keeps the weighted sum of the neighbours in place of each.
+      replicas: as in `jd.decentralized.dcd`; `False` keeps the weighted sum of the neighbours in place of each.
 
     Returns:
       A method, for `jd.gossip` over a static topology with symmetric weights.

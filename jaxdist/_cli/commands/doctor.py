@@ -1,0 +1,57 @@
+"""`jaxdist doctor`: what there is to run on, and whether it works."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+from rich.markup import escape
+from rich.table import Table
+
+from ...processes.errors import AgreementError
+from ...processes.initialize import initialize
+from ...runtime.mesh import use_cpu_devices
+from .. import diagnosis
+from ..running import new_console
+
+COLOURS = {"good": "green", "look": "yellow", "wrong": "red", "": ""}
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """The options of `jaxdist doctor`."""
+
+    devices: int | None = None
+    """How many devices to make of a CPU; the default is those that there are."""
+    timeout: int = 60
+    """Seconds to wait for the other processes of this job."""
+
+
+def doctor(chosen: Doctor) -> int:
+    """Prints a table; 1 if something is wrong. With several processes, process 0 prints."""
+    if chosen.devices is not None:
+        use_cpu_devices(chosen.devices)
+    found = diagnosis.software()
+    try:
+        initialize(timeout_seconds=chosen.timeout)
+    except AgreementError as error:
+        found.append(diagnosis.Finding("processes", "do not agree", "wrong", str(error)))
+    else:
+        if failed := diagnosis.start():
+            found += failed + diagnosis.settings(os.environ)
+        else:
+            found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.allocator(os.environ)
+            found += diagnosis.links(diagnosis.whole_mesh())
+            if jax.process_index() > 0:
+                return _code(found)
+    table = Table("", "found", "", "what to do", box=None, pad_edge=False)
+    for line in found:
+        table.add_row(*map(escape, line), style=COLOURS[line.verdict])
+    console = new_console()
+    console.print(table)
+    wrong, look = (sum(line.verdict == verdict for line in found) for verdict in ("wrong", "look"))
+    console.print(f"\n{wrong or 'nothing'} wrong, {look or 'nothing'} to look at")
+    return _code(found)
+
+
+def _code(found: list[diagnosis.Finding]) -> int:
+    return int(any(line.verdict == "wrong" for line in found))

@@ -1,0 +1,147 @@
+"""What each layer of a loss costs, in the order in which the forward pass goes through them."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from .._core.jaxprs import inner_jaxprs
+from .._core.layers import Entry, leaf_entries
+from .._core.types import PyTree
+from ..analysis.measured import seconds_of
+from ..schedule.buckets import assign_buckets
+from ..schedule.forward_order import FORMS
+from ..schedule.profile import Profile, merged, profile_of
+from ..schedule.timeline import Timeline, step_timeline
+
+
+class Layer(NamedTuple):
+    """A top-level entry of the parameters.
+
+    Attributes:
+      name: its key, as `schedule.forward_order` has it.
+      bytes: of its parameters, and so of its gradient.
+      flops: of its forward pass: matrix products and convolutions.
+    """
+
+    name: Entry
+    bytes: int
+    flops: float
+
+
+def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Layer]:
+    """The layers in the order of the forward pass, from a trace: nothing is computed.
+
+    A layer begins where one of its parameters is used for the first time, and what is computed from there on until the
+    next one begins is its work.
+
+    Args:
+      loss: `loss(params, batch)`.
+      params: arrays, or their shapes.
+      batch: of one worker.
+
+    Returns:
+      One `Layer` for each top-level entry. Those that the loss does not use come last: their gradients are sent too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist._cli.layers import layers_of
+      >>> params = {"out": jnp.zeros((8, 2)), "in": jnp.zeros((4, 8))}
+      >>> layers = layers_of(lambda params, x: (x @ params["in"] @ params["out"]).sum(), params, jnp.zeros((3, 4)))
+      >>> [(layer.name, layer.bytes, layer.flops) for layer in layers]
+      [('in', 128, 192.0), ('out', 64, 96.0)]
+    """
+    names = leaf_entries(params)
+    sizes: dict[Entry, int] = {}
+    for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
+        sizes[name] = sizes.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+    jaxpr = jax.make_jaxpr(loss)(params, batch).jaxpr
+    owner = {var: name for var, name in zip(jaxpr.invars, names)}
+    flops: dict[Entry, float] = {}
+    current = None
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in FORMS and isinstance(eqn.invars[0], core.Var) and eqn.invars[0] in owner:
+            owner[eqn.outvars[0]] = owner[eqn.invars[0]]
+            continue
+        for var in eqn.invars:
+            name = owner.get(var) if isinstance(var, core.Var) else None
+            if name is not None and name not in flops:
+                flops[name], current = 0.0, name
+        if current is not None:
+            flops[current] += _flops(eqn)
+    return [Layer(name, sizes[name], flops.get(name, 0.0)) for name in dict.fromkeys((*flops, *sizes))]
+
+
+def profile_from_rate(layers: list[Layer], *, flops: float | int) -> Profile:
+    """The profile of layers whose backward pass takes twice the forward pass; its sizes are those of the gradient.
+
+    Args:
+      layers: from `layers_of`, for the batch of one worker.
+      flops: what a worker computes in a second.
+
+    Returns:
+      The profile.
+    """
+    forward = [layer.flops / flops for layer in layers]
+    backward = [2 * seconds for seconds in forward]
+    return profile_of(forward=forward, backward=backward, sizes=[layer.bytes for layer in layers])
+
+
+def grouped(layers: list[Layer], bucket_bytes: int) -> list[list[int]]:
+    """Neighbors of which the gradients travel together: filled from the last layer on, which is ready first.
+
+    Args:
+      layers: in forward order.
+      bucket_bytes: what fills a group.
+
+    Returns:
+      The numbers of the layers of each group, in forward order.
+    """
+    backward = assign_buckets([layer.bytes for layer in reversed(layers)], bucket_bytes=bucket_bytes)
+    return [[len(layers) - 1 - i for i in reversed(group)] for group in backward]
+
+
+def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **options: Any) -> Timeline:
+    """The step of `scheduled(exact(), layers=groups, ...)` on a link, layer by layer.
+
+    Args:
+      layers: in forward order.
+      profile: of these layers.
+      groups: names of layers, and tuples of names that are one layer.
+      options: as for `step_timeline`.
+
+    Returns:
+      The timeline. A message counts as one of the first layer in its group.
+    """
+    number = {layer.name: i for i, layer in enumerate(layers)}
+    members = [[number[name] for name in (group if isinstance(group, tuple) else (group,))] for group in groups]
+    run = step_timeline(merged(profile, members), **options)
+    done = [time for group, time in zip(members, run.done, strict=True) for _ in group]
+    messages = [message._replace(layer=members[message.layer][0]) for message in run.messages]
+    ends = list(accumulate(profile.forward, initial=run.forward[0][0]))
+    return Timeline(tuple(done), tuple(messages), tuple(pairwise(ends)), run.makespan)
+
+
+def measured_rate(
+    loss: Callable[..., Any], params: PyTree, batch: Any, layers: list[Layer], *, steps: int = 3
+) -> float:
+    """The floating-point operations a second of forward and backward pass on one device: the fastest of a few."""
+    gradient = jax.jit(jax.grad(loss))
+    return 3 * sum(layer.flops for layer in layers) / min(seconds_of(partial(gradient, params, batch), steps))
+
+
+def _flops(eqn: Any) -> float:
+    """Of one equation and those inside it."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn.params.values()) for inside in part.jaxpr.eqns)

@@ -1,0 +1,1 @@
+"""The models and data sets that the commands, examples and benchmarks train."""

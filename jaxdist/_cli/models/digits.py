@@ -1,0 +1,104 @@
+"""Real images that every machine has: scikit-learn's 1797 handwritten digits of 8 by 8 pixels."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from sklearn.datasets import load_digits
+
+from ..._core.types import Metrics, PRNGKeyArray, PyTree
+from .base import PLAIN, Layers, Workload
+from .partition import dirichlet_partition, own_batches
+
+HELD_OUT_IMAGES = 360
+_SPLIT_SEED = 0
+
+
+class Digits(NamedTuple):
+    """A batch: `images [n, 8, 8, 1]` float32 in [0, 1] and `labels [n]` int32."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class ConvNet(nn.Module):
+    """Two convolutions and two dense layers, about 80 thousand parameters at width 32."""
+
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch 8 8 1"]) -> Float[Array, "batch 10"]:
+        x = nn.relu(nn.Conv(self.width, (3, 3), name="conv_1")(images))
+        x = nn.relu(nn.Conv(2 * self.width, (3, 3), strides=2, name="conv_2")(x))
+        x = x.reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(2 * self.width, name="dense")(x))
+        return nn.Dense(10, name="out")(x)
+
+
+def splits() -> tuple[Digits, Digits]:
+    """Training and held-out images; which is which never changes."""
+    raw = load_digits()
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(raw.target))
+    images = (raw.images[order, :, :, None] / 16).astype(np.float32)
+    labels = raw.target[order].astype(np.int32)
+    cut = len(order) - HELD_OUT_IMAGES
+    return Digits(images[:cut], labels[:cut]), Digits(images[cut:], labels[cut:])
+
+
+def digits_workload(width: int = 32, *, workers: int = 1, concentration: float | None = None) -> Workload:
+    """A small convolutional network on scikit-learn's digits.
+
+    A batch is drawn with replacement from `(seed, step)`.
+
+    Args:
+      width: channels of the first convolution; the model has about `80 * width**2` parameters.
+      workers: with `concentration`, how many there are: each then has images of its own, always the same.
+      concentration: how alike the workers' labels are, as in `dirichlet_partition`: 0.1 is very different. None: every
+        batch is drawn from all images.
+
+    Returns:
+      A `Workload` that also reports `accuracy`.
+
+    Example:
+      >>> from jaxdist._cli.models.digits import digits_workload
+      >>> digits_workload().batch(0, 0, 16).images.shape
+      (16, 8, 8, 1)
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    train, held = splits()
+    model = ConvNet(width)
+    mine = None
+    if concentration is not None:
+        mine = own_batches(dirichlet_partition(train.labels, workers, concentration=concentration))
+
+    def init(key: PRNGKeyArray) -> PyTree:
+        return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
+
+    def loss(params: PyTree, batch: Digits, *, layers: Layers = PLAIN) -> Float[Array, ""]:
+        return metrics(params, batch, layers=layers)["loss"]
+
+    def metrics(params: PyTree, batch: Digits, *, layers: Layers = PLAIN) -> Metrics:
+        logits = layers.one(lambda params, images: model.apply({"params": params}, images))(params, batch.images)
+        return {
+            "loss": jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)),
+            "accuracy": jnp.mean((jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)),
+        }
+
+    def batch(seed: int, step: int, size: int) -> Digits:
+        if mine is None:
+            chosen = np.random.default_rng((seed, step)).integers(0, len(train.labels), size)
+        else:
+            chosen = mine(seed, step, size)
+        return Digits(train.images[chosen], train.labels[chosen])
+
+    def held_out(size: int) -> list[Digits]:
+        whole = max(1, HELD_OUT_IMAGES // size)
+        return [
+            Digits(held.images[n * size : (n + 1) * size], held.labels[n * size : (n + 1) * size]) for n in range(whole)
+        ]
+
+    return Workload("digits", init, loss, metrics, batch, held_out, unit="images", units_per_example=1)

@@ -1,0 +1,172 @@
+"""Real text that every machine has: the source of Python's standard library."""
+
+import functools
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from . import gpt
+from .base import PLAIN, Workload
+
+# Tests, tables and bundled programs: not there on every installation, or not worth reading.
+SKIPPED = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
+    | {"site-packages", "dist-packages", "__pycache__"}
+)
+MAX_BYTES = 16 * 2**20
+HELD_OUT_SHARE = 10  # one file in ten; the last tenth of a single file
+
+
+class Corpus(NamedTuple):
+    """Bytes to train on and bytes to judge by, from different files where there are several.
+
+    Attributes:
+      train: `[n]` uint8.
+      held_out: `[m]` uint8.
+      train_files: names of the files in `train`, in order.
+      held_out_files: names of the files in `held_out`, in order.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+
+def standard_library() -> dict[str, bytes]:
+    """Reads the standard library's modules: name to source, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # `_sysconfigdata_*` is written by each machine's own build.
+    paths = (
+        p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts) and "_sysconfigdata" not in p.name
+    )
+    files = _read(root, paths)
+    if not files:
+        raise ValueError(f"no standard library source under {root}; name a text of your own with --text")
+    return files
+
+
+def files_under(path: str | Path) -> dict[str, bytes]:
+    """Reads one file, or every text file of a folder: name to content, in the order of their names.
+
+    Hidden files and files with a zero byte in them (not text) are left out.
+    """
+    path = Path(path)
+    if path.is_file():
+        return {path.name: path.read_bytes()}
+    if not path.is_dir():
+        raise ValueError(f"no file or folder at {path}")
+    visible = (
+        p for p in path.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
+    )
+    files = {name: content for name, content in _read(path, visible).items() if b"\0" not in content}
+    if not files:
+        raise ValueError(f"no text files under {path}")
+    return files
+
+
+def _read(root: Path, paths) -> dict[str, bytes]:
+    named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
+    files, size = {}, 0
+    for name, path in named:
+        content = path.read_bytes()
+        size += len(content)
+        if size > MAX_BYTES:
+            break
+        if content:
+            files[name] = content
+    return files
+
+
+def corpus(path: str | Path | None = None) -> Corpus:
+    """Reads the text and splits it.
+
+    The split is a hash of each file's name, so that it stays when files are added; a single file gives its last
+    tenth.
+
+    Args:
+      path: a file or a folder; None for the standard library's source.
+
+    Returns:
+      The two splits and the names of their files.
+
+    Example:
+      >>> from jaxdist._cli.models.text import corpus
+      >>> text = corpus()
+      >>> text.train.size > 9 * text.held_out.size / 2, set(text.train_files) & set(text.held_out_files)
+      (True, set())
+    """
+    files = standard_library() if path is None else files_under(path)
+    held_out = [name for name in files if zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0]
+    train = [name for name in files if name not in set(held_out)]
+    if train and held_out:
+        return Corpus(_bytes(files, train), _bytes(files, held_out), tuple(train), tuple(held_out))
+    whole = _bytes(files, list(files))
+    cut = whole.size - whole.size // HELD_OUT_SHARE
+    return Corpus(whole[:cut], whole[cut:], tuple(files), tuple(files))
+
+
+def _bytes(files: dict[str, bytes], names: list[str]) -> np.ndarray:
+    return np.frombuffer(b"".join(files[name] for name in names), dtype=np.uint8)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Cuts `[batch, length]` windows out of `text` at `starts`."""
+    return text[starts[:, None] + np.arange(length)[None, :]]
+
+
+def text_workload(
+    config: gpt.GPTConfig = gpt.SIZES["demo"], *, path: str | Path | None = None, held_out_examples: int = 256
+) -> Workload:
+    """A byte-level GPT on the standard library's source, or on a text of one's own.
+
+    A batch is `[size, context + 1]` uint8, cut at places drawn from `(seed, step)`.
+
+    Args:
+      config: the model's sizes. Start with the default: it runs a few steps a second on two cores.
+      path: a file or a folder to read instead; it must hold more than ten windows of `context + 1` bytes.
+      held_out_examples: how many windows an evaluation reads; more is steadier and slower.
+
+    Returns:
+      A `Workload`.
+
+    Example:
+      >>> from jaxdist._cli.models.text import text_workload
+      >>> work = text_workload()
+      >>> batch = work.batch(0, 7, 4)
+      >>> batch.shape, batch.dtype, bool((batch == work.batch(0, 7, 4)).all())
+      ((4, 65), dtype('uint8'), True)
+    """
+    text = corpus(path)
+    length = config.context + 1
+    if min(text.train.size, text.held_out.size) < length:
+        raise ValueError(
+            f"the text is too short for a context of {config.context}: {text.train.size} bytes to train on"
+            f" and {text.held_out.size} held out"
+        )
+
+    def batch(seed: int, step: int, size: int) -> np.ndarray:
+        starts = np.random.default_rng((seed, step)).integers(0, text.train.size - length + 1, size)
+        return windows(text.train, starts, length)
+
+    def held_out(size: int) -> list[np.ndarray]:
+        # Evenly spread over the held-out files and without overlap, as many whole batches as there are.
+        available = min(held_out_examples, text.held_out.size // length)
+        starts = np.linspace(0, text.held_out.size - length, available).astype(np.int64)
+        whole = available - available % size if available >= size else available
+        return [windows(text.held_out, starts[first : first + size], length) for first in range(0, whole, size)]
+
+    loss = functools.partial(gpt.loss, config)
+    return Workload(
+        name="text",
+        init=functools.partial(gpt.init, config),
+        loss=loss,
+        metrics=lambda params, batch, layers=PLAIN: {"loss": loss(params, batch, layers=layers)},
+        batch=batch,
+        held_out=held_out,
+        unit="tokens",
+        units_per_example=config.context,
+    )

@@ -1,0 +1,1 @@
+"""Command-line spellings and the objects they stand for."""

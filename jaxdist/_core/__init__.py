@@ -1,0 +1,1 @@
+"""Helpers that know nothing of distribution: types, trees, dtypes, checks, hashes and jaxprs."""

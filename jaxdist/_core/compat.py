@@ -1,0 +1,123 @@
+"""Every JAX name that moved, or that we may have to follow when it moves, between 0.10 and 0.12.
+
+No other file of the library looks at a version.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import compute_on as _compute_on
+from jax.extend import core
+from jax.extend.core import primitives
+
+from .types import Array
+
+Jaxpr = core.Jaxpr
+Literal = core.Literal
+# Type checkers do not see it in jax 0.12.
+ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+
+def mesh_axes_being_mapped() -> frozenset[str]:
+    """The mesh axes that an enclosing `shard_map` handles by hand (none under `vmap` or plain `jit`)."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_axes_left_over() -> tuple[str, ...]:
+    """The axes of the mesh around us with more than one device that the compiler still shards by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which the type of `x` says that its value differs."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def with_weak_type(x: Array, weak: bool) -> Array:
+    """The array with or without a weak type (that of Python's numbers); `jax.lax` can only take it away."""
+    if jax.typeof(x).weak_type == weak:
+        return x
+    return primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
+
+
+def make_mesh(shape: Sequence[int], names: Sequence[str], *, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """A mesh with Auto axes; `jax.make_mesh` makes Explicit ones unless told, and renamed its first argument."""
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(shape), tuple(names), axis_types=auto, devices=devices)
+
+
+def shard_map(
+    f: Callable, *, mesh: Any, in_specs: Any, out_specs: Any, axis_names: set[str], check_vma: bool
+) -> Callable:
+    """`jax.shard_map`; `mesh=None` takes the mesh around us, as a nested call must."""
+    keywords = {} if mesh is None else {"mesh": mesh}
+    return functools.partial(
+        jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma, **keywords)
+    )
+
+
+def host_compute(f: Callable, outputs: int) -> Callable:
+    """`f` as a region that the host's processor computes; it returns that many arrays, in host memory."""
+    annotate: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on  # until 0.10, and since 0.11
+    return annotate(f, compute_type="device_host", out_memory_spaces=[jax.memory.Space.Host] * outputs)
+
+
+def lies_on_host(x: Array) -> bool:
+    """Whether the type of `x` says that it lies in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def typed_like(x: Array, aval: Any) -> Array:
+    """`x`, cast to vary over the mesh axes that a type varies over."""
+    missing = frozenset(aval.manual_axis_type.varying) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def key_class() -> type:
+    """The class of typed keys, which JAX does not export; found without making one, which would start the backend."""
+    return next(kind for kind in jax.Array.__subclasses__() if kind.__name__ == "PRNGKeyArray")
+
+
+def scan_sizes(parameters: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are the same in every round, and how many it carries from one to the next."""
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    consts, carry, _ = parameters["ft_in"].unpack()  # since 0.12
+    return len(consts), len(carry)
+
+
+def coordination_client() -> Any:
+    """JAX's connection to process 0's coordination service: a dictionary of text that all processes share."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def known_problems() -> list[tuple[str, str]]:
+    """What is known to be bad in what runs here, and what to do about it."""
+    found = []
+    if jax.default_backend() == "cpu":
+        found.append(
+            (
+                "lax.psum_scatter of 8 MiB or more gives wrong numbers between CPU processes (jax-ml/jax#40830)",
+                "jaxdist goes another way; in collectives of your own use Comm.reduce_scatter_mean",
+            )
+        )
+    if jax.default_backend() == "cpu" and jax.process_count() > 1:
+        found.append(
+            (
+                "the first collective over an axis fails if a CPU process comes to it 30 s after another",
+                "call agree(state, mesh=mesh) while all are about as far; later ones wait as long as it takes",
+            )
+        )
+        if getattr(jax.config, "jax_compilation_cache_dir", None):
+            found.append(
+                (
+                    "of several CPU processes only process 0 finds its programs in the compile cache",
+                    "leave it unset: the others compile while process 0 waits for them",
+                )
+            )
+    return found

@@ -1,0 +1,1 @@
+"""A reader of compiled HLO, and a schedule simulator on top of it."""

@@ -1,0 +1,151 @@
+"""How often a `while` of a compiled program runs.
+
+XLA writes the number down on CPU and GPU (`known_trip_count`) but not on TPU, where it has to be read off the
+loop itself: a counter that starts at a constant, grows by a constant and is compared with a constant.
+"""
+
+import re
+from typing import NamedTuple
+
+from .reader import Instruction, Module, called
+
+_SAME_VALUE = ("bitcast", "convert", "copy", "reshape")
+_CALLS = ("call", "fusion")
+_FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
+
+
+class _Value(NamedTuple):
+    """An integer: a constant, or an element of the loop's carry plus a constant."""
+
+    element: int | None
+    offset: int
+
+
+# What the parameters of a computation stand for: values, or (for the body and condition of a loop) its carry.
+_CARRY = "carry"
+_Bindings = tuple[_Value | None, ...] | str
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """Return how often the body of a `while` runs, or `None` when the program does not tell.
+
+    Args:
+      module: the program.
+      computation: the name of the computation that contains the loop.
+      loop: the `while` instruction.
+    """
+    known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
+    if known:
+        return int(known.group(1))
+    (condition,), (body,) = called(loop, "condition"), called(loop, "body")
+    compared = _comparison(module, condition, module.computations[condition].root, _CARRY)
+    if compared is None:
+        return None
+    direction, left, right = compared
+
+    def settled(value: _Value | None) -> int | None:
+        """The number behind a constant or behind an element that the body hands on as it is."""
+        if value is None or value.element is None:
+            return None if value is None else value.offset
+        after = _element(module, body, module.computations[body].root, value.element, _CARRY)
+        start = _element(module, computation, loop.operands[0], value.element, ())
+        if after != _Value(value.element, 0) or start is None or start.element is not None:
+            return None
+        return start.offset + value.offset
+
+    if settled(right) is None:
+        direction, left, right = _FLIPPED.get(direction, ""), right, left
+    limit = settled(right)
+    if limit is None or left is None or left.element is None:
+        return None
+    start = _element(module, computation, loop.operands[0], left.element, ())
+    after = _element(module, body, module.computations[body].root, left.element, _CARRY)
+    if start is None or start.element is not None or after is None or after.element != left.element:
+        return None
+    return _iterations(direction, start.offset + left.offset, after.offset, limit)
+
+
+def _iterations(direction: str, start: int, step: int, limit: int) -> int | None:
+    if direction in ("GT", "GE"):
+        direction, start, step, limit = _FLIPPED[direction], -start, -step, -limit
+    if direction == "LE":
+        direction, limit = "LT", limit + 1
+    distance = limit - start
+    if direction == "LT" and step > 0:
+        return max(0, -(-distance // step))
+    if direction == "NE" and step != 0 and distance % step == 0 and distance // step >= 0:
+        return distance // step
+    return None
+
+
+def _comparison(
+    module: Module, computation: str, name: str, bindings: _Bindings
+) -> tuple[str, _Value | None, _Value | None] | None:
+    instruction = module.computations[computation].instructions.get(name)
+    if instruction is None:
+        return None
+    if instruction.opcode in _SAME_VALUE:
+        return _comparison(module, computation, instruction.operands[0], bindings)
+    if instruction.opcode in _CALLS:
+        inner, values = _enter(module, computation, instruction, bindings)
+        return _comparison(module, inner, module.computations[inner].root, values)
+    direction = re.search(r"\bdirection=(\w+)", instruction.attributes)
+    if instruction.opcode != "compare" or not direction:
+        return None
+    left, right = (_value(module, computation, operand, bindings) for operand in instruction.operands)
+    return direction.group(1), left, right
+
+
+def _value(module: Module, computation: str, name: str, bindings: _Bindings) -> _Value | None:
+    instruction = module.computations[computation].instructions.get(name)
+    if instruction is None:
+        return None
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "constant":
+        integer = re.match(r"[su]\d+\[\]", instruction.result) and re.fullmatch(r"-?\d+", operands[0])
+        return _Value(None, int(operands[0])) if integer else None
+    if opcode == "parameter":
+        position = int(operands[0])
+        return bindings[position] if not isinstance(bindings, str) and position < len(bindings) else None
+    if opcode == "get-tuple-element":
+        index = re.search(r"\bindex=(\d+)", instruction.attributes)
+        return _element(module, computation, operands[0], int(index.group(1)), bindings) if index else None
+    if opcode in _SAME_VALUE:
+        return _value(module, computation, operands[0], bindings)
+    if opcode in _CALLS:
+        inner, values = _enter(module, computation, instruction, bindings)
+        return _value(module, inner, module.computations[inner].root, values)
+    if opcode in ("add", "subtract"):
+        left, right = (_value(module, computation, operand, bindings) for operand in operands)
+        if left is None or right is None:
+            return None
+        if opcode == "add" and left.element is None:
+            left, right = right, left
+        if right.element is None:
+            return _Value(left.element, left.offset + (right.offset if opcode == "add" else -right.offset))
+    return None
+
+
+def _element(module: Module, computation: str, name: str, index: int, bindings: _Bindings) -> _Value | None:
+    """The value of one element of a tuple."""
+    instruction = module.computations[computation].instructions.get(name)
+    if instruction is None:
+        return None
+    if instruction.opcode == "tuple":
+        return _value(module, computation, instruction.operands[index], bindings)
+    if instruction.opcode == "parameter":
+        return _Value(index, 0) if bindings == _CARRY else None
+    if instruction.opcode in ("copy", "opt-barrier"):
+        return _element(module, computation, instruction.operands[0], index, bindings)
+    if instruction.opcode in _CALLS:
+        inner, values = _enter(module, computation, instruction, bindings)
+        return _element(module, inner, module.computations[inner].root, index, values)
+    return None
+
+
+def _enter(
+    module: Module, computation: str, instruction: Instruction, bindings: _Bindings
+) -> tuple[str, tuple[_Value | None, ...]]:
+    """The computation that an instruction calls, and what its parameters stand for."""
+    (inner,) = called(instruction, "calls", "to_apply")
+    return inner, tuple(_value(module, computation, operand, bindings) for operand in instruction.operands)

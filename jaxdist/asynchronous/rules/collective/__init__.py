@@ -1,0 +1,1 @@
+"""Rules whose workers share a collective."""

@@ -1,0 +1,1 @@
+"""Rules in which workers exchange models with their neighbors."""

@@ -1,0 +1,1 @@
+"""Rules with a parameter server."""

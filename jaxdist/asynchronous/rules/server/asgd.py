@@ -1,0 +1,108 @@
+"""Asynchronous SGD: every gradient is a step, however old."""
+
+from collections.abc import Callable
+
+import optax
+
+from ...._core.types import Number
+from ...protocol import Actions, Counted, Message, Rule
+from .base import Core, reply, server_rule, stepper
+
+
+def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float] | None = None) -> Rule:
+    """Each gradient that arrives is a step of the server: `x <- x - γ(d) g`, and its worker goes on from the new x.
+
+    The delay `d` of a gradient is the number of steps between reading x and using the gradient; on average it is the
+    number of workers less one. With data that differ between workers the limit is the optimum weighted by the workers'
+    speeds, not the mean: see `ringleader` and `dude`.
+
+    On the wire: a gradient up and a model down per step.
+
+    State: the server's model and optimizer; a worker's model.
+
+    Args:
+      optimizer: what the server steps with. Momentum compounds the staleness: lower it with more workers.
+      rate: a factor for each update from the delay of its gradient, such as `staleness_aware()` or
+        `delay_adaptive(...)`.
+
+    Returns:
+      The rule.
+
+    Example:
+      >>> import optax
+      >>> from jaxdist.asynchronous import replay, durations, rules
+      >>> rule, law = rules.asgd(optax.sgd(0.1)), durations.constant([1.0, 2.0, 4.0])
+      >>> run = replay.run(rule, durations=law, workers=3, seconds=400)
+      >>> len(run.trace.steps) / 400
+      1.75
+
+    References:
+      Tsitsiklis, Bertsekas, Athans, "Distributed asynchronous deterministic and stochastic gradient optimization
+      algorithms", 1986; Recht, Ré, Wright, Niu, "Hogwild!", arXiv:1106.5730, 2011.
+    """
+    init, step = stepper(optimizer)
+    factor = rate or (lambda delay: 1.0)
+
+    def on_gradient(core: Core, worker: int, message: Message) -> tuple[Core, Actions]:
+        read, version = message.version, core.version
+        core, stepped = step(core, message.value, factor(version - read), read)
+        core, sent = reply(core, worker)
+        return core, (Counted(worker, read, version), stepped, sent)
+
+    return server_rule("asgd", init, on_gradient, core=lambda state: state)
+
+
+def staleness_aware() -> Callable[[int], float]:
+    """The rate `1 / max(d, 1)` for `asgd`: a gradient that is d steps old counts 1/d.
+
+    On the wire, state: nothing.
+
+    Returns:
+      A function of the delay.
+
+    Example:
+      >>> from jaxdist.asynchronous import rules
+      >>> rules.staleness_aware()(4)
+      0.25
+
+    References:
+      Zhang, Gupta, Lian, Liu, "Staleness-aware async-SGD for distributed deep learning", arXiv:1511.05950, 2016.
+    """
+    return lambda delay: 1.0 / max(delay, 1)
+
+
+def delay_adaptive(concurrency: int, learning_rate: Number, smoothness: Number) -> Callable[[int], float]:
+    """The rate for `asgd` under which only late gradients count less: `γ_d = γ` to the usual delay, then `1 / (4 L d)`.
+
+    On the wire, state: nothing.
+
+    Args:
+      concurrency: up to which delay the full rate holds; the number of workers.
+      learning_rate: γ, the rate of the server's optimizer.
+      smoothness: L, the Lipschitz constant of the gradient. Larger cuts late gradients more.
+
+    Returns:
+      A function of the delay.
+
+    Raises:
+      ValueError: an argument is not positive.
+
+    Example:
+      >>> from jaxdist.asynchronous import rules
+      >>> rate = rules.delay_adaptive(8, learning_rate=0.1, smoothness=1.0)
+      >>> rate(8), rate(25)
+      (1.0, 0.1)
+
+    References:
+      Mishchenko, Bach, Even, Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays",
+      arXiv:2206.07638, 2022; Koloskova, Stich, Jaggi, "Sharper convergence guarantees for asynchronous SGD",
+      arXiv:2206.08307, 2022.
+    """
+    for name, value in (("concurrency", concurrency), ("learning_rate", learning_rate), ("smoothness", smoothness)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+    def rate(delay: int) -> float:
+        return 1.0 if delay <= concurrency else min(1.0, 1.0 / (4 * smoothness * learning_rate * delay))
+
+    return rate

@@ -1,6 +1,0 @@
-"""The `jaxdist` command."""
-
-try:
-    from .main import main as main
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing

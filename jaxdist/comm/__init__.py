@@ -1,0 +1,27 @@
+"""The one file that talks to other workers.
+
+A `Comm` is one group of workers as one of them sees it. Its functions map over pytrees, type-check under `shard_map`'s
+replication checking, and give the same numbers under `vmap` (simulation). Three traps are dealt with here, once:
+
+- What all workers end up with (a mean, a gather) is typed *invariant*, so it may leave `shard_map` as agreed state.
+- XLA:CPU widens bf16 and fp8 in every collective: they travel as u16 and u8 words.
+- XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
+  local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
+  form.
+- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles,
+  or that have an odd number of them: there they are padded. On square slices (4x4, 8x8) it does so with every
+  reduce-scatter over one axis of all chips; two axes, one for each side of the square, get two real ones.
+"""
+
+from .base import Comm as Comm
+from .base import Sent as Sent
+from .base import check_permutation as check_permutation
+from .base import completed as completed
+from .counted import cond as cond
+from .counted import counted as counted
+from .counted import switch as switch
+from .counted import total_bytes as total_bytes
+from .groups import alone as alone
+from .groups import grouped as grouped
+from .groups import nested as nested
+from .over import over as over

@@ -1,7 +1,0 @@
-"""`python -m jaxdist.launch` is `jaxdist launch`."""
-
-import sys
-
-from .command import main
-
-sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""Local updates: workers step on their own and synchronize every few steps."""
+
+from .base import local_steps as local_steps
+from .fragments import Fragments as Fragments
+from .fragments import balanced as balanced
+from .fragments import due_fragments as due_fragments
+from .fragments import strided as strided
+from .muloco import hidden_matrix as hidden_matrix
+from .muloco import muloco as muloco
+from .noloco import no_lo_co as no_lo_co
+from .outer import slow_momentum as slow_momentum
+from .palsgd import palsgd as palsgd
+from .palsgd import pulled as pulled
+from .recipes import diloco as diloco
+from .recipes import local_sgd as local_sgd
+from .recipes import post_local_sgd as post_local_sgd
+from .recipes import slowmo as slowmo
+from .recipes import sparse_loco as sparse_loco
+from .recipes import streaming_diloco as streaming_diloco
+from .slow_momentum import SlowStepsState as SlowStepsState
+from .slow_momentum import slow_steps as slow_steps
+from .state import LocalStepsState as LocalStepsState
+from .state import anchor as anchor

@@ -1,0 +1,182 @@
+"""PALSGD's inner step: now and then a pull to the last agreed model takes the place of a gradient step."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._core.checks import NO_PARAMS, check_range
+from .._core.dtypes import working_dtype
+from .._core.trees import choose, next_count
+from .._core.types import Array, AxisNames, Int, Key, State, Updates
+from ..comm.over import over
+from ..reducers.base import Reducer
+from ..transforms.common import LearningRate, rate_at
+from ..wire.encoded import step_key
+from .base import local_steps
+from .fragments import SyncPeriod
+
+
+class PulledState(NamedTuple):
+    """A count of steps and the key of all coins; the state of the `inner` optimizer, which a pull leaves as it is.
+
+    Inside `local_steps` all of it is marked as differing between workers.
+    """
+
+    count: Int[Array, ""]
+    key: Key[Array, ""]
+    inner: State
+
+
+def pulled(
+    inner: optax.GradientTransformation,
+    *,
+    probability: float | int,
+    pull: float | int,
+    start_step: int = 0,
+    seed: int = 0,
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """With probability `p`, `x -= (γ η / p) (x - a)` in place of a step; otherwise the step of `inner`, over `1 - p`.
+
+    `a` is the anchor, the model that the workers last agreed on, and `γ` the learning rate: without any communication
+    workers stay closer together, and rounds can be longer. On average a step is the gradient's `γ g` and the pull
+    `γ η (x - a)`. Every worker tosses a coin of its own. A pull does not look at the gradient, so its batch is spent;
+    the momentum of `inner` waits.
+
+    *On the wire*: nothing.
+
+    *State*: that of `inner`, a count and a key.
+
+    Args:
+      inner: any optimizer; its whole update is scaled, as if its learning rate were `γ / (1 - p)`.
+      probability: `p`, in [0, 1); the paper's code has 0.2. At 0 this is `inner`.
+      pull: `η`, at least 0; the code has 0.5. Higher keeps workers closer and slows them down; `γ η / p` must stay well
+        below 1.
+      start_step: no pulls, and no scaling, before. With `local_steps(warmup_steps=)` the same number, or workers would
+        part in the warm-up.
+      seed: of the coins.
+      axis: the mesh axis of the workers.
+
+    Returns:
+      A gradient transformation, to be the inner one of `local_steps`, which gives it `anchor=`; the step passes
+      `learning_rate=`.
+
+    Raises:
+      ValueError: an argument is out of range; at trace time, if there is no anchor, no learning rate or no parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.local_sgd.pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
+      >>> x, state, seen = jnp.array(3.0), tx.init(jnp.array(3.0)), set()
+      >>> for _ in range(20):  # a pull is 0.1 · 0.5 / 0.5 · (1 - 3), a step -0.1 · 4 / 0.5
+      ...     update, state = tx.update(jnp.array(4.0), state, x, anchor=jnp.array(1.0), learning_rate=0.1)
+      ...     seen.add(round(float(update), 3))
+      >>> sorted(seen)
+      [-0.8, -0.2]
+
+    References:
+      Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
+      Data-Parallel Training", arXiv 2504.18454, 2025.
+    """
+    check_range("probability", probability, 0, 1)
+    check_range("pull", pull, 0)
+    check_range("start_step", start_step, 0)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params) -> State:
+        return PulledState(jnp.zeros((), jnp.int32), jax.random.key(seed), inner.init(params))
+
+    def update(
+        updates, state, params=None, *, anchor=None, learning_rate=None, **extra_args
+    ) -> tuple[Updates, PulledState]:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        given = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
+        steps, inner_state = inner.update(updates, state.inner, params, anchor=anchor, **given)
+        count = next_count(state.count)
+        if not probability:
+            return steps, PulledState(count, state.key, inner_state)
+        if anchor is None:
+            raise ValueError("pulled needs the anchor, which local_steps gives it: local_steps(pulled(inner), outer)")
+        if learning_rate is None:
+            raise ValueError("pulled pulls in proportion to the learning rate: pass learning_rate= to the update")
+        key = step_key(state.key, state.count, over(axis), shared=False)
+        started = state.count >= start_step
+        pulls = started & jax.random.bernoulli(key, probability)
+        strength = jnp.asarray(learning_rate, jnp.float32) * (pull / probability)
+        scale = jnp.where(started, 1 / (1 - probability), 1.0)
+
+        def one(step, p, a):
+            wide = working_dtype(step.dtype)
+            towards = strength.astype(wide) * (a.astype(wide) - p.astype(wide))
+            return jnp.where(pulls, towards, scale.astype(wide) * step.astype(wide)).astype(step.dtype)
+
+        steps = jax.tree.map(one, steps, params, anchor)
+        return steps, PulledState(count, state.key, choose(pulls, state.inner, inner_state))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def palsgd(
+    inner: optax.GradientTransformation,
+    *,
+    sync_period: SyncPeriod = 100,
+    learning_rate: LearningRate,
+    probability: float | int = 0.2,
+    pull: float | int = 0.5,
+    slow_learning_rate: LearningRate = 0.7,
+    momentum: float | int = 0.9,
+    warmup_steps: int = 100,
+    seed: int = 0,
+    reducer: Reducer | None = None,
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """PALSGD: with probability `p` a worker is pulled to the anchor in place of a step, which costs no communication.
+
+    Workers stay closer together than in `diloco`, so that rounds can be longer.
+
+    *On the wire*: as `diloco`; the warm-up averages gradients.
+
+    *State*: that of `local_steps`, and per worker a key and a count.
+
+    Args:
+      inner: the optimizer of each worker, with its learning rate inside.
+      sync_period: `H`; the paper's code has 100.
+      learning_rate: the inner `γ` once more, a number or a schedule of steps: the pull is `γ η / p (x - a)`. `update`
+        takes `learning_rate=` too.
+      probability: `p`; at 0 this is `diloco`.
+      pull: `η`.
+      slow_learning_rate: the outer rate, constant, or a schedule that counts rounds.
+      momentum: the outer `μ`.
+      warmup_steps: so many first steps average gradients and pull nobody.
+      seed: of the coins.
+      reducer: what carries the drift; by default `exact()`.
+      axis: the mesh axis of the workers.
+
+    Returns:
+      The transformation; parameters are `PerWorker`, as for `local_steps`.
+
+    Example:
+      >>> import optax, jaxdist as jd
+      >>> tx = jd.local_sgd.palsgd(optax.adamw(4e-4), learning_rate=4e-4)
+
+    References:
+      Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
+      Data-Parallel Training", arXiv 2504.18454, 2025.
+    """
+    tx = local_steps(
+        pulled(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis),
+        optax.sgd(slow_learning_rate, momentum=momentum, nesterov=True),
+        sync_period=sync_period,
+        warmup_steps=warmup_steps,
+        reducer=reducer,
+        axis=axis,
+    )
+
+    def update(updates, state, params=None, **extra_args):
+        given = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
+        return tx.update(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -1,0 +1,140 @@
+"""Slow steps that each worker takes by itself, around an optimizer that mixes models: SlowMo without its average."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._core.checks import NO_PARAMS
+from .._core.dtypes import working_dtype
+from .._core.trees import next_count
+from .._core.types import Array, AxisNames, Float, Int, State, Updates
+from ..comm.over import over
+from ..state.marks import PerWorker, bind, with_value
+from ..transforms.common import check_per_worker
+from ..transforms.local_gradients import check_leaves, check_local
+from .fragments import SyncPeriod, check_period, period_at
+from .synchronize import as_held, either, take_over
+
+
+class SlowStepsState(NamedTuple):
+    """What has been agreed on, and what this worker keeps.
+
+    Agreed: `count` of steps, steps `since` the last slow one, the sum of their `rates`. `inner` says of itself. Per
+    worker: the `anchor` that it started the round from, in float32 or better, and the state of `outer`.
+    """
+
+    count: Int[Array, ""]
+    since: Int[Array, ""]
+    rates: Float[Array, ""]
+    inner: State
+    anchor: PerWorker
+    outer: PerWorker
+
+
+def slow_steps(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    *,
+    sync_period: SyncPeriod,
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Every `H` steps each worker takes an outer step along its own drift: slow momentum without any average.
+
+    With its anchor `a_i` and the model `x_i` after `H` steps of `inner`, which mixes models by itself:
+
+        Δ_i = a_i - x_i,   a_i += outer(Δ_i),   x_i = a_i
+
+    Around `gossip` with `sgp()` and `slow_momentum()` this is SGP-SlowMo-noaverage. As all of it is linear, the means
+    over workers follow SlowMo with the average; how far workers are apart is up to `inner`.
+
+    *On the wire*: what `inner` sends, and nothing more.
+
+    *State*: that of `inner`; per worker the anchor and the state of `outer`, in float32.
+
+    Args:
+      inner: a transformation of local gradients that mixes models: `gossip`.
+      outer: gets the drift as its gradient: `slow_momentum()`.
+      sync_period: `H`, or a schedule from the step to `H`; the paper has 48.
+      axis: the mesh axis of the workers.
+
+    Returns:
+      A gradient transformation for local gradients; it needs `params`, marked `PerWorker` in the train state, and comes
+      last in a chain. Its `update` takes `learning_rate=`, the agreed rate of this step, which `slow_momentum` needs,
+      and hands all it gets to `inner`.
+
+    Raises:
+      ValueError: `sync_period` is not positive; at trace time, if `params` are missing or not marked `PerWorker`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.gossip(optax.sgd(0.5), jd.topology.ring(4), method=jd.decentralized.sgp())
+      >>> tx = jd.local_sgd.slow_steps(tx, jd.local_sgd.slow_momentum(momentum=0.6), sync_period=2)
+      >>> def step(state, target):
+      ...     updates, opt = tx.update(state["x"] - target[0], state["opt"], state["x"], learning_rate=0.5)
+      ...     return {"x": state["x"] + updates, "opt": opt}, {}
+      >>> state = jd.place({"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 4)
+      >>> for _ in range(4):
+      ...     state, _ = jd.simulate(step, workers=4)(state, jnp.array([0.0, 4.0, 8.0, 12.0]))
+      >>> round(float(jd.consensus(state["x"])), 4)  # 4.5, then 1.125 more and 0.6 of the first round
+      8.325
+
+    References:
+      Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+      arXiv 1910.00643, 2020.
+    """
+    check_period(sync_period, 0, 0, 1)
+    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
+
+    def init(params) -> State:
+        check_leaves(params)
+        # A copy, since parameters and optimizer state may both be donated.
+        held = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        return SlowStepsState(
+            count=jnp.zeros((), jnp.int32),
+            since=jnp.zeros((), jnp.int32),
+            rates=jnp.zeros((), jnp.float32),
+            inner=inner.init(params),
+            anchor=bind(PerWorker(held), axis),
+            outer=bind(PerWorker(outer.init(held)), axis),
+        )
+
+    def update(updates, state, params=None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        check_leaves(updates)
+        check_local(updates, axis)
+        check_per_worker(params, axis)
+        comm = over(axis)
+        given: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
+        steps, inner_state = inner.update(updates, state.inner, params, **extra_args, **given)
+        local = optax.apply_updates(params, steps)
+        since = state.since + 1
+        rates = state.rates + jnp.asarray(0.0 if learning_rate is None else learning_rate, jnp.float32)
+        due = since >= period_at(sync_period, state.count)
+
+        def step(comm, local, anchor, outer_state, rate):
+            del comm
+            drift = jax.tree.map(lambda a, p: as_held(a, p) - p.astype(a.dtype), anchor, local)
+            slow, new = outer.update(drift, outer_state, anchor, **({} if learning_rate is None else rate))
+            return jax.tree.map(jnp.add, anchor, slow), new
+
+        def stay(comm, local, anchor, outer_state, rate):
+            del comm, local, rate
+            return anchor, outer_state
+
+        with jax.named_scope("slow_steps"):
+            operands = local, state.anchor.value, state.outer.value, {"learning_rate": rates / since}
+            anchor, outer_state = comm.varying(either(due, step, stay, comm, *operands))
+            steps = take_over(due, 0.0, anchor, local, params, steps)
+        return steps, SlowStepsState(
+            count=next_count(state.count),
+            since=jnp.where(due, 0, since),
+            rates=jnp.where(due, 0.0, rates),
+            inner=inner_state,
+            anchor=with_value(state.anchor, anchor),
+            outer=with_value(state.outer, outer_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,17 @@
+"""The processes of a job: start, consistency checks, heartbeats, preemption."""
+
+from .broadcast import assert_same as assert_same
+from .broadcast import broadcast as broadcast
+from .consistency import agree as agree
+from .errors import AgreementError as AgreementError
+from .errors import MismatchError as MismatchError
+from .errors import MissingProcessError as MissingProcessError
+from .errors import PortError as PortError
+from .heartbeat import StepTimeout as StepTimeout
+from .heartbeat import WorkerLost as WorkerLost
+from .initialize import initialize as initialize
+from .preemption import preempted as preempted
+from .self_check import CollectiveError as CollectiveError
+from .self_check import self_check as self_check
+from .watchdog import Watchdog as Watchdog
+from .watchdog import watchdog as watchdog

@@ -1,0 +1,11 @@
+"""Runs a training step on a mesh, in simulation, and over batches."""
+
+from .agreement import disagreement as disagreement
+from .distribute import distribute as distribute
+from .distribute import evaluate as evaluate
+from .join import join as join
+from .json_log import json_log as json_log
+from .mesh import global_batch as global_batch
+from .mesh import make_mesh as make_mesh
+from .mesh import use_cpu_devices as use_cpu_devices
+from .simulate import simulate as simulate

@@ -1,0 +1,66 @@
+"""Metrics in a file, one JSON object a line."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
+    r"""A function that appends metrics to a file, one JSON object a line. Process 0 writes, the others do nothing.
+
+    Each line is whole when the function returns, and nothing is left open. A run that goes on appends to the file, and
+    a last line that a killed one left half written is cut off first; steps that it repeats are in the file twice, and
+    the later line counts.
+
+    Args:
+      path: the file; its folder is made.
+
+    Returns:
+      `write(metrics)`: numbers, text, arrays, and dictionaries of them. Numbers that are not finite become null, which
+      JSON has instead. Reading a metric waits for the step that makes it: write every tenth step, or one step late.
+
+    Example:
+      >>> import pathlib, tempfile, jax.numpy as jnp, jaxdist as jd
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "log.jsonl"
+      >>> write = jd.runtime.json_log(path)
+      >>> write({"step": 1, "loss": jnp.float32(0.5)})
+      >>> path.read_text()
+      '{"step": 1, "loss": 0.5}\n'
+    """
+    path = Path(path)
+    if jax.process_index() > 0:
+        return lambda metrics: None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        written = path.read_bytes()
+        whole = written.rfind(b"\n") + 1
+        if whole < len(written):
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def write(metrics: Mapping[str, Any]) -> None:
+        line = json_line(metrics)
+        with path.open("a") as file:
+            file.write(line)
+
+    return write
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """One line; numbers that are not finite become null, since JSON has none."""
+    return json.dumps(_plain(values), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return _plain(np.asarray(value).tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

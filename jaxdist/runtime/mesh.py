@@ -1,0 +1,222 @@
+"""Meshes, and batches of several processes."""
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._core import compat
+from .._core.types import AxisNames, PyTree
+from ..processes import fingerprint
+from ..processes.consistency import compare
+from ..state.marks import axis_tuple
+from ..state.placement import workers
+
+BATCH_SECONDS = 600.0  # one may read its data that much longer than the others
+_compared: set[str] = set()
+_comparisons = itertools.count()
+
+
+def make_mesh(
+    axes: Mapping[str, int] | None = None,
+    *,
+    outer: Mapping[str, int] | None = None,
+    inner: Mapping[str, int] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh with Auto axes.
+
+    With `outer` and `inner` no link of an inner axis leaves a group of devices with fast links: a slice of a TPU, the
+    devices that share NVLink, else those of one process. JAX says which they are (`slice_index`, `process_index`).
+
+    Args:
+      axes: the number of devices along each axis, slow links first; by default all devices along `"data"`.
+      outer: instead, the axes between groups. They come first.
+      inner: instead, the axes inside groups.
+      devices: the devices to use; all by default.
+
+    Returns:
+      The mesh.
+
+    Raises:
+      ValueError: there are too few devices; of all devices, a process would have none in the mesh; an inner axis would
+        leave a group; an axis is named twice; `axes` beside `outer` or `inner`.
+
+    Example:
+      >>> import jax, jaxdist as jd
+      >>> jd.make_mesh({"data": 1}).axis_names
+      ('data',)
+      >>> jd.make_mesh(outer={"pod": 1}, inner={"chip": 1}, devices=jax.devices()[:1]).axis_names
+      ('pod', 'chip')
+    """
+    if outer is not None or inner is not None:
+        if axes is not None:
+            raise ValueError(f"give axes, or outer and inner, got axes {dict(axes)} too")
+        return mesh(dict(outer or {}), dict(inner or {}), jax.devices() if devices is None else list(devices))
+    count = len(jax.devices() if devices is None else devices)
+    axes = {"data": count} if axes is None else axes
+    needed = int(np.prod(list(axes.values())))
+    if needed > count:
+        raise ValueError(f"a mesh of {dict(axes)} needs {needed} devices, but there are {count}")
+    chosen = (jax.devices() if devices is None else list(devices))[:needed]
+    idle = {device.process_index for device in jax.devices()} - {device.process_index for device in chosen}
+    if idle and devices is None:
+        raise ValueError(
+            f"a mesh of {dict(axes)} leaves process {min(idle)} without a device: there are {count} devices, so start "
+            "fewer processes, or make the mesh larger"
+        )
+    return compat.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen)
+
+
+def use_cpu_devices(count: int) -> None:
+    """Makes the CPU look like several devices, to try a distributed step on one machine. Call it before anything runs.
+
+    It also gives XLA four threads for each device (the environment variable `NPROC`), unless that is set: with as many
+    threads as devices, those that wait in a collective can keep those that they wait for from ever running. Seen on two
+    cores: four devices and the default number of threads hang within 1,500 steps, always.
+
+    Args:
+      count: how many devices.
+
+    Raises:
+      ValueError: `count` is not positive, or JAX has started with another number of devices.
+
+    Example:
+      >>> import jax, jaxdist as jd
+      >>> jd.runtime.use_cpu_devices(jax.device_count())  # in a program: a number, before the first array is made
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if jax.device_count() != count:
+            raise ValueError(
+                f"JAX has started with {jax.device_count()} devices: call use_cpu_devices({count}) before anything runs"
+            ) from None
+
+
+def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
+    """Puts this process's part of a batch together with those of the others.
+
+    *On the wire*: no collective. The first time that it gets arrays of a kind, all processes compare shapes and dtypes
+    through JAX's coordination service: steps on batches that differ would wait for each other for ever. Calls from
+    other threads than the main one, whose order nobody knows, are not compared.
+
+    Args:
+      local: numpy arrays `[b, ...]`; every process passes as many examples for each of its devices.
+      mesh: the mesh.
+      axis: the axis or axes that workers lie along.
+
+    Returns:
+      Global arrays `[B, ...]`, cut over the axis. With one process, the batch itself on its devices.
+
+    Raises:
+      MismatchError: a process has other arrays than process 0, or another number of examples for each of its workers.
+      MissingProcessError: a process did not come with a batch of this kind within ten minutes.
+      ValueError: an array has no first dimension, or one that does not divide among this process's devices; the mesh
+        has no such axis.
+
+    Example:
+      >>> import numpy as np, jaxdist as jd
+      >>> jd.global_batch(np.ones((8, 2)), jd.make_mesh({"data": 1})).shape
+      (8, 2)
+    """
+    axes = axis_tuple(axis)
+    workers(mesh, axis)  # refuses an axis that the mesh has not
+    sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
+    here = workers_here(mesh, axis)
+    local = jax.tree.map(np.asarray, local)
+    wrong = _indivisible(local, here)
+    if jax.process_count() > 1:
+        _compare(local, mesh, here, wrong)
+    if wrong:
+        raise ValueError(wrong)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), local)
+
+
+def _indivisible(batch: PyTree, here: int) -> str:
+    """What is wrong with this process's own part."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if x.ndim == 0 or x.shape[0] % max(here, 1):
+            return (
+                f"batch{jax.tree_util.keystr(path)} of shape {x.shape} does not divide among the {here} workers of "
+                f"process {jax.process_index()}: pad it (and pass examples= to the update)"
+            )
+    return ""
+
+
+def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
+    """Raises, in all processes alike, where they bring other batches than each other; asks once for each kind."""
+    card = fingerprint.of_batch(batch, here)
+    kind = str(card)
+    if kind in _compared and not wrong:  # nearly every batch
+        return
+    everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
+    if everywhere and threading.current_thread() is threading.main_thread():
+        do = "bring a batch like this to global_batch()"
+        compare(card, f"batch/{next(_comparisons)}", BATCH_SECONDS, do=do, wrong=wrong)
+        _compared.add(kind)
+
+
+def workers_here(mesh: Mesh, axis: AxisNames) -> int:
+    """How many workers of the axis have their devices in this process."""
+    here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    return here // int(np.prod([size for name, size in mesh.shape.items() if name not in axis_tuple(axis)]))
+
+
+def groups(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices in groups with fast links inside: slices where they have numbers, else processes, TPUs together."""
+
+    def place(device):
+        number = getattr(device, "slice_index", None)
+        if number is None and device.platform == "tpu":
+            return 0
+        return device.process_index if number is None else number
+
+    found: dict[int, list[Any]] = {}
+    for device in sorted(devices, key=lambda device: (place(device), device.process_index, device.id)):
+        found.setdefault(place(device), []).append(device)
+    return list(found.values())
+
+
+def order(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the shape `[*outer, *inner]`."""
+    twice = set(outer) & set(inner)
+    if twice:
+        raise ValueError(f"the axis {min(twice)!r} is both outer and inner: give them two names")
+    between, inside = math.prod(outer.values()), math.prod(inner.values())
+    if between * inside != len(devices):
+        raise ValueError(
+            f"outer {dict(outer)} and inner {dict(inner)} need {between * inside} devices, but there are {len(devices)}"
+        )
+    found = groups(devices)
+    sizes = sorted({len(group) for group in found})
+    if any(size % inside for size in sizes):
+        raise ValueError(
+            f"inner {dict(inner)} needs groups of {inside} devices with fast links, but there are {len(found)} groups "
+            f"of {' and '.join(map(str, sizes))}: an axis over several groups has slow links, name it in outer"
+        )
+    parts = [_arranged(group, (len(group) // inside, *inner.values())) for group in found]
+    return np.concatenate(parts).reshape(*outer.values(), *inner.values())
+
+
+def mesh(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+    """The mesh of `make_mesh(outer=, inner=)`."""
+    names = (*outer, *inner)
+    return Mesh(order(outer, inner, devices), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _arranged(group: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """A group in the order that suits its links: JAX knows the shapes of TPU slices."""
+    if group[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, group, allow_split_physical_axes=True)
+    return np.array(group, dtype=object).reshape(shape)

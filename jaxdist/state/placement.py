@@ -1,0 +1,276 @@
+"""Which array of a mesh each leaf of a state is, and how it gets there."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._core.types import Array, AxisNames, PyTree, Shape, State
+from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, is_mark, map_marked
+
+
+def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
+    """The PartitionSpec of a leaf inside these marks: one leading dimension for each mark that has an axis."""
+    names = [axis_tuple(mark.axis) for mark in marks if not isinstance(mark, OnHost)]
+    return PartitionSpec(*(name[0] if len(name) == 1 else name for name in names if name))
+
+
+def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
+    """The tree of PartitionSpecs of a state: `P()` for agreed leaves, `P(axis)` for marked ones.
+
+    Args:
+      state: a state with its marks, as written or as placed.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The same tree with a `PartitionSpec` for every leaf; the marks stay on.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import PerWorker, placement
+      >>> tuple(state.specs({"w": jnp.zeros(3), "e": PerWorker(jnp.zeros(3))})["e"].value)
+      ('data',)
+    """
+    return map_marked(lambda marks, _: spec_of(marks), bind(state, axis))
+
+
+def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
+    """As `specs`, with a `NamedSharding` for every leaf; leaves inside `OnHost` get memory kind `pinned_host`."""
+
+    def one(marks, _):
+        host = any(isinstance(mark, OnHost) for mark in marks)
+        return NamedSharding(mesh, spec_of(marks), memory_kind="pinned_host" if host else None)
+
+    return map_marked(one, bind(state, axis))
+
+
+# Where a state lies: a mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
+Place = Mesh | AbstractMesh | int | Mapping[str, int]
+
+
+def workers(mesh: Place, axis: AxisNames) -> int:
+    """How many workers the axis has; a `ValueError` names an axis that the mesh lacks."""
+    if isinstance(mesh, int):
+        return mesh
+    sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
+    for name in axis_tuple(axis):
+        if name not in sizes:
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(sizes)}")
+    return math.prod(sizes[name] for name in axis_tuple(axis))
+
+
+def padded(mark: Sharded, count: int) -> int:
+    """The length of the global flat array of a `Sharded` mark over `count` workers."""
+    unit = count * mark.multiple
+    return -(-math.prod(mark.shape) // unit) * unit
+
+
+def _globalise(mesh: Place) -> Callable[[tuple[Any, ...], Array], Array]:
+    """As written -> as placed: innermost mark first, each adds or cuts its leading dimension."""
+
+    def one(marks, leaf):
+        for mark in reversed(marks):
+            if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
+                leaf = jnp.broadcast_to(leaf, (workers(mesh, mark.axis), *jnp.shape(leaf)))
+            elif isinstance(mark, Sharded) and axis_tuple(mark.axis):
+                length = padded(mark, workers(mesh, mark.axis))
+                leaf = jnp.pad(jnp.ravel(leaf), (0, length - math.prod(mark.shape)))
+        return leaf
+
+    return one
+
+
+def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames = "data") -> State:
+    """Makes a train state directly in its place: no leaf ever lies whole on one device.
+
+    Args:
+      make_state: a function of nothing that builds the state (parameters, optimizer state) as one worker means it.
+      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state as global arrays, marks on. All processes must call it together, with the same function.
+
+    Raises:
+      ValueError: a mark names an axis that the mesh lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> state = jd.init_state(lambda: {"w": jnp.zeros(3), "e": jd.PerWorker(jnp.zeros(3))}, mesh)
+      >>> state["e"].value.shape
+      (1, 3)
+    """
+
+    def build():
+        return map_marked(_globalise(mesh), bind(make_state(), axis))
+
+    if not isinstance(mesh, Mesh):
+        return jax.jit(build)()
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(build)
+        return jax.jit(build, out_shardings=shardings(shapes, mesh, axis=axis))()
+
+
+def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
+    """Puts a state that exists onto a mesh. Copies, so that donating the result never eats the caller's arrays.
+
+    Args:
+      state: as one worker means it: `PerWorker` leaves without the worker dimension (each worker gets a copy).
+      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state as global arrays, marks on.
+
+    Raises:
+      ValueError: a mark names an axis that the mesh lacks.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> jd.place({"e": jd.PerWorker(jnp.zeros(3))}, jd.make_mesh({"data": 1}))["e"].value.shape
+      (1, 3)
+    """
+    state = map_marked(_globalise(mesh), bind(state, axis))
+    return _put(state, mesh, axis)
+
+
+def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
+    """Moves a placed state to a mesh with another number of workers.
+
+    Agreed leaves stay, `Sharded` ones are cut anew, `PerWorker` ones follow their `resize` rule: residuals keep their
+    mean over workers, which is the update not yet delivered (their sum would move the model).
+
+    Args:
+      state: global arrays with marks, as `init_state`, `place` or a step returned them.
+      mesh: the new mesh, or the new number of workers in simulation.
+      axis: the axis of marks that name none.
+
+    Returns:
+      The state on the new mesh.
+
+    Raises:
+      ValueError: marks nest over several axes of which more than one changed its size.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> state = {"e": jd.PerWorker(jnp.array([[1.0], [3.0]]))}  # two workers' residuals
+      >>> jd.resize(state, mesh)["e"].value.tolist()
+      [[2.0]]
+    """
+
+    def one(marks, leaf):
+        marks = cutting(marks)
+        counts = [workers(mesh, mark.axis) for mark in marks]
+        lengths = [padded(mark, n) if isinstance(mark, Sharded) else n for mark, n in zip(marks, counts, strict=True)]
+        return refit(marks, leaf, (*lengths, *leaf.shape[len(marks) :]))
+
+    state = map_marked(one, bind(state, axis))
+    return _put(state, mesh, axis)
+
+
+def cutting(marks: Sequence[Any]) -> list[Any]:
+    """Those of a leaf's marks, bound to axes, that stand for a leading dimension of its global array."""
+    return [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
+
+
+def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
+    """The global array of one leaf, for as many workers as `shape` says: each mark's dimension by the mark's rule.
+
+    Args:
+      marks: the marks around the leaf, from the outermost inwards, bound to axes.
+      leaf: its global array; one of numpy stays in host memory.
+      shape: the global shape on the new mesh.
+
+    Returns:
+      The new global array, of the same kind.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> marks = [jd.PerWorker(None, axis="data")]
+      >>> jd.state.refit(marks, jnp.array([[1.0], [3.0]]), (3, 1)).tolist()
+      [[2.0], [2.0], [2.0]]
+    """
+    xp = _numpy_of(leaf)
+    for dimension, mark in enumerate(cutting(marks)):
+        leaf = xp.moveaxis(leaf, dimension, 0)
+        length = shape[dimension]
+        leaf = _recut(leaf, mark, length) if isinstance(mark, Sharded) else _rework(leaf, mark, length)
+        leaf = xp.moveaxis(leaf, 0, dimension)
+    return leaf
+
+
+def _put(state: State, mesh: Place, axis: AxisNames) -> State:
+    # `device_put(may_alias=False)` onto several devices still aliases on the device that the array comes from.
+    copies = jax.tree.map(jnp.copy, state)
+    if not isinstance(mesh, Mesh):
+        return copies
+    return jax.tree.map(_put_leaf, copies, shardings(state, mesh, axis=axis))
+
+
+def _put_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
+    """`device_put`, which onto several processes makes equal copies of a device's array that cannot be taken apart."""
+    if sharding.is_fully_addressable or not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jax.device_put(np.asarray(jax.random.key_data(leaf)), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    return jax.device_put(np.asarray(leaf), sharding)
+
+
+def _numpy_of(leaf: Array | np.ndarray) -> Any:
+    return np if isinstance(leaf, np.ndarray) else jnp
+
+
+def _recut(leaf: Array | np.ndarray, mark: Sharded, length: int) -> Any:
+    """`[W·n, ...]` -> `[W'·n', ...]`: the padding goes, new padding comes."""
+    size = math.prod(mark.shape)
+    return _numpy_of(leaf).pad(leaf[:size], [(0, length - size)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def _rework(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
+    """`[W, ...]` -> `[W', ...]` by the mark's rule; integers and keys have no mean and are copied."""
+    if leaf.shape[0] == count:
+        return leaf
+    xp = _numpy_of(leaf)
+    if mark.resize == "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        exact = np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64
+        wide = exact if xp is np else jnp.promote_types(leaf.dtype, jnp.float32)
+        mean = leaf.mean(0, dtype=wide).astype(leaf.dtype)
+        return xp.broadcast_to(mean, (count, *leaf.shape[1:]))
+    if mark.resize == "zero":
+        return xp.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    return leaf[xp.arange(count) % leaf.shape[0]]
+
+
+def consensus(state: State) -> State:
+    """The one model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones made whole, no marks.
+
+    Args:
+      state: global arrays with marks (the whole state or a part of it, such as `state.params`).
+
+    Returns:
+      The tree without marks. Integer leaves take worker 0's value.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> jd.consensus({"w": jd.PerWorker(jnp.array([[1.0], [3.0]]), axis="data")})["w"].tolist()
+      [2.0]
+    """
+
+    def one(node):
+        if not is_mark(node):
+            return node
+        inside = node.value
+        if isinstance(node, PerWorker) and node.axis != ():
+            inside = jax.tree.map(lambda leaf: _rework(leaf, node, 1)[0], inside)
+        if isinstance(node, Sharded):
+            inside = inside[: math.prod(node.shape)].reshape(node.shape)
+        return jax.tree.map(one, inside, is_leaf=is_mark)
+
+    return jax.tree.map(one, state, is_leaf=is_mark)

@@ -1,7 +1,0 @@
-"""Optimizers that communicate inside: each takes the place of `all_reduce` and of the optimizer after it."""
-
-from .demo import demo as demo
-from .dion import dion as dion
-from .one_bit_adam import one_bit_adam as one_bit_adam
-from .qadam import qadam as qadam
-from .zero_one_adam import zero_one_adam as zero_one_adam

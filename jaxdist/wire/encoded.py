@@ -1,0 +1,55 @@
+"""What compressed methods share: keys, decoding of payloads, and the compressor to use under error feedback."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.types import Array, Int, Key, Payload, PyTree, Updates
+from ..comm.base import Comm
+from ..compressors.base import Compressor
+from ..compressors.combinators import scaled
+
+
+def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
+    """The key of this step, and of this worker unless the code wants the same one everywhere."""
+    key = jax.random.fold_in(key, count)
+    return key if shared else jax.random.fold_in(key, comm.index)
+
+
+def contraction_form(compressor: Compressor) -> Compressor:
+    """The code to use where its error is kept for later: itself, or an unbiased one scaled by `1/(1+ω)`."""
+    if compressor.contraction is not None:
+        return compressor
+    if compressor.variance is not None:
+        return scaled(compressor)
+    raise ValueError(
+        "error feedback needs a contraction, and this compressor states neither its contraction δ nor its variance ω: "
+        "give the Compressor one of them, or use it without feedback"
+    )
+
+
+def mean_of_decoded(decode: Callable[[Payload], Array], payloads: Payload) -> Array:
+    """Decodes payloads `[W, ...]` one worker after the other: one accumulator, not `W` decoded copies."""
+    first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
+    workers = jax.tree.leaves(payloads)[0].shape[0]
+    total = decode(first)
+    if workers > 1:
+        total, _ = lax.scan(lambda total, payload: (total + decode(payload), None), total, rest)
+    return total / workers
+
+
+def after(updates: Updates, previous: PyTree) -> Updates:
+    """`updates`, to the bit, but not before every array of `previous` is there.
+
+    Compilers merge collectives that do not depend on each other, and XLA drops optimization barriers before it does so
+    on CPU. So this is a real dependence: on a comparison that always holds, NaN or not, which no compiler folds.
+    """
+    numbers = [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(previous) if leaf.size]
+    if not numbers:
+        return updates
+    there = jnp.array(True)
+    for number in numbers:
+        there &= (number <= 0) | (number > 0) | (number != number)
+    return jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), updates)

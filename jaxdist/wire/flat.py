@@ -1,0 +1,150 @@
+"""Trees as flat buffers, so that one collective carries many leaves."""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.compat import mesh_axes_left_over
+from .._core.types import Array, Like
+
+SMALL = 2**16
+# What each worker gets of a vector is padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower
+# for odd lengths.
+MULTIPLE = 8
+
+
+def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
+    """The elements of arrays of one dtype in one vector `[Σ n]`; with `rows`, `[W, Σ n]` from arrays `[W, *s]`.
+
+    On CPU codes and small vectors are written into their places one by one: XLA would fuse what makes them into the
+    concatenation, and such a fusion computes all of them at every element of the result, on one thread. A few bias
+    gradients made a small step 15 times slower, and packing the codes of 10 million entries took four times as long as
+    it does alone. Floating matrices come out of products, which are not fused, and cost compile time.
+    """
+    batch = 1 if rows else 0
+    sizes = [math.prod(array.shape[batch:]) for array in arrays]
+    vectors = [array.reshape(*array.shape[:batch], size) for array, size in zip(arrays, sizes)]
+    if len(vectors) == 1:
+        return vectors[0]
+    apart = [
+        not jnp.issubdtype(array.dtype, jnp.floating) or (size < SMALL and array.ndim < 2 + batch)
+        for array, size in zip(arrays, sizes)
+    ]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    written = [i for i, is_apart in enumerate(apart) if is_apart]
+
+    def into_places(*vectors: Array) -> Array:
+        parts = [jnp.zeros_like(x) if is_apart else x for x, is_apart in zip(vectors, apart)]
+        flat = jnp.concatenate(parts, axis=-1)
+        # One code first: a write into zeros becomes a padding, which is fused as a concatenation is.
+        first = [(i, vectors[i][..., :1]) for i in written[:1] if not jnp.issubdtype(flat.dtype, jnp.floating)]
+        for i, x in first + [(i, vectors[i]) for i in written]:
+            flat = lax.dynamic_update_slice(flat, x, (0,) * batch + (starts[i],))
+        return flat
+
+    def at_once(*vectors: Array) -> Array:
+        return jnp.concatenate(vectors, axis=-1)
+
+    return lax.platform_dependent(*vectors, cpu=into_places, default=at_once)
+
+
+def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
+    """The positions of things of one kind, kinds in the order of their first one."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, thing in enumerate(things):
+        groups.setdefault(kind(thing), []).append(i)
+    return list(groups.values())
+
+
+def stacked(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
+    """Leaves of one shape and dtype stacked, and which they are: a program has one code for each shape, not leaf."""
+    groups = alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+    return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
+
+
+def unstacked(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
+    """The leaves again, in their order."""
+    leaves = {i: stack[k] for members, stack in zip(groups, stacks, strict=True) for k, i in enumerate(members)}
+    return [leaves[i] for i in range(len(leaves))]
+
+
+def _dtype(leaf: Like) -> jnp.dtype:
+    return jnp.dtype(leaf.dtype)
+
+
+def vectors(leaves: Sequence[Array]) -> list[Array]:
+    """All leaves of one dtype in one vector, for each dtype."""
+    return [concatenate([leaves[i] for i in members]) for members in alike(leaves, _dtype)]
+
+
+def vector_likes(leaves: Sequence[Like]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of `vectors(leaves)`."""
+    return [
+        jax.ShapeDtypeStruct((sum(math.prod(leaves[i].shape) for i in members),), leaves[members[0]].dtype)
+        for members in alike(leaves, _dtype)
+    ]
+
+
+def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
+    """The inverse of `vectors`; a vector may be longer than its leaves, and keeps its dtype."""
+    out: list[Any] = list(leaves)
+    for members, flat in zip(alike(leaves, _dtype), flats, strict=True):
+        start = 0
+        for i in members:
+            size = math.prod(leaves[i].shape)
+            out[i] = flat[start : start + size].reshape(leaves[i].shape)
+            start += size
+    return out
+
+
+def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+    """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension.
+
+    With `rows` the arrays have a leading dimension that stays.
+    """
+    out: list[Any] = [None] * len(arrays)
+    # Flattening would gather the axes that the compiler shards by itself.
+    apart = bool(mesh_axes_left_over())
+    kept = 1 if rows else 0
+    for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
+        shapes = [arrays[i].shape[kept:] for i in members]
+        sizes = [math.prod(shape) for shape in shapes]
+        if len(members) == 1 or not sum(sizes):
+            for i in members:
+                out[i] = collective(arrays[i])
+            continue
+        flat = collective(concatenate([arrays[i] for i in members], rows=rows))
+        start = 0
+        for i, shape, size in zip(members, shapes, sizes, strict=True):
+            part = lax.slice_in_dim(flat, start, start + size, axis=flat.ndim - 1)
+            out[i] = part.reshape(*flat.shape[:-1], *shape)
+            start += size
+    return out
+
+
+def fused_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+    """As `fused`, with one collective for all dtypes together: one of bytes beats one for each."""
+    if len({array.dtype for array in arrays}) < 2:
+        return fused(collective, arrays, rows=rows)
+    to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes
+    arrived = fused(collective, [to_bytes(array) for array in arrays], rows=rows)
+    return [_from_bytes(words, array[0] if rows else array) for words, array in zip(arrived, arrays, strict=True)]
+
+
+def _to_bytes(x: Array) -> Array:
+    return x.ravel() if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x.ravel(), jnp.uint8).ravel()
+
+
+def _from_bytes(words: Array, like: Array) -> Array:
+    """`[*batch, bytes]` -> `[*batch, *like.shape]`."""
+    batch = words.shape[:-1]
+    if like.dtype != jnp.uint8:
+        width = like.dtype.itemsize
+        words = words.reshape(*batch, like.size, *([width] if width > 1 else []))
+        words = lax.bitcast_convert_type(words, like.dtype)
+    return words.reshape(*batch, *like.shape)

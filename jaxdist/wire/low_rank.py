@@ -1,0 +1,274 @@
+"""Low-rank factors of stacked matrices: products, orthonormal bases, and which leaves are worth factoring."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core.dtypes import working_dtype
+from .._core.types import Array, Like, PyTree, Shape
+
+# Up to this many elements, matrices of similar shapes are stacked: every product of its own adds to the compile time.
+# Larger ones stay apart, since stacking copies them.
+STACKED_SIZE = 2**16
+
+# Stacks of fewer matrices are taken apart by slices at constant places.
+MANY = 16
+
+# `(n, m, r)` of a leaf to compress, from its shape; None for one to send whole.
+View = Callable[[Shape], tuple[int, int, int] | None]
+
+
+class Group(NamedTuple):
+    """Leaves whose matrices `[n, m]` are stacked: equally wide and nearly equally tall; or a single large one."""
+
+    leaves: list[int]
+    shapes: list[tuple[int, int]]
+    dtype: jnp.dtype
+
+
+def squarest_view(shape: Shape) -> tuple[int, int]:
+    """The matrix view of a leaf: cut between leading and trailing dimensions where rows + columns are fewest.
+
+    Example:
+      >>> from jaxdist.reducers.power_sgd import squarest_view
+      >>> squarest_view((3, 3, 128, 256)), squarest_view((512, 8, 64))
+      ((1152, 256), (512, 512))
+    """
+    cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    return min(reversed(cuts), key=sum)
+
+
+def view_of(rank: int, min_compression_rate: float | int, matrix_view: Callable[[Shape], tuple[int, int]]) -> View:
+    """Compresses a leaf where that pays."""
+
+    def view(shape):
+        if len(shape) < 2 or 0 in shape:
+            return None
+        n, m = matrix_view(shape)
+        r = min(rank, n, m)
+        return (n, m, r) if (n + m) * r * min_compression_rate < n * m else None
+
+    return view
+
+
+def draw(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
+    """Gaussian factors, `[n, r]` (side 0) or `[m, r]` (side 1) for each compressed leaf, a scalar zero for the others.
+
+    Not arrays without entries, which orbax refuses to write, nor none at all: the tree is that of the updates.
+    """
+
+    def one(leaf, index):
+        found = view(leaf.shape)
+        if found is None:
+            return jnp.zeros((), working_dtype(leaf.dtype))
+        shape = (found[side], found[2])
+        return jax.random.normal(jax.random.fold_in(key, index), shape, working_dtype(leaf.dtype))
+
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten([one(leaf, i) for i, leaf in enumerate(leaves)])
+
+
+def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[Group], list[int]]:
+    """Leaves to compress, small ones by similar matrix shape, and the others."""
+    groups: dict[tuple, Group] = {}
+    rest = []
+    for i, leaf in enumerate(leaves):
+        found = view(leaf.shape)
+        if found is None:
+            rest.append(i)
+            continue
+        n, m, r = found
+        alone = i if n * m > STACKED_SIZE else None
+        dtype = jnp.dtype(working_dtype(leaf.dtype))
+        group = groups.setdefault((_rounded(n), m, r, dtype, alone), Group([], [], dtype))
+        group.leaves.append(i)
+        group.shapes.append((n, m))
+    return list(groups.values()), rest
+
+
+def _rounded(size: int) -> int:
+    """Heights that count as nearly equal: less than a quarter of the smaller one is added to it."""
+    step = max(1, (1 << (size - 1).bit_length()) // 8)
+    return -(-size // step) * step
+
+
+def stack(leaves: Sequence[Array], group: Group) -> Array:
+    """The matrices `[k, n, m]`."""
+    return _stacked([leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)])
+
+
+def stack_factors(factors: Sequence[Array], group: Group) -> Array:
+    """The factors `[k, n, r]` or `[k, m, r]`."""
+    return _stacked([factors[i] for i in group.leaves])
+
+
+def _stacked(matrices: Sequence[Array]) -> Array:
+    """With rows of zeros below the smaller ones. Not `jnp.pad`, which needs code for each matrix; this copies bytes."""
+    height = max(len(matrix) for matrix in matrices)
+    blocks = [x for y in matrices for x in (y, jnp.zeros_like(y, shape=(height - len(y), y.shape[1]))) if len(x)]
+    return jnp.concatenate(blocks).reshape(len(matrices), height, -1)
+
+
+def to_send(groups: Sequence[Group], stacks: Sequence[Array], side: int) -> list[Array]:
+    """Stacked factors, of which only left ones, `[k, n, r]`, have padding; it is left out.
+
+    By an index of their rows, one kernel for a group: slices would be one for each shape.
+    """
+    out = []
+    for group, stacked in zip(groups, stacks, strict=True):
+        filled = _filled(group)
+        if side == 0 and not filled.all():
+            rows = stacked.reshape(-1, stacked.shape[2])
+            stacked = rows.at[np.flatnonzero(filled).astype(np.int32)].get(mode="promise_in_bounds")
+        out.append(stacked)
+    return out
+
+
+def received(groups: Sequence[Group], arrived: Sequence[Array], side: int) -> list[Array]:
+    """The inverse of `to_send`; there may be more arrays after those of the groups."""
+    stacks = []
+    for group, array in zip(groups, arrived):
+        filled = _filled(group)
+        if side == 0 and not filled.all():
+            # Past the end there are zeros.
+            places = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, len(array)).astype(np.int32)
+            array = array.at[places].get(mode="fill", fill_value=0)
+        stacks.append(array)
+    return stacks
+
+
+def _filled(group: Group) -> np.ndarray:
+    """Which rows of stacked matrices are no padding, `[k, n]`."""
+    heights = np.array([n for n, _ in group.shapes])
+    return np.arange(heights.max()) < heights[:, None]
+
+
+def room(terms: int, workers: int) -> float:
+    """A power of two that keeps the mean of products with orthonormal columns of `terms` entries below the largest.
+
+    Such a product is at most `√terms` times the largest entry, and all-reduces add up before they divide.
+    """
+    return 2.0 ** -math.ceil(math.log2(math.sqrt(terms) * workers))
+
+
+def wide(leaf: Array) -> Array:
+    """A leaf that is sent whole, in the dtype in which it is sent."""
+    return leaf.astype(working_dtype(leaf.dtype))
+
+
+def outer(left: Array, right: Array) -> Array:
+    """`[k, n, r]`, `[k, r, m]` -> `[k, n, m]`."""
+    # A transposition on the way to `left` would be folded into the product, which XLA:CPU then does slower.
+    return jnp.einsum("knr,krm->knm", lax.optimization_barrier(left), right)
+
+
+def places(groups: Sequence[Group], always: Array) -> list[Array]:
+    """`0, 1, ...`, for the largest group; on CPU as scalars that the compiler does not know to be constant.
+
+    XLA:CPU compiles equal kernels once. Slices of a stack at constant places are all different, and hundreds of them
+    were most of the compile time; at places that are arguments they are equal. `always` is true and agreed on, but not
+    a constant either.
+    """
+    number = max((len(group.leaves) for group in groups), default=0)
+
+    def constants():
+        return tuple(jnp.asarray(k, jnp.uint32) for k in range(number))
+
+    def hidden(always):
+        return lax.cond(always, constants, lambda: tuple(jnp.zeros((), jnp.uint32) for _ in range(number)))
+
+    if number < MANY:
+        return list(constants())
+    return list(lax.platform_dependent(always, cpu=hidden, default=lambda always: constants()))
+
+
+def put_back(leaves: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array]) -> None:
+    """Writes each matrix of the stacks `[k, n, m]` into its place of `leaves`, in that leaf's shape and dtype."""
+    for group, matrices in zip(groups, stacks, strict=True):
+        for k, i, (n, _) in zip(at, group.leaves, group.shapes):
+            matrix = lax.dynamic_index_in_dim(matrices, k, keepdims=False)[:n]
+            leaves[i] = matrix.reshape(leaves[i].shape).astype(leaves[i].dtype)
+
+
+def put_back_factors(
+    factors: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array], scales: Sequence[float]
+) -> None:
+    """Writes each factor of the stacks `[k, s, r]` into its place of `factors`; a zero one leaves the old one there.
+
+    Stacks come in units of `1 / scales`, powers of two, and stay so where they would overflow otherwise: what a factor
+    spans is what counts.
+    """
+    for group, new, scale in zip(groups, stacks, scales, strict=True):
+        largest = jnp.max(jnp.abs(new), axis=(1, 2))
+        # Zero factors say nothing about the next gradient.
+        alive = largest != 0
+        new = jnp.where(jnp.isfinite(largest / scale)[:, None, None], new / scale, new)
+        for k, i in zip(at, group.leaves):
+            # Not from a stack of the old ones: XLA:CPU would put the code of all of them into that of each.
+            kept, factor = (lax.dynamic_index_in_dim(x, k, keepdims=False) for x in (alive, new))
+            factors[i] = jnp.where(kept, factor[: len(factors[i])], factors[i])
+
+
+def orthonormal(factors: Sequence[Array]) -> list[Array]:
+    """An orthonormal basis of the columns of each matrix in stacks `[k, n, r]`, as rows `[k, r, n]`: Qᵀ of a QR.
+
+    A zero matrix gives columns of the identity, so a dead factor recovers. Plain operations rather than
+    `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need threads
+    of the same pool, and hangs when devices or groups take all of them.
+
+    Stacks of one rank and of similar height share one loop, for the sake of compile time: rows of zeros below a matrix
+    stay zeros.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, factor in enumerate(factors):
+        _, n, r = factor.shape
+        alike.setdefault((1 << (n - 1).bit_length(), r, factor.dtype), []).append(i)
+    bases: list[Any] = [None] * len(factors)
+    for members in alike.values():
+        height = max(factors[i].shape[1] for i in members)
+        # Transposed, so that what a reflection reads is contiguous.
+        rows = [jnp.swapaxes(factors[i], 1, 2) for i in members]
+        q = _householder(jnp.concatenate([jnp.pad(x, [(0, 0), (0, 0), (0, height - x.shape[2])]) for x in rows]))
+        start = 0
+        for i in members:
+            k, n, _ = factors[i].shape
+            bases[i] = q[start : start + k, :, :n]
+            start += k
+    return bases
+
+
+def _householder(a: Array) -> Array:
+    """Transposed Q of the QR of transposed matrices, `[k, r, n] -> [k, r, n]`."""
+    r, n = a.shape[1:]
+    position = lax.broadcasted_iota(jnp.int32, (1, n), 1)
+
+    def reflect(x, v):
+        """`x (I - 2 v vᵀ)`, in full precision wherever products are shortened by default."""
+        along = jnp.einsum("krn,kn->kr", x, v, precision=lax.Precision.HIGHEST)
+        return x - 2 * along[:, :, None] * v[:, None, :]
+
+    def eliminate(j, carry):
+        """Below the diagonal, column `j` becomes zero."""
+        a, normals = carry
+        column = jnp.where(position >= j, lax.dynamic_index_in_dim(a, j, 1, keepdims=False), 0)
+        # Scaled, so that squares of tiny and huge entries neither vanish nor overflow.
+        largest = jnp.max(jnp.abs(column), axis=1, keepdims=True)
+        column = column / jnp.where(largest == 0, 1, largest)
+        norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=1, keepdims=True))
+        # Away from the diagonal entry, where nothing cancels.
+        v = jnp.where(position == j, column + jnp.where(column < 0, -norm, norm), column)
+        length = jnp.sqrt(jnp.sum(jnp.square(v), axis=1, keepdims=True))
+        v = v / jnp.where(length == 0, 1, length)
+        return reflect(a, v), lax.dynamic_update_index_in_dim(normals, v, j, 1)
+
+    def accumulate(i, q):
+        return reflect(q, lax.dynamic_index_in_dim(normals, r - 1 - i, 1, keepdims=False))
+
+    _, normals = lax.fori_loop(0, r, eliminate, (a, jnp.zeros_like(a)))
+    unit = jnp.zeros_like(a) + jnp.eye(r, n, dtype=a.dtype)[None]
+    return lax.fori_loop(0, r, accumulate, unit)

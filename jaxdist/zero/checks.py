@@ -1,0 +1,64 @@
+"""What cannot stand inside `zero_redundancy`, or be cut in another way than it cuts."""
+
+import math
+from typing import Any
+
+import jax
+
+from .._core.types import AxisNames, PyTree
+from ..comm.base import Comm
+from ..state.marks import OnHost, Sharded, is_mark
+from ..transforms.local_gradients import varies_somewhere
+from ..transforms.optax_wrappers import refuse_examples
+from ..transforms.quantized_state import is_coded
+from ..wire.flat import MULTIPLE
+from ..wire.shards import length
+
+
+def check_inner(state: PyTree) -> None:
+    """Raises for the state of a transformation that belongs outside."""
+    refuse_examples(state)
+    if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+        raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
+    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
+        raise ValueError(
+            "zero_redundancy around compact_state would gather what it decodes: use zero_redundancy(optimizer, "
+            "state_code=dynamic_fp8(block=8))"
+        )
+
+
+def check_agreed(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
+    """Raises where whole parameters, or what an optimizer is told, are typed as differing between workers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if varies_somewhere(leaf, axis):
+            raise ValueError(
+                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, and "
+                "zero_redundancy updates one model for all of them: take the PerWorker mark off in the train state, or "
+                "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
+            )
+    for name, value in extra_args.items():
+        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                f"{name}= differs between workers of axis {axis!r}, and zero_redundancy has each of them update a part "
+                f"of one model: pass what all agree on, jax.lax.pmean({name}, {axis!r})"
+            )
+
+
+def check_cut(params: PyTree, comm: Comm, *, what: str = "zero_redundancy") -> None:
+    """Raises where cut parameters are not cut as gradients, and the state beside them, are."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
+        if not is_mark(leaf):
+            continue
+        name = jax.tree_util.keystr(path) or "the parameter"
+        if not isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is marked {type(leaf).__name__}, and {what} knows parameters that are whole or "
+                "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
+            )
+        expected = length(math.prod(leaf.shape), comm.size)
+        if leaf.value.shape != (expected,):
+            raise ValueError(
+                f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
+                f"and {what} cuts into parts of {expected}: mark it with zero.shard(params) or "
+                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
+            )
