@@ -65,7 +65,7 @@ def time_jaxdist(case: str, rank: int, seconds: float, form: str) -> float:
     own = "paper" if form == "paper" else "local"
     one_sided = form == "one-sided"
     reducer = jd.error_feedback(jd.power_sgd(rank, min_compression_rate=0, one_sided=one_sided, own=own))
-    comm = jd.comm.over.alone()._replace(mean=lambda tree: jax.lax.optimization_barrier(tree))
+    comm = jd.comm.alone()._replace(mean=lambda tree: jax.lax.optimization_barrier(tree))
 
     def step(gradients, state):
         reduced, state = reducer.reduce(gradients, state, comm)

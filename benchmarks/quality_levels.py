@@ -88,7 +88,7 @@ def program(workload: Any, reducer: jd.Reducer, optimizer: optax.GradientTransfo
 
     def step(state, batch):
         loss, gradients = jd.local_value_and_grad(workload.loss)(state.params, batch)
-        comm = jd.comm.over.over("data")
+        comm = jd.comm.over("data")
         reduced, kept = reducer.reduce(gradients, state.reducer, comm)
         exact = comm.mean(gradients)
         error = square(jax.tree.map(jnp.subtract, reduced.mean, exact)) / square(exact)

@@ -69,7 +69,7 @@ def processor_seconds(run: Callable[[], Any], turns: int) -> float:
 
 def reducing(reducer: jd.Reducer, x: jax.Array, mesh: jax.sharding.Mesh) -> Callable[[], Any]:
     def step(state, x):
-        reduced, state = reducer.reduce(x, state, jd.comm.over.over("data"))
+        reduced, state = reducer.reduce(x, state, jd.comm.over("data"))
         return state, reduced.mean
 
     state = jd.place(reducer.init(jax.ShapeDtypeStruct((x.size // WORKERS,), x.dtype)), mesh)

@@ -29,7 +29,7 @@ def to(space, tree):
 def used(params, gradients):
     """The parameters; their gradient goes to where `gradients` lie, averaged over the workers."""
     del gradients
-    return jd.comm.over.over("data").varying(params)  # else their gradient would be summed before it comes here
+    return jd.comm.over("data").varying(params)  # else their gradient would be summed before it comes here
 
 
 def used_backward(_, g):
@@ -83,7 +83,7 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
         tokens = batch.astype(jnp.int32)
         plain = jax.tree.map(lambda m: m.value if isinstance(m, jd.OnHost) else m, state, is_leaf=is_host)
         value, (ends, gradients) = jax.value_and_grad(loss, argnums=(0, 1))(
-            jd.comm.over.over("data").varying(plain["ends"]), plain["gradients"], plain["blocks"], tokens
+            jd.comm.over("data").varying(plain["ends"]), plain["gradients"], plain["blocks"], tokens
         )
         ends = jax.tree.map(lambda g: jax.lax.pmean(g, "data"), ends)
         updates, opt = tx.update(ends, plain["opt"])

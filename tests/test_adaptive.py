@@ -102,7 +102,7 @@ def test_weights_decide_which_buckets_count():
 
     def losses(norm_power):
         reducer = jd.reducers.alq(3, bucket=256, norm_power=norm_power)
-        _, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.over.alone()))(x)
+        _, state = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()))(x)
         scales = np.abs(x).max(1, keepdims=True)
         table = np.asarray(state.levels, np.float64)
         index = np.clip(np.searchsorted(table, x / scales, side="right") - 1, 0, 6)
@@ -120,7 +120,7 @@ def test_feedback_scales_by_the_levels_of_now():
 
     @jax.jit
     def run(x):
-        both = (form.reduce(x, form.init(x), jd.comm.over.alone()) for form in (reducer.for_feedback(), reducer))
+        both = (form.reduce(x, form.init(x), jd.comm.alone()) for form in (reducer.for_feedback(), reducer))
         return [(reduced.own, state.levels) for reduced, state in both]
 
     (shrunk, levels), (plain, _) = run(x)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist import _cli as cli
 from jaxdist import analysis
 from jaxdist._cli import advice
+from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits
 from jaxdist._cli.runs import train
 from jaxdist.analysis import codec_timing, cost

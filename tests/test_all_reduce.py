@@ -38,7 +38,7 @@ def test_half_summed_gradients_are_refused(mesh):
     tx = jd.all_reduce(jd.exact())
 
     def half(params, data):
-        return jax.value_and_grad(loss)({**params, "w": jd.comm.over.over("data").varying(params["w"])}, data)
+        return jax.value_and_grad(loss)({**params, "w": jd.comm.over("data").varying(params["w"])}, data)
 
     with pytest.raises(ValueError, match=r"\['b'\] is the same"):
         jd.distribute(make_step(tx, grad=half), mesh)(fresh(tx, mesh), batch())

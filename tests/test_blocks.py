@@ -156,7 +156,7 @@ def test_feedback_is_the_reference_over_20_steps():
 
     def one_worker(rows):
         def step(state, row):
-            reduced, state = reducer.reduce(row, state, jd.comm.over.over("data"))
+            reduced, state = reducer.reduce(row, state, jd.comm.over("data"))
             return state, reduced.mean
 
         return jax.lax.scan(step, reducer.init(rows[0]), rows)[1]
@@ -175,7 +175,7 @@ def test_feedback_is_the_reference_over_20_steps():
 def test_unbiased_codes_are_scaled_inside_feedback_and_nearest_ones_are_not():
     for code in (jc.int4(), jc.int4(rounding="stochastic")):
         reducer = jd.error_feedback(jd.compressed(code))
-        _, state = jax.jit(lambda x, reducer=reducer: reducer.reduce(x, reducer.init(x), jd.comm.over.alone()))(X)
+        _, state = jax.jit(lambda x, reducer=reducer: reducer.reduce(x, reducer.init(x), jd.comm.alone()))(X)
         own = X - np.asarray(state.residual.value)
         factor = 1.0 if code.variance is None else 1 / (1 + code.variance((4,)))
         assert own[3] == pytest.approx(12 * factor, rel=1e-6)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist import _cli as cli
+from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.options import DEMO
 from jaxdist._cli.runs import train

@@ -81,8 +81,8 @@ def test_every_pair_is_traced_or_refused(name, request):
     if not request.config.getoption("--slow"):
         # Five of up to twenty, from another start for each code.
         reducers = dict(list(reducers.items())[list(CODES).index(name) % 4 :: 4])
-    comm = jd.comm.over.nested(jd.comm.over.alone(), jd.comm.over.alone())._replace(
-        ppermute=jd.comm.over.alone().ppermute
+    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone())._replace(
+        ppermute=jd.comm.alone().ppermute
     )
     wanted = jax.tree.map(lambda x: (x.shape, x.dtype), LIKE)
     for reducer in reducers.values():
@@ -103,7 +103,7 @@ def test_some_of_them_run(name):
 
     def step(state, batch):
         """All of them for four workers in two pods."""
-        updates, comm = jax.tree.map(lambda x: x[0], batch), jd.comm.over.over(tuple(PODS))
+        updates, comm = jax.tree.map(lambda x: x[0], batch), jd.comm.over(tuple(PODS))
         reduced = {name: reducer.reduce(updates, state[0][name], comm) for name, reducer in reducers.items()}
         return ({name: after for name, (_, after) in reduced.items()},), {
             name: found.mean for name, (found, _) in reduced.items()

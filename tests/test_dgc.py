@@ -57,7 +57,7 @@ def test_sending_everything_is_momentum_sgd_without_memory():
 def test_the_clip_is_that_of_all_leaves_together():
     reducer = dgc(1.0, clip_norm=1.0)
     updates = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]]), "e": jnp.zeros((0, 4)), "n": None}
-    run = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.over.alone())[0])
+    run = jax.jit(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone())[0])
     reduced = run(updates)
     np.testing.assert_allclose(reduced.mean["a"], [0.6, 0.0], rtol=1e-6)
     np.testing.assert_allclose(reduced.mean["b"], [[0.8]], rtol=1e-6)

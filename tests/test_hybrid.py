@@ -80,7 +80,7 @@ def test_wrong_ones_are_named(mesh, monkeypatch):
         def one(right, fault):
             return lambda *given: jnp.where(comm.index == 6, fault(right(*given)), right(*given))
 
-        comm = jd.comm.over.over(axis)
+        comm = jd.comm.over(axis)
         return comm._replace(**{name: one(getattr(comm, name), fault) for name, fault in FAULTS.items()})
 
     monkeypatch.setattr(CHECK, "over", faulty)

@@ -94,7 +94,7 @@ def test_leaves_of_every_kind(name, request):
     """Finite results of the same shape and dtype, in one tree, for one worker; half of the leaves without `--slow`."""
     case, turn = CASES[name], list(CASES).index(name) % 2
     kinds = list(LEAVES.items()) if request.config.getoption("--slow") else list(LEAVES.items())[turn::2]
-    comm = jd.comm.over.nested(jd.comm.over.alone(), jd.comm.over.alone()) if case.levels == 2 else jd.comm.over.alone()
+    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone()) if case.levels == 2 else jd.comm.alone()
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         updates = {key: jnp.asarray(rng.standard_normal(shape), dtype) for key, (shape, dtype) in kinds}

@@ -145,7 +145,7 @@ def test_any_reducer_carries_the_drift(name, mesh):
 
 
 def _reduced(reducer, state, drift):
-    reduced, inner = reducer.reduce(drift, state["reducer"], jd.comm.over.over("data"))
+    reduced, inner = reducer.reduce(drift, state["reducer"], jd.comm.over("data"))
     return {"reducer": inner}, reduced.mean
 
 

@@ -53,7 +53,7 @@ def test_feedback_does_not_end_after_so_many_steps_that_a_count_would():
     state = reducer.init(x)._replace(count=jnp.int32(2**31 - 1))
     counts, kept = [], []
     for _ in range(5):
-        _, state = reducer.reduce(x, state, jd.comm.over.alone())
+        _, state = reducer.reduce(x, state, jd.comm.alone())
         counts.append(int(state.count))
         kept.append(bool(np.any(state.error.value[1])))
     assert counts == [0, 1, 2, 3, 0]

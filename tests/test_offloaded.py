@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist import _cli as cli
+from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits, gpt, text
 from jaxdist._cli.runs import offloaded, train
 from jaxdist._cli.spellings import methods

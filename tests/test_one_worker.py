@@ -109,8 +109,8 @@ def test_diloco_is_an_outer_step_along_the_own_drift():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reducer_is_what_it_is_without_an_axis(name):
-    case, alone = CASES[name], jd.comm.over.alone()
-    axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.over.nested(alone, alone))
+    case, alone = CASES[name], jd.comm.alone()
+    axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.nested(alone, alone))
 
     def reduce(updates, state, params=None):
         reduced, state = case.make().reduce(updates, state, comm)

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from jaxdist.analysis.hlo.op_cost import weigher
-from jaxdist.analysis.hlo.reader import parse
 
 from jaxdist import analysis
 from jaxdist.analysis import cost
+from jaxdist.analysis.hlo.op_cost import weigher
+from jaxdist.analysis.hlo.reader import parse
 
 DATA = Path(__file__).parent / "data"
 # Stage 3 of ZeRO with prefetch on 2x4 devices: four layers of two bfloat16 kernels of 1024 x 1024, 512 rows a device.

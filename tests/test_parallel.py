@@ -124,7 +124,7 @@ def test_the_state_of_a_reducer_may_be_the_whole_state(run, make):
     reducer = make(0.5)
 
     def step(state, batch):
-        reduced, state = reducer.reduce({"w": batch[0]}, state, jd.comm.over.over("data"))
+        reduced, state = reducer.reduce({"w": batch[0]}, state, jd.comm.over("data"))
         return state, reduced.mean
 
     place = 2 if run is jd.simulate else jd.make_mesh({"data": 2})
@@ -153,7 +153,7 @@ def test_a_tree_of_one_leaf_has_a_name_in_messages(mesh):
         stepped(jd.all_reduce(jd.exact()))
     tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2)
     with pytest.raises(ValueError, match=r"^the parameter is the same on all workers"):
-        stepped(tx, lambda x: jd.comm.over.over("data").varying(x))
+        stepped(tx, lambda x: jd.comm.over("data").varying(x))
     with pytest.raises(ValueError, match=r"^the state came in as float32\[3\] and went out as float32\[4\]"):
         jd.simulate(lambda state, batch: (jnp.zeros(4), {}), 2)(jnp.zeros(3), np.ones(2))
     with pytest.raises(ValueError, match=r"^the tree, which is one leaf, has label 'b'"):

@@ -67,7 +67,7 @@ def synchronous(tx, workers, reducer=None):
         value, gradients = jd.local_value_and_grad(loss)(params, batch)
         mean, new = {}, {}
         for name in LAYERS:
-            part, new[name] = reducer.reduce({name: gradients[name]}, reducers[name], jd.comm.over.over("data"))
+            part, new[name] = reducer.reduce({name: gradients[name]}, reducers[name], jd.comm.over("data"))
             mean |= part.mean
         updates, opt = tx.update(mean, opt, params)
         return (optax.apply_updates(params, updates), opt, new), jax.lax.pmean(value, "data")

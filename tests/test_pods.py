@@ -123,7 +123,7 @@ def test_tpu_collectives_keep_their_bytes():
     mesh, entries, dtype = pods.tpu("v5e:2x4"), 100_008, jnp.bfloat16
 
     def exchanged(state, batch):
-        comm = jd.comm.over.over("data")
+        comm = jd.comm.over("data")
         mean = comm.reduce_scatter_mean(batch.reshape(comm.size, -1))
         return state + comm.all_gather(mean).sum(0), {}
 

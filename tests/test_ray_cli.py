@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxdist import _cli as cli
+from jaxdist._cli import main as cli
 
 
 @pytest.mark.parametrize(

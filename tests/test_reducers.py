@@ -147,13 +147,13 @@ def test_the_learning_rate_inside_follows_the_reference(float64):
 def test_at_a_rate_of_zero_the_debt_stays():
     reducer = jd.error_feedback(top(0.5), with_learning_rate=True)
     x = jnp.array([1.0, 4.0])
-    _, before = reducer.reduce(x, reducer.init(x), jd.comm.over.alone(), learning_rate=0.5)
+    _, before = reducer.reduce(x, reducer.init(x), jd.comm.alone(), learning_rate=0.5)
     assert before.residual.value.tolist() == [0.5, 0.0]
-    reduced, after = reducer.reduce(x, before, jd.comm.over.alone(), learning_rate=0.0)
+    reduced, after = reducer.reduce(x, before, jd.comm.alone(), learning_rate=0.0)
     assert after.residual.value.tolist() == [0.5, 0.0]
     assert reduced.mean.tolist() == [0.0, 4.0]
     with pytest.raises(ValueError, match="pass learning_rate= to the update"):
-        reducer.reduce(x, after, jd.comm.over.alone())
+        reducer.reduce(x, after, jd.comm.alone())
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.5])
@@ -316,7 +316,7 @@ def test_hierarchical_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="must be exact"):
         jd.hierarchical(inner=top(0.1), outer=jd.exact())
     with pytest.raises(ValueError, match="needs two levels of workers"):
-        jax.eval_shape(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.over.alone()), jnp.zeros(8))
+        jax.eval_shape(lambda x: reducer.reduce(x, reducer.init(x), jd.comm.alone()), jnp.zeros(8))
     with pytest.raises(ValueError, match="needs two axes"):
         jd.all_reduce(reducer, axis="data").init(jnp.zeros(8))
 
@@ -356,7 +356,7 @@ def test_more_bytes_than_32_bits_hold():
 def test_a_count_of_reductions_stops_at_the_largest_number():
     reducer = jd.reducers.tracked(jd.exact())
     state = reducer.init(jnp.zeros(2))._replace(syncs=jnp.int32(2**31 - 1))
-    _, after = reducer.reduce(jnp.ones(2), state, jd.comm.over.alone())
+    _, after = reducer.reduce(jnp.ones(2), state, jd.comm.alone())
     assert int(after.syncs) == 2**31 - 1
 
 
@@ -376,6 +376,6 @@ def test_nothing_to_reduce():
         jd.error_feedback(jd.power_sgd(1)),
     ):
         state = reducer.init({"w": None})
-        reduced, after = reducer.reduce({"w": None}, state, jd.comm.over.alone())
+        reduced, after = reducer.reduce({"w": None}, state, jd.comm.alone())
         assert reduced.mean == {"w": None}
         assert jax.tree.structure(after) == jax.tree.structure(state)

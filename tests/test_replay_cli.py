@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jaxdist import _cli as cli
+from jaxdist._cli import main as cli
 
 SMALL = [
     "replay",

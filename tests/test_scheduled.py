@@ -28,7 +28,7 @@ def reduced(reducer, mesh):
     """The step that reduces once, and its compiled program."""
 
     def step(state, batch):
-        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], batch), state, jd.comm.over.over("data"))
+        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], batch), state, jd.comm.over("data"))
         return state, out.mean
 
     run = jd.distribute(step, mesh, donate=False)
@@ -118,7 +118,7 @@ def test_layers_are_whom_the_user_says():
     assert [state.residual.value.shape for state in states] == [(8,), (3,), (3,), (8,), (4,)]
 
     def one_worker(x):
-        return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+        return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
 
     both = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), like)
     assert jax.eval_shape(jax.vmap(one_worker, axis_name="data"), both) == both

@@ -62,7 +62,7 @@ def test_inside_feedback_both_are_contractions():
     x = jnp.ones(20)
     state = reducer.init(x)
     for _ in range(2):
-        reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
+        reduced, state = reducer.reduce(x, state, jd.comm.alone())
     assert np.unique(np.asarray(reduced.mean)).tolist() == [0, 1]  # not 10
     with pytest.raises(ValueError, match='law "none"'):
         jd.error_feedback(jd.reducers.switch_at(jd.reducers.majority_vote(), jd.exact(), 1))
@@ -73,4 +73,4 @@ def test_the_step_is_checked():
         jd.reducers.switch_at(jd.exact(), jd.exact(), -1)
     x = jnp.arange(4.0)
     never = jd.reducers.switch_at(jd.compressed(jd.top_k(0.25)), jd.exact(), 0)
-    np.testing.assert_array_equal(jax.jit(lambda x: never.reduce(x, never.init(x), jd.comm.over.alone())[0].mean)(x), x)
+    np.testing.assert_array_equal(jax.jit(lambda x: never.reduce(x, never.init(x), jd.comm.alone())[0].mean)(x), x)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist import _cli as cli
+from jaxdist._cli import main as cli
 
 
 @pytest.mark.parametrize("name", ["one-peer-exponential", "binary-tree"])

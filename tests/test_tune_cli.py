@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist import _cli as cli
 from jaxdist._cli import advice, layers
+from jaxdist._cli import main as cli
 from jaxdist._cli.models import gpt
 from jaxdist._cli.spellings import parse
 
@@ -82,7 +82,7 @@ def all_reduces(reducer, like):
     """The bytes of each message of the compiled program, in the order of its schedule."""
 
     def step(state, gradient):
-        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], gradient), state, jd.comm.over.over("data"))
+        out, _ = reducer.reduce(jax.tree.map(lambda x: x[0], gradient), state, jd.comm.over("data"))
         return state, out.mean
 
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])

@@ -73,7 +73,7 @@ def test_identity_is_the_exact_mean():
 def test_one_worker_gets_the_code_of_the_code():
     first, second = nearest(5), nearest(3)
     reducer, x = jd.two_shot(first, second=second), jnp.asarray(rows(24), jnp.float32)
-    reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+    reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
     np.testing.assert_array_equal(reduced.mean, coded(second, coded(first, x)))
     np.testing.assert_array_equal(reduced.own, coded(first, x))
     np.testing.assert_allclose(state.residuals[0].value, reduced.own - reduced.mean)

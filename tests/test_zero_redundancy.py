@@ -239,7 +239,7 @@ def test_on_parts():
     x, y = jax.random.normal(jax.random.key(0), (7, 5)), jnp.arange(3.0)
 
     def one_worker(_):
-        comm = jd.comm.over.over("data")
+        comm = jd.comm.over("data")
         parts = tuple(Part(piece(array, comm), array.shape) for array in (x, y))
         found = on_parts(f, comm, (x, y), parts)
         return jax.tree.map(

@@ -1,8 +1,5 @@
-"""The `jaxdist` command."""
+"""The `jaxdist` command, and the models, runs, plots and tables that examples and benchmarks share with it.
 
-from .main import main as main
-
-try:
-    from .main import main as main
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing
+The models need the extra `train` (flax, orbax, scikit-learn), the command and its plots the extra `cli` as well. Import
+the module that you want: `from jaxdist._cli.models import text`.
+"""

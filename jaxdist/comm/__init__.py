@@ -15,8 +15,6 @@ replication checking, and give the same numbers under `vmap` (simulation). Three
 
 from .base import Comm as Comm
 from .base import Sent as Sent
-from .base import check_permutation as check_permutation
-from .base import completed as completed
 from .counted import cond as cond
 from .counted import counted as counted
 from .counted import switch as switch

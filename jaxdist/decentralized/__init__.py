@@ -1,6 +1,5 @@
 """Decentralized training: each worker averages with its neighbors in a graph."""
 
-from .base import GossipState as GossipState
 from .base import consensus_distance as consensus_distance
 from .base import gossip as gossip
 from .choco import choco as choco

@@ -17,7 +17,6 @@ from .recipes import post_local_sgd as post_local_sgd
 from .recipes import slowmo as slowmo
 from .recipes import sparse_loco as sparse_loco
 from .recipes import streaming_diloco as streaming_diloco
-from .slow_momentum import SlowStepsState as SlowStepsState
-from .slow_momentum import slow_steps as slow_steps
-from .state import LocalStepsState as LocalStepsState
+from .slow_steps import SlowStepsState as SlowStepsState
+from .slow_steps import slow_steps as slow_steps
 from .state import anchor as anchor

@@ -1,5 +1,6 @@
 """The processes of a job: start, consistency checks, heartbeats, preemption."""
 
+from . import launch as launch
 from .broadcast import assert_same as assert_same
 from .broadcast import broadcast as broadcast
 from .consistency import agree as agree

@@ -266,7 +266,7 @@ def accordion(
       >>> x, kept = jnp.array([1.0, 4.0]), []
       >>> state = reducer.init(x)
       >>> for _ in range(3):  # nothing to compare with, then nothing changes
-      ...     reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
+      ...     reduced, state = reducer.reduce(x, state, jd.comm.alone())
       ...     kept.append(int((reduced.mean != 0).sum()))
       >>> kept
       [2, 2, 1]

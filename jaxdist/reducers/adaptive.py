@@ -109,7 +109,7 @@ def alq(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.alq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+      >>> reduced, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
       >>> state.levels.shape, bool(jnp.abs(state.levels[3:5]).max() < 0.3)
       ((8,), True)
 
@@ -186,7 +186,7 @@ def amq(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.amq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
       >>> bool(0.3 < state.levels[-2] < 0.9)  # p
       True
 

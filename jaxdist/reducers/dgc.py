@@ -68,7 +68,7 @@ def dgc(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.dgc(0.5, momentum=0.5)
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 3.0])
-      >>> reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
+      >>> reduced, state = reducer.reduce(x, state, jd.comm.alone())
       >>> reduced.mean.tolist(), state.momentum.value.tolist(), state.unsent.value.tolist()
       ([0.0, 3.0], [1.0, 0.0], [1.0, 0.0])
 

@@ -21,7 +21,7 @@ def exact() -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.exact()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
       [2.0, 2.0]
 

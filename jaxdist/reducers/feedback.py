@@ -78,7 +78,7 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.error_feedback(jd.compressed(jd.top_k(0.5)))
       >>> state = reducer.init(jnp.zeros(2))
-      >>> reduced, state = reducer.reduce(jnp.array([1.0, 4.0]), state, jd.comm.over.alone())
+      >>> reduced, state = reducer.reduce(jnp.array([1.0, 4.0]), state, jd.comm.alone())
       >>> reduced.mean.tolist(), state.residual.value.tolist()
       ([0.0, 4.0], [1.0, 0.0])
 
@@ -174,7 +174,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
       >>> reducer = jd.reducers.ef21(jd.compressed(jd.top_k(0.5)))
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 4.0])
       >>> for _ in range(2):
-      ...     reduced, state = reducer.reduce(x, state, jd.comm.over.alone())
+      ...     reduced, state = reducer.reduce(x, state, jd.comm.alone())
       >>> reduced.mean.tolist()
       [1.0, 4.0]
 

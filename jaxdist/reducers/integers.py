@@ -68,7 +68,7 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer, x = jd.reducers.intsgd(), jnp.array([2.0, -1.0])
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
       >>> round(float(state.squares), 3)
       5.0
 
@@ -142,7 +142,7 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.integer_sum()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[63.0, 2.0], [-61.0, 4.0]]))[0].tolist()
       [1.0, 3.0]
 

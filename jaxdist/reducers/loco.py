@@ -63,7 +63,7 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.loco(jd.compressed(jd.top_k(0.5)), beta=0.5)
       >>> x = jnp.array([1.0, 4.0])
-      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
+      >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
       >>> codes, scales = state.error.value
       >>> (codes * scales).tolist()
       [[0.5, 0.0]]

@@ -30,7 +30,7 @@ def majority_vote() -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.majority_vote()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, (), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]]))[0].tolist()
       [-1.0, -1.0]
 

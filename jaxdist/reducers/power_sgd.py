@@ -98,7 +98,7 @@ def power_sgd(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
       >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: nothing is lost
-      >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.over.alone())
+      >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.alone())
       >>> bool(jnp.allclose(reduced.mean, w, atol=1e-5))
       True
 

@@ -49,7 +49,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.ring(jd.compressors.identity())
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.arange(6.0).reshape(2, 3))[0].tolist()
       [1.5, 2.5, 3.5]
 

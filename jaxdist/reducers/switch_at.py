@@ -48,8 +48,8 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.switch_at(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
       >>> x = jnp.array([1.0, 4.0])
-      >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.over.alone())
-      >>> second, _ = reducer.reduce(x, state, jd.comm.over.alone())
+      >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
+      >>> second, _ = reducer.reduce(x, state, jd.comm.alone())
       >>> first.mean.tolist(), second.mean.tolist()
       ([1.0, 4.0], [0.0, 4.0])
 

@@ -67,7 +67,7 @@ def two_shot(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.two_shot(jd.qsgd(8))
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> mean = jax.vmap(one_worker, axis_name="data")(jnp.arange(400.0).reshape(4, 100))[0]
       >>> bool(jnp.allclose(mean, jnp.arange(150.0, 250.0), atol=5))
       True

@@ -1,5 +1,20 @@
-"""Where each array of a training state is kept: replicated, per worker, sharded or on the host."""
+"""Whose state is it, and where does it lie? Three marks on leaves of a train state, and what follows from them.
 
+A leaf without a mark is *agreed*: every worker holds the same value. `PerWorker` marks what differs, `Sharded` what is
+cut over the workers, `OnHost` what lies in host memory. A state is written as one worker means it (a residual has the
+shape of its parameter); `init_state` and `place` turn it into the global arrays of a mesh:
+
+| mark | as written | global array | a worker sees |
+|---|---|---|---|
+| none | `[*s]` | `[*s]` | `[*s]` |
+| `PerWorker` | `[*s]` | `[W, *s]` | `[*s]` |
+| `Sharded` | `[*s]` | `[W·n]`, padded | `[n]` |
+| `OnHost` | as inside | as inside, memory kind `pinned_host` | a host array |
+
+Marks nest: `PerWorker(Sharded(x, axis="chip"), axis="pod")` is `[pods, chips·n]`.
+"""
+
+from .flax_marks import register_with_flax as _register_with_flax
 from .marks import OnHost as OnHost
 from .marks import PerWorker as PerWorker
 from .marks import Sharded as Sharded
@@ -14,3 +29,5 @@ from .placement import shardings as shardings
 from .placement import spec_of as spec_of
 from .placement import specs as specs
 from .placement import workers as workers
+
+_register_with_flax()

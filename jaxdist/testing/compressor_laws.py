@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from .._core.types import Array, Like, PRNGKeyArray, PyTree, Shape
+from .._core.types import Array, Key, Like, PRNGKeyArray, PyTree, Shape
 from ..compressors.base import Compressor
 
 SHAPES = ((), (1,), (0,), (0, 4), (37,), (2, 1, 3, 2, 2))
@@ -122,12 +122,16 @@ def _check_constant(compressor: Compressor, shape: Shape, key: PRNGKeyArray, sta
     _check_size(compressor, x, np.asarray(decoded, np.float64), stated, " of a constant")
 
 
-def _over_keys(compressor: Compressor, x: Array, keys: PRNGKeyArray) -> Array:
+def _over_keys(compressor: Compressor, x: Array, keys: Key[Array, " draws"]) -> Array:
     return jax.vmap(lambda key: _round_trip(compressor, x, key)[1])(keys)
 
 
 def _check_size(
-    compressor: Compressor, x: np.ndarray, decoded: np.ndarray, stated: tuple[float, float], kind: str = ""
+    compressor: Compressor,
+    x: np.ndarray | np.floating,
+    decoded: np.ndarray,
+    stated: tuple[float, float],
+    kind: str = "",
 ) -> None:
     """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
     sizes = np.abs(x[x != 0])

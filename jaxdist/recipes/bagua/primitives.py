@@ -40,7 +40,7 @@ def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Re
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.recipes.bagua.c_fp_s()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
 
@@ -89,7 +89,7 @@ def c_lp_s(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.recipes.bagua.c_lp_s()
       >>> def one_worker(x):
-      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over.over("data"))[0].mean
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> x = jnp.linspace(-1.0, 1.0, 400).reshape(4, 100)
       >>> bool(jnp.allclose(jax.vmap(one_worker, axis_name="data")(x)[0], x.mean(0), atol=0.002))
       True
