@@ -314,7 +314,7 @@ CASES = {
     "scheduled codes": Case(
         lambda: jd.error_feedback(
             jd.reducers.scheduled(
-                by_code("scaled_sign"), partition_bytes=256, order=[0, 0], layer_fn=lambda path, leaf: 0
+                by_code("scaled_sign"), partition_bytes=256, order="priority", layer_fn=lambda path, leaf: 0
             )
         ),
         gathered(sum(CODES["scaled_sign"].bytes(n) for n in (64, TOTAL - 64))),

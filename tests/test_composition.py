@@ -81,9 +81,7 @@ def test_every_pair_is_traced_or_refused(name, request):
     if not request.config.getoption("--slow"):
         # Five of up to twenty, from another start for each code.
         reducers = dict(list(reducers.items())[list(CODES).index(name) % 4 :: 4])
-    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone())._replace(
-        ppermute=jd.comm.alone().ppermute
-    )
+    comm = jd.comm.nested(jd.comm.alone(), jd.comm.alone())._replace(ppermute=jd.comm.alone().ppermute)
     wanted = jax.tree.map(lambda x: (x.shape, x.dtype), LIKE)
     for reducer in reducers.values():
         state = jax.eval_shape(reducer.init, LIKE)

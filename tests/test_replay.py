@@ -239,7 +239,8 @@ def test_bsp_is_what_simulate_does():
         state, _ = simulated(state, np.concatenate([noisy(0, worker, job)[None] for worker in range(4)]))
     for rule in (rules.bsp(optimizer), rules.backup_workers(0, optimizer)):
         run = replay.run(rule, TASK, steps=10, **taus(1, 2, 3, 4))
-        np.testing.assert_array_equal(run.params["w"], state[0]["w"])
+        # To rounding: two programs, which a compiler may fuse each in its own way.
+        np.testing.assert_allclose(run.params["w"], state[0]["w"], rtol=1e-6)
 
 
 def test_dropped_gradients_are_never_computed():
