@@ -5,7 +5,7 @@
 A code saves bytes and costs time. With `E = 2(W-1)/W 4n` bytes for the plain mean of `n` float32 entries over `W`
 workers, `S` bytes sent with the code and `t` seconds for coding and decoding, it wins where the link moves fewer than
 `(E - S) / t` bytes in a second. Gathered payloads are decoded `W` times over; a two-shot codes and decodes everything
-once and a `W`-th of it again. Hiding communication behind computation moves the line in favour of the plain mean.
+once and a `W`-th of it again. Hiding communication behind computation moves the line in favor of the plain mean.
 """
 
 import argparse

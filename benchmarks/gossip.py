@@ -1,4 +1,4 @@
-"""Decentralised methods on data that differ between workers: accuracy against an all-reduce at equal steps.
+"""Decentralized methods on data that differ between workers: accuracy against an all-reduce at equal steps.
 
     python benchmarks/gossip.py --out benchmarks/reports/NAME
 
@@ -50,11 +50,11 @@ class Entry(NamedTuple):
 
 
 def quasi_global() -> Any:
-    return jd.decentralized.qg_momentum(nesterov=True)
+    return jd.decentralized.quasi_global_momentum(nesterov=True)
 
 
-def of_the_neighbourhood(loss: Any, graph: Any) -> Any:
-    return jd.decentralized.neighbourhood_value_and_grad(loss, graph, data_share=1.0)
+def of_the_neighborhood(loss: Any, graph: Any) -> Any:
+    return jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=1.0)
 
 
 def sharp(loss: Any, graph: Any) -> Any:
@@ -70,7 +70,7 @@ METHODS = {
     "gradient tracking": Entry(jd.decentralized.gradient_tracking, graphs=STATIC),
     "quasi-global momentum": Entry(quasi_global),
     "Q-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp),
-    "NGC": Entry(quasi_global, graphs=("ring",), gradients=of_the_neighbourhood),
+    "NGC": Entry(quasi_global, graphs=("ring",), gradients=of_the_neighborhood),
     "CGA": Entry(
         jd.decentralized.d_psgd,
         graphs=("ring",),
@@ -79,8 +79,8 @@ METHODS = {
     "RelaySGD": Entry(jd.decentralized.relay_sgd, graphs=("path",)),
     "CHOCO, top 10 %": Entry(lambda: jd.decentralized.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
     "CHOCO, 4 bits": Entry(lambda: jd.decentralized.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
-    "DCD, 8 bits": Entry(lambda: jd.decentralized.dcd(jd.qsgd(8)), graphs=("ring",)),
-    "ECD, 8 bits": Entry(lambda: jd.decentralized.ecd(jd.qsgd(8)), graphs=("ring",)),
+    "DCD, 8 bits": Entry(lambda: jd.decentralized.dcd_psgd(jd.qsgd(8)), graphs=("ring",)),
+    "ECD, 8 bits": Entry(lambda: jd.decentralized.ecd_psgd(jd.qsgd(8)), graphs=("ring",)),
 }
 
 
@@ -150,12 +150,12 @@ def table(rows: list[dict]) -> str:
 def draw(rows: list[dict], path: Path) -> None:
     """One line a method and graph: the range over seeds and its mean."""
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1), layout="constrained")
-    colours = {"all": "black", "ring": "#1b6ca8", "exponential": "#d1495b", "one-peer exponential": "#edae49"}
+    colors = {"all": "black", "ring": "#1b6ca8", "exponential": "#d1495b", "one-peer exponential": "#edae49"}
     for at, row in enumerate(reversed(rows)):
         values = 100 * np.array(row["accuracy"])
-        colour = colours.get(row["graph"], "#5b8c5a")
-        axes.plot([values.min(), values.max()], [at, at], color=colour, linewidth=2)
-        axes.plot([values.mean()], [at], "o", color=colour)
+        color = colors.get(row["graph"], "#5b8c5a")
+        axes.plot([values.min(), values.max()], [at, at], color=color, linewidth=2)
+        axes.plot([values.mean()], [at], "o", color=color)
     names = [f"{row['method']} ({row['graph']})" if row["graph"] != "all" else row["method"] for row in rows]
     axes.set_yticks(range(len(rows)), reversed(names))
     axes.axvline(100 * np.mean(rows[0]["accuracy"]), color="black", linewidth=0.5, linestyle=":")

@@ -4,7 +4,7 @@
 
 Adam with float32 master parameters under bfloat16 ones: 12 bytes read and 12 written for each parameter. The plain copy
 reads all chunks in a row into one buffer, then writes as many to another file. It is taken before and after each step,
-and a step is compared with the mean of its two neighbours. Pages are dropped from the cache (which needs root) before
+and a step is compared with the mean of its two neighbors. Pages are dropped from the cache (which needs root) before
 each of them. In the end: what tensorstore reaches with chunks of the same size, and where the step's time goes.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/power_sgd.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
 
 Each system runs in a process of its own, and they take turns; the fastest step counts, since noise only ever adds time.
-PyTorch does what its communication hook does for one bucket: feedback of the reduced approximation, a normalised `Q`,
+PyTorch does what its communication hook does for one bucket: feedback of the reduced approximation, a normalized `Q`,
 Gram-Schmidt up to rank 2 and QR above. jaxdist's mean hides behind a barrier, so that the compiler cannot merge what
 differs between several workers: it does the product for the residual that PyTorch's form does without. "paper" is
 `own="paper"`, the same arithmetic as PyTorch's.

@@ -5,7 +5,7 @@
 Four simulated workers train a small convolutional network on scikit-learn's digits by SGD with momentum. All gradients
 lie in buckets over the whole network. Every method starts from the same parameters and sees the same batches, for each
 of the seeds; nothing else differs. `error` is `|mean - exact mean|² / |exact mean|²` of the reduction, averaged over
-the steps: what quantisation adds to the gradient's own noise.
+the steps: what quantization adds to the gradient's own noise.
 """
 
 import argparse

@@ -59,23 +59,23 @@ def accordion(low: jd.Reducer, high: jd.Reducer) -> jd.Reducer:
 
 
 def fed_back(reducer: jd.Reducer) -> jd.Reducer:
-    return jd.error_feedback(jd.reducers.tracked(reducer))
+    return jd.error_feedback(jd.reducers.with_stats(reducer))
 
 
 def reducers() -> dict[str, Callable[[], jd.Reducer]]:
     """Each of them with a count of its bytes."""
     return {
-        "exact": lambda: jd.reducers.tracked(jd.exact()),
+        "exact": lambda: jd.reducers.with_stats(jd.exact()),
         **{f"PowerSGD rank {r}, feedback": lambda r=r: fed_back(jd.power_sgd(r)) for r in (1, 2, 4)},
-        **{f"PowerSGD rank {r}": lambda r=r: jd.reducers.tracked(jd.power_sgd(r)) for r in (1, 2, 4)},
+        **{f"PowerSGD rank {r}": lambda r=r: jd.reducers.with_stats(jd.power_sgd(r)) for r in (1, 2, 4)},
         **{f"one-sided rank {r}, feedback": lambda r=r: fed_back(one_sided(r)) for r in (1, 2, 4)},
-        "one-sided rank 2": lambda: jd.reducers.tracked(one_sided(2)),
+        "one-sided rank 2": lambda: jd.reducers.with_stats(one_sided(2)),
         "Accordion rank 2/1, feedback": lambda: fed_back(accordion(jd.power_sgd(2), jd.power_sgd(1))),
         **{f"top-k {d:.0%}, feedback": lambda d=d: fed_back(top(d)) for d in (0.99, 0.1, 0.01)},
-        "top-k 1%": lambda: jd.reducers.tracked(top(0.01)),
+        "top-k 1%": lambda: jd.reducers.with_stats(top(0.01)),
         "Accordion top-k 99%/10%, feedback": lambda: fed_back(accordion(top(0.99), top(0.1))),
         "sign, feedback": lambda: fed_back(jd.compressed(jd.compressors.scaled_sign())),
-        "sign": lambda: jd.reducers.tracked(jd.compressed(jd.compressors.scaled_sign())),
+        "sign": lambda: jd.reducers.with_stats(jd.compressed(jd.compressors.scaled_sign())),
     }
 
 

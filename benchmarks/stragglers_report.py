@@ -109,11 +109,11 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def _factors(axes: Axes, rows: Rows, names: list[str]) -> None:
-    for scene, (mark, colour) in MARKS.items():
+    for scene, (mark, color) in MARKS.items():
         found = [factor(rows, scene, name) for name in names]
         label = {"16, even": "equal speeds", "16, one slow": "one 6 times slower", "16, random": "random slowdowns"}
         axes.plot(
-            found, range(len(names)), mark, color=colour, markeredgecolor="#404040", markersize=8, label=label[scene]
+            found, range(len(names)), mark, color=color, markeredgecolor="#404040", markersize=8, label=label[scene]
         )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")

@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python benchmarks/tick_tock_plan.py [v5e:2x4]
 
 Needs `libtpu` (`pip install 'jaxdist[tpu-plan]'`). Compiles one step of a stack of residual MLP layers in bfloat16,
-by a plain loop, by `tick_tock` in pairs and rolling, and rolling with the reduction in the loop; then
+by a plain loop, by `wavelet` in pairs and rolling, and rolling with the reduction in the loop; then
 `analysis.overlap` goes through each schedule. Seconds are of the α-β model and a roofline, for comparison only.
 """
 
@@ -63,7 +63,7 @@ def by_gradient(value_and_grad, tx):
 
 
 def rolling(tx, **options):
-    made = jd.overlap.tick_tock(layer, head, tx, mode="rolling", **options)
+    made = jd.overlap.wavelet(layer, head, tx, mode="rolling", **options)
     step = lambda state, batch: ({"wave": made.step(state["wave"], batch)[0]}, {})  # noqa: E731
     return step, lambda: {"wave": made.init(make_params(), wave(EXAMPLES))}
 
@@ -77,7 +77,7 @@ def main(topology):
         "one wave": (by_gradient(jd.local_value_and_grad(loss), tx), one, 1),
         "double batch": (by_gradient(jd.local_value_and_grad(loss), tx), double, 2),
         "micro_batches=2": (by_gradient(jd.local_value_and_grad(loss, micro_batches=2), tx), double, 2),
-        "pair": (by_gradient(jd.overlap.tick_tock(layer, head), tx), (one, one), 2),
+        "pair": (by_gradient(jd.overlap.wavelet(layer, head), tx), (one, one), 2),
         "rolling": (rolling(tx), one, 1),
         "rolling, reducer=": (rolling(sgd, reducer=jd.exact()), one, 1),
     }

@@ -87,8 +87,8 @@ def main():
     if len(sys.argv) > 1:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot(xlabel="seconds", ylabel="regret beside the best fixed model (nats s)")
-        for (name, curve), colour in zip(curves.items(), ("#000000", "#0072B2", "#E69F00"), strict=True):
-            axes.plot(*curve, color=colour, label=name, linestyle="--" if name == "anytime" else "-")
+        for (name, curve), color in zip(curves.items(), ("#000000", "#0072B2", "#E69F00"), strict=True):
+            axes.plot(*curve, color=color, label=name, linestyle="--" if name == "anytime" else "-")
         axes.legend(frameon=False)
         figure.savefig(sys.argv[-1], dpi=150)
     waited, learned = (curves[name][1][-1] for name in ("fixed", "any-batch"))

@@ -44,7 +44,7 @@ def accuracy(state, batch):
 
 
 # Rank 4 for matrices; vectors travel as they are, in the same collectives.
-reducer = jd.reducers.tracked(jd.error_feedback(jd.power_sgd(rank=4)))
+reducer = jd.reducers.with_stats(jd.error_feedback(jd.power_sgd(rank=4)))
 tx = jd.skip_nonfinite(
     optax.chain(
         jd.all_reduce(reducer),  # the one line that talks to other workers

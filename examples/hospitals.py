@@ -3,7 +3,7 @@
     python examples/hospitals.py
 
 Prints the accuracy on images of all kinds: of models trained alone, of the ring with plain averaging, with quasi-global
-momentum, and of the all-reduce that a ring does without. Nothing but models travels, and only to the two neighbours.
+momentum, and of the all-reduce that a ring does without. Nothing but models travels, and only to the two neighbors.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ def main():
     print(f"alone                  {jax.vmap(accuracy)(alone.value).mean():.1%}, on average")
     methods = {
         "plain averaging": (jd.decentralized.d_psgd(), 0.9),
-        "quasi-global momentum": (jd.decentralized.qg_momentum(RATE), None),
+        "quasi-global momentum": (jd.decentralized.quasi_global_momentum(RATE), None),
     }
     for name, (method, momentum) in methods.items():
         params = train(jd.gossip(optax.sgd(RATE, momentum=momentum), RING, method=method))

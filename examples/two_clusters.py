@@ -70,7 +70,9 @@ def train(name, tx, mesh, train_set, test_set):
         return TrainState(held, tx.init(params), jd.PerWorker(jnp.zeros(()), axis="outer"))
 
     def held_out(state, batch):
-        return jax.lax.pmean(loss_fn(jd.local_sgd.anchor(state.opt_state) if local else state.params, batch), AXES)
+        return jax.lax.pmean(
+            loss_fn(jd.local_sgd.global_params(state.opt_state) if local else state.params, batch), AXES
+        )
 
     state, rng = jd.init_state(make_state, mesh, axis=AXES), np.random.default_rng(1)
     step = jd.distribute(train_step, mesh, axis=AXES)

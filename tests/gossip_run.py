@@ -1,4 +1,4 @@
-"""Many steps of decentralised methods on quadratic losses, in one program on one device."""
+"""Many steps of decentralized methods on quadratic losses, in one program on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def quadratics(workers, n=6, seed=0):
 def run(tx, a, b, start, *, steps=20, known=None, noise=None, every=True, **extras):
     """Parameters `[steps, W, n]` (the last ones with `every=False`) and the last state `[W, ...]`.
 
-    `start [W, n]`; the state is initialised with `known [n]`, zeros if it is left out. `noise [steps, W, n]` is added
+    `start [W, n]`; the state is initialized with `known [n]`, zeros if it is left out. `noise [steps, W, n]` is added
     to the gradients. Extras are `[steps]`, agreed, or `[steps, W]`.
     """
     noise = np.zeros((steps, 1, 1)) if noise is None else noise

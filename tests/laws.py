@@ -39,7 +39,8 @@ class Case(NamedTuple):
       wire: kind and dtype of every message in the compiled program.
       tolerance: between mesh and simulation, relative to the largest update; 0: the same bits.
       levels: of the group of workers.
-      unused: `unused(W)`, bytes of what is asked for and then dropped by the compiler: the gather of an `own` that
+      unused: `find_unused_parameters(W)`, bytes of what is asked for and then dropped by the compiler: the gather of
+      an `own` that
         nobody reads.
     """
 
@@ -294,8 +295,8 @@ CASES = {
     "power_sgd in the paper's form, started later": Case(
         lambda: jd.error_feedback(jd.power_sgd(1, own="paper", start_step=1)), all_reduced(4 * TOTAL), [REDUCE]
     ),
-    "by_leaf": Case(
-        lambda: jd.reducers.by_leaf(
+    "per_leaf": Case(
+        lambda: jd.reducers.per_leaf(
             matrices_and_vectors, {"matrix": jd.error_feedback(by_code("top_k")), "vector": jd.exact()}
         ),
         lambda w: gathered(CODES["top_k"].bytes(SIZES["w"]))(w) + all_reduced(4 * (SIZES["b"] + SIZES["s"]))(w),
@@ -307,13 +308,13 @@ CASES = {
         [GATHER],
     ),
     "scheduled": Case(
-        lambda: jd.reducers.scheduled(jd.exact(), partition_bytes=128, credit_bytes=256),
+        lambda: jd.reducers.partitioned(jd.exact(), partition_bytes=128, credit_bytes=256),
         all_reduced(4 * TOTAL),
         [REDUCE] * 5,
     ),
     "scheduled codes": Case(
         lambda: jd.error_feedback(
-            jd.reducers.scheduled(
+            jd.reducers.partitioned(
                 by_code("scaled_sign"), partition_bytes=256, order="priority", layer_fn=lambda path, leaf: 0
             )
         ),
@@ -321,7 +322,7 @@ CASES = {
         [GATHER] * 2,
     ),
     "tracked": Case(
-        lambda: jd.error_feedback(jd.reducers.tracked(by_code("top_k"))),
+        lambda: jd.error_feedback(jd.reducers.with_stats(by_code("top_k"))),
         gathered(code_bytes("top_k")),
         [GATHER],
         tolerance=0,
@@ -341,8 +342,8 @@ CASES = {
     # The first step is dense; `test_integers.py` has the others.
     "intsgd": Case(jd.reducers.intsgd, all_reduced(4 * TOTAL), [REDUCE]),
     "integer_sum": Case(jd.reducers.integer_sum, all_reduced(4 * len(SIZES) + TOTAL), [("all-reduce", "int8"), REDUCE]),
-    "switch_at": Case(
-        lambda: jd.reducers.switch_at(jd.exact(), jd.error_feedback(by_code("top_k")), 1),
+    "reducer_schedule": Case(
+        lambda: jd.reducers.reducer_schedule(jd.exact(), jd.error_feedback(by_code("top_k")), 1),
         all_reduced(4 * TOTAL),
         [REDUCE],
     ),

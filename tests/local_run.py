@@ -33,7 +33,7 @@ def run(tx, drawn, start=None, *, gradient=to_target, **extras):
             target, given = inputs
             updates, opt_state = tx.update(gradient(params, target), opt_state, params, **given)
             params = optax.apply_updates(params, updates)
-            return (params, opt_state), (params, jd.local_sgd.anchor(opt_state))
+            return (params, opt_state), (params, jd.local_sgd.global_params(opt_state))
 
         state, (local, anchors) = jax.lax.scan(step, (params, tx.init(params)), (drawn, extras))
         return local, anchors, state[1]

@@ -86,8 +86,8 @@ AGREED = {
     "per_worker": Line(
         lambda: optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
     ),
-    "compact_state": Line(
-        lambda: optax.chain(jd.all_reduce(jd.exact()), jd.transforms.compact_state(adam(), smallest=1)),
+    "quantized_state": Line(
+        lambda: optax.chain(jd.all_reduce(jd.exact()), jd.transforms.quantized_state(adam(), smallest=1)),
     ),
     "anytime_minibatch": Line(lambda: online.anytime_minibatch(geometry(), 0.1), extra={"examples": 3}),
 }
@@ -107,10 +107,10 @@ LOCAL = {
     "muloco": apart(lambda: jd.local_sgd.muloco(0.02, adam_learning_rate=0.01, sync_period=2)),
     "palsgd": apart(lambda: jd.local_sgd.palsgd(adam(), learning_rate=0.1, sync_period=2, warmup_steps=1)),
     "sparse_loco": apart(lambda: jd.local_sgd.sparse_loco(adam(), sync_period=2, block=32, values_block=16)),
-    "slow_steps": apart(
-        lambda: local_sgd.slow_steps(jd.gossip(momentum(), RING), momentum(), sync_period=2), learning_rate=0.1
+    "local_slow_momentum": apart(
+        lambda: local_sgd.local_slow_momentum(jd.gossip(momentum(), RING), momentum(), sync_period=2), learning_rate=0.1
     ),
-    "no_lo_co": apart(lambda: local_sgd.no_lo_co(adam(), sync_period=2)),
+    "noloco": apart(lambda: local_sgd.noloco(adam(), sync_period=2)),
     "mirror_descent": apart(lambda: online.mirror_descent(geometry(), 0.1, topology=RING, rounds=2), examples=3),
     "async_model_average": apart(lambda: bagua.async_model_average(adam(), sync_period=2)),
     "decentralized": apart(lambda: bagua.decentralized(adam(), WORKERS)),
@@ -120,11 +120,11 @@ LOCAL = {
     "sgp": gossiping(jd.decentralized.sgp, jd.topology.one_peer_exponential(WORKERS)),
     "relay_sgd": gossiping(jd.decentralized.relay_sgd, PATH),
     "choco": gossiping(lambda: jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
-    "dcd": gossiping(lambda: jd.decentralized.dcd(jd.qsgd(8))),
-    "ecd": gossiping(lambda: jd.decentralized.ecd(jd.qsgd(8))),
+    "dcd_psgd": gossiping(lambda: jd.decentralized.dcd_psgd(jd.qsgd(8))),
+    "ecd_psgd": gossiping(lambda: jd.decentralized.ecd_psgd(jd.qsgd(8))),
     "d2": gossiping(jd.decentralized.d2),
     "gradient_tracking": gossiping(jd.decentralized.gradient_tracking),
-    "qg_momentum": gossiping(lambda: jd.decentralized.qg_momentum(learning_rate=0.1)),
-    "qg_adam": gossiping(lambda: jd.decentralized.qg_adam()),
+    "quasi_global_momentum": gossiping(lambda: jd.decentralized.quasi_global_momentum(learning_rate=0.1)),
+    "quasi_global_adam": gossiping(lambda: jd.decentralized.quasi_global_adam()),
 }
 LINES = {**REDUCED, **INSIDE, **AGREED, **LOCAL}

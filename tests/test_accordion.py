@@ -185,7 +185,7 @@ def levels_of(states):
 
 def test_each_step_sends_the_bytes_of_its_level():
     reducer = jd.error_feedback(
-        jd.reducers.tracked(jd.reducers.accordion(low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2))
+        jd.reducers.with_stats(jd.reducers.accordion(low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2))
     )
     _, _, states = trajectory(reducer, changing())
     low = levels_of(states.reducer.reducer)

@@ -132,7 +132,7 @@ def test_feedback_scales_by_the_levels_of_now():
 
 
 def test_statistics_are_sent_at_scheduled_steps_only():
-    reducer = jd.reducers.tracked(jd.reducers.alq(3, bucket=32, every=2))
+    reducer = jd.reducers.with_stats(jd.reducers.alq(3, bucket=32, every=2))
     _, _, states = trajectory(reducer, rows(3, 4, 64))
     words = np.asarray(states.bytes)[:, 0].astype(np.float64) @ [2.0**32, 1]
     code, statistics = 3 * (64 * 3 // 8 + 4 * 2), 1.5 * (1028 + 4)

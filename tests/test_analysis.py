@@ -151,10 +151,10 @@ def test_bfloat16_is_widened_on_cpu_and_reported(mesh):
     real, logical = both_counts(mesh, lambda x: lax.psum(x.astype(jnp.bfloat16), "data"), P("pod"))
     assert logical.ops[0].dtype == "bfloat16"
     assert real.wire_bytes == 2 * logical.wire_bytes == 1.5 * 256
-    assert analysis.widened(logical, real) == (
+    assert analysis.upcast_collectives(logical, real) == (
         analysis.Widened("all-reduce", 1.5 * 128, 1.5 * 256, ("bfloat16",), ("float32",)),
     )
-    assert analysis.widened(real, logical) == ()
+    assert analysis.upcast_collectives(real, logical) == ()
 
 
 def test_conditional_counts_the_branch_that_is_asked_for(mesh):
@@ -244,7 +244,9 @@ def test_automatic_sharding_shows_only_in_the_compiled_program(mesh):
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     real, logical = analysis.collectives(step.lower(x)), analysis.logical_collectives(step, x)
     assert sorted_rows(real) == [("all-reduce", "float32", 256, ALL, 1, 1)]
-    assert [(grown.kind, grown.logical_bytes) for grown in analysis.widened(logical, real)] == [("all-reduce", 0)]
+    assert [(grown.kind, grown.logical_bytes) for grown in analysis.upcast_collectives(logical, real)] == [
+        ("all-reduce", 0)
+    ]
 
 
 def test_opcodes_counts_every_instruction_and_tells_programs_apart(mesh):

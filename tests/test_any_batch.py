@@ -43,7 +43,7 @@ def test_a_window_fits_whole_examples():
         anytime_window(1.0, workers=0, batch=1)
 
 
-def test_dropping_the_last_example_favours_cheap_ones():
+def test_dropping_the_last_example_favors_cheap_ones():
     """Half of the examples take ten times as long: of those done in time they are fewer than half."""
     rng = np.random.default_rng(0)
     dear = rng.random((4000, 20)) < 0.5

@@ -37,7 +37,7 @@ def float64():
 # ---- the primitives
 
 
-def test_the_centralised_primitives_are_the_mean():
+def test_the_centralized_primitives_are_the_mean():
     updates = {"a": rows(1, WORKERS, 5, 3).astype(np.float32), "b": rows(1, WORKERS, 41).astype(np.float32)}
     full, _, _ = trajectory(bagua.c_fp_s(bucket_bytes=64), updates)
     lossless, _, _ = trajectory(bagua.c_lp_s(jd.compressors.identity()), updates)

@@ -106,7 +106,7 @@ def compare(tx, compiled, state, *, replicas):
 
 
 def check_replicas(state):
-    """What a worker has of its neighbours is what they have of themselves, in every bit."""
+    """What a worker has of its neighbors is what they have of themselves, in every bit."""
     (one,) = jd.topology.ring(WORKERS).rounds
     for replicas, x in zip(jax.tree.leaves(state.opt.method.value), jax.tree.leaves(state.params), strict=True):
         replicas, own = np.asarray(replicas), np.asarray(x)

@@ -49,7 +49,7 @@ def test_nearest_is_the_reference(name):
     x = np.random.default_rng(0).standard_cauchy(3 * block + 21).astype(np.float32)
     x[:block] = 0.0
     expected = reference.in_blocks(x.astype(np.float64), block, reference.GRIDS[grid], scale_of)
-    # Where an entry lies halfway to the last bit of float32, either neighbour is right.
+    # Where an entry lies halfway to the last bit of float32, either neighbor is right.
     found = decoded(code, x.reshape(3, -1) if x.size % 3 == 0 else x).reshape(-1)
     close = np.isclose(found, expected, rtol=1e-5, atol=0)
     assert close.mean() > 0.99

@@ -473,7 +473,7 @@ def test_what_differs_is_named(mesh, other, message):
 
 def test_recipes_are_plain():
     with pytest.raises(ValueError, match="`tx` is a function"):
-        jd.processes.agree({}, recipe={"tx": lambda: None})
+        jd.processes.check_consistency({}, recipe={"tx": lambda: None})
 
 
 class Shared:

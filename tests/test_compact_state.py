@@ -55,7 +55,7 @@ def plain():
 
 @pytest.mark.parametrize(("code", "within"), [(None, 0.05), (BFLOAT16, 0.02)], ids=["fp8", "bfloat16"])
 def test_takes_the_steps_of_the_optimizer(plain, code, within):
-    state = run(jd.transforms.compact_state(optax.adam(1e-2, b2=0.99), code))
+    state = run(jd.transforms.quantized_state(optax.adam(1e-2, b2=0.99), code))
     difference = np.linalg.norm(moved(state) - moved(plain)) / np.linalg.norm(moved(plain))
     assert 0 < difference < within
     np.testing.assert_array_equal(state.params["b"], plain.params["b"])  # too small to be coded
@@ -67,7 +67,7 @@ def test_evenly_spaced_numbers_would_not_do():
     grads = {"w": jnp.geomspace(1e-4, 1.0, 4096)}
 
     def second_step(code):
-        tx = jd.transforms.compact_state(optax.adam(1e-2), code)
+        tx = jd.transforms.quantized_state(optax.adam(1e-2), code)
         update = jax.jit(tx.update)
         _, state = update(grads, jax.jit(tx.init)(grads))
         return float(jnp.abs(update(jax.tree.map(jnp.zeros_like, grads), state)[0]["w"]).max())
@@ -79,7 +79,7 @@ def test_evenly_spaced_numbers_would_not_do():
 @pytest.mark.parametrize(("code", "bytes_each"), [(None, 1 + 1 / 32), (BFLOAT16, 2)], ids=["fp8", "bfloat16"])
 def test_memory_of_the_compiled_step(code, bytes_each):
     big = {"w": jnp.zeros((128, 256)), "v": jnp.zeros(8192)}
-    tx = jd.transforms.compact_state(optax.adam(1e-3), code)
+    tx = jd.transforms.quantized_state(optax.adam(1e-3), code)
     state = TrainState(big, jax.jit(tx.init)(big))
     program = jax.jit(make_plain(tx), donate_argnums=0).lower(state, big).compile()
     entries = 128 * 256 + 8192
@@ -97,7 +97,7 @@ def make_plain(tx):
 def test_on_a_mesh_all_workers_keep_the_same(tmp_path):
     """Behind a reducer and inside `skip_nonfinite`; and the bits come back from a checkpoint."""
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
-    tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), jd.transforms.compact_state(optax.adamw(1e-2))))
+    tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), jd.transforms.quantized_state(optax.adamw(1e-2))))
     step = jd.distribute(make(tx), mesh, donate=False)
     state = jd.place(TrainState(params(), jax.jit(tx.init)(params())), mesh)
     for batch in batches(3):
@@ -114,7 +114,7 @@ def test_each_worker_has_its_own_inside_local_steps():
 
     def local(buffers):
         return jd.local_steps(
-            jd.transforms.compact_state(optax.adam(1e-2)), optax.sgd(1.0), sync_period=2, buffers=buffers
+            jd.transforms.quantized_state(optax.adam(1e-2)), optax.sgd(1.0), sync_period=2, buffers=buffers
         )
 
     state = jd.place(TrainState(jd.PerWorker(params()), jax.jit(local("reset").init)(params())), 2)
@@ -126,15 +126,15 @@ def test_each_worker_has_its_own_inside_local_steps():
     assert found[0].shape == (2, 50 * 83 + 2)
     assert (np.asarray(found[0][0]) != found[0][1]).any()
     assert (np.asarray(found[1]) == 0).all()
-    assert np.isfinite(jd.local_sgd.anchor(state.opt)["w"]).all()
-    with pytest.raises(ValueError, match="cannot average what compact_state has coded"):
+    assert np.isfinite(jd.local_sgd.global_params(state.opt)["w"]).all()
+    with pytest.raises(ValueError, match="cannot average what quantized_state has coded"):
         jd.simulate(make(local("average")), 2)(state, batches(1)[0])
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"chain\(all_reduce\(...\), compact_state"):
+    with pytest.raises(ValueError, match=r"chain\(all_reduce\(...\), quantized_state"):
         jax.eval_shape(
-            jd.transforms.compact_state(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.1))))).init, params()
+            jd.transforms.quantized_state(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.1))))).init, params()
         )
     with pytest.raises(ValueError, match="got 0"):
-        jd.transforms.compact_state(optax.adam(1e-3), smallest=0)
+        jd.transforms.quantized_state(optax.adam(1e-3), smallest=0)

@@ -25,9 +25,9 @@ CARRIERS = {
     "hierarchical two_shot": lambda code: jd.hierarchical(inner=jd.exact(), outer=jd.two_shot(code)),
     "bucketed": lambda code: jd.reducers.bucketed(jd.compressed(code)),
     "bucketed two_shot": lambda code: jd.reducers.bucketed(jd.two_shot(code)),
-    "by_leaf": lambda code: jd.reducers.by_leaf(lambda path, leaf: path, {"w": jd.compressed(code)}),
-    "tracked": lambda code: jd.reducers.tracked(jd.compressed(code)),
-    "switch_at": lambda code: jd.reducers.switch_at(jd.exact(), jd.two_shot(code), 1),
+    "per_leaf": lambda code: jd.reducers.per_leaf(lambda path, leaf: path, {"w": jd.compressed(code)}),
+    "tracked": lambda code: jd.reducers.with_stats(jd.compressed(code)),
+    "reducer_schedule": lambda code: jd.reducers.reducer_schedule(jd.exact(), jd.two_shot(code), 1),
     "hierarchical feedback": lambda code: jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(jd.two_shot(code))),
 }
 CORRECTED = ("compressed", "two_shot", "bucketed")
@@ -42,7 +42,7 @@ MESSAGES = {
 
 def problem(code, carrier, feedback):
     """Why this cannot work, if it cannot."""
-    second_shot = "two_shot" in carrier or carrier in ("switch_at", "hierarchical feedback")
+    second_shot = "two_shot" in carrier or carrier in ("reducer_schedule", "hierarchical feedback")
     unknown = code.contraction is None and code.variance is None
     if unknown and second_shot:
         return "unknown"

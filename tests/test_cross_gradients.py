@@ -1,4 +1,4 @@
-"""Gradients that neighbours take for each other, against numpy."""
+"""Gradients that neighbors take for each other, against numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ def single(f, drawn, x):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("graph", [graphs.ring(4), graphs.star(4)], ids=lambda graph: graph.name)
-def test_neighbourhood_gradients_equal_the_paper(share, graph):
+def test_neighborhood_gradients_equal_the_paper(share, graph):
     drawn, x = data()
-    f = jd.decentralized.neighbourhood_value_and_grad(loss, graph, data_share=share)
+    f = jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=share)
     value, found = single(f, drawn, x)
     table, weights = gradients(drawn, x), graphs.matrix(graph)
     there, back = np.einsum("ij,ijk->ik", weights, table), np.einsum("ij,jik->ik", weights, table)
@@ -53,8 +53,8 @@ def nearest(g, rows):
     return g + v @ rows
 
 
-def test_cross_gradients_raise_no_neighbours_loss():
-    graph = graphs.path(4)  # ends have one neighbour, and nothing must come of the other
+def test_cross_gradients_raise_no_neighbors_loss():
+    graph = graphs.path(4)  # ends have one neighbor, and nothing must come of the other
     joined = graphs.matrix(graph) != 0
     f, bent = jd.decentralized.cross_value_and_grad(loss, graph), 0
     for seed in range(4):
@@ -82,10 +82,10 @@ def test_sharpness_aware_gradients_are_those_uphill():
 
 @pytest.mark.parametrize(("share", "order", "models"), [(1.0, "adapt_then_combine", 3), (0.0, "combine_then_adapt", 1)])
 def test_what_is_sent(share, order, models):
-    """One model for each neighbour, and with a share of the data another one back; gossip's own may be the same one."""
+    """One model for each neighbor, and with a share of the data another one back; gossip's own may be the same one."""
     graph = graphs.ring(4)
     tx = jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d_psgd(order=order))
-    grad = jd.decentralized.neighbourhood_value_and_grad(tiny.loss, graph, data_share=share)
+    grad = jd.decentralized.neighborhood_value_and_grad(tiny.loss, graph, data_share=share)
     mesh, params = jd.make_mesh({"data": 4}), tiny.params()
 
     def start(place):
@@ -99,14 +99,14 @@ def test_what_is_sent(share, order, models):
 
 
 def test_what_cannot_work_says_so():
-    for make in (jd.decentralized.neighbourhood_value_and_grad, jd.decentralized.cross_value_and_grad):
+    for make in (jd.decentralized.neighborhood_value_and_grad, jd.decentralized.cross_value_and_grad):
         with pytest.raises(ValueError, match="needs symmetric weights"):
             make(loss, graphs.exponential(8))
-        with pytest.raises(ValueError, match="same neighbours in every step"):
+        with pytest.raises(ValueError, match="same neighbors in every step"):
             make(loss, graphs.shift_one(8))
         with pytest.raises(ValueError, match="one of 3 workers, and axis 'data' has 4"):
             single(make(loss, graphs.ring(3)), *data())
     with pytest.raises(ValueError, match=r"data_share must be in \[0, 1\], got 2"):
-        jd.decentralized.neighbourhood_value_and_grad(loss, graphs.ring(4), data_share=2)
+        jd.decentralized.neighborhood_value_and_grad(loss, graphs.ring(4), data_share=2)
     with pytest.raises(ValueError, match="radius must be positive, got 0"):
         jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0)

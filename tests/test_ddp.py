@@ -72,15 +72,15 @@ def averaged(p, x):
 )
 def test_leaves_without_gradient_are_found(objective, used):
     p = {"layers": jnp.ones((3, 4, 4)), "idle": jnp.ones((3, 2)), "b": jnp.ones(4)}
-    found = jd.transforms.unused(objective, p, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    found = jd.transforms.find_unused_parameters(objective, p, jax.ShapeDtypeStruct((2, 4), jnp.float32))
     assert found == {name: name not in used.split() for name in p}
 
 
 def test_unused_with_aux_and_errors():
     p = jax.eval_shape(with_head)
-    assert jd.transforms.unused(lambda p, d: (loss(p, d), p["head"]), p, batch(), has_aux=True) == MASK
+    assert jd.transforms.find_unused_parameters(lambda p, d: (loss(p, d), p["head"]), p, batch(), has_aux=True) == MASK
     with pytest.raises(ValueError, match=r"one number, got shape \(6,\)"):
-        jd.transforms.unused(lambda p: p["w"].sum(1), params())
+        jd.transforms.find_unused_parameters(lambda p: p["w"].sum(1), params())
 
 
 # ---- the recipe
@@ -172,7 +172,7 @@ def test_buckets_of_zero_redundancy_go_by_number_too():
 
 
 def test_unused_leaves_cost_nothing_and_stay(mesh):
-    mask = jd.transforms.unused(loss, with_head(), batch())
+    mask = jd.transforms.find_unused_parameters(loss, with_head(), batch())
     assert mask == MASK
     # All leaves have gradients here: what is not sent is what the mask says.
     ops, found = after_one_step(mesh, jd.recipes.ddp(unused=mask), all_used)

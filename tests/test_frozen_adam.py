@@ -97,7 +97,7 @@ def test_what_each_phase_sends():
     found = jd.analysis.collectives(ran("one_bit_adam").compiled, branch="min")
     assert sorted((op.kind, op.dtype) for op in found.ops) == [("all-gather", "uint8"), ("all-to-all", "uint8")]
     tx = jd.optimizers.one_bit_adam(
-        0.1, freeze_step=3, reducer=jd.reducers.tracked(jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())))
+        0.1, freeze_step=3, reducer=jd.reducers.with_stats(jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())))
     )
     _, states = descend(tx, jnp.zeros(102), jnp.asarray(rows(5, 8, 102), jnp.float32))
     assert [int(jd.transforms.stats(state)["syncs"]) for state in states] == [0, 0, 0, 1, 2]

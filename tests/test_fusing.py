@@ -19,8 +19,8 @@ MESSAGES = {
     "majority_vote": (jd.reducers.majority_vote, [GATHER, EXCHANGE]),
     "integer_sum": (jd.reducers.integer_sum, [("all-reduce", "int8"), REDUCE]),
     "power_sgd": (lambda: jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)), [REDUCE, REDUCE]),
-    "by_leaf": (
-        lambda: jd.reducers.by_leaf(
+    "per_leaf": (
+        lambda: jd.reducers.per_leaf(
             lambda path, leaf: len(leaf.shape) % 3,
             {0: jd.two_shot(jd.qsgd(4)), 1: jd.reducers.majority_vote(), 2: jd.compressed(jd.qsgd(4))},
         ),

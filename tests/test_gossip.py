@@ -1,4 +1,4 @@
-"""Decentralised methods: their equations, what they converge to, what stays."""
+"""Decentralized methods: their equations, what they converge to, what stays."""
 
 import jax
 import jax.numpy as jnp
@@ -42,36 +42,41 @@ EQUATIONS = {
         reference.gradient_tracking,
         {"combine_first": True},
     ),
-    "qg_momentum": (jd.decentralized.qg_momentum(RATE), graphs.ring(5), reference.qg_momentum, {}),
-    "qg_momentum, nesterov": (
-        jd.decentralized.qg_momentum(RATE, momentum=0.8, decay=0.6, nesterov=True),
+    "quasi_global_momentum": (
+        jd.decentralized.quasi_global_momentum(RATE),
+        graphs.ring(5),
+        reference.quasi_global_momentum,
+        {},
+    ),
+    "quasi_global_momentum, nesterov": (
+        jd.decentralized.quasi_global_momentum(RATE, momentum=0.8, decay=0.6, nesterov=True),
         graphs.relabelled_ring(5, rounds=2),
-        reference.qg_momentum,
+        reference.quasi_global_momentum,
         {"beta": 0.8, "mu": 0.6, "nesterov": True},
     ),
-    "qg_adam": (jd.decentralized.qg_adam(), graphs.ring(5), reference.qg_adam, {}),
+    "quasi_global_adam": (jd.decentralized.quasi_global_adam(), graphs.ring(5), reference.quasi_global_adam, {}),
     "choco": (
         jd.decentralized.choco(jd.top_k(0.5), step_size=0.3),
         graphs.torus(6),
         reference.choco,
         {"known": 0, "code": lambda x: reference.top_k(x, 3), "step_size": 0.3},
     ),
-    "dcd": (
-        jd.decentralized.dcd(jd.top_k(0.5)),
+    "dcd_psgd": (
+        jd.decentralized.dcd_psgd(jd.top_k(0.5)),
         graphs.star(5),
-        reference.dcd,
+        reference.dcd_psgd,
         {"code": lambda x: reference.top_k(x, 3)},
     ),
-    "dcd, as BAGUA": (
-        jd.decentralized.dcd(jd.top_k(0.5)),
+    "dcd_psgd, as BAGUA": (
+        jd.decentralized.dcd_psgd(jd.top_k(0.5)),
         graphs.ring(5),
         reference.low_precision_ring,
         {"code": lambda x: reference.top_k(x, 3)},
     ),
-    "ecd": (
-        jd.decentralized.ecd(jd.top_k(0.5)._replace(variance=lambda shape: 1.0)),
+    "ecd_psgd": (
+        jd.decentralized.ecd_psgd(jd.top_k(0.5)._replace(variance=lambda shape: 1.0)),
         graphs.ring(5),
-        reference.ecd,
+        reference.ecd_psgd,
         {"code": lambda x: reference.top_k(x, 3)},
     ),
 }
@@ -82,7 +87,7 @@ def test_twenty_steps_equal_the_paper(name):
     method, graph, expect, options = EQUATIONS[name]
     a, b = quadratics(graph.workers)
     # Methods whose workers remember each other start from one model.
-    equal = name in ("dcd", "dcd, as BAGUA", "ecd")
+    equal = name in ("dcd_psgd", "dcd_psgd, as BAGUA", "ecd_psgd")
     start = np.random.default_rng(1).normal(size=(1 if equal else graph.workers, 6)) * np.ones((graph.workers, 1))
     tx = jd.gossip(optax.sgd(RATE), graph, method=method)
     found, state = run(tx, a, b, start, known=start[0] if equal else None)
@@ -167,7 +172,7 @@ def test_quasi_global_momentum_keeps_workers_together():
     """Ring of 16, losses (x - i)²/2, rate .01, momentum .9: 2.4285 apart with local momentum, .5761 with this."""
     a, b = np.ones((16, 1)), np.arange(16.0)[:, None]
     local = jd.gossip(optax.sgd(0.01, momentum=0.9), graphs.ring(16))
-    quasi = jd.gossip(optax.sgd(0.01), graphs.ring(16), method=jd.decentralized.qg_momentum(0.01))
+    quasi = jd.gossip(optax.sgd(0.01), graphs.ring(16), method=jd.decentralized.quasi_global_momentum(0.01))
     for tx, expected in ((local, 2.4285), (quasi, 0.5761)):
         found, _ = run(tx, a, b, np.zeros((16, 1)), steps=6000, every=False)
         assert apart(found) == pytest.approx(expected, abs=1e-3)
@@ -176,7 +181,9 @@ def test_quasi_global_momentum_keeps_workers_together():
 
 def test_quasi_global_momentum_rests_where_the_rate_is_zero():
     rates = np.array([0.0, 0.0, 0.1, 0.1], np.float32)
-    tx = jd.gossip(optax.sgd(lambda t: jnp.asarray(rates)[t]), graphs.ring(4), method=jd.decentralized.qg_momentum())
+    tx = jd.gossip(
+        optax.sgd(lambda t: jnp.asarray(rates)[t]), graphs.ring(4), method=jd.decentralized.quasi_global_momentum()
+    )
     a, b = quadratics(4)
     found, state = run(tx, a, b, np.zeros((4, 6)), steps=4, learning_rate=rates)
     assert not found[:2].any()
@@ -251,7 +258,10 @@ def test_without_a_code_choco_and_dcd_are_plain_gossip():
     plain, _ = run(
         jd.gossip(optax.sgd(RATE), graphs.ring(8), method=jd.decentralized.d_psgd(order=CTA)), a, b, np.zeros((8, 6))
     )
-    for method in (jd.decentralized.dcd(exact), jd.decentralized.ecd(exact._replace(variance=lambda shape: 0.0))):
+    for method in (
+        jd.decentralized.dcd_psgd(exact),
+        jd.decentralized.ecd_psgd(exact._replace(variance=lambda shape: 0.0)),
+    ):
         found, _ = run(jd.gossip(optax.sgd(RATE), graphs.ring(8), method=method), a, b, np.zeros((8, 6)))
         np.testing.assert_allclose(found, plain, atol=2e-6)
 
@@ -268,7 +278,7 @@ def test_on_the_complete_graph_all_of_it_is_all_reduce(method):
 
 
 def test_who_is_not_active_takes_no_step():
-    """It averages its neighbours' models all the same, as if its gradient were zero."""
+    """It averages its neighbors' models all the same, as if its gradient were zero."""
     a, b = quadratics(4)
     active = np.ones((6, 4), bool)
     active[:, 1] = False

@@ -1,4 +1,4 @@
-"""Decentralised methods on a mesh: the numbers of the simulation, and what crosses the network."""
+"""Decentralized methods on a mesh: the numbers of the simulation, and what crosses the network."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def test_the_mesh_equals_the_simulation_and_sends_what_it_says(name):
     if name != "choco":
         tiny.assert_close(on_mesh, simulated, 2e-5)
     found = sent(compiled)
-    if name == "sgp":  # the weight rides along, and who has fewer neighbours sends fewer messages
+    if name == "sgp":  # the weight rides along, and who has fewer neighbors sends fewer messages
         assert found == [("collective-permute", "float32", 4 * (N + 1))] * 2
         assert float(jd.transforms.stats(on_mesh.opt)["bytes"]) == pytest.approx(3 * 5 / 4 * 4 * (N + 1), abs=3)
     elif name == "choco":

@@ -1,4 +1,4 @@
-"""Four real processes that only talk to neighbours, against the simulation of them in one."""
+"""Four real processes that only talk to neighbors, against the simulation of them in one."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from test_processes import LIMIT, free_port
 
 HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "processes" / "neighbours.py"
+SCRIPT = HERE / "processes" / "neighbors.py"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from jaxdist import topology as graphs
         ),
         (
             lambda: jd.gossip(optax.sgd(1.0), graphs.shift_one(4), method=jd.decentralized.d2()),
-            "same neighbours in every step",
+            "same neighbors in every step",
         ),
         (
             lambda: jd.gossip(
@@ -27,15 +27,15 @@ from jaxdist import topology as graphs
                 graphs.one_peer_exponential(4),
                 method=jd.decentralized.choco(jd.top_k(0.1), step_size=0.1),
             ),
-            "choco needs the same neighbours in every step",
+            "choco needs the same neighbors in every step",
         ),
         (
-            lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.decentralized.dcd(jd.qsgd(8))),
-            "dcd needs the s",
+            lambda: jd.gossip(optax.sgd(1.0), graphs.random_matchings(4), method=jd.decentralized.dcd_psgd(jd.qsgd(8))),
+            "dcd_psgd needs the s",
         ),
         (
-            lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.decentralized.ecd(jd.qsgd(8))),
-            "ecd needs symmetric",
+            lambda: jd.gossip(optax.sgd(1.0), graphs.exponential(8), method=jd.decentralized.ecd_psgd(jd.qsgd(8))),
+            "ecd_psgd needs symmetric",
         ),
         (lambda: jd.gossip(optax.sgd(1.0), graphs.ring(4), method=jd.decentralized.relay_sgd()), "needs a tree"),
         (
@@ -43,9 +43,9 @@ from jaxdist import topology as graphs
             "needs a tree",
         ),
         (lambda: jd.decentralized.choco(jd.top_k(0.1), step_size=0.0), r"step_size must be in \(0, 1\], got 0.0"),
-        (lambda: jd.decentralized.ecd(jd.top_k(0.1)), "needs an unbiased one"),
-        (lambda: jd.decentralized.qg_momentum(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-        (lambda: jd.decentralized.qg_adam(b2=1.0), "b2 must be in"),
+        (lambda: jd.decentralized.ecd_psgd(jd.top_k(0.1)), "needs an unbiased one"),
+        (lambda: jd.decentralized.quasi_global_momentum(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: jd.decentralized.quasi_global_adam(b2=1.0), "b2 must be in"),
         (
             lambda: jd.gossip(
                 optax.sgd(1.0), graphs.from_matrix(np.array([[0.5, 0.5], [0, 1.0]])), method=jd.decentralized.sgp()
@@ -68,7 +68,7 @@ def test_what_cannot_work_in_a_step_says_so():
         tx.update(x, tx.init(x))
     with pytest.raises(ValueError, match="cannot weigh workers by examples"):
         tx.update(x, tx.init(x), x, examples=3)
-    quasi = jd.gossip(optax.sgd(0.1), graphs.ring(1), method=jd.decentralized.qg_momentum(), axis=None)
+    quasi = jd.gossip(optax.sgd(0.1), graphs.ring(1), method=jd.decentralized.quasi_global_momentum(), axis=None)
     with pytest.raises(ValueError, match="divides by the rate"):
         quasi.update(x, quasi.init(x), x)
     alone = jd.gossip(optax.sgd(0.5), graphs.ring(1), axis=None)

@@ -1,7 +1,7 @@
 """NaN, Inf and huge numbers at random places of random workers' gradients: what a guarded method keeps of them.
 
 Every case is a step of a run that goes on before and after it, for every kind of state that would keep a NaN: moments,
-residuals, bases, levels, keys, anchors, neighbours' models, parts of a cut state.
+residuals, bases, levels, keys, anchors, neighbors' models, parts of a cut state.
 """
 
 import functools
@@ -179,7 +179,7 @@ ALONE = {
     "d_psgd": lambda inner: jd.gossip(inner, RING),
     "choco": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
     "d2": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.d2()),
-    "qg": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.qg_momentum(learning_rate=0.1)),
+    "qg": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.quasi_global_momentum(learning_rate=0.1)),
     "relay": lambda inner: jd.gossip(inner, jd.topology.path(WORKERS), method=jd.decentralized.relay_sgd()),
     "sgp": lambda inner: jd.gossip(inner, RING, method=jd.decentralized.sgp()),
 }

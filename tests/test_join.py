@@ -21,19 +21,23 @@ class Lying(list):
 
 def test_batches_of_one_process_come_as_they_are(mesh):
     for source in ([rows(1), rows(2)], iter([rows(1), rows(2)])):
-        found = list(jd.runtime.join(source, rows(0), mesh, ahead=2))
+        found = list(jd.runtime.join_uneven(source, rows(0), mesh, ahead=2))
         assert [(float(batch["x"].mean()), examples.tolist()) for batch, examples in found] == [
             (1, [1] * 8),
             (2, [1] * 8),
         ]
         assert found[0][0]["x"].sharding.spec == jax.P("data")
-    assert list(jd.runtime.join([], rows(0), mesh)) == list(jd.runtime.join(iter([]), rows(0), mesh)) == []
+    assert (
+        list(jd.runtime.join_uneven([], rows(0), mesh)) == list(jd.runtime.join_uneven(iter([]), rows(0), mesh)) == []
+    )
 
 
 def test_padded_batches_say_how_many_rows_are_real(mesh):
     """With `any_batch` the mean is that of the real rows, wherever they lie."""
     like = jax.ShapeDtypeStruct((16, 3), jnp.float32)
-    ((batch, examples),) = jd.runtime.join([np.arange(33, dtype=np.float32).reshape(11, 3)], like, mesh, pad=True)
+    ((batch, examples),) = jd.runtime.join_uneven(
+        [np.arange(33, dtype=np.float32).reshape(11, 3)], like, mesh, pad=True
+    )
     assert examples.tolist() == [2, 2, 2, 2, 2, 1, 0, 0]
     assert float(batch[11:].sum()) == 0
     tx = jd.recipes.ddp()
@@ -61,7 +65,7 @@ def test_padded_batches_say_how_many_rows_are_real(mesh):
 )
 def test_what_join_refuses(mesh, source, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        list(jd.runtime.join(source, **{"like": rows(0), "mesh": mesh, **options}))
+        list(jd.runtime.join_uneven(source, **{"like": rows(0), "mesh": mesh, **options}))
 
 
 def test_divisors():

@@ -114,7 +114,7 @@ def test_float64_is_reduced_in_float64(mesh):
         for reducer in (
             jd.exact(),
             jd.error_feedback(jd.power_sgd(4, min_compression_rate=0)),
-            jd.reducers.tracked(jd.exact()),
+            jd.reducers.with_stats(jd.exact()),
         ):
             tx = jd.all_reduce(reducer)
 

@@ -219,7 +219,7 @@ ROUND_TRIP = jax.jit(lambda x, key: CODE.decompress(CODE.compress(x, key), x))
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_every_entry_goes_to_a_neighbour(seed):
+def test_every_entry_goes_to_a_neighbor(seed):
     x = np.random.default_rng(seed).standard_cauchy(64).astype(np.float32)
     scale = np.abs(x).max()
     out = np.asarray(ROUND_TRIP(x, jax.random.key(seed))) / scale

@@ -42,7 +42,7 @@ def test_a_round_a_step_is_synchronous_sgd(inner):
 
 
 def test_a_round_a_step_with_adam_is_not_synchronous_adam():
-    """Each worker normalises by its own gradients: nobody should believe otherwise."""
+    """Each worker normalizes by its own gradients: nobody should believe otherwise."""
     drawn = targets(30)
     _, kept, _ = run(jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=1), drawn)
     _, met, _ = run(jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=1, warmup_steps=30), drawn)
@@ -390,4 +390,4 @@ def test_what_update_refuses():
     with pytest.raises(ValueError, match="sync chooses the program, so it must be static"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))
     with pytest.raises(ValueError, match="no local_steps inside"):
-        jd.local_sgd.anchor(optax.sgd(0.1).init(jnp.zeros(2)))
+        jd.local_sgd.global_params(optax.sgd(0.1).init(jnp.zeros(2)))

@@ -140,7 +140,7 @@ def test_any_reducer_carries_the_drift(name, mesh):
             state, _ = step(state, data)
         placed, mean = reduce(placed, drift_of(anchor, parts))
         anchor = jax.tree.map(jnp.subtract, anchor, mean)
-        assert_close(jd.local_sgd.anchor(state.opt), anchor, tolerance)
+        assert_close(jd.local_sgd.global_params(state.opt), anchor, tolerance)
     assert_close(state.opt.reducer[0], placed["reducer"], tolerance)
 
 

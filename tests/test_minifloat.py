@@ -49,7 +49,7 @@ def test_nearest_is_the_cast_of_the_format(name):
 
 
 @each_form
-def test_at_random_is_one_of_both_neighbours_and_right_on_average(name):
+def test_at_random_is_one_of_both_neighbors_and_right_on_average(name):
     form, _ = FORMS[name]
     grid = magnitudes(form)
     part = np.random.default_rng(0).random(len(grid) - 1)

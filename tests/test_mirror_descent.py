@@ -212,7 +212,7 @@ def test_simulation_equals_the_mesh(ran):
     assert jd.consensus(on_mesh).params["w"].shape == (6, 4)
 
 
-def test_a_round_sends_one_message_to_each_neighbour(ran):
+def test_a_round_sends_one_message_to_each_neighbor(ran):
     """The model of 28 entries and one number for its weight, whatever the batch."""
     *_, compiled = ran
     found = [(op.kind, op.dtype, op.bytes) for op in jd.analysis.collectives(compiled).ops]

@@ -66,9 +66,9 @@ def baseline(both):
         jd.compressed(F16),
         jd.error_feedback(jd.compressed(jd.top_k(0.25))),
         jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)),
-        jd.reducers.by_leaf(lambda path, leaf: leaf.ndim, {1: jd.exact(), 2: jd.compressed(jd.qsgd(4))}),
+        jd.reducers.per_leaf(lambda path, leaf: leaf.ndim, {1: jd.exact(), 2: jd.compressed(jd.qsgd(4))}),
     ],
-    ids=["f16", "top_k", "power_sgd", "by_leaf"],
+    ids=["f16", "top_k", "power_sgd", "per_leaf"],
 )
 def test_no_bytes_over_the_model_axis(both, baseline, reducer):
     """Beyond what the loss itself needs."""

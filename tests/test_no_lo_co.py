@@ -9,10 +9,10 @@ import optax
 import pytest
 import tiny
 from local_run import targets, to_target
-from reference.no_lo_co import no_lo_co as reference
+from reference.noloco import noloco as reference
 
 import jaxdist as jd
-from jaxdist.local_sgd import no_lo_co
+from jaxdist.local_sgd import noloco
 from jaxdist.local_sgd.noloco import tournament
 
 
@@ -59,7 +59,7 @@ def test_in_a_tournament_everybody_meets_everybody_once(workers):
 def test_twenty_rounds_equal_the_paper(workers, pull):
     """One array is sent in place of two, and the numbers are those of two."""
     drawn = targets(100, workers)
-    tx = no_lo_co(optax.sgd(0.1), sync_period=5, momentum=0.5, pull=pull)
+    tx = noloco(optax.sgd(0.1), sync_period=5, momentum=0.5, pull=pull)
     found, state = run(tx, drawn)
     pairs = drawn_pairs(workers, 20)
     assert len({tuple(one) for one in pairs.tolist()}) > 2  # the draws differ
@@ -74,7 +74,7 @@ def test_twenty_rounds_equal_the_paper(workers, pull):
 def test_the_mean_is_that_of_heavy_ball():
     """Whatever the pairs: mean(φ) follows `m = μ m + β mean(θ - φ)`, which on quadratics is DiLoCo's own."""
     drawn = targets(60)
-    found, _ = run(no_lo_co(optax.sgd(0.1), sync_period=5), drawn)
+    found, _ = run(noloco(optax.sgd(0.1), sync_period=5), drawn)
     tx = jd.local_steps(optax.sgd(0.1), optax.sgd(0.7, momentum=0.5), sync_period=5)
     expected, _ = run(tx, drawn)
     np.testing.assert_allclose(found.mean(1), expected.mean(1), atol=2e-6)
@@ -83,7 +83,7 @@ def test_the_mean_is_that_of_heavy_ball():
 
 def test_two_workers_average_exactly():
     drawn = targets(20, 2)
-    pairs, _ = run(no_lo_co(optax.sgd(0.1), sync_period=4, learning_rate=1.0, momentum=0.0), drawn)
+    pairs, _ = run(noloco(optax.sgd(0.1), sync_period=4, learning_rate=1.0, momentum=0.0), drawn)
     average, _ = run(jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4), drawn)
     np.testing.assert_allclose(pairs, average, atol=1e-6)
 
@@ -91,7 +91,7 @@ def test_two_workers_average_exactly():
 def test_workers_that_have_stopped_come_together():
     """Over 400 draws of pairs a deviation of 0.9 falls to 0.25, 0.08, 0.009 in 5, 10, 20 rounds; the mean stays."""
     start = np.random.default_rng(0).standard_normal((8, 200)).astype(np.float32)
-    found, _ = run(no_lo_co(optax.sgd(0.0), sync_period=1), np.zeros((20, 8, 200), np.float32), start)
+    found, _ = run(noloco(optax.sgd(0.0), sync_period=1), np.zeros((20, 8, 200), np.float32), start)
     np.testing.assert_allclose(found.mean(1), np.broadcast_to(start.mean(0), (20, 200)), atol=1e-6)
     spread = [x.std(0).mean() for x in (start, found[4], found[9], found[19])]
     # What 95 % of all draws stay below.
@@ -105,7 +105,7 @@ def test_who_is_not_active_takes_no_step():
     drawn = targets(6, 2)
     active = np.ones((6, 2), bool)
     active[2:4, 1] = False
-    found, _ = run(no_lo_co(optax.sgd(0.1), sync_period=6), drawn, active=active)
+    found, _ = run(noloco(optax.sgd(0.1), sync_period=6), drawn, active=active)
     np.testing.assert_array_equal(found[1, 1], found[3, 1])
     assert (found[1, 0] != found[3, 0]).any()
 
@@ -113,7 +113,7 @@ def test_who_is_not_active_takes_no_step():
 @pytest.fixture(scope="module")
 def ran():
     """Four workers on a mesh and in simulation: three rounds of two steps, and the compiled step."""
-    tx = no_lo_co(optax.adam(0.05), sync_period=2)
+    tx = noloco(optax.adam(0.05), sync_period=2)
 
     def state_of(place):
         return jd.init_state(lambda: tiny.TrainState(jd.PerWorker(tiny.params()), tx.init(tiny.params())), place)
@@ -149,13 +149,13 @@ def test_only_pairs_talk_and_only_at_the_end_of_a_round(ran):
 
 
 def test_what_cannot_work_says_so():
-    tx = no_lo_co(optax.sgd(0.1), sync_period=2, axis=None)
+    tx = noloco(optax.sgd(0.1), sync_period=2, axis=None)
     params = jnp.zeros(2)
     with pytest.raises(ValueError, match="cannot weigh workers by examples"):
         tx.update(params, tx.init(params), params, examples=3)
     with pytest.raises(ValueError, match="params"):
         tx.update(params, tx.init(params))
     with pytest.raises(ValueError, match="learning_rate must be positive"):
-        no_lo_co(optax.sgd(0.1), sync_period=2, learning_rate=0.0)
+        noloco(optax.sgd(0.1), sync_period=2, learning_rate=0.0)
     with pytest.raises(ValueError, match="sync_period must be at least 1"):
-        no_lo_co(optax.sgd(0.1), sync_period=0)
+        noloco(optax.sgd(0.1), sync_period=0)

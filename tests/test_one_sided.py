@@ -106,7 +106,7 @@ def test_bytes_of_both_steps(mesh):
 
 
 def test_bytes_take_turns():
-    _, _, states = trajectory(jd.reducers.tracked(reducer(2)), gradients(4, 2).astype(np.float32))
+    _, _, states = trajectory(jd.reducers.with_stats(reducer(2)), gradients(4, 2).astype(np.float32))
     assert np.diff(np.asarray(states.bytes)[:, 0, 1], prepend=0).tolist() == [4 * 2 * side for side in (12, 9, 12, 9)]
 
 

@@ -71,8 +71,8 @@ PLAIN_APART = {
 }
 # The model itself is what was sent, each step within half a step of an 8-bit code.
 CODED = {
-    "dcd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.dcd(jd.qsgd(8))),
-    "ecd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.ecd(jd.qsgd(8))),
+    "dcd_psgd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.dcd_psgd(jd.qsgd(8))),
+    "ecd_psgd": lambda: jd.gossip(adam(), ONE, method=jd.decentralized.ecd_psgd(jd.qsgd(8))),
     "low_precision": lambda: bagua.low_precision_decentralized(adam(), 1),
 }
 

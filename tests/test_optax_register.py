@@ -177,7 +177,7 @@ def apart(name, tx, *, alike):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
 
     state = jd.place({"params": jd.PerWorker(start(name)), "opt": tx.init(start(name))}, WORKERS)
-    return jd.local_sgd.anchor(steps(step, state, WORKERS)["opt"])
+    return jd.local_sgd.global_params(steps(step, state, WORKERS)["opt"])
 
 
 def steps(step, state, place):

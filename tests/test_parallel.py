@@ -157,7 +157,7 @@ def test_a_tree_of_one_leaf_has_a_name_in_messages(mesh):
     with pytest.raises(ValueError, match=r"^the state came in as float32\[3\] and went out as float32\[4\]"):
         jd.simulate(lambda state, batch: (jnp.zeros(4), {}), 2)(jnp.zeros(3), np.ones(2))
     with pytest.raises(ValueError, match=r"^the tree, which is one leaf, has label 'b'"):
-        jd.reducers.by_leaf(lambda path, leaf: "b", {"a": jd.exact()}).init(jnp.zeros(3))
+        jd.reducers.per_leaf(lambda path, leaf: "b", {"a": jd.exact()}).init(jnp.zeros(3))
 
 
 # ---- memory, traces, programs

@@ -119,7 +119,7 @@ def test_the_iterates_are_those_of_synchronous_training(workers, defer):
     ],
 )
 def test_error_feedback_keeps_a_residual_for_each_layer(inner):
-    """In float64: choosing and orthonormalising amplify every last bit."""
+    """In float64: choosing and orthonormalizing amplify every last bit."""
     with jax.enable_x64(True):
         reducer = jd.error_feedback(inner)
         tx = optax.adam(1e-2)

@@ -55,7 +55,7 @@ def test_no_serial_correlation(seed):
     assert abs(chi_square(np.bincount(pairs[:, 0] * 32 + pairs[:, 1], minlength=1024))) < 5
 
 
-def test_neighbouring_keys_are_independent_in_every_bit():
+def test_neighboring_keys_are_independent_in_every_bit():
     key = jax.random.key(0)
     steps = [jax.random.fold_in(key, step) for step in range(3)]
     workers = [jax.random.fold_in(steps[0], worker) for worker in range(3)]

@@ -13,7 +13,7 @@ from workers import trajectory
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.tracked import add_bytes
+from jaxdist.reducers.with_stats import add_bytes
 from jaxdist.schedule import assign_buckets
 
 MIB = 1 << 20
@@ -215,7 +215,7 @@ def messages(compiled):
 
 
 def test_parts_share_a_collective_and_frozen_leaves_cost_nothing(mesh):
-    reducer = jd.reducers.by_leaf(
+    reducer = jd.reducers.per_leaf(
         lambda path, leaf: path, {"a": top(0.1), "b": jd.compressed(jd.qsgd(4)), "frozen": None}
     )
     found = messages(program(mesh, reducer, {"a": (50,), "b": (30,), "frozen": (1000,)}))
@@ -224,7 +224,7 @@ def test_parts_share_a_collective_and_frozen_leaves_cost_nothing(mesh):
 
 def test_each_leaf_gets_the_reducer_of_its_label():
     updates = {"layers": [rows(1, 4, 10), rows(1, 4, 3, 10)], "head": rows(1, 4, 5)}
-    policy = jd.reducers.by_leaf(
+    policy = jd.reducers.per_leaf(
         lambda path, leaf: "frozen" if path == "layers/1" else "cut" if path.startswith("layers") else "whole",
         {"cut": top(0.1), "whole": jd.exact(), "frozen": None},
     )
@@ -238,7 +238,7 @@ def test_each_leaf_gets_the_reducer_of_its_label():
 
 
 def test_an_unknown_label_names_the_leaf():
-    reducer = jd.reducers.by_leaf(lambda path, leaf: "odd" if "1" in path else "even", {"even": jd.exact()})
+    reducer = jd.reducers.per_leaf(lambda path, leaf: "odd" if "1" in path else "even", {"even": jd.exact()})
     with pytest.raises(ValueError, match=r"leaf 'layers/1' has label 'odd', but reducers has only \['even'\]"):
         reducer.init({"layers": [jnp.zeros(2), jnp.zeros(2)]})
 
@@ -334,7 +334,7 @@ def test_counted_bytes_are_those_of_the_compiled_program():
 
 def test_bytes_of_both_branches_are_counted():
     """The plain mean before the start sends more than the low rank after it."""
-    reducer = jd.error_feedback(jd.reducers.tracked(jd.power_sgd(1, start_step=1)))
+    reducer = jd.error_feedback(jd.reducers.with_stats(jd.power_sgd(1, start_step=1)))
     _, _, states = trajectory(reducer, rows(2, 4, 12, 8).astype(np.float32))
     words = np.asarray(states.reducer.bytes)[:, 0].astype(np.float64)
     assert (words @ [2.0**32, 1]).tolist() == [1.5 * 4 * 96, 1.5 * 4 * (96 + 20)]
@@ -342,7 +342,7 @@ def test_bytes_of_both_branches_are_counted():
 
 def test_the_compression_error_is_that_of_this_step():
     updates = np.array([[[3.0, 4.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]], np.float32)
-    _, _, states = trajectory(jd.reducers.tracked(top(0.25)), updates)
+    _, _, states = trajectory(jd.reducers.with_stats(top(0.25)), updates)
     np.testing.assert_allclose(np.asarray(states.error.value)[:, 0], [9 / 25, 0])
 
 
@@ -354,7 +354,7 @@ def test_more_bytes_than_32_bits_hold():
 
 
 def test_a_count_of_reductions_stops_at_the_largest_number():
-    reducer = jd.reducers.tracked(jd.exact())
+    reducer = jd.reducers.with_stats(jd.exact())
     state = reducer.init(jnp.zeros(2))._replace(syncs=jnp.int32(2**31 - 1))
     _, after = reducer.reduce(jnp.ones(2), state, jd.comm.alone())
     assert int(after.syncs) == 2**31 - 1

@@ -112,7 +112,7 @@ def test_dasgd_keeps_the_steps_taken_meanwhile(delay):
 @pytest.mark.parametrize(("period", "delay"), [(4, 0), (4, 2), (1, 0)])
 def test_rounds_are_those_of_local_steps(period, delay):
     rounds = STEPS // period
-    keep = {"delay": delay, "keep_progress": True} if delay else {}
+    keep = {"delay": delay, "overlap_correction": True} if delay else {}
     inner = optax.adam(0.05)
     tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=period, **keep)
     _, anchors, _ = simulated(tx, DRAWN[: rounds * period + delay])

@@ -93,7 +93,7 @@ def test_a_slow_worker_jumps_and_the_others_go_at_full_speed(wait):
     assert rows.version[own][-1] > 290
 
 
-def test_skipping_takes_the_neighbours_model_and_adds_the_gradient():
+def test_skipping_takes_the_neighbors_model_and_adds_the_gradient():
     rule = rules.hop(topology.ring, SGD, tokens=9, backup=1, skip=9)
     clock = replay.simulator(rule, TASK, workers=3, durations=durations.constant([5.5, 1, 1]))
     before = clock.advance(clock.init(), seconds=4.5)  # the others are at iteration 4
@@ -166,8 +166,8 @@ def test_failures_stop_nobody_for_good(options, graph):
         ({"backup": 1}, "backup=1 needs token queues.*set tokens="),
         ({"skip": 1, "tokens": 2, "backup": 1}, "skip must be at least 2 iterations, or 0 for no skipping, got 1"),
         ({"skip": 2, "staleness": 1}, "skip=2 needs token queues.*set tokens="),
-        ({"skip": 2, "tokens": 3}, "skip=2 needs neighbours that may be ahead.*set backup= or staleness="),
-        ({"backup": 2, "tokens": 3}, "backup must be less than the 2 neighbours of worker 0, got 2"),
+        ({"skip": 2, "tokens": 3}, "skip=2 needs neighbors that may be ahead.*set backup= or staleness="),
+        ({"backup": 2, "tokens": 3}, "backup must be less than the 2 neighbors of worker 0, got 2"),
         ({"graph": topology.ring(4)}, "the ring joins 4 workers, and there are 8"),
         ({"graph": topology.random_matchings}, "changes from step to step.*take a static topology"),
         ({"graph": topology.digraph(8, [(k, (k + 1) % 8) for k in range(8)] + [(0, 2)])}, "rows .* must sum to 1"),

@@ -55,10 +55,10 @@ def test_a_local_barrier_waits_for_less_than_all(n, expected):
     assert measured == pytest.approx(ready.mean() / iterations, rel=0.01)
 
 
-def test_a_slow_neighbour_slows_all():
+def test_a_slow_neighbor_slows_all():
     run = seen(rules.d_psgd(jd.topology.ring, SGD), 8, 1204, durations.constant(SEVEN_AND_A_SLOW_ONE))
     assert 1200 * 8 / len(run.trace.steps) == pytest.approx(6, rel=0.01)
-    # Its neighbours have its models at once; then an iteration ahead for each hop.
+    # Its neighbors have its models at once; then an iteration ahead for each hop.
     done = np.bincount(run.trace.gradients.worker)
     assert (done - done[7]).tolist() == [0, 1, 2, 3, 2, 1, 0, 0]
 
@@ -172,7 +172,7 @@ def test_others_go_on_while_one_is_gone(who, when):
     assert (asked > when + 20).sum() > 20  # it is asked as before
 
 
-# Decentralised SGD with a barrier.
+# Decentralized SGD with a barrier.
 
 
 @pytest.mark.parametrize(
@@ -358,14 +358,14 @@ def test_spellings(text, name):
         parse_rule(text, SGD, "f16")
 
 
-def test_neighbours_are_chosen_evenly_and_the_same_each_time():
+def test_neighbors_are_chosen_evenly_and_the_same_each_time():
     halves = neighbors.halves(jd.topology.complete(2))
     assert halves.active == (True, False)
     halves = neighbors.halves(jd.topology.hypercube(16))
     drawn = [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
     assert drawn == [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
     assert set(drawn) == {1, 2, 4, 8}
-    assert min(drawn.count(neighbour) for neighbour in (1, 2, 4, 8)) > 160
+    assert min(drawn.count(neighbor) for neighbor in (1, 2, 4, 8)) > 160
 
 
 def test_a_relabelled_ring_of_halves_meets_everybody():

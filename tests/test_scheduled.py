@@ -56,7 +56,7 @@ def plain(four):
 
 @pytest.fixture(scope="module")
 def prioritised(four):
-    reducer = jd.reducers.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=PARTITION, order="priority")
+    reducer = jd.reducers.partitioned(jd.exact(), partition_bytes=PARTITION, credit_bytes=PARTITION, order="priority")
     return reduced(reducer, four)
 
 
@@ -79,14 +79,14 @@ def test_first_layers_go_first(prioritised):
 
 def test_last_layers_go_first(four):
     """By default: what the backward pass makes first, and nothing waits for the gradient of layer 0."""
-    reducer = jd.reducers.scheduled(jd.exact(), partition_bytes=PARTITION, credit_bytes=3 * PARTITION)
+    reducer = jd.reducers.partitioned(jd.exact(), partition_bytes=PARTITION, credit_bytes=3 * PARTITION)
     assert sizes(reduced(reducer, four)) == [40, 8, 40, 40, 24, 24]
 
 
 def test_the_order_of_a_timeline_is_the_order_on_the_wire(four):
     order = planned()
     assert order == [2, 1, 0, 1, 1, 2]
-    reducer = jd.reducers.scheduled(jd.exact(), partition_bytes=PARTITION, order=order)
+    reducer = jd.reducers.partitioned(jd.exact(), partition_bytes=PARTITION, order=order)
     assert sizes(reduced(reducer, four)) == [40, 40, 24, 40, 24, 8]
 
 
@@ -111,7 +111,7 @@ def test_layers_are_whom_the_user_says():
     }
     code = jd.compressed(jd.top_k(0.5))
     layers = {"a": 1, "b": 1, "c": 0, "d": 0}
-    reducer = jd.reducers.scheduled(
+    reducer = jd.reducers.partitioned(
         jd.error_feedback(code), partition_bytes=48, layer_fn=lambda path, leaf: layers[path], order=[0, 1, 1, 0, 0]
     )
     states = reducer.init(like)
@@ -126,7 +126,7 @@ def test_layers_are_whom_the_user_says():
 
 def sent_sizes(tree, **options):
     """Entries of each message, in order."""
-    reducer = jd.reducers.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.5))), **options)
+    reducer = jd.reducers.partitioned(jd.error_feedback(jd.compressed(jd.top_k(0.5))), **options)
     return [state.residual.value.size for state in reducer.init(tree)]
 
 
@@ -160,4 +160,4 @@ def test_layers_have_the_order_of_the_forward_pass():
 )
 def test_what_cannot_be_ordered_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        jd.reducers.scheduled(jd.exact(), **{"partition_bytes": PARTITION, **change}).init(LIKE)
+        jd.reducers.partitioned(jd.exact(), **{"partition_bytes": PARTITION, **change}).init(LIKE)

@@ -15,7 +15,7 @@ import jaxdist as jd
 
 def guarded():
     """A chain of which every part would be spoilt: a residual that keeps a NaN, moments and decay that move."""
-    reducer = jd.reducers.tracked(jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+    reducer = jd.reducers.with_stats(jd.error_feedback(jd.compressed(jd.top_k(0.25))))
     return jd.skip_nonfinite(optax.chain(jd.all_reduce(reducer), optax.adamw(1e-2, weight_decay=0.1)))
 
 

@@ -21,7 +21,9 @@ def transformation():
 
     sgd = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), scaled)
     mixing = jd.gossip(sgd, jd.topology.ring(WORKERS), method=jd.decentralized.sgp())
-    return jd.local_sgd.slow_steps(mixing, jd.local_sgd.slow_momentum(momentum=BETA), sync_period=PERIOD), mixing
+    return jd.local_sgd.local_slow_momentum(
+        mixing, jd.local_sgd.slow_momentum(momentum=BETA), sync_period=PERIOD
+    ), mixing
 
 
 def make_step(tx):
@@ -96,7 +98,7 @@ def test_a_mesh_does_the_same_and_sends_what_gossip_sends(simulated):
 
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="sync_period"):
-        jd.local_sgd.slow_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=0)
+        jd.local_sgd.local_slow_momentum(optax.sgd(0.1), optax.sgd(1.0), sync_period=0)
     tx, _ = transformation()
     mesh = jd.make_mesh({"data": WORKERS}, devices=jax.devices()[:WORKERS])
     state = {"x": jnp.zeros(2), "opt": tx.init(jnp.zeros(2)), "rate": jnp.float32(0)}

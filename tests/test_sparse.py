@@ -153,9 +153,9 @@ def test_chained_codes_the_kept_values():
     kept = reference.top_k(x, 60)
     half = decoded(jc.chained(jc.top_k(0.1), jc.cast(jnp.bfloat16)), x)
     np.testing.assert_array_equal(half, np.asarray(jnp.asarray(kept, jnp.bfloat16), np.float64))
-    quantised = decoded(jc.chained(jc.top_k(0.1), jc.qsgd(8)), x)
-    np.testing.assert_array_equal(quantised != 0, np.abs(quantised) > 0)
-    assert reference.relative_error(quantised, kept) < 1e-3
+    quantized = decoded(jc.chained(jc.top_k(0.1), jc.qsgd(8)), x)
+    np.testing.assert_array_equal(quantized != 0, np.abs(quantized) > 0)
+    assert reference.relative_error(quantized, kept) < 1e-3
     assert payload_bytes(jc.chained(jc.top_k(0.01), jc.qsgd(4)), 10**6) * 8 / 10_000 < 13
 
 

@@ -24,7 +24,7 @@ RING = jd.topology.ring(4)
 # Those that the registers lack.
 OTHERS = {
     "accumulate": lambda: jd.accumulate(jd.all_reduce(jd.exact()), 2),
-    "compact_state": lambda: jd.transforms.compact_state(optax.adam(0.1)),
+    "quantized_state": lambda: jd.transforms.quantized_state(optax.adam(0.1)),
     "dynamic_loss_scale": lambda: jd.transforms.dynamic_loss_scale(optax.adam(0.1)),
     "per_worker": lambda: jd.transforms.per_worker(optax.adam(0.1)),
     "zero_redundancy of muon": lambda: jd.zero_redundancy(optax.contrib.muon(0.1)),
@@ -32,8 +32,8 @@ OTHERS = {
     "host": lambda: jd.offload.host(optax.adam(0.1), delayed=True),
     "sparse_loco": lambda: jd.local_sgd.sparse_loco(optax.adam(0.1)),
     "streaming_diloco": lambda: jd.local_sgd.streaming_diloco(optax.adam(0.1), sync_period=4, fragments=2),
-    "dcd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.dcd(jd.qsgd(8))),
-    "ecd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.ecd(jd.qsgd(8))),
+    "dcd_psgd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.dcd_psgd(jd.qsgd(8))),
+    "ecd_psgd": lambda: jd.gossip(optax.adam(0.1), RING, method=jd.decentralized.ecd_psgd(jd.qsgd(8))),
 }
 TRANSFORMATIONS = {
     **{name: lambda case=case: jd.all_reduce(case.make()) for name, case in CASES.items() if case.levels == 1},

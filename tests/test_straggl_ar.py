@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.schedule import ring_seconds, straggl_ar, straggl_ar_reduce, straggl_ar_seconds
+from jaxdist.schedule import ring_seconds, straggl_ar_reduce, straggl_ar_seconds, stragglar
 
 SIZES = [2, 4, 8, 16, 32]
 LINK = {"latency": 3e-6, "bandwidth": 450 * 2**30}  # of the paper's simulator
@@ -22,7 +22,7 @@ def test_everybody_has_the_sum(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_each_round_is_of_pairs_that_send_what_is_finished_and_missing(n):
-    rounds, last = straggl_ar(n), n - 1
+    rounds, last = stragglar(n), n - 1
     assert len(rounds) == n - 2 + int(np.log2(n))
     finished = np.zeros((n, n - 1), bool)
     for t, sent in enumerate(rounds):
@@ -44,7 +44,7 @@ def test_each_round_is_of_pairs_that_send_what_is_finished_and_missing(n):
 @pytest.mark.parametrize("workers", [0, 1, 3, 6, 12])
 def test_other_numbers_are_refused(workers):
     with pytest.raises(ValueError, match=f"workers must be a power of 2, got {workers}"):
-        straggl_ar(workers)
+        stragglar(workers)
 
 
 def test_times_are_those_of_the_paper_s_simulator():
@@ -72,7 +72,7 @@ def test_on_the_clock_the_last_one_counts(late, missing):
     """A step of bsp: the longest computation, and the all-reduce from then on."""
     task = replay.Task(np.zeros(2**18, np.float32), lambda x, batch: jnp.sum(x), lambda *job: None)
     law = durations.constant([0.1] * 7 + [0.1 + late])
-    line = links.straggl_ar(3e-6, 1e9)
+    line = links.stragglar(3e-6, 1e9)
     rule = rules.bsp(optax.sgd(0.1))
     run = replay.run(rule, task, steps=3, durations=law, workers=8, links=line, timing_only=True)
     rest = 6 * (3e-6 + 2**20 / 7 / 1e9) if missing is None else max(0.0, missing)
@@ -81,6 +81,6 @@ def test_on_the_clock_the_last_one_counts(late, missing):
 
 
 def test_other_groups_and_gathers_take_a_ring():
-    ring, own = links.alpha_beta(1e-3, 1e6), links.straggl_ar(1e-3, 1e6)
+    ring, own = links.alpha_beta(1e-3, 1e6), links.stragglar(1e-3, 1e6)
     for group, op in (((0, 1, 2), "mean"), ((0,), "mean"), ((0, 1, 2, 3), "gather")):
         assert own.collective(group, 1000, op, 9.0) == ring.collective(group, 1000, op)

@@ -79,7 +79,7 @@ def _loss(params):
 
 def test_what_was_agreed_on_is_evaluated_not_a_workers_own(any_period, trained):
     _, state = trained
-    wanted = _loss(jd.local_sgd.anchor(state.opt_state))
+    wanted = _loss(jd.local_sgd.global_params(state.opt_state))
     assert any_period.evaluate(state)["loss"] == pytest.approx(wanted, abs=1e-5)
     assert abs(wanted - _loss(jd.consensus(state.params))) > 1e-3  # workers are a step further
 
@@ -122,7 +122,7 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
 
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     state = results.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
-    assert _loss(jd.local_sgd.anchor(state.opt_state)) == pytest.approx(own[-1]["held_out_loss"], abs=1e-5)
+    assert _loss(jd.local_sgd.global_params(state.opt_state)) == pytest.approx(own[-1]["held_out_loss"], abs=1e-5)
 
 
 def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):

@@ -38,9 +38,9 @@ def test_pair_equals_one_by_one():
     """To the bit, in a loop and unrolled, with three waves, which turn the slots around and back."""
     waves = tuple(data(seed) for seed in range(3))
     expected = jax.jit(one_by_one)(separate(params()), waves)
-    value, found = jax.jit(jd.overlap.tick_tock(layer, head, embed=embed))(params(), waves)
+    value, found = jax.jit(jd.overlap.wavelet(layer, head, embed=embed))(params(), waves)
     assert_close((value, separate(found)), expected, 0)
-    unrolled = jd.overlap.tick_tock([layer] * LAYERS, head, embed=embed)
+    unrolled = jd.overlap.wavelet([layer] * LAYERS, head, embed=embed)
     assert_close(jax.jit(unrolled)(separate(params()), waves), expected, 0)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *waves)
     assert_close((value, found), jax.jit(jax.value_and_grad(loss))(params(), whole), 1e-6)
@@ -67,7 +67,7 @@ def test_layers_of_different_shapes():
     def plain(p, waves):
         return sum(final(p.head, second((), first(p.layers[0], wave[0])), wave) for wave in waves) / 2
 
-    found = jax.jit(jd.overlap.tick_tock((first, second), final))(start, waves)
+    found = jax.jit(jd.overlap.wavelet((first, second), final))(start, waves)
     assert_close(found, jax.value_and_grad(plain)(start, waves), 1e-6)
 
 
@@ -100,7 +100,7 @@ BATCHES = [data(seed) for seed in range(6)]
 def test_rolling_equals_delayed_gradients(unroll):
     tx = optax.sgd(0.5)
     layers, start = ([layer] * LAYERS, separate(params())) if unroll else (layer, params())
-    state, losses = run(jd.overlap.tick_tock(layers, head, tx, embed=embed, mode="rolling", axis=None), start, BATCHES)
+    state, losses = run(jd.overlap.wavelet(layers, head, tx, embed=embed, mode="rolling", axis=None), start, BATCHES)
     expected, values = delayed(tx, BATCHES, len(BATCHES))
     found = state.params if unroll else separate(state.params)
     assert_close(found, expected, 0)
@@ -113,7 +113,7 @@ def test_rolling_equals_delayed_gradients(unroll):
 def test_flush_and_go_on():
     """Flushing applies the last wave once; with nothing under way it changes nothing, and the next wave is fresh."""
     tx = optax.adamw(0.1)
-    wave = jd.overlap.tick_tock(layer, head, tx, embed=embed, mode="rolling", axis=None)
+    wave = jd.overlap.wavelet(layer, head, tx, embed=embed, mode="rolling", axis=None)
     state, _ = run(wave, params(), BATCHES[:3], flush=False)
     assert int(state.opt_state[0].count) == 2
     flush = jax.jit(wave.flush)
@@ -136,7 +136,7 @@ def test_stability_of_a_delay():
     def last(rate):
         one = (jnp.ones(()),)
         tx = optax.sgd(rate)
-        wave = jd.overlap.tick_tock(lambda p, x: x * p, lambda p, x, _: 0.5 * x**2, tx, mode="rolling", axis=None)
+        wave = jd.overlap.wavelet(lambda p, x: x * p, lambda p, x, _: 0.5 * x**2, tx, mode="rolling", axis=None)
         state = wave.init(Layered((), jnp.ones((1,)), ()), one)
         return jax.lax.scan(lambda state, _: wave.step(state, one), state, length=200)[0].params.layers[0]
 
@@ -158,11 +158,11 @@ def test_memory():
     alone = analysis.memory(compiled(jax.value_and_grad(loss), start, tick)).temporary
     double = jax.tree.map(lambda *parts: jnp.concatenate(parts), tick, tock)
     assert analysis.memory(compiled(jax.value_and_grad(loss), start, double)).temporary >= 1.8 * alone
-    program = compiled(jd.overlap.tick_tock(layer, head, embed=embed), start, (tick, tock))
+    program = compiled(jd.overlap.wavelet(layer, head, embed=embed), start, (tick, tock))
     assert analysis.memory(program).temporary <= alone + size + 2 * activations
     shape = f"f32[{layers},{examples},{WIDTH}]"
     assert not copies(program, shape)
-    rolling = jd.overlap.tick_tock(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)
+    rolling = jd.overlap.wavelet(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)
     state = rolling.init(start, tick)
     program = compiled(rolling.step, state, tick, donate=0)
     assert analysis.memory(program).aliased >= layers * activations + 2 * size
@@ -176,7 +176,7 @@ def copies(program, shape):
 
 def test_independence():
     """In the loop of both passes, what goes forward depends on what goes backward in the number of the slot alone."""
-    jaxpr = jax.make_jaxpr(jd.overlap.tick_tock(layer, head, embed=embed))(params(), (data(0), data(1))).jaxpr
+    jaxpr = jax.make_jaxpr(jd.overlap.wavelet(layer, head, embed=embed))(params(), (data(0), data(1))).jaxpr
     loops = [equation.params["jaxpr"].jaxpr for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     assert len(loops) == 3
     for numbers, expected in ((False, [False, False]), (True, [False, True])):
@@ -193,7 +193,7 @@ def test_independence():
 
 
 def test_refusals():
-    wave = jd.overlap.tick_tock(layer, head, embed=embed)
+    wave = jd.overlap.wavelet(layer, head, embed=embed)
     with pytest.raises(ValueError, match=r"tuple of two waves or more, \(tick, tock\), got tuple of 1"):
         wave(params(), (data(0),))
     with pytest.raises(ValueError, match="must be a Layered"):
@@ -201,27 +201,27 @@ def test_refusals():
     with pytest.raises(ValueError, match="begin with the number of layers"):
         wave(params()._replace(layers={"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}), (data(0), data(1)))
     with pytest.raises(ValueError, match="must return what it is given"):
-        jd.overlap.tick_tock(lambda p, x: x[:, :2] @ p["w"][:2], head, embed=lambda p, b: b[0][:, :2])(
+        jd.overlap.wavelet(lambda p, x: x[:, :2] @ p["w"][:2], head, embed=lambda p, b: b[0][:, :2])(
             params(), (data(0),) * 2
         )
     with pytest.raises(ValueError, match="one floating number"):
-        jd.overlap.tick_tock(layer, lambda p, x, _: x @ p["w"], embed=embed)(params(), (data(0), data(1)))
+        jd.overlap.wavelet(layer, lambda p, x, _: x @ p["w"], embed=embed)(params(), (data(0), data(1)))
     with pytest.raises(ValueError, match="no gradient: pass it in the batch"):
         wave(params()._replace(embed=jnp.arange(3)), (data(0), data(1)))
-    with pytest.raises(ValueError, match="is Sharded: tick_tock wants whole"):
+    with pytest.raises(ValueError, match="is Sharded: wavelet wants whole"):
         wave(params()._replace(embed=jd.Sharded(jnp.zeros(3))), (data(0), data(1)))
     with pytest.raises(ValueError, match="tuple of as many trees"):
-        jd.overlap.tick_tock([layer], head, embed=embed)(params(), (data(0), data(1)))
+        jd.overlap.wavelet([layer], head, embed=embed)(params(), (data(0), data(1)))
     with pytest.raises(ValueError, match="leave out tx"):
-        jd.overlap.tick_tock(layer, head, optax.sgd(0.1))
+        jd.overlap.wavelet(layer, head, optax.sgd(0.1))
     with pytest.raises(ValueError, match="pass tx"):
-        jd.overlap.tick_tock(layer, head, mode="rolling")
+        jd.overlap.wavelet(layer, head, mode="rolling")
     with pytest.raises(ValueError, match="reducer= is for"):
-        jd.overlap.tick_tock(layer, head, reducer=jd.exact())
+        jd.overlap.wavelet(layer, head, reducer=jd.exact())
     with pytest.raises(ValueError, match="keeps nothing from wave to wave"):
-        jd.overlap.tick_tock(layer, head, optax.sgd(0.1), mode="rolling", reducer=jd.error_feedback(jd.power_sgd(2)))
+        jd.overlap.wavelet(layer, head, optax.sgd(0.1), mode="rolling", reducer=jd.error_feedback(jd.power_sgd(2)))
     with pytest.raises(ValueError, match="at least one layer"):
-        jd.overlap.tick_tock([], head)
-    rolling = jd.overlap.tick_tock(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)
+        jd.overlap.wavelet([], head)
+    rolling = jd.overlap.wavelet(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)
     with pytest.raises(ValueError, match="all batches are alike"):
         rolling.step(rolling.init(params(), data(0)), data(0, 4))

@@ -26,16 +26,14 @@ def pair():
 
 def paired(state, waves):
     """The metrics are left out, which would be an all-reduce of their own."""
-    _, grads = jd.overlap.tick_tock(layer, head, embed=embed)(state.params, waves)
+    _, grads = jd.overlap.wavelet(layer, head, embed=embed)(state.params, waves)
     updates, opt = optax.chain(REDUCED, optax.sgd(0.1)).update(grads, state.opt, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt), {}
 
 
 def rolling(tx: optax.GradientTransformation = REDUCED, **options):
     """A step without metrics, and what makes its state."""
-    wave = jd.overlap.tick_tock(
-        layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options
-    )
+    wave = jd.overlap.wavelet(layer, head, optax.chain(tx, optax.sgd(0.1, 0.9)), embed=embed, mode="rolling", **options)
     part = jax.eval_shape(lambda: data(0, EXAMPLES // WORKERS))
     return lambda state, batch: ({"wave": wave.step(state["wave"], batch)[0]}, {}), lambda: {
         "wave": wave.init(params(), part)
@@ -116,7 +114,7 @@ def test_a_whole_gpt():
         ends = [{name: params[name] for name in names} for names in (("tokens", "positions"), ("final_norm", "out"))]
         return Layered(ends[0], jax.tree.map(lambda *x: jnp.stack(x), *blocks), ends[1])
 
-    wave = jd.overlap.tick_tock(
+    wave = jd.overlap.wavelet(
         lambda params, x: gpt.Block(config).apply({"params": params}, x),
         final,
         embed=lambda params, tokens: apply(gpt.GPT.embed)(params, tokens[:, :-1].astype(jnp.int32)),

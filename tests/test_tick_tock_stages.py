@@ -21,7 +21,7 @@ def stages():
 
 
 def step(state, waves):
-    value, grads = jd.overlap.tick_tock(layer, head, embed=embed, stages="stage")(state.params, waves)
+    value, grads = jd.overlap.wavelet(layer, head, embed=embed, stages="stage")(state.params, waves)
     updates, opt = TX.update(grads, state.opt, state.params)
     return TrainState(optax.apply_updates(state.params, updates), opt), {"loss": jax.lax.pmean(value, "data")}
 
@@ -49,11 +49,11 @@ def test_equals_the_whole_model(stages):
 def test_refusals(stages):
     waves = (data(0), data(1))
     with pytest.raises(ValueError, match=r"'stage' must be an axis of the mesh .* run under distribute"):
-        jd.overlap.tick_tock(layer, head, embed=embed, stages="stage", axis=None)(params(), waves)
+        jd.overlap.wavelet(layer, head, embed=embed, stages="stage", axis=None)(params(), waves)
     state = jd.place(TrainState(params(LAYERS + 1), TX.init(params(LAYERS + 1))), stages)
     with pytest.raises(ValueError, match="7 layers do not divide among the 3 stages"):
         jd.distribute(step, stages).lower(state, waves)
     with pytest.raises(ValueError, match="is for mode="):
-        jd.overlap.tick_tock(layer, head, optax.sgd(0.1), mode="rolling", stages="stage")
+        jd.overlap.wavelet(layer, head, optax.sgd(0.1), mode="rolling", stages="stage")
     with pytest.raises(ValueError, match="one function of layers"):
-        jd.overlap.tick_tock([layer], head, stages="stage")
+        jd.overlap.wavelet([layer], head, stages="stage")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxdist import topology as graphs
 from jaxdist.topology.base import matrices
-from jaxdist.topology.coloring import colour_arcs, colour_edges
+from jaxdist.topology.coloring import color_arcs, color_edges
 from jaxdist.topology.matcha import _laplacian, expected_square
 
 ANY_NUMBER = [
@@ -108,17 +108,17 @@ def test_shift_one_pairs_the_halves():
 
 @given(st.integers(2, 9), st.data())
 @settings(max_examples=60, deadline=None)
-def test_colours(workers, data):
+def test_colors(workers, data):
     """Every edge once, no worker twice in a group; the fewest groups for arcs, at most one more for edges."""
     arcs = [(i, j) for i, j in itertools.permutations(range(workers), 2) if data.draw(st.booleans())]
-    groups = colour_arcs(arcs)
+    groups = color_arcs(arcs)
     assert sorted(itertools.chain(*groups)) == arcs
     assert all(len(set(end)) == len(end) for group in groups for end in zip(*group, strict=True))
     degrees = [sum(arc[side] == i for arc in arcs) for i in range(workers) for side in (0, 1)]
     assert len(groups) == max(degrees)
 
     edges = sorted({(min(arc), max(arc)) for arc in arcs})
-    matchings = colour_edges(edges)
+    matchings = color_edges(edges)
     assert sorted(itertools.chain(*matchings)) == edges
     assert all(len(set(itertools.chain(*group))) == 2 * len(group) for group in matchings)
     degrees = [sum(i in edge for edge in edges) for i in range(workers)]
@@ -166,7 +166,7 @@ def test_matcha_on_a_ring_of_four():
     assert graphs.mixing_rate(whole) ** 2 == pytest.approx(1 / 9, abs=1e-4)
 
 
-def test_matcha_favours_the_link_that_holds_a_graph_together():
+def test_matcha_favors_the_link_that_holds_a_graph_together():
     """Two triangles and a bridge: the matching with the bridge is on more often than by equal shares."""
     base = graphs.from_edges(6, [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (2, 3)])
     solved = graphs.matchings(base)

@@ -125,7 +125,7 @@ def test_tune_times_real_steps(capsys):
     assert len(re.findall(r"trial \d", printed)) == 2
     assert "one message (exact)" in printed
     assert re.search(
-        r"jd.reducers.scheduled\(jd.exact\(\), partition_bytes=.*order='fifo', layers=|nothing is faster", printed
+        r"jd.reducers.partitioned\(jd.exact\(\), partition_bytes=.*order='fifo', layers=|nothing is faster", printed
     )
 
 

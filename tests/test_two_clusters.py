@@ -83,7 +83,7 @@ def test_clusters_are_workers_with_larger_batches(simulated):
     run = jd.simulate(step, {"outer": 2})
     for number in range(4):
         two, _ = run(two, batch(seed=number))
-    assert_close(jd.local_sgd.anchor(two.opt), jd.local_sgd.anchor(simulated[3].opt))
+    assert_close(jd.local_sgd.global_params(two.opt), jd.local_sgd.global_params(simulated[3].opt))
     assert_close(two.params.value, simulated[3].params.value, 2e-5)
 
 
@@ -94,7 +94,7 @@ def test_a_drift_cut_among_the_devices_of_a_cluster_is_the_same(simulated):
     run, state = jd.simulate(make(cut), SIZES), fresh(cut, SIZES, AXES)
     for number in range(6):
         state, _ = run(state, batch(seed=number))
-    assert_close(jd.local_sgd.anchor(state.opt), jd.local_sgd.anchor(simulated[5].opt))
+    assert_close(jd.local_sgd.global_params(state.opt), jd.local_sgd.global_params(simulated[5].opt))
     for leaf in jax.tree.leaves(state.params.value):
         np.testing.assert_array_equal(leaf[0::2], leaf[1::2])  # the devices of a cluster
 

@@ -270,9 +270,9 @@ def test_a_signal_alone(monkeypatch, number):
     monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
     before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        assert not jd.processes.preempted(0)
+        assert not jd.processes.preemption_requested(0)
         signal.raise_signal(number)
-        assert jd.processes.preempted(1)
+        assert jd.processes.preemption_requested(1)
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
@@ -283,9 +283,9 @@ def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
-        assert not jd.processes.preempted(0)
+        assert not jd.processes.preemption_requested(0)
         signal.raise_signal(signal.SIGUSR1)
-        assert (jd.processes.preempted(1), heard) == (False, [signal.SIGUSR1])
+        assert (jd.processes.preemption_requested(1), heard) == (False, [signal.SIGUSR1])
     finally:
         signal.signal(signal.SIGUSR1, before)
 

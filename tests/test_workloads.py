@@ -197,12 +197,12 @@ def _result(name, losses, wire_bytes=100.0):
 
 def test_summary_compares_with_the_baseline():
     baseline, other = _result("exact", [5.0] * 9 + [3.0]), _result("half", [5.0] * 9 + [3.5], 50.0)
-    summary = results.summarise(other, baseline)
+    summary = results.summarize(other, baseline)
     assert summary.times_fewer_bytes == 2
     assert summary.difference == 0.5
     assert summary.train_loss == 3.5
     assert summary.step_milliseconds == pytest.approx(100)
-    assert results.summarise(other).difference is None
+    assert results.summarize(other).difference is None
 
 
 def test_log_is_json_even_when_the_loss_is_not_finite(tmp_path):

@@ -24,9 +24,9 @@ FORMS = {
     "identity": lambda: jd.two_shot(jc.identity()),
     "int8": lambda: jd.two_shot(jc.int8()),
     "feedback": lambda: jd.error_feedback(jd.two_shot(jd.qsgd(2))),
-    "switch": lambda: jd.reducers.switch_at(jd.exact(), jd.two_shot(jc.int8()), 1),
+    "switch": lambda: jd.reducers.reducer_schedule(jd.exact(), jd.two_shot(jc.int8()), 1),
     "loco": lambda: jd.reducers.loco(jd.two_shot(jc.int4())),
-    "policy": lambda: jd.reducers.by_leaf(
+    "policy": lambda: jd.reducers.per_leaf(
         lambda path, leaf: path[0], {"w": jd.two_shot(jd.qsgd(4)), "b": None, "s": jd.exact(), "e": jd.exact()}
     ),
 }

@@ -1,4 +1,4 @@
-"""`zero_redundancy(state_code=)`: each worker's part of the moments in one or two bytes."""
+"""`zero_redundancy(state_compressor=)`: each worker's part of the moments in one or two bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def mesh4():
 
 @pytest.fixture(scope="module")
 def coded(mesh4):
-    tx = jd.zero_redundancy(optax.adam(1e-2, b2=0.99), state_code=EIGHT)
+    tx = jd.zero_redundancy(optax.adam(1e-2, b2=0.99), state_compressor=EIGHT)
     return tx, jd.distribute(make(tx), mesh4, donate=False)
 
 
@@ -105,7 +105,7 @@ def test_another_number_of_workers_reads_the_same_moments(mesh4, coded):
 def test_bfloat16_with_master_parameters(workers):
     """And an optimizer that makes something of the padding: a state that starts at one."""
     inner = optax.chain(optax.scale_by_rss(initial_accumulator_value=1.0), optax.sgd(1e-2, momentum=0.9))
-    tx = jd.zero_redundancy(inner, state_code=BFLOAT16, master_dtype=jnp.float32, stage=2)
+    tx = jd.zero_redundancy(inner, state_compressor=BFLOAT16, master_dtype=jnp.float32, stage=2)
     bare = jd.zero_redundancy(inner, master_dtype=jnp.float32)
     state, plain = placed(tx, workers), placed(bare, workers)
     simulated, simulated_bare = jd.simulate(make(tx), workers), jd.simulate(make(bare), workers)
@@ -118,6 +118,6 @@ def test_bfloat16_with_master_parameters(workers):
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"every 8 entries by themselves.*dynamic_fp8\(block=8\)"):
-        jd.zero_redundancy(optax.adam(1e-3), state_code=int8())
-    with pytest.raises(ValueError, match=r"use zero_redundancy\(optimizer, state_code="):
-        jd.zero_redundancy(jd.transforms.compact_state(optax.adam(1e-3))).init(params())
+        jd.zero_redundancy(optax.adam(1e-3), state_compressor=int8())
+    with pytest.raises(ValueError, match=r"use zero_redundancy\(optimizer, state_compressor="):
+        jd.zero_redundancy(jd.transforms.quantized_state(optax.adam(1e-3))).init(params())

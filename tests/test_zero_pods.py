@@ -7,7 +7,7 @@ from tiny import TrainState, assert_close, batch, loss, params
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist.local_sgd import no_lo_co
+from jaxdist.local_sgd import noloco
 from jaxdist.zero import shards
 
 BOTH = ("pod", "chip")
@@ -19,7 +19,7 @@ BETWEEN = {
     "streaming": lambda inner: jd.local_steps(
         inner, NESTEROV, sync_period=4, fragments=2, delay=1, merge_alpha=0.5, axis="pod"
     ),
-    "no_lo_co": lambda inner: no_lo_co(inner, sync_period=2, axis="pod"),
+    "noloco": lambda inner: noloco(inner, sync_period=2, axis="pod"),
     "gossip": lambda inner: jd.gossip(inner, jd.topology.ring(2), axis="pod"),
     "carried": lambda inner: jd.gossip(inner, jd.topology.ring(2), axis="pod", carriers="chip"),
     "coded gossip": lambda inner: jd.gossip(
@@ -84,7 +84,7 @@ def test_mesh_and_simulation_agree(between, inside, stage, pods, monkeypatch):
     "nest",
     [
         lambda zero: jd.local_steps(zero, NESTEROV, sync_period=2),
-        lambda zero: no_lo_co(zero, sync_period=2),
+        lambda zero: noloco(zero, sync_period=2),
         lambda zero: jd.gossip(zero, jd.topology.ring(8)),
         lambda zero: jd.local_steps(
             optax.chain(jd.transforms.per_worker(optax.trace(0.9)), zero), NESTEROV, sync_period=2

@@ -1,4 +1,4 @@
-"""A stack of equal layers between an embedding and a head, for the tests of tick_tock."""
+"""A stack of equal layers between an embedding and a head, for the tests of wavelet."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def data(seed, examples=BATCH):
 
 
 def loss(params, batch):
-    """With one layer's activations computed again at a time, as tick_tock does."""
+    """With one layer's activations computed again at a time, as wavelet does."""
     x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(p, x), None), embed(params.embed, batch), params.layers)
     return head(params.head, x, batch)
 

@@ -37,7 +37,7 @@ TARGETS = [
 FASTER = 5.0
 
 
-def summarise(records: list[dict[str, Any]]) -> dict[tuple, dict[tuple, dict[str, float]]]:
+def summarize(records: list[dict[str, Any]]) -> dict[tuple, dict[tuple, dict[str, float]]]:
     """`{(link, problem): {(system, mode): figures}}`, times in milliseconds."""
     settings: dict[tuple, dict[tuple, dict[int, dict]]] = {}
     for record in records:
@@ -138,8 +138,8 @@ def _bars(axis: Any, figures: dict[tuple, dict[str, float]], link: str, problem:
     steps = [figures[mode]["step"] for mode in modes]
     ranges = [[figures[mode][end] for mode in modes] for end in ("least", "most")]
     around = [[s - low for s, low in zip(steps, ranges[0])], [high - s for s, high in zip(steps, ranges[1])]]
-    colours = ["#c44e52" if mode[0] == "torch" else "#8c8c8c" if "hand" in mode[1] else "#4c72b0" for mode in modes]
-    axis.barh(range(len(modes)), steps, color=colours, xerr=around, error_kw={"elinewidth": 0.8, "ecolor": "#222222"})
+    colors = ["#c44e52" if mode[0] == "torch" else "#8c8c8c" if "hand" in mode[1] else "#4c72b0" for mode in modes]
+    axis.barh(range(len(modes)), steps, color=colors, xerr=around, error_kw={"elinewidth": 0.8, "ecolor": "#222222"})
     axis.barh(range(len(modes)), [min(pair) for pair in zip(steps, compute)], color="white", alpha=0.55)
     axis.set_yticks(range(len(modes)), [LABELS[mode].replace("`", "") for mode in modes] if named else [])
     axis.set_xlim(0, max(ranges[1]) * 1.12)
@@ -153,7 +153,7 @@ def _bars(axis: Any, figures: dict[tuple, dict[str, float]], link: str, problem:
 
 def write(folder: Path) -> None:
     """Writes `links.md` and `links.png` beside `links.json`."""
-    settings = summarise(json.loads((folder / "links.json").read_text())["records"])
+    settings = summarize(json.loads((folder / "links.json").read_text())["records"])
     parts = []
     for (_, problem), figures in settings.items():
         load = statistics.median(one["load"] for one in figures.values())

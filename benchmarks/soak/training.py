@@ -109,7 +109,7 @@ def main():
     mesh = jd.make_mesh()
     transformations = {name: METHODS[name](mesh.size) for name in given.methods}
     state = jd.init_state(lambda: make_state(transformations), mesh)
-    jd.processes.agree(state, mesh=mesh, recipe=vars(given))
+    jd.processes.check_consistency(state, mesh=mesh, recipe=vars(given))
     found = jd.checkpoint.resume(given.folder, state)
     state = found.state
     print("from", found.step, flush=True)

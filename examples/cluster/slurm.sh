@@ -23,7 +23,7 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 srun --kill-on-bad-exit=1 --label python "$@" &
 step=$!
 
-# srun passes the signal on to the processes, which jd.processes.preempted() tells: they save and leave with 0.
+# srun passes the signal on to the processes, which jd.processes.preemption_requested() tells: they save and leave with 0.
 asked=
 trap 'asked=1; kill -TERM "$step"' TERM USR1
 wait "$step"

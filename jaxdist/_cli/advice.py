@@ -140,7 +140,7 @@ def predict(
     found: list[tuple[str, _Traffic, float]] = []
     for name, method, reducer in spelled:
         traffic = _traffic(workload, method, workers, batch_size, link)
-        coding = 0.0 if reducer.plain else analysis.coding_seconds(reducer, like, workers=workers)
+        coding = 0.0 if reducer.plain else analysis.codec_seconds(reducer, like, workers=workers)
         found.append((name, traffic, coding / (method.sync_period or 1)))
     return [_prediction(*one, compute, link, found[0]) for one in found]
 

@@ -106,7 +106,7 @@ def grouped(layers: list[Layer], bucket_bytes: int) -> list[list[int]]:
 
 
 def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **options: Any) -> Timeline:
-    """The step of `scheduled(exact(), layers=groups, ...)` on a link, layer by layer.
+    """The step of `partitioned(exact(), layers=groups, ...)` on a link, layer by layer.
 
     Args:
       layers: in forward order.

@@ -82,7 +82,7 @@ class Summary(NamedTuple):
     held_out: dict[str, float]
 
 
-def summarise(result: Result, baseline: Result | None = None) -> Summary:
+def summarize(result: Result, baseline: Result | None = None) -> Summary:
     """Puts a run into numbers.
 
     Args:

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..processes.preemption import preempted
+from ..processes.preemption import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
 from .models.base import Workload
@@ -84,7 +84,7 @@ def finish(
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
             if save is not None:
-                asked = preempted(record.step)
+                asked = preemption_requested(record.step)
                 if asked or (save_every and record.step % save_every == 0):
                     save(state, record.step)
                 if asked:
@@ -97,7 +97,7 @@ def finish(
         sent = records[-1].total_wire_bytes / options.steps
         held_out = run.evaluate(state)
         result = results.Result(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
-    results.write_line(log, {"kind": "summary", "reducer": name, **results.summarise(result)._asdict()})
+    results.write_line(log, {"kind": "summary", "reducer": name, **results.summarize(result)._asdict()})
     return result, state
 
 

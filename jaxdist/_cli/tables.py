@@ -6,7 +6,7 @@ import numpy as np
 from rich.table import Table
 
 from .plotting.plots import in_bytes
-from .results import Result, summarise
+from .results import Result, summarize
 from .runs.suite import Spread, front
 from .runs.sweep import Cell
 
@@ -28,7 +28,7 @@ def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
     headings = ["bytes a step", *fewer, "train loss", "held-out loss", *versus, *extra, "ms/step"]
     table = _empty(CAPTION, "reducer", headings)
     for result in finished:
-        summary = summarise(result, baseline)
+        summary = summarize(result, baseline)
         cells = [in_bytes(summary.wire_bytes_per_step)]
         cells += [f"{summary.times_fewer_bytes:,.1f}x"] if baseline else []
         cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]

@@ -4,7 +4,7 @@ from . import cost as cost
 from . import pods as pods
 from .base import Collective as Collective
 from .base import Collectives as Collectives
-from .codec_timing import coding_seconds as coding_seconds
+from .codec_timing import codec_seconds as codec_seconds
 from .collectives import collectives as collectives
 from .hlo.reader import opcodes as opcodes
 from .hlo.simulate_schedule import Span as Span
@@ -17,6 +17,6 @@ from .overlap import Overlapped as Overlapped
 from .overlap import overlap as overlap
 from .report import Widened as Widened
 from .report import table as table
-from .report import widened as widened
+from .report import upcast_collectives as upcast_collectives
 from .transfers import Transfers as Transfers
 from .transfers import transfers as transfers

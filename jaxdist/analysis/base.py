@@ -157,6 +157,6 @@ def check_branch(branch: str) -> None:
         raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
 
 
-def summarise(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
+def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
     """Return the sum over `ops`; equal warnings are kept once."""
     return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))

@@ -16,7 +16,7 @@ from .measured import seconds_of
 _AXIS = "rehearsed"
 
 
-def coding_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: int = 5) -> float:
+def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: int = 5) -> float:
     """The time that a reducer computes in one step: coding, decoding what all workers sent, factorising.
 
     It runs on one device, among imitated workers who all send what this one does, so that a gather of `W` payloads is
@@ -38,7 +38,7 @@ def coding_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns:
     Example:
       >>> import jax, jaxdist as jd
       >>> like = jax.ShapeDtypeStruct((64, 64), "float32")
-      >>> 0 < coding_seconds(jd.error_feedback(jd.power_sgd(rank=2)), like, workers=16) < 10
+      >>> 0 < codec_seconds(jd.error_feedback(jd.power_sgd(rank=2)), like, workers=16) < 10
       True
     """
     for name, value in (("workers", workers), ("turns", turns)):

@@ -2,7 +2,7 @@
 
 import re
 
-from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarise
+from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarize
 from .hlo.loops import trip_count
 from .hlo.reader import (
     Computation,
@@ -33,9 +33,9 @@ CALLERS = ("async", "call", "custom-call", "fusion", "map")
 def collectives(program: Program, *, branch: str = "max") -> Collectives:
     """Return every collective of a compiled program, with its dtype, bytes, groups and how often it runs.
 
-    The bytes are those of the optimised program, after the compiler's own changes: XLA widens bfloat16 in every
+    The bytes are those of the optimized program, after the compiler's own changes: XLA widens bfloat16 in every
     collective on CPU, merges and splits operations, and adds those that automatic sharding needs.
-    `logical_collectives` counts what was written instead; `widened` compares the two.
+    `logical_collectives` counts what was written instead; `upcast_collectives` compares the two.
 
     `wire_bytes` assumes ring algorithms: with `n` workers in a group and `b` bytes of operand, each worker sends
     `2b(n-1)/n` for an all-reduce, `b(n-1)` for an all-gather, `b(n-1)/n` for reduce-scatter, all-to-all and
@@ -45,7 +45,7 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
       program: a compiled or lowered program (`step.lower(state, batch)`, `.compile()`), or its HLO text. A lowered
         program is compiled, since sharding and widening happen there.
       branch: what counts for a conditional: the branch that sends `"max"` (the worst step, the default), `"min"` (a
-        step of local SGD that does not synchronise), or `"all"` (both; to see every operation of a program).
+        step of local SGD that does not synchronize), or `"all"` (both; to see every operation of a program).
 
     Returns:
       The operations, one worker's `wire_bytes` for one call, and warnings about what the program does not tell.
@@ -93,7 +93,7 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
             return [op for callee in callees for op in walk(callee)]
         return []
 
-    return summarise(walk(module.entry), warnings)
+    return summarize(walk(module.entry), warnings)
 
 
 def kind_of(instruction: Instruction) -> str | None:

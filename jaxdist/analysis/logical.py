@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._core.compat import ClosedJaxpr, Jaxpr
-from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarise
+from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarize
 from .hlo.reader import bits_of
 
 # What each primitive does to the network, under the names of JAX 0.10 to 0.12. The `_start` forms are stripped first.
@@ -43,8 +43,8 @@ def logical_collectives(
     """Return every collective that a function asks for, with the bytes as written, before any compiler.
 
     Nothing is compiled and no device is needed: axes may have any size. What only the compiler adds (the widening of
-    bfloat16 on CPU, the collectives of automatic sharding) is not seen here; `collectives` sees it, and `widened`
-    tells the difference.
+    bfloat16 on CPU, the collectives of automatic sharding) is not seen here; `collectives` sees it, and
+    `upcast_collectives` tells the difference.
 
     Args:
       fn: a function (a step for `shard_map` or `distribute` as it is, or one worker's view together with
@@ -97,7 +97,7 @@ def logical_collectives(
         found = [op for part in _jaxprs(params.values()) for op in walk(part, sizes, inside)]
         return repeat(found, params["length"]) if name == "scan" else found
 
-    return summarise(walk(closed, sizes, ""), warnings)
+    return summarize(walk(closed, sizes, ""), warnings)
 
 
 def _record(kind: str, equation: Any, sizes: Mapping[str, int], where: str, warnings: list[str]) -> list[Collective]:

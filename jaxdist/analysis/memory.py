@@ -47,7 +47,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     - On CPU "host" and "device" are the same memory, so XLA counts arguments in `pinned_host` as device arguments and
       all `host_` fields stay 0. To see what offloading would save there, sum the bytes of the arrays whose
       `sharding.memory_kind` is `pinned_host`, or compile ahead of time for a TPU or GPU.
-    - Rematerialisation written as `jax.checkpoint` in unrolled code shows no saving on CPU under JAX 0.10, where XLA
+    - Rematerialization written as `jax.checkpoint` in unrolled code shows no saving on CPU under JAX 0.10, where XLA
       drops the barriers that keep it apart; inside `lax.scan`, and on newer versions, it does.
 
     Args:

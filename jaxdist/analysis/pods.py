@@ -93,7 +93,7 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
       axes: the number of devices along each axis, slow links first; by default all along `"data"`.
 
     Returns:
-      The mesh; devices of a node are neighbours in it.
+      The mesh; devices of a node are neighbors in it.
 
     Raises:
       ValueError: the plugin is missing, the chip is not known, or the axes need another number of devices.

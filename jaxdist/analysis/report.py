@@ -24,7 +24,7 @@ class Widened(NamedTuple):
     compiled_dtypes: tuple[str, ...]
 
 
-def widened(logical: Collectives, compiled: Collectives, *, tolerance: float = 0.01) -> tuple[Widened, ...]:
+def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance: float = 0.01) -> tuple[Widened, ...]:
     """Return where the compiled program sends more bytes than the function asks for.
 
     The usual causes: bfloat16, float8 and 4-bit integers travel as wider types on CPU (send u8 or u16 words instead),
@@ -43,7 +43,7 @@ def widened(logical: Collectives, compiled: Collectives, *, tolerance: float = 0
       >>> from jaxdist.analysis.collectives import collectives
       >>> from jaxdist.analysis.logical import logical_collectives
       >>> add = jax.jit(lambda x: x + 1)
-      >>> widened(logical_collectives(add, jnp.ones(4)), collectives(add.lower(jnp.ones(4))))
+      >>> upcast_collectives(logical_collectives(add, jnp.ones(4)), collectives(add.lower(jnp.ones(4))))
       ()
     """
     asked, sent = _by_kind(logical), _by_kind(compiled)

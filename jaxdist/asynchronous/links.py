@@ -108,7 +108,7 @@ def alpha_beta(
     return Links("alpha_beta", seconds, collective, nic, None if places is None else places - 1)
 
 
-def straggl_ar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
+def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
     """As `alpha_beta`, with all-reduces by StragglAR, which the others have half done when the last of n comes.
 
     From then on it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, and what is missing where the last comes sooner: see
@@ -129,7 +129,7 @@ def straggl_ar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: 
       >>> import optax
       >>> from jaxdist.asynchronous import durations, links, replay, rules
       >>> cluster = {"workers": 8, "durations": durations.one_slow(durations.constant(5.0), worker=7, factor=2)}
-      >>> for one in (links.alpha_beta(0.1), links.straggl_ar(0.1)):  # 1.4 s and 0.9 s
+      >>> for one in (links.alpha_beta(0.1), links.stragglar(0.1)):  # 1.4 s and 0.9 s
       ...     print(len(replay.run(rules.bsp(optax.sgd(0.1)), seconds=1140, links=one, **cluster).trace.steps))
       100
       104
@@ -145,4 +145,4 @@ def straggl_ar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: 
             return ring.collective(group, nbytes, op)
         return straggl_ar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)
 
-    return ring._replace(name="straggl_ar", collective=collective)
+    return ring._replace(name="stragglar", collective=collective)

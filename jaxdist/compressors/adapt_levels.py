@@ -1,4 +1,4 @@
-"""How the entries of normalised buckets are distributed: what levels are fitted to."""
+"""How the entries of normalized buckets are distributed: what levels are fitted to."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -46,7 +46,7 @@ def bucket_sums(
 ) -> Float[Array, "components 3"]:
     """`Σ w`, `Σ w r`, `Σ w r²` of the entries `r = x / norm`, `w = norm**norm_power`, apart for each scale of `r`.
 
-    A block of neighbours counts towards component k if the root of its mean square is between `2^-k` and `2^-(k+1)`.
+    A block of neighbors counts towards component k if the root of its mean square is between `2^-k` and `2^-(k+1)`.
     Layers of different scales in one bucket thus stay apart, and the mixture has the tails that they make together.
     Sums of several workers may be added or averaged.
 
@@ -140,7 +140,7 @@ def folded(distribution: Distribution) -> Distribution:
 
 # Of an interval, in steps of bisection.
 BISECTIONS = 26
-# How near a level may come to its neighbours, of their distance.
+# How near a level may come to its neighbors, of their distance.
 MARGIN = 1e-5
 MULTIPLIERS = 128
 
@@ -173,7 +173,7 @@ def _slope(below: Array, level: Array, above: Array, distribution: Distribution)
 def coordinate_descent(
     levels: Float[Array, " levels"], distribution: Distribution, *, sweeps: int = 30
 ) -> Float[Array, " levels"]:
-    """ALQ: each inner level in turn goes where `dΨ/dl_j = 0` between its neighbours; Ψ never rises.
+    """ALQ: each inner level in turn goes where `dΨ/dl_j = 0` between its neighbors; Ψ never rises.
 
     The slope grows with the level, so bisection finds its zero where the paper inverts F: no quantiles, and no NaN
     where F has no mass (then the level goes half way). Levels with odd and with even numbers take turns, since those of
@@ -212,7 +212,7 @@ def coordinate_descent(
 def gradient_descent(
     levels: Float[Array, " levels"], distribution: Distribution, *, rate: float | int = 1.0, sweeps: int = 300
 ) -> Float[Array, " levels"]:
-    """ALQ by projected gradient descent: `l_j -= rate dΨ/dl_j`, at most half of the way to a neighbour.
+    """ALQ by projected gradient descent: `l_j -= rate dΨ/dl_j`, at most half of the way to a neighbor.
 
     A level whose slope changes its sign goes on at half its rate: the curvature `(l_{j+1} - l_{j-1}) f(l_j)` is about
     the probability around the level where levels are many, but 40 for four levels and buckets of 8192, and there the
@@ -285,7 +285,7 @@ def fit_levels(
 
 
 def quantiles(distribution: Distribution, uniform: Float[Array, " levels"]) -> Float[Array, " levels"]:
-    """Equal mass between neighbours, but for a little of the uniform levels mixed in, which keeps them apart."""
+    """Equal mass between neighbors, but for a little of the uniform levels mixed in, which keeps them apart."""
     lowest = uniform[:1]
     wanted = (uniform - lowest) / (1 - lowest) * distribution.mass(lowest, uniform[-1:])
 
@@ -310,7 +310,7 @@ def best_multiplier(distribution: Distribution, count: int) -> Float[Array, ""]:
     """AMQ: the p whose levels `±p^s, ..., ±p, ±1` have the least Ψ.
 
     Ψ(p) can have several minima, so it is computed for 128 values of p from 0.001 to 0.99, and bisection on dΨ/dp goes
-    on between the neighbours of the best. (The authors descend from nine starts with a fixed rate.)
+    on between the neighbors of the best. (The authors descend from nine starts with a fixed rate.)
 
     Args:
       distribution: of the entries.

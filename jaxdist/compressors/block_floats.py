@@ -156,7 +156,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     block: 4.125 bits an entry, 7.8 times less than float32.
 
     Args:
-      block: entries that share a scale, 4 bytes each: 64 to 4096. An outlier costs its neighbours no digits while it
+      block: entries that share a scale, 4 bytes each: 64 to 4096. An outlier costs its neighbors no digits while it
         is less than 64 times as large.
       rounding: "nearest" inside error feedback; "stochastic" is right on average.
 

@@ -85,7 +85,7 @@ ROW = 32
 def to_bitmap(flags: Shaped[Array, "rows width"]) -> UInt[Array, "rows words"]:
     """Booleans as u32 words, the first in the lowest bit; the width is a multiple of 32."""
     rows, width = flags.shape
-    # Eight to a byte first: of all forms this is the one that XLA:CPU vectorises, at the speed of memory.
+    # Eight to a byte first: of all forms this is the one that XLA:CPU vectorizes, at the speed of memory.
     groups = flags.reshape(rows, width // 8, 8).astype(jnp.uint8)
     packed = jnp.sum(groups << lax.broadcasted_iota(jnp.uint8, groups.shape, 2), axis=2, dtype=jnp.uint8)
     return lax.bitcast_convert_type(packed.reshape(rows, width // WORD, 4), jnp.uint32)

@@ -39,7 +39,7 @@ def with_levels(
 
     With `r_i = x_i / norm` between the levels `l <= r_i <= h`: `C(x)_i = norm h` with probability
     `(r_i - l) / (h - l)`, else `norm l`. The variance of an entry is `norm² (h - r_i) (r_i - l)`; `expected_variance`
-    adds it up. The largest such sum over a bucket of d entries is `ω |x|²`, with the maximum over neighbours l, h:
+    adds it up. The largest such sum over a bucket of d entries is `ω |x|²`, with the maximum over neighbors l, h:
 
     - "max": `ω = max t - 1`, `2 t = q + sqrt(q² + (d - 1) (l + h)²)`, `q = 1 - (d - 1) l h`; attained
     - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound

@@ -1,4 +1,4 @@
-"""Floats of 4 and 8 bits as integer codes, by arithmetic that every backend vectorises."""
+"""Floats of 4 and 8 bits as integer codes, by arithmetic that every backend vectorizes."""
 
 from typing import NamedTuple
 

@@ -15,7 +15,7 @@ from jax import lax
 from .._core.types import Array, Float, Int
 from .rounding import normalized, to_buckets
 
-# Of the grid. Neighbours differ by about six per cent, with buckets of 8192.
+# Of the grid. Neighbors differ by about six per cent, with buckets of 8192.
 POINTS = 257
 
 
@@ -81,7 +81,7 @@ def grid(bucket: int, *, magnitudes: bool = False) -> Float[Array, " points"]:
 def ratio_histogram(
     x: Array, *, bucket: int, norm: Literal["max", "l2"], norm_power: int, magnitudes: bool = False
 ) -> Float[Array, " points"]:
-    """How the entries of normalised buckets lie on the `grid`, weighted by `norm**norm_power`.
+    """How the entries of normalized buckets lie on the `grid`, weighted by `norm**norm_power`.
 
     An entry between two points counts towards both, as much as it is near. This changes the variance of rounding by the
     same amount for all tables of grid points, so the best of them is the best for the entries themselves.
@@ -163,13 +163,13 @@ def level_below(ratios: Float[Array, "..."], levels: Float[Array, " levels"]) ->
 def worst_variance(levels: Any, size: int, norm: str) -> Any:
     """ω: the largest `E|C(x) - x|² / |x|²` over buckets of `size` entries.
 
-    A NumPy table gives a float, a traced one a traced number. Between the neighbours l and h an entry of ratio r costs
+    A NumPy table gives a float, a traced one a traced number. Between the neighbors l and h an entry of ratio r costs
     `(h - r) (r - l)`, which is negative outside. With the largest magnitude as the norm, one entry costs nothing and
     weighs 1, and each other entry should be the one with the best `(h - r) (r - l) - ω r²`; hence
     `ω = (d - 1) max_r ((h - r) (r - l) - ω r²)`, a quadratic equation in `t = 1 + ω` for each interval. With the
     Euclidean norm the squares of the ratios add up to 1, and the dual of that constraint with the multiplier λ gives
     `ω <= λ + d max_r ((h - r) (r - l) - λ r²)` for every λ. With `u = 1 / (1 + λ)` the maximum is over the lines
-    `(l + h)² u / 4 - l h`, so the best u is where one of them is level with `1 / u`, or where two neighbours cross.
+    `(l + h)² u / 4 - l h`, so the best u is where one of them is level with `1 / u`, or where two neighbors cross.
     """
     if size <= 1:
         return 0.0

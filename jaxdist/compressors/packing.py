@@ -22,7 +22,7 @@ def packed_size(size: int, bits: int) -> int:
 def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch bytes"]:
     """Packs unsigned codes along the last axis: one stream of bits, lowest bits first, cut into bytes.
 
-    A code must be below `2**bits`: higher bits would spill into its neighbours. The last byte is filled with zeros.
+    A code must be below `2**bits`: higher bits would spill into its neighbors. The last byte is filled with zeros.
 
     Args:
       codes: unsigned codes of at least that many bits, any number of leading axes.

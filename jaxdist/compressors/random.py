@@ -29,7 +29,7 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
     `u_i = (h(h(i ^ left) ^ right) >> 8) / 2**24`, where `left, right` are two words that depend on the whole key.
 
     Args:
-      key: a typed key of any implementation; one key gives one stream, neighbouring keys unrelated streams.
+      key: a typed key of any implementation; one key gives one stream, neighboring keys unrelated streams.
       shape: at most 2**32 elements.
 
     Returns:

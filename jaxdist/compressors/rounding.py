@@ -13,7 +13,7 @@ from .base import Compressor
 from .random import uniform_hash
 from .rows import UnitRows, from_unit, to_unit, total
 
-# To the nearest of the values of a code (ties to even), or to one of both neighbours, right on average.
+# To the nearest of the values of a code (ties to even), or to one of both neighbors, right on average.
 Rounding = Literal["nearest", "stochastic"]
 
 

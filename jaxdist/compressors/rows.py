@@ -61,7 +61,7 @@ def total(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
 
 
 def _by_bits(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
-    """XLA:CPU vectorises the maximum of integers only, and of short rows only: twenty times faster.
+    """XLA:CPU vectorizes the maximum of integers only, and of short rows only: twenty times faster.
 
     The bits of floats that are not negative are in the order of the floats, NaN last.
     """
@@ -74,5 +74,5 @@ def _by_bits(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
 
 
 def _by_product(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
-    """XLA:CPU vectorises the sums in a product by a vector from the left, and no others: fifteen times faster."""
+    """XLA:CPU vectorizes the sums in a product by a vector from the left, and no others: fifteen times faster."""
     return (jnp.ones(rows.shape[1], rows.dtype) @ rows.T)[:, None]

@@ -39,7 +39,7 @@ def sign() -> Compressor:
       Array([ 1., -1.,  1.,  1.], dtype=float32)
 
     References:
-      J. Bernstein, Y.-X. Wang, K. Azizzadenesheli, A. Anandkumar, "signSGD: compressed optimisation for non-convex
+      J. Bernstein, Y.-X. Wang, K. Azizzadenesheli, A. Anandkumar, "signSGD: compressed optimization for non-convex
       problems", arXiv:1802.04434, 2018.
     """
 
@@ -179,7 +179,7 @@ def two_means(*, block: int = 256) -> Compressor:
     """Sends the sign of each entry and which of two magnitudes it has: `C(x)_i = sgn(x_i) m`, m small or large.
 
     The magnitudes of each block are cut in two where the squared error is least, and m is the mean of either part. With
-    `S_j` the sum of the j largest of n magnitudes, the cut maximises `S_j² / j + (S_n - S_j)² / (n - j)`, which is
+    `S_j` the sum of the j largest of n magnitudes, the cut maximizes `S_j² / j + (S_n - S_j)² / (n - j)`, which is
     `|C(x)|²`; its smallest part of `|x|²` is δ. For the n of a block
 
         1 / δ = max over m of Σ_{j <= m} (u_j - u_{j-1})²,  u_j = (j sqrt(m) + sqrt(j (n - j) (n - m))) / n,

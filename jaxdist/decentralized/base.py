@@ -1,4 +1,4 @@
-"""Decentralised training: no all-reduce at all, each worker talks to its neighbours in a graph."""
+"""Decentralized training: no all-reduce at all, each worker talks to its neighbors in a graph."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from .._core.checks import NO_PARAMS
 from .._core.trees import next_count, wide
 from .._core.types import Array, AxisNames, Float, Int, Key, State, UInt, Updates
 from ..comm.over import over
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import check_per_worker, inner_step
@@ -46,19 +46,20 @@ def gossip(
     axis: AxisNames = "data",
     carriers: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Each worker takes its own step and talks to its neighbours in a graph: nobody waits for all.
+    """Each worker takes its own step and talks to its neighbors in a graph: nobody waits for all.
 
     With the mixing matrix `W` of the topology and the steps `u` of the inner optimizer, `d_psgd` is
 
         x_i <- Σ_j W_ij (x_j + u_j)
 
     and the other methods correct what goes wrong there: data that differ between workers (`d2`, `gradient_tracking`,
-    `relay_sgd`), momentum (`qg_momentum`, `qg_adam`), links in one direction (`sgp`), bytes (`choco`, `dcd`, `ecd`).
+    `relay_sgd`), momentum (`quasi_global_momentum`, `quasi_global_adam`), links in one direction (`sgp`), bytes
+    (`choco`, `dcd_psgd`, `ecd_psgd`).
 
     **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
     model to evaluate is the mean, `jd.consensus(params)`.
 
-    *On the wire*: what the method says; one message for each neighbour and dtype, however many leaves there are. With a
+    *On the wire*: what the method says; one message for each neighbor and dtype, however many leaves there are. With a
     topology that changes, the program holds the messages of all its rounds, and a step sends those of one.
 
     *State*: agreed, a count and a key; per worker that of `inner` and that of the method.
@@ -66,7 +67,7 @@ def gossip(
     Args:
       inner: the optimizer of each worker.
       topology: the graph, of as many workers as the axis has.
-      method: what is done with the neighbours' models; `d_psgd()` by default.
+      method: what is done with the neighbors' models; `d_psgd()` by default.
       seed: of the draws of codes.
       axis: the mesh axis of the workers.
       carriers: another, faster axis, whose workers act as one: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"),
@@ -76,11 +77,11 @@ def gossip(
     Returns:
       A gradient transformation for local gradients; it needs `params` and comes last in a chain. Its `update` takes
       `learning_rate=`, the agreed rate of this step, for the methods that need it, and `active=`, a boolean of this
-      worker: false for a step that it does not take (its neighbours' models it averages all the same).
+      worker: false for a step that it does not take (its neighbors' models it averages all the same).
 
     Raises:
       ValueError: the method does not work on the topology; at trace time, the axis has another number of workers,
-        `params` are missing or not marked `PerWorker`, or `examples=` is passed: neighbours of unequal weight would
+        `params` are missing or not marked `PerWorker`, or `examples=` is passed: neighbors of unequal weight would
         move the mean of all.
 
     Example:
@@ -121,7 +122,7 @@ def gossip(
             raise ValueError(NO_PARAMS)
         if examples is not None:
             raise ValueError(
-                "gossip cannot weigh workers by examples: neighbours of unequal weight would move the mean of all; "
+                "gossip cannot weigh workers by examples: neighbors of unequal weight would move the mean of all; "
                 "pass active= for workers without any, or use local_steps"
             )
         check_leaves(updates)

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: gossip with any code, since what is sent is the difference from what neighbours know already."""
+"""CHOCO-SGD: gossip with any code, since what is sent is the difference from what neighbors know already."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,21 @@ from .method import Method, Turn, Turned
 
 
 def choco(compressor: Compressor, *, step_size: float | int) -> Method:
-    """Each worker has a public copy `x̂` that its neighbours know, and sends the code of its distance to it.
+    """Each worker has a public copy `x̂` that its neighbors know, and sends the code of its distance to it.
 
         x_i += u_i;   x_i += γ Σ_j W_ij (x̂_j - x̂_i);   q_i = C(x_i - x̂_i), sent;   x̂_i += q_i
 
     Errors of the code stay in `x - x̂` and are sent later, so any contraction works; unbiased codes are scaled by
     `1/(1+ω)`. The mean of all models moves by the steps alone, whatever the code.
 
-    *On the wire*: the payload of the code for each neighbour, in one message of bytes.
+    *On the wire*: the payload of the code for each neighbor, in one message of bytes.
 
     *State*: per worker two models in float32: `x̂_i`, and `Σ_j W_ij (x̂_j - x̂_i)`, which is all that is needed of the
-    neighbours' copies. All workers must start from one model, as `init_state` and `place` make them.
+    neighbors' copies. All workers must start from one model, as `init_state` and `place` make them.
 
     Args:
       compressor: the code of one array.
-      step_size: `γ`, the step towards the neighbours. Too high diverges: with the largest of 10 entries on a ring of 8
+      step_size: `γ`, the step towards the neighbors. Too high diverges: with the largest of 10 entries on a ring of 8
         workers .5 does, .2 agrees fastest, and .1 and .05 ever slower. Start near the share of entries that are sent,
         or at 0.5 with 4 to 8 bits; with no code 1 is plain gossip.
 

@@ -1,4 +1,4 @@
-"""Gradients for workers whose data differ: those of neighbours' models on one's own data, and the other way round."""
+"""Gradients for workers whose data differ: those of neighbors' models on one's own data, and the other way round."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ from ..wire.mixing import weight_of
 from .mixing import check_static, check_symmetric
 
 
-def neighbourhood_value_and_grad(
+def neighborhood_value_and_grad(
     loss: Callable[..., Any], topology: Topology, *, data_share: float | int = 0.0, axis: AxisNames = "data"
 ) -> Callable[..., tuple[Any, Updates]]:
-    """Neighbourhood gradient clustering: each worker also differentiates its neighbours' models on its own data.
+    """Neighborhood gradient clustering: each worker also differentiates its neighbors' models on its own data.
 
     With the gradient `∇F_i(x_j)` of worker `i`'s loss at the parameters of `j`, and the weights of the topology:
 
@@ -30,7 +30,7 @@ def neighbourhood_value_and_grad(
 
     The first sum evens out that models differ, the second that data do. Pass `g` to `gossip`.
 
-    *On the wire*: one model for each neighbour, and with `α > 0` another one back. Beside
+    *On the wire*: one model for each neighbor, and with `α > 0` another one back. Beside
     `d_psgd(order="combine_then_adapt")`, which sends the same models, the compiler merges both: `α = 0` is free.
 
     Args:
@@ -48,7 +48,7 @@ def neighbourhood_value_and_grad(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> f = jd.decentralized.neighbourhood_value_and_grad(lambda x, a: a * x, jd.topology.ring(3), data_share=1.0)
+      >>> f = jd.decentralized.neighborhood_value_and_grad(lambda x, a: a * x, jd.topology.ring(3), data_share=1.0)
       >>> jax.vmap(f, axis_name="data")(jnp.ones(3), jnp.array([0.0, 3.0, 6.0]))[1].tolist()  # the mean of all data
       [3.0, 3.0, 3.0]
 
@@ -58,7 +58,7 @@ def neighbourhood_value_and_grad(
     """
     if not 0 <= data_share <= 1:
         raise ValueError(f"data_share must be in [0, 1], got {data_share}")
-    _check(topology, "neighbourhood_value_and_grad")
+    _check(topology, "neighborhood_value_and_grad")
 
     def value_and_grad(params, *data):
         comm, value, own, crossed = _cross(loss, topology, axis, params, data, back=data_share > 0)
@@ -75,15 +75,15 @@ def neighbourhood_value_and_grad(
 def cross_value_and_grad(
     loss: Callable[..., Any], topology: Topology, *, axis: AxisNames = "data"
 ) -> Callable[..., tuple[Any, Updates]]:
-    """Cross-gradient aggregation: the step nearest to one's own gradient that raises no neighbour's loss.
+    """Cross-gradient aggregation: the step nearest to one's own gradient that raises no neighbor's loss.
 
-    With the gradients `G` of all neighbours' losses at one's own parameters, and one's own `g` among them:
+    With the gradients `G` of all neighbors' losses at one's own parameters, and one's own `g` among them:
 
         min |g̃ - g|²  with  <g̃, G_j> >= 0 for all j;   by duality  g̃ = g + Σ_j v_j G_j,  v >= 0
 
     solved for each leaf by itself, in its Gram matrix of `degree + 1` rows.
 
-    *On the wire*: one model for each neighbour, and a gradient back.
+    *On the wire*: one model for each neighbor, and a gradient back.
 
     Args:
       loss: `loss(params, batch, *rest) -> scalar`.
@@ -129,8 +129,8 @@ def sharpness_aware(
 ) -> Callable[..., tuple[Any, Updates]]:
     """The gradient where the loss is highest nearby: `∇F(x + ρ g / |g|)` with `g = ∇F(x)`, each worker by itself.
 
-    Flat minima suffer less from what gossip and codes do to a model. With `gossip(method=qg_momentum(...))` this is
-    Q-SADDLe, and around `neighbourhood_value_and_grad` N-SADDLe.
+    Flat minima suffer less from what gossip and codes do to a model. With `gossip(method=quasi_global_momentum(...))`
+    this is Q-SADDLe, and around `neighborhood_value_and_grad` N-SADDLe.
 
     *On the wire*: what `value_and_grad` sends, twice.
 

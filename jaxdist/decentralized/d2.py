@@ -14,7 +14,7 @@ LEAST = -1 / 3 + 1e-6
 
 
 def d2(*, exact_diffusion: bool | None = None) -> Method:
-    """Each worker steps from where it would be without its neighbours, so that what they disagree on cancels.
+    """Each worker steps from where it would be without its neighbors, so that what they disagree on cancels.
 
     With the steps `u` of the inner optimizer, the correction `c`, 0 at first, and `W̃` that is `W` or `(I + W) / 2`:
 
@@ -25,7 +25,7 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
 
     Its fixed point is the optimum of the mean loss, however much the workers' data differ, at a constant rate.
 
-    *On the wire*: one model for each neighbour, as `d_psgd`.
+    *On the wire*: one model for each neighbor, as `d_psgd`.
 
     *State*: per worker one model, `c`, in float32.
 

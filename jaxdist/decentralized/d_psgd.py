@@ -1,4 +1,4 @@
-"""D-PSGD: step, then average with the neighbours, or the other way round."""
+"""D-PSGD: step, then average with the neighbors, or the other way round."""
 
 from typing import Literal
 
@@ -16,14 +16,14 @@ ORDERS = ("adapt_then_combine", "combine_then_adapt")
 
 
 def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
-    """Each worker takes its own step and averages its model with those of its neighbours.
+    """Each worker takes its own step and averages its model with those of its neighbors.
 
         adapt_then_combine:  x_i <- Σ_j W_ij (x_j + u_j)        combine_then_adapt:  x_i <- u_i + Σ_j W_ij x_j
 
     with the steps `u` of the inner optimizer at the local gradient. Where workers' data differ both end off the optimum
     by `O(rate)`, the more so the smaller the spectral gap: `d2`, `gradient_tracking` and `relay_sgd` do not.
 
-    *On the wire*: one model for each neighbour; with a complete graph one all-reduce, `2(W-1)/W` models. Divided
+    *On the wire*: one model for each neighbor; with a complete graph one all-reduce, `2(W-1)/W` models. Divided
     by the interval on average; steps between send nothing.
 
     *State*: nothing.
@@ -31,7 +31,7 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
     Args:
       order: `"adapt_then_combine"` is the more accurate and the more stable. `"combine_then_adapt"` is the paper's:
         what is sent does not depend on the gradient, so it may travel while that is computed.
-      interval: neighbours talk at the end of every so many steps; between these workers step by themselves. A topology
+      interval: neighbors talk at the end of every so many steps; between these workers step by themselves. A topology
         that changes does so with each talk. More sends less, and workers drift further apart.
 
     Returns:
@@ -43,7 +43,7 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(1.0), jd.topology.ring(4), method=jd.decentralized.d_psgd())
-      >>> def one_worker(x):  # with a gradient of zero the neighbours' average is all that happens
+      >>> def one_worker(x):  # with a gradient of zero the neighbors' average is all that happens
       ...     return x + tx.update(jnp.zeros(()), tx.init(x), x)[0]
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 0.0, 0.0])).round(5).tolist()
       [1.0, 1.0, 0.0, 1.0]

@@ -11,28 +11,28 @@ from .encoded import check_graph, exchange, exchange_rows
 from .method import Method, Turn, Turned, check_interval, in_turns
 
 
-def dcd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) -> Method:
-    """Each worker is where its neighbours think it is: it sends the code of its step, and takes the decoded one itself.
+def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) -> Method:
+    """Each worker is where its neighbors think it is: it sends the code of its step, and takes the decoded one itself.
 
         q_i = C(Σ_j W_ij x_j + u_i - x_i), sent;   x_i += q_i
 
-    On a ring this is the low-precision decentralised algorithm of BAGUA.
+    On a ring this is the low-precision decentralized algorithm of BAGUA.
 
-    *On the wire*: the payload of the code for each neighbour, in one message of bytes; steps between two talks send
+    *On the wire*: the payload of the code for each neighbor, in one message of bytes; steps between two talks send
     nothing.
 
     *State*: per worker two models in float32: `x_i` as it is known to others, and `Σ_j W_ij (x_j - x_i)`. With
-    `replicas`, `x_i` and one model for each neighbour. All workers must start from one model, as `init_state` and
+    `replicas`, `x_i` and one model for each neighbor. All workers must start from one model, as `init_state` and
     `place` make them.
 
     Args:
       compressor: the code of one array. It must be a good one, 8 bits or so: what is lost in a step is never sent, and
         coarse codes (a few bits, top-k) diverge where `choco` does not.
-      interval: neighbours talk at the end of every so many steps, of all that has happened since. More sends less, and
+      interval: neighbors talk at the end of every so many steps, of all that has happened since. More sends less, and
         workers drift further apart.
-      replicas: keep the neighbours' models apart, as public code does, instead of their weighted sum. They stay equal
-        to the neighbours' own in every bit, and no rounding adds up over a million steps, for the memory of as many
-        models as there are neighbours, less one.
+      replicas: keep the neighbors' models apart, as public code does, instead of their weighted sum. They stay equal
+        to the neighbors' own in every bit, and no rounding adds up over a million steps, for the memory of as many
+        models as there are neighbors, less one.
 
     Returns:
       The method, for static topologies with symmetric weights.
@@ -42,7 +42,7 @@ def dcd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) ->
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> method = jd.decentralized.dcd(jd.compressors.int8())
+      >>> method = jd.decentralized.dcd_psgd(jd.compressors.int8())
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=method)
       >>> def step(state, target):
       ...     updates, opt_state = tx.update(state["x"] - target, state["opt"], state["x"])
@@ -86,7 +86,7 @@ def dcd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) ->
         params, state = in_turns(turn, interval, talk, silent, plus(turn.params, steps), turn.state)
         return Turned(params, inner, state)
 
-    return Method(lambda topology: check_graph(topology, "dcd"), init, step)
+    return Method(lambda topology: check_graph(topology, "dcd_psgd"), init, step)
 
 
 def _seen(turn: Turn, replicas: PyTree) -> tuple[PyTree, PyTree]:
@@ -100,10 +100,10 @@ def _seen(turn: Turn, replicas: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.map(lambda x: x[0], replicas), jax.tree.map(pull, replicas)
 
 
-def ecd(compressor: Compressor) -> Method:
-    """Neighbours average what they hear of each other over time, so that the noise of codes fades.
+def ecd_psgd(compressor: Compressor) -> Method:
+    """Neighbors average what they hear of each other over time, so that the noise of codes fades.
 
-    In step `t = 2, 3, ...`, with the neighbours' estimates `x̃`:
+    In step `t = 2, 3, ...`, with the neighbors' estimates `x̃`:
 
         x_i' = Σ_j W_ij x̃_j + u_i;   z_i = (1 - t/2) x_i + (t/2) x_i', its code sent;
         x̃_i <- (1 - 2/t) x̃_i + (2/t) C(z_i)
@@ -111,7 +111,7 @@ def ecd(compressor: Compressor) -> Method:
     The extrapolation lies `t/2` steps ahead, and the code is of all of it, not of a difference: for unbiased codes of
     high precision.
 
-    *On the wire*: the payload of the code for each neighbour, in one message of bytes.
+    *On the wire*: the payload of the code for each neighbor, in one message of bytes.
 
     *State*: per worker one model in float32, `Σ_j W_ij x̃_j`. All workers must start from one model, as `init_state`
     and `place` make them.
@@ -127,7 +127,7 @@ def ecd(compressor: Compressor) -> Method:
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.ecd(jd.qsgd(8)))
+      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.ecd_psgd(jd.qsgd(8)))
       >>> tx.init(jnp.ones(3)).method.value["mixed"].tolist()
       [1.0, 1.0, 1.0]
 
@@ -136,7 +136,7 @@ def ecd(compressor: Compressor) -> Method:
     """
     if compressor.variance is None:
         raise ValueError(
-            "ecd averages the noise of codes over time, so it needs an unbiased one, which states its variance ω: use "
+            "ecd_psgd averages the compression noise over time, so it needs an unbiased compressor (variance ω): use "
             "qsgd, or choco with any code"
         )
 
@@ -157,4 +157,4 @@ def ecd(compressor: Compressor) -> Method:
         around = jax.tree.map(lambda s, z: s + (2 / t).astype(s.dtype) * (z - s), around, plus(own, change))
         return Turned(params, inner, {"mixed": around})
 
-    return Method(lambda topology: check_graph(topology, "ecd"), init, step)
+    return Method(lambda topology: check_graph(topology, "ecd_psgd"), init, step)

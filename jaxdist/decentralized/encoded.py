@@ -1,4 +1,4 @@
-"""What travels in compressed gossip: the codes of all leaves, one message of bytes for each neighbour."""
+"""What travels in compressed gossip: the codes of all leaves, one message of bytes for each neighbor."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .mixing import check_static, check_symmetric
 
 
 def exchange(turn: Turn, compressor: Compressor, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Sends the code `q_i` of this worker's tree to its neighbours.
+    """Sends the code `q_i` of this worker's tree to its neighbors.
 
     Returns:
       `q_i` and `Σ_j W_ij (q_j - q_i)`, both decoded in float32 or better. Everybody decodes the same codes by the same
@@ -38,7 +38,7 @@ def exchange(turn: Turn, compressor: Compressor, tree: PyTree) -> tuple[PyTree, 
 
 
 def exchange_rows(turn: Turn, compressor: Compressor, tree: PyTree) -> PyTree:
-    """As `exchange`, and returns all codes apart, decoded: `[1 + neighbours, *s]`, this worker's first.
+    """As `exchange`, and returns all codes apart, decoded: `[1 + neighbors, *s]`, this worker's first.
 
     All rows are decoded by one operation, so that the copies of a code are equal in every bit, fused or not.
     """
@@ -82,7 +82,7 @@ def _decoded(compressor: Compressor, payload: Payload, stack: Array, dtype: DTyp
 
 
 def check_graph(topology: Topology, what: str) -> Topology:
-    """Raises unless neighbours stay, whose models are remembered, and weights are symmetric."""
+    """Raises unless neighbors stay, whose models are remembered, and weights are symmetric."""
     check_static(topology, what)
     check_symmetric(topology, what)
     return topology

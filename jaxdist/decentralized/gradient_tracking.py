@@ -18,7 +18,7 @@ def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
     with the steps `u` of the inner optimizer and the gradient `g'` of the step before (both 0 at first). The mean of
     all `y` is that of all `g` in every step, so there is no bias of data that differ, at a constant rate.
 
-    *On the wire*: two models for each neighbour; in `"combine_then_adapt"` as one message, before the gradient is
+    *On the wire*: two models for each neighbor; in `"combine_then_adapt"` as one message, before the gradient is
     known.
 
     *State*: per worker two models, the tracker and the last gradient, in float32.

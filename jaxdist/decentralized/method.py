@@ -1,4 +1,4 @@
-"""What a method of decentralised training is: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
+"""What a method of decentralized training is: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
       key: of this step (agreed).
       learning_rate: that of this step (agreed), if it was passed.
       active: whether this worker takes a step, if that was passed.
-      told: whether the host has said that neighbours talk in this step, and in which round: `topology` has that alone.
+      told: whether the host has said that neighbors talk in this step, and in which round: `topology` has that alone.
     """
 
     gradients: Updates
@@ -48,7 +48,7 @@ class Turned(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A method of decentralised training, for `gossip(method=)`.
+    """A method of decentralized training, for `gossip(method=)`.
 
     Attributes:
       prepare: `prepare(topology) -> topology`: the graph to talk over, or a `ValueError` that says why it cannot work.
@@ -78,7 +78,7 @@ def in_turns(turn: Turn, interval: int, talk: Callable[..., Any], silent: Callab
 def check_interval(interval: int) -> None:
     """Raises unless it is a number of steps."""
     if interval < 1:
-        raise ValueError(f"interval must be at least 1, every so many steps neighbours talk; got {interval}")
+        raise ValueError(f"interval must be at least 1, every so many steps neighbors talk; got {interval}")
 
 
 def empty(params: PyTree, topology: Topology) -> Any:

@@ -1,4 +1,4 @@
-"""One step of gossip: each worker's average of its own model and those of its neighbours."""
+"""One step of gossip: each worker's average of its own model and those of its neighbors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from .method import Turn, check_interval
 def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better.
 
-    One message for each dtype and neighbour, however many leaves. What is sent has the dtypes of `like`, those of
+    One message for each dtype and neighbor, however many leaves. What is sent has the dtypes of `like`, those of
     `tree` if it is left out; the mean over workers stays even if that is rounded.
 
     Args:
@@ -67,7 +67,7 @@ def check_static(topology: Topology, what: str) -> None:
     """Raises if the graph changes with the step."""
     if len(topology.rounds) > 1:
         raise ValueError(
-            f"{what} needs the same neighbours in every step, got {topology.name}, which has {len(topology.rounds)} "
+            f"{what} needs the same neighbors in every step, got {topology.name}, which has {len(topology.rounds)} "
             "different rounds: use a static topology, such as ring, torus or hypercube"
         )
 

@@ -13,7 +13,7 @@ from .method import Method, Turn, Turned
 from .mixing import mix
 
 
-def qg_momentum(
+def quasi_global_momentum(
     learning_rate: LearningRate | None = None,
     *,
     momentum: float | int = 0.9,
@@ -29,7 +29,7 @@ def qg_momentum(
     with `u(g + β m)` for Nesterov. Where data differ, the momentum of each worker by itself drives them apart; this
     does not.
 
-    *On the wire*: one model for each neighbour, as `d_psgd`.
+    *On the wire*: one model for each neighbor, as `d_psgd`.
 
     *State*: per worker one model, `m̂`, in float32.
 
@@ -48,7 +48,7 @@ def qg_momentum(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.qg_momentum(0.1))
+      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.quasi_global_momentum(0.1))
       >>> def one_worker(x):
       ...     updates, opt_state = tx.update(jnp.ones(()), tx.init(x), x)
       ...     return opt_state.method.value  # (1 - μ) (x - x') / γ
@@ -85,7 +85,7 @@ def qg_momentum(
     return Method(doubly_stochastic, init, step)
 
 
-def qg_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int = 1e-8) -> Method:
+def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int = 1e-8) -> Method:
     """Adam whose moments follow the mean model: both are averages of the normed difference that a step has made.
 
     With `d = x - x'` after mixing and `d̂ = d / |d|` over the whole model:
@@ -95,7 +95,7 @@ def qg_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int =
 
     The authors' code adds the whole gradient to `m`, without `1 - β1`; this is the paper's form.
 
-    *On the wire*: one model for each neighbour, as `d_psgd`.
+    *On the wire*: one model for each neighbor, as `d_psgd`.
 
     *State*: per worker two models, in float32.
 
@@ -112,7 +112,7 @@ def qg_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int =
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.qg_adam())
+      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.quasi_global_adam())
       >>> def one_worker(x):
       ...     return tx.update(2 * jnp.ones(()), tx.init(x), x)[0]
       >>> round(float(jax.vmap(one_worker, axis_name="data")(jnp.zeros(4))[0]), 4)
@@ -161,7 +161,7 @@ def _rate(turn: Turn, learning_rate: LearningRate | None) -> Array:
     if learning_rate is None:
         raise ValueError(
             "quasi-global momentum divides by the rate of the inner optimizer, and there is none: give "
-            "qg_momentum(learning_rate), or learning_rate= to the update"
+            "quasi_global_momentum(learning_rate), or learning_rate= to the update"
         )
     return rate_at(learning_rate, turn.count)
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from .._core.trees import plus
 from ..topology.base import Topology, matrix
-from ..topology.coloring import colour_edges
+from ..topology.coloring import color_edges
 from ..wire.flat import fused
 from .method import Method, Turn, Turned
 from .mixing import check_static
 
 
 class _Link(NamedTuple):
-    """One colour of the tree's edges: who talks to whom, and how many workers stand behind the partner of each."""
+    """One color of the tree's edges: who talks to whom, and how many workers stand behind the partner of each."""
 
     pairs: tuple[tuple[int, int], ...]
     behind: tuple[int, ...]
@@ -32,9 +32,9 @@ def relay_sgd() -> Method:
     bias of data that differ, and no spectral gap. The paper passes sums and counts on, with `x_0` for those who have
     not been heard of yet; means that start at `x_0` are the same without counts.
 
-    *On the wire*: one model for each neighbour.
+    *On the wire*: one model for each neighbor.
 
-    *State*: per worker what came over each edge, in float32: as many models as the busiest worker has neighbours (two
+    *State*: per worker what came over each edge, in float32: as many models as the busiest worker has neighbors (two
     in a path, three in a binary tree; a star has `W-1`, on all workers). All must start from one model, as
     `init_state` and `place` make them.
 
@@ -81,15 +81,15 @@ def relay_sgd() -> Method:
 
         def sum_of(*, but: int | None, messages) -> list:
             out = list(leaves)
-            for colour, (number, message) in enumerate(zip(behind, messages, strict=True)):
-                if colour != but:
+            for color, (number, message) in enumerate(zip(behind, messages, strict=True)):
+                if color != but:
                     out = [x + number.astype(x.dtype) * m for x, m in zip(out, message, strict=True)]
             return out
 
         arrived = []
-        for colour, link in enumerate(links):
-            number = workers - behind[colour]
-            mean = [x / number.astype(x.dtype) for x in sum_of(but=colour, messages=heard)]
+        for color, link in enumerate(links):
+            number = workers - behind[color]
+            mean = [x / number.astype(x.dtype) for x in sum_of(but=color, messages=heard)]
             sent = [x.astype(dtype) for x, dtype in zip(mean, dtypes, strict=True)]
             got = fused(lambda x, pairs=link.pairs: comm.ppermute(x, pairs), sent)
             arrived.append([x.astype(leaf.dtype) for x, leaf in zip(got, leaves, strict=True)])
@@ -100,7 +100,7 @@ def relay_sgd() -> Method:
 
 
 def _links(topology: Topology) -> list[_Link]:
-    """The edges of a tree by colours, or a `ValueError` if it is none."""
+    """The edges of a tree by colors, or a `ValueError` if it is none."""
     check_static(topology, "relay_sgd")
     joined = matrix(topology) != 0
     workers = topology.workers
@@ -115,7 +115,7 @@ def _links(topology: Topology) -> list[_Link]:
             "use topology.binary_tree, topology.path, or from_edges"
         )
     links = []
-    for group in colour_edges(edges):
+    for group in color_edges(edges):
         behind = [0] * workers
         for i, j in group:
             behind[i], behind[j] = _side(joined, j, i), _side(joined, i, j)

@@ -20,7 +20,7 @@ def sgp() -> Method:
     `P` need only be column-stochastic: each worker cuts what it has into shares, and nobody needs to know who sends to
     it. The sum of all `x` changes by the steps alone, and `Σ w = W` always.
 
-    *On the wire*: one model and 4 bytes for each neighbour; the 4 bytes only where rows do not sum to 1, since the
+    *On the wire*: one model and 4 bytes for each neighbor; the 4 bytes only where rows do not sum to 1, since the
     weights stay 1 otherwise.
 
     *State*: per worker one number.

@@ -5,9 +5,11 @@ from .fragments import Fragments as Fragments
 from .fragments import balanced as balanced
 from .fragments import due_fragments as due_fragments
 from .fragments import strided as strided
+from .local_slow_momentum import LocalSlowMomentumState as LocalSlowMomentumState
+from .local_slow_momentum import local_slow_momentum as local_slow_momentum
 from .muloco import hidden_matrix as hidden_matrix
 from .muloco import muloco as muloco
-from .noloco import no_lo_co as no_lo_co
+from .noloco import noloco as noloco
 from .outer import slow_momentum as slow_momentum
 from .palsgd import palsgd as palsgd
 from .palsgd import pulled as pulled
@@ -17,6 +19,4 @@ from .recipes import post_local_sgd as post_local_sgd
 from .recipes import slowmo as slowmo
 from .recipes import sparse_loco as sparse_loco
 from .recipes import streaming_diloco as streaming_diloco
-from .slow_steps import SlowStepsState as SlowStepsState
-from .slow_steps import slow_steps as slow_steps
-from .state import anchor as anchor
+from .state import global_params as global_params

@@ -14,7 +14,7 @@ from .._core.types import Array, AxisNames, State, Updates
 from ..comm.over import over
 from ..reducers.base import Reducer
 from ..reducers.exact import exact
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
@@ -33,7 +33,7 @@ def local_steps(
     fragments: Fragments | int | None = None,
     delay: int = 0,
     merge_alpha: float | int = 0.0,
-    keep_progress: bool = False,
+    overlap_correction: bool = False,
     buffers: Buffers = "maintain",
     warmup_steps: int = 0,
     reducer: Reducer | None = None,
@@ -46,15 +46,15 @@ def local_steps(
     difference, in float32, never the parameters: in bfloat16 these would lose it.
 
     **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
-    model to evaluate is `jd.local_sgd.anchor(opt_state)`. After a round parameters agree with it up to rounding.
+    model to evaluate is `jd.local_sgd.global_params(opt_state)`. After a round parameters agree with it up to rounding.
 
     *On the wire*: in a round what the reducer sends for the leaves of the fragment, for `exact()` one all-reduce,
     `2(W-1)/W · 4` bytes an entry; on all other steps nothing: the collective stands in a condition on agreed counts.
     With `examples`, four bytes more; with `buffers="average"`, the buffers too. Warm-up steps send the gradients, the
     last one the parameters as well.
 
-    *State*: agreed, the anchor and that of `outer`, in float32; per worker that of `inner`, and with `keep_progress`
-    the parameters that were sent; that of the reducer.
+    *State*: agreed, the anchor and that of `outer`, in float32; per worker that of `inner`, and with
+    `overlap_correction` the parameters that were sent; that of the reducer.
 
     Args:
       inner: the optimizer of each worker. It is also passed `anchor=` and `step=`. It may communicate over other,
@@ -70,7 +70,7 @@ def local_steps(
       delay: with `d > 0` the drift after a step is sent during the next one, whose gradient does not wait for it, and
         what comes back is merged at the end of the `d`-th step.
       merge_alpha: `α`: workers keep a part of their own, `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
-      keep_progress: workers keep what they have moved since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
+      overlap_correction: workers keep what they have moved since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
       buffers: what a round does to the momentum of `inner`: `"maintain"`, `"reset"` to zero (schedules go on counting),
         or `"average"` over workers.
       warmup_steps: so many first steps average gradients instead, exactly, and workers stay equal.
@@ -101,7 +101,7 @@ def local_steps(
       >>> run = jd.simulate(step, workers=2)
       >>> for _ in range(2):
       ...     state, _ = run(state, jnp.array([1.0, 3.0]))
-      >>> round(float(state["x"].value[0]), 4), round(float(jd.local_sgd.anchor(state["opt"])), 4)
+      >>> round(float(state["x"].value[0]), 4), round(float(jd.local_sgd.global_params(state["opt"])), 4)
       (0.38, 0.38)
 
     References:
@@ -110,7 +110,7 @@ def local_steps(
       et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023. Douillard et
       al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
       Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging",
-      arXiv 2006.00441, 2020 (keep_progress).
+      arXiv 2006.00441, 2020 (overlap_correction).
     """
     dealt = as_fragments(fragments)
     number = dealt.number
@@ -118,8 +118,10 @@ def local_steps(
     check_range("merge_alpha", merge_alpha, 0, 1)
     check_range("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, number, delay)
-    if keep_progress and not delay:
-        raise ValueError("keep_progress is for what workers do while the drift travels: it needs a delay of at least 1")
+    if overlap_correction and not delay:
+        raise ValueError(
+            "overlap_correction is for what workers do while the drift travels: it needs a delay of at least 1"
+        )
     firsts = [first_round(sync_period, offset, i, number) for i in range(number)]
     carrier = exact() if reducer is None else reducer
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
@@ -142,7 +144,7 @@ def local_steps(
             inner=bind(PerWorker(inner.init(params)), axis),
             examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), axis),
             reducer=tuple(bind(carrier.init(one), axis) for one in parts),
-            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if keep_progress else ()), axis),
+            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if overlap_correction else ()), axis),
         )
 
     def update(
@@ -195,7 +197,7 @@ def local_steps(
             ]
             flags = jnp.stack([jnp.asarray(flag) for flag in happened])
             sent_from = state.sent_from
-            if keep_progress:
+            if overlap_correction:
                 now, before = ([part(tree, groups, i) for i in range(number)] for tree in (local, sent_from.value))
                 sent_from = with_value(sent_from, merge(list(map(choose, happened, now, before)), groups))
             return state._replace(
@@ -235,7 +237,7 @@ def local_steps(
                 inner_state = choose(arrived[0], reset(inner, inner_state, params), inner_state)
             if warm is not False:
                 state = state._replace(anchor=set_anchor(comm, state.count == warmup_steps, state.anchor, local))
-            trees = [state.anchor, local, params, steps, *([state.sent_from.value] if keep_progress else [])]
+            trees = [state.anchor, local, params, steps, *([state.sent_from.value] if overlap_correction else [])]
             steps = [
                 take_over(arrived[i], merge_alpha, *(part(tree, groups, i) for tree in trees)) for i in range(number)
             ]

@@ -13,7 +13,7 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Key, State, UInt, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local
@@ -43,7 +43,7 @@ class NoLoCoState(NamedTuple):
     communicates = True
 
 
-def no_lo_co(
+def noloco(
     inner: optax.GradientTransformation,
     *,
     sync_period: SyncPeriod,
@@ -91,7 +91,7 @@ def no_lo_co(
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.local_sgd.no_lo_co(optax.sgd(0.5), sync_period=1, learning_rate=1.0, momentum=0.0)
+      >>> tx = jd.local_sgd.noloco(optax.sgd(0.5), sync_period=1, learning_rate=1.0, momentum=0.0)
       >>> def step(state, target):
       ...     updates, opt_state = tx.update(state["x"] - target[0], state["opt"], state["x"])
       ...     return {"x": state["x"] + updates, "opt": opt_state}, {}
@@ -158,7 +158,7 @@ def no_lo_co(
             raise ValueError(NO_PARAMS)
         if examples is not None:
             raise ValueError(
-                "no_lo_co cannot weigh workers by examples: pairs of unequal weight would move the mean of all; pass "
+                "noloco cannot weigh workers by examples: pairs of unequal weight would move the mean of all; pass "
                 "active= for workers without any, or use local_steps"
             )
         check_leaves(updates)
@@ -167,7 +167,7 @@ def no_lo_co(
         ledger: list[comms.Sent] = []
         comm = comms.counted(over(axis), ledger)
         slow, velocity = state.slow.value, state.momentum.value
-        with jax.named_scope("no_lo_co"):
+        with jax.named_scope("noloco"):
             given = {"step": state.count, **extra_args, "anchor": slow}
             steps, inner_state, local = inner_step(inner, updates, state.inner.value, params, active=active, **given)
             since = state.since + 1

@@ -19,10 +19,10 @@ class LocalStepsState(NamedTuple):
     """What has been agreed on, and what this worker keeps. A *round* ends when the workers of a fragment meet.
 
     Agreed: `count` of steps; of each fragment the steps `since` its last round, its `rounds`, the sum of the learning
-    `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor`, the model that all workers
-    started the round from, in float32 or better; the state of the `outer` optimizer for each fragment.
+    `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `global_params`, the model that all
+    workers started the round from, in float32 or better; the state of the `outer` optimizer for each fragment.
     Per worker: the state of the `inner` optimizer; `examples` since the last round of each fragment; with
-    `keep_progress`, the parameters that were `sent_from`. `reducer`: as the reducer defines it, for each fragment.
+    `overlap_correction`, the parameters that were `sent_from`. `reducer`: as the reducer defines it, for each fragment.
     """
 
     count: Int[Array, ""]
@@ -40,7 +40,7 @@ class LocalStepsState(NamedTuple):
     communicates = True
 
 
-def anchor(opt_state: State) -> PyTree:
+def global_params(opt_state: State) -> PyTree:
     """The model that the workers of `local_steps` agree on: the one to evaluate and to keep.
 
     Args:
@@ -55,7 +55,7 @@ def anchor(opt_state: State) -> PyTree:
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=8)
-      >>> jd.local_sgd.anchor(tx.init(jnp.ones(2))).tolist()
+      >>> jd.local_sgd.global_params(tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
 
     References:
@@ -83,7 +83,7 @@ def average(comm: Comm, due: Flag, inner: optax.GradientTransformation, state: S
     """
     if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
         raise ValueError(
-            'buffers="average" cannot average what compact_state has coded: use buffers="maintain" or "reset"'
+            'buffers="average" cannot average what quantized_state has coded: use buffers="maintain" or "reset"'
         )
     owned = _buffers(inner, state, params)
 

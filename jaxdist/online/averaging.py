@@ -27,7 +27,7 @@ def check_averaging(topology: Topology | None, rounds: int, weights: str) -> Non
     if topology is not None and not is_doubly_stochastic(topology):
         raise ValueError(
             f"the mixing matrices of {topology.name} must be doubly stochastic, or workers do not agree on the mean: "
-            "take an undirected graph, or a directed one in which all workers have as many neighbours"
+            "take an undirected graph, or a directed one in which all workers have as many neighbors"
         )
 
 

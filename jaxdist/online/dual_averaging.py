@@ -11,7 +11,7 @@ from .._core.checks import NO_PARAMS
 from .._core.trees import choose, next_count
 from .._core.types import Array, AxisNames, Int, State, UInt, Updates
 from ..comm.over import over
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import LearningRate, check_per_worker, rate_at, zeros_like
@@ -54,7 +54,7 @@ def anytime_minibatch(
     losses that change with time take `mirror_descent`. Off the Euclidean geometry the two differ: the mean of `z` is a
     geometric mean of entropic models.
 
-    *On the wire*: as `mirror_descent`: `rounds` messages of `4` bytes an entry to each neighbour, and with `examples` 4
+    *On the wire*: as `mirror_descent`: `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4
     bytes more in each; without a topology an all-reduce of as much.
 
     *State*: agreed, a count and the first model in float32; `z` in float32, per worker with a topology.

@@ -141,7 +141,7 @@ def box(low: float | int, high: float | int) -> Callable[[PyTree], PyTree]:
 def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | int = math.inf) -> Geometry:
     """`R = Σ h x²/2`: `x = clip(y - η g / h, low, high)`, which is the exact step, since the metric is diagonal.
 
-    All workers must have the same `h`, or they would not minimise the same thing: it is fixed here. AdaGrad's own `h`,
+    All workers must have the same `h`, or they would not minimize the same thing: it is fixed here. AdaGrad's own `h`,
     the root of this worker's summed squares, comes from optax:
     `optax.chain(jd.transforms.per_worker(optax.scale_by_rss()), mirror_descent(euclidean(box(low, high)), ...))` is the
     same step with `h` from this worker's gradients.
@@ -262,7 +262,7 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
 
 
 def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
-    """`R = |x|_p² / (2(p-1))`, `1 < p <= 2`: steps in the dual norm `q = p/(p-1)`, which favour few large entries.
+    """`R = |x|_p² / (2(p-1))`, `1 < p <= 2`: steps in the dual norm `q = p/(p-1)`, which favor few large entries.
 
         x = ∇R⁻¹(∇R(y) - η g),   ∇R(x)_j = sign(x_j) |x_j|^(p-1) |x|_p^(2-p) / (p-1)
 

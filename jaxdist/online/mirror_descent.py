@@ -11,7 +11,7 @@ from .._core.checks import NO_PARAMS
 from .._core.trees import choose, next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.over import over
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import LearningRate, check_per_worker, rate_at
@@ -57,7 +57,7 @@ def mirror_descent(
     `"combine_then_adapt"` the step follows the average, from it, with the gradient at `x_i` as before; the message then
     is ready before the gradient is, and may travel meanwhile.
 
-    *On the wire*: with a topology `rounds` messages of `4` bytes an entry to each neighbour, and with `examples` 4
+    *On the wire*: with a topology `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4
     bytes more in each; without one, an all-reduce of as much. They do not depend on `b`.
 
     *State*: agreed, a count; per worker at most one number.

@@ -69,7 +69,7 @@ def cleared(state: State, fresh: State, when: Array) -> State:
 def rescaled(state: State, factor: PyTree, comm: Comm) -> State:
     """Multiplies what workers and servers owe, of `error_feedback` and of `two_shot`, by the agreed `factor`.
 
-    Those that are not cut as `factor` is, inside `bucketed`, `by_leaf` or `hierarchical`, stay as they are.
+    Those that are not cut as `factor` is, inside `bucketed`, `per_leaf` or `hierarchical`, stay as they are.
     """
     kinds = (ErrorFeedbackState, TwoShotState)
     flats = vectors(jax.tree.leaves(factor))

@@ -11,7 +11,7 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, State, UInt, Updates
 from ..reducers.base import Reducer
 from ..reducers.exact import exact
-from ..reducers.tracked import add_bytes
+from ..reducers.with_stats import add_bytes
 from ..state.marks import bind
 from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients

@@ -1,4 +1,4 @@
-"""QAdam: Adam's warm-up, then quantised momentum over a variance at rest."""
+"""QAdam: Adam's warm-up, then quantized momentum over a variance at rest."""
 
 import optax
 

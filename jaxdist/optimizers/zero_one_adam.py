@@ -15,8 +15,8 @@ from ..compressors.sign import scaled_sign
 from ..reducers.base import Reducer
 from ..reducers.exact import exact
 from ..reducers.feedback import error_feedback
-from ..reducers.tracked import add_bytes
 from ..reducers.two_shot import two_shot
+from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
@@ -36,8 +36,8 @@ class ZeroOneAdamState(NamedTuple):
     """Agreed: `count`, the bytes `sent` by one worker, as (high, low) words, `variance`, and both intervals.
 
     Agreed too: the sum of learning `rates` since the last sync.
-    Per worker: `momentum`, and the `anchor`, the parameters after the last sync, equal on all workers. `reducer` as the
-    reducer defines it. All trees are in float32 or better.
+    Per worker: `momentum`, and the `global_params`, the parameters after the last sync, equal on all workers.
+    `reducer` as the reducer defines it. All trees are in float32 or better.
     """
 
     count: Int[Array, ""]
@@ -82,7 +82,7 @@ def zero_one_adam(
     64 entries whose gradients span three decades none is ever further from its optimum than 0.22 (uncompressed 0.18);
     the paper's form threw one as far as 9.1. On a refresh, where `d` changes, residuals of `error_feedback` and
     `two_shot` are carried over, times the old `d` and over the new one: they are owed in gradients. Those that are not
-    cut as the parameters are, inside `bucketed`, `by_leaf` or `hierarchical`, are carried over as steps instead.
+    cut as the parameters are, inside `bucketed`, `per_leaf` or `hierarchical`, are carried over as steps instead.
 
     No bias correction, as in the original. Entries without any variance stay where they are, as in `one_bit_adam`.
     Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum.

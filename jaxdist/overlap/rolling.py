@@ -34,8 +34,8 @@ class Wave(NamedTuple):
     batch: PyTree
 
 
-class TickTockState(NamedTuple):
-    """The state of `tick_tock(mode="rolling")`, to be placed and checkpointed like any other.
+class WaveletState(NamedTuple):
+    """The state of `wavelet(mode="rolling")`, to be placed and checkpointed like any other.
 
     Attributes:
       params: the current parameters, agreed.
@@ -54,26 +54,26 @@ class TickTockState(NamedTuple):
     flipped: Bool[Array, ""]
 
 
-class TickTock(NamedTuple):
-    """What `tick_tock(mode="rolling")` returns.
+class Wavelet(NamedTuple):
+    """What `wavelet(mode="rolling")` returns.
 
     Attributes:
-      init: `(params, batch) -> TickTockState`. `batch` is that of one worker, or its shapes.
+      init: `(params, batch) -> WaveletState`. `batch` is that of one worker, or its shapes.
       step: `(state, batch, **extra_args) -> (state, loss)`: one wave backward, one forward, an update. The loss is that
         of the new wave on this worker.
       flush: `(state, **extra_args) -> state`: the backward pass and update of the last wave; nothing if there is none.
     """
 
-    init: Callable[..., TickTockState]
-    step: Callable[..., tuple[TickTockState, Float[Array, ""]]]
-    flush: Callable[..., TickTockState]
+    init: Callable[..., WaveletState]
+    step: Callable[..., tuple[WaveletState, Float[Array, ""]]]
+    flush: Callable[..., WaveletState]
 
 
 def averaged(reducer: Reducer, axis: AxisNames) -> Callable[[PyTree], PyTree]:
     """The mean over workers by a reducer that keeps nothing from call to call."""
     if jax.tree.leaves(reducer.init({"w": jnp.zeros((8, 8))})):
         raise ValueError(
-            "the reducer of tick_tock averages layer by layer and keeps nothing from wave to wave, and this one has a "
+            "the reducer of wavelet averages layer by layer and keeps nothing from wave to wave, and this one has a "
             "state (error feedback, a key): put it into all_reduce, in tx"
         )
 
@@ -89,7 +89,7 @@ def rolling(
     tx: optax.GradientTransformation,
     axis: AxisNames,
     mean: Callable[[PyTree], PyTree] | None,
-) -> TickTock:
+) -> Wavelet:
     """The three functions.
 
     Args:
@@ -111,7 +111,7 @@ def rolling(
         slots, gradient = jax.eval_shape(shapes, params, batch)
         wave = Wave(*(_marked(jax.tree.map(_zeros, part), axis) for part in (slots, gradient, params.head, batch)))
         # A copy: the two versions are given away by themselves.
-        return TickTockState(
+        return WaveletState(
             params, jax.tree.map(jnp.copy, params), tx.init(params), wave, jnp.zeros((), bool), jnp.zeros((), bool)
         )
 
@@ -135,7 +135,7 @@ def rolling(
         params, opt_state = update(state, layers, g, **extra_args)
         loss, head, gradient = ends.finish(new.head, x, batch)
         following = Wave(*(_marked(part, axis) for part in (slots, gradient, head, batch)))
-        return TickTockState(params, state.params, opt_state, following, jnp.ones((), bool), ~state.flipped), loss
+        return WaveletState(params, state.params, opt_state, following, jnp.ones((), bool), ~state.flipped), loss
 
     def flush(state, **extra_args):
         old, wave = to_varying((state.stash, _unmarked(state.wave)), axis)
@@ -143,7 +143,7 @@ def rolling(
         params, opt_state = update(state, layers, g, **extra_args)
         return state._replace(params=params, opt_state=opt_state, pending=jnp.zeros((), bool))
 
-    return TickTock(init, step, flush)
+    return Wavelet(init, step, flush)
 
 
 def _marked(tree: PyTree, axis: AxisNames) -> PyTree:

@@ -17,7 +17,7 @@ from .waves import Layers, add, at, floating, stacked, unrolled, with_floating
 
 
 class Layered(NamedTuple):
-    """The parameters of a model for `tick_tock`, and their gradients.
+    """The parameters of a model for `wavelet`, and their gradients.
 
     Attributes:
       embed: those of what comes before the layers.
@@ -46,7 +46,7 @@ class _Ends(NamedTuple):
     check: Callable[[PyTree, PyTree], None]
 
 
-def tick_tock(
+def wavelet(
     layer: Callable[[PyTree, PyTree], PyTree] | Sequence[Callable[[PyTree, PyTree], PyTree]],
     head: Callable[[PyTree, PyTree, PyTree], Array],
     tx: optax.GradientTransformation | None = None,
@@ -82,7 +82,7 @@ def tick_tock(
     With `stages`, a pipeline whose waves are whole batches: on each stage, one wave goes back beside another that goes
     forward. All waves must see the same parameters, so it drains: `k` waves through `S` stages take `k + 2S - 1` steps
     of `max(F, B)/S`; give it many more waves than stages. A stage keeps at most `2S-1` waves, about `2A` in all. Each
-    step sends one activation and one gradient of it to the neighbours; at the end the gradients of `embed` and `head`,
+    step sends one activation and one gradient of it to the neighbors; at the end the gradients of `embed` and `head`,
     which are computed on one stage each, are summed over the stages.
 
     *Memory*: with activations `A` and parameters `P`, a pair takes `A`, gradients of `P` entries in float32 and what
@@ -90,7 +90,7 @@ def tick_tock(
     parameters twice. Sequences of layer functions depend on how well the compiler packs what is not alike, and can
     take more.
 
-    *State* of `"rolling"`: `TickTockState`; the wave under way is per worker, all else agreed but for what `tx` says.
+    *State* of `"rolling"`: `WaveletState`; the wave under way is per worker, all else agreed but for what `tx` says.
 
     Args:
       layer: `layer(params, x) -> x` of layers that are alike, compiled once in a loop; or a sequence of such functions,
@@ -108,7 +108,7 @@ def tick_tock(
 
     Returns:
       In `"pair"` a function `(params, waves) -> (loss, gradients)`, of `Layered` parameters and a tuple of two batches
-      or more, each as one worker sees it. In `"rolling"` a `TickTock` of `init`, `step` and `flush`. Flush before an
+      or more, each as one worker sees it. In `"rolling"` a `Wavelet` of `init`, `step` and `flush`. Flush before an
       evaluation, and before batches or the number of workers change.
 
     Raises:
@@ -120,11 +120,11 @@ def tick_tock(
       >>> params = jd.overlap.Layered(embed=(), layers=jnp.array([2.0, 3.0]), head=())
       >>> layer, head = lambda p, x: p * x, lambda p, x, batch: jnp.mean(x)
       >>> tick, tock = (jnp.ones(4),), (jnp.zeros(4),)
-      >>> loss, grads = jd.overlap.tick_tock(layer, head)(params, (tick, tock))
+      >>> loss, grads = jd.overlap.wavelet(layer, head)(params, (tick, tock))
       >>> float(loss), grads.layers.tolist()
       (3.0, [1.5, 1.0])
       >>> tx = optax.chain(jd.all_reduce(jd.exact(), axis=None), optax.sgd(0.1))
-      >>> rolling = jd.overlap.tick_tock(layer, head, tx, mode="rolling", axis=None)
+      >>> rolling = jd.overlap.wavelet(layer, head, tx, mode="rolling", axis=None)
       >>> state = rolling.init(params, tick)
       >>> state, loss = rolling.step(state, tick)
       >>> float(loss), state.params.layers.tolist()  # forward only
@@ -144,7 +144,7 @@ def tick_tock(
             'mode="pair" returns gradients, and the step updates: leave out tx, or use it in mode="rolling"'
         )
     if not callable(layer) and not layer:
-        raise ValueError("tick_tock needs at least one layer, got an empty sequence")
+        raise ValueError("wavelet needs at least one layer, got an empty sequence")
     if reducer is not None and mode == "pair":
         raise ValueError('reducer= is for mode="rolling"; the gradients of mode="pair" go to all_reduce(reducer)')
     mean = None if reducer is None else averaged(reducer, axis)
@@ -225,7 +225,7 @@ def _ends(layer: Any, head: Callable, embed: Callable) -> _Ends:
         for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
             name = jax.tree_util.keystr(path)
             if is_mark(leaf):
-                raise ValueError(f"{name} is {type(leaf).__name__}: tick_tock wants whole parameters")
+                raise ValueError(f"{name} is {type(leaf).__name__}: wavelet wants whole parameters")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(f"{name} has dtype {leaf.dtype}, which has no gradient: pass it in the batch")
         if callable(layer):

@@ -3,7 +3,7 @@
 from . import launch as launch
 from .broadcast import assert_same as assert_same
 from .broadcast import broadcast as broadcast
-from .consistency import agree as agree
+from .consistency import check_consistency as check_consistency
 from .errors import AgreementError as AgreementError
 from .errors import MismatchError as MismatchError
 from .errors import MissingProcessError as MissingProcessError
@@ -11,7 +11,7 @@ from .errors import PortError as PortError
 from .heartbeat import StepTimeout as StepTimeout
 from .heartbeat import WorkerLost as WorkerLost
 from .initialize import initialize as initialize
-from .preemption import preempted as preempted
+from .preemption import preemption_requested as preemption_requested
 from .self_check import CollectiveError as CollectiveError
 from .self_check import self_check as self_check
 from .watchdog import Watchdog as Watchdog

@@ -33,7 +33,9 @@ class Store(Protocol):
         ...
 
 
-def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeout_seconds: Number = 60) -> None:
+def check_consistency(
+    state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeout_seconds: Number = 60
+) -> None:
     """Raises, in all processes alike, unless all of them build the same state, mesh and recipe. Before the first step.
 
     It compares what programs are compiled from: the names of the leaves, their shapes, dtypes, marks and shardings, the
@@ -61,10 +63,13 @@ def agree(state: PyTree, *, mesh: Mesh | None = None, recipe: Any = None, timeou
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
-      >>> jd.processes.agree({"w": jnp.ones(3)}, mesh=mesh, recipe={"learning_rate": 0.1, "data": "digits"})
+      >>> jd.processes.check_consistency({"w": jnp.ones(3)}, mesh=mesh, recipe={"learning_rate": 0.1, "data": "digits"})
     """
     compare(
-        fingerprint.of_state(state, mesh, recipe), f"agree/{next(_calls)}", float(timeout_seconds), do="come to agree()"
+        fingerprint.of_state(state, mesh, recipe),
+        f"agree/{next(_calls)}",
+        float(timeout_seconds),
+        do="come to check_consistency()",
     )
     if mesh is not None:
         connect(mesh)

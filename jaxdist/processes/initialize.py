@@ -28,7 +28,7 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
 
     Before JAX's own service starts, which aborts where a process is missing, all processes that are known so check in
     with process 0, at the same port: they must come in time, and be as many as they were told. Then they compare their
-    versions and settings of JAX through that service. `agree` compares what they build.
+    versions and settings of JAX through that service. `check_consistency` compares what they build.
 
     Process 0 listens where `JAX_COORDINATOR_BIND_ADDRESS` says; else at the loopback alone where the coordinator's
     address is one, and at all addresses otherwise. Where `JAXDIST_SECRET` is set, to the same text in all processes,

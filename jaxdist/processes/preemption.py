@@ -10,7 +10,7 @@ WARNING = getattr(signal, "SIGUSR1", None)  # Windows has none
 _received: threading.Event | None = None
 
 
-def preempted(step: int) -> bool:
+def preemption_requested(step: int) -> bool:
     """Whether to save and leave after this step, since a process of the job was asked to: the same answer in all.
 
     Schedulers send SIGTERM before they take a machine away, Slurm also SIGUSR1 where a job asks for a warning, and
@@ -30,7 +30,7 @@ def preempted(step: int) -> bool:
 
     Example:
       >>> import jaxdist as jd
-      >>> jd.processes.preempted(0)
+      >>> jd.processes.preemption_requested(0)
       False
     """
     global _received

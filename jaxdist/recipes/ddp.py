@@ -11,9 +11,9 @@ from .._core.types import AxisNames, Like, PyTree
 from ..compressors.cast import cast
 from ..reducers.base import Reducer
 from ..reducers.bucketed import bucketed
-from ..reducers.by_leaf import by_leaf
 from ..reducers.compressed import compressed
 from ..reducers.exact import exact
+from ..reducers.per_leaf import per_leaf
 from ..transforms.all_reduce import all_reduce
 
 
@@ -30,7 +30,7 @@ def ddp(
 ) -> optax.GradientTransformationExtraArgs:
     """DDP: the gradients of all workers are averaged in buckets, last layers first. Put it before the optimizer.
 
-    `all_reduce(by_leaf(unused, bucketed(reducer)))`: read its ten lines and write your own. Buckets are collectives of
+    `all_reduce(per_leaf(unused, bucketed(reducer)))`: read its ten lines and write your own. Buckets are collectives of
     their own, which a compiler can start while earlier layers still compute; on CPU it merges them again. PyTorch sees
     in the first step in what order gradients become ready; here the loss is traced for it, `layers=`.
 
@@ -48,9 +48,10 @@ def ddp(
         added, so that float16 does not overflow; what is below 6e-5 loses digits there, so scale the loss
         (`dynamic_loss_scale`) or take bfloat16.
       unused: leaves whose gradients are zero or not wanted, as a tree of booleans like the parameters
-        (`transforms.unused` finds those that the loss does not reach) or `unused(path, leaf)`. Their updates are zero;
+        (`transforms.find_unused_parameters` finds those that the loss does not reach) or
+        `find_unused_parameters(path, leaf)`. Their updates are zero;
         put the optimizer in `optax.masked` where it decays weights.
-      divisor: as in `all_reduce`; PyTorch's `join` has `"workers"`.
+      divisor: as in `all_reduce`; PyTorch's `join_uneven` has `"workers"`.
       layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
         do pass it where they are a dict. `None`: see `bucketed`.
       axis: the mesh axis of the workers.
@@ -59,7 +60,8 @@ def ddp(
       The transformation.
 
     Raises:
-      ValueError: both a reducer and a `reduce_dtype`; a cap that is not positive; at trace time, a tree `unused` that
+      ValueError: both a reducer and a `reduce_dtype`; a cap that is not positive; at trace time, a tree
+      `find_unused_parameters` that
         lacks a leaf, `layers` that lack an entry, and what `all_reduce` refuses.
 
     Example:
@@ -84,7 +86,7 @@ def ddp(
     )
     if unused is None:
         return all_reduce(buckets, axis=axis, divisor=divisor)
-    return all_reduce(by_leaf(_label(unused), {True: None, False: buckets}), axis=axis, divisor=divisor)
+    return all_reduce(per_leaf(_label(unused), {True: None, False: buckets}), axis=axis, divisor=divisor)
 
 
 def _label(unused: PyTree | Callable[[str, Like], bool]) -> Callable[[str, Like], Any]:

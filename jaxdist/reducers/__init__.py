@@ -12,7 +12,6 @@ from .base import Reducer as Reducer
 from .base import Wire as Wire
 from .base import from_rounds as from_rounds
 from .bucketed import bucketed as bucketed
-from .by_leaf import by_leaf as by_leaf
 from .compressed import compressed as compressed
 from .dgc import dgc as dgc
 from .exact import exact as exact
@@ -23,9 +22,10 @@ from .integers import integer_sum as integer_sum
 from .integers import intsgd as intsgd
 from .loco import loco as loco
 from .majority import majority_vote as majority_vote
+from .partitioned import partitioned as partitioned
+from .per_leaf import per_leaf as per_leaf
 from .power_sgd import power_sgd as power_sgd
+from .reducer_schedule import reducer_schedule as reducer_schedule
 from .ring import ring as ring
-from .scheduled import scheduled as scheduled
-from .switch_at import switch_at as switch_at
-from .tracked import tracked as tracked
 from .two_shot import two_shot as two_shot
+from .with_stats import with_stats as with_stats

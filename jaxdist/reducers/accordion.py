@@ -14,8 +14,8 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, with_value
 from .base import Reducer, feedback_form, held_by, is_stand_in, weakest
-from .by_leaf import by_leaf
-from .switch_at import one_of_two
+from .per_leaf import per_leaf
+from .reducer_schedule import one_of_two
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -321,7 +321,7 @@ def _each_group(reducer: Reducer, groups: Callable[[str, Like], str]) -> Reducer
     def policy(tree):
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         labels = {groups(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves}
-        return by_leaf(groups, dict.fromkeys(sorted(labels), reducer))
+        return per_leaf(groups, dict.fromkeys(sorted(labels), reducer))
 
     def init(like):
         return 0 if is_stand_in(like) else policy(like).init(like)

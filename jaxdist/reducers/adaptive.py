@@ -90,10 +90,10 @@ def alq(
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
       norm: "max", or "l2" as in the paper.
       solver: see above. The pass over the gradients that "exact" takes costs more, at scheduled steps only.
-      norm_power: 2 minimises the variance of the sum; 0 that of each bucket relative to its norm (the paper's ALQ-N);
+      norm_power: 2 minimizes the variance of the sum; 0 that of each bucket relative to its norm (the paper's ALQ-N);
         1 is what the authors' code has in place of 2.
       symmetric: `2**(bits - 1)` magnitudes with a level at zero, and a sign; fewer free levels, but zeros stay zeros.
-      block: neighbours that share a mean and a variance, for the mixture. Fewer follow the scales within a bucket more
+      block: neighbors that share a mean and a variance, for the mixture. Fewer follow the scales within a bucket more
         closely, and below 32 take noise for scales; `bucket` is the paper's mixture.
       update_steps: further steps at which the levels are fitted: early, while gradients change fast.
       every: and again after so many steps.
@@ -169,9 +169,9 @@ def amq(
       bits: 2, 3 or 4 for each entry. 3 to start.
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
       norm: "max", or "l2" as in the paper.
-      norm_power: 2 minimises the variance of the sum; 0 that of each bucket relative to its norm (the paper's AMQ-N);
+      norm_power: 2 minimizes the variance of the sum; 0 that of each bucket relative to its norm (the paper's AMQ-N);
         1 is what the authors' code has in place of 2.
-      block: neighbours that share a mean and a variance, for the mixture of normal distributions that p is fitted to.
+      block: neighbors that share a mean and a variance, for the mixture of normal distributions that p is fitted to.
       update_steps: further steps at which p is fitted.
       every: and again after so many steps.
       seed: of the key.

@@ -65,7 +65,7 @@ class Reducer(NamedTuple):
       law: `"exact"`: `mean == comm.mean(own)`. `"telescoping"`: the same plus what servers held before and less what
         they hold after. `"unbiased"`: that, plus noise of mean zero which nobody makes up for. `"none"`: none of these,
         and error feedback refuses it.
-      rounds: the generator form of `reduce`, which lets `by_leaf` merge collectives.
+      rounds: the generator form of `reduce`, which lets `per_leaf` merge collectives.
       plain: the mean of each leaf and nothing else, without state: extra leaves may ride along, and mesh axes that the
         compiler shards need no specs.
       for_feedback: gives the form to use inside error feedback (a contraction), or raises `ValueError` saying why there
@@ -174,7 +174,7 @@ def scatter_form(reducer: Reducer, advice: str = "reduce in full") -> Reducer:
     if reducer.scatter is None:
         raise ValueError(
             "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
-            f"such, error_feedback and loco around two_shot, by_leaf and switch_at of them: use one, or {advice}"
+            f"such, error_feedback and loco around two_shot, per_leaf or reducer_schedule of them: use one, or {advice}"
         )
     return reducer.scatter()
 

@@ -48,7 +48,7 @@ def dgc(
 
     Args:
       density: the part of each leaf that is sent. 0.001 with a warm-up is the paper's; start at 0.01. Leaves of a few
-        entries (biases) lose more than they save: give them to `exact` by `by_leaf`.
+        entries (biases) lose more than they save: give them to `exact` by `per_leaf`.
       momentum: m, as for SGD.
       nesterov: Nesterov's form.
       clip_norm: the norm at which each worker clips its gradient, all leaves together, is this divided by `sqrt(W)`;

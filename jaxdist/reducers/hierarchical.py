@@ -23,7 +23,7 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     *On the wire* for `n` elements: on the fast axis a reduce-scatter and an all-gather, `2(L-1)/L · itemsize · n`
     bytes; on the slow axes what `outer` sends for a vector of `n/L`. With `inner=two_shot(code)` the reduce-scatter is
     coded too, and the gather is not. The reduce-scatter form has no gather: with `two_shot` for both levels it is the
-    quantised reduce-scatter of ZeRO++ (qgZ), and sends `(L-1)/L · bytes(n)` and `(P-1)/P · bytes(n/L)` between `P`
+    quantized reduce-scatter of ZeRO++ (qgZ), and sends `(L-1)/L · bytes(n)` and `(P-1)/P · bytes(n/L)` between `P`
     pods.
 
     *State*: that of `outer`, cut over the fast axis where it is shaped like the vector, else one for each place on it.

@@ -35,7 +35,7 @@ def majority_vote() -> Reducer:
       [-1.0, -1.0]
 
     References:
-      Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems", arXiv
+      Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimization for Non-Convex Problems", arXiv
       1802.04434, 2018. Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
       Efficient and Fault Tolerant", arXiv 1810.05291, 2018.
     """

@@ -30,7 +30,7 @@ from ..wire.low_rank import (
 from ..wire.low_rank import squarest_view as squarest_view
 from .base import Reduced, Reducer, Wire, drive, from_rounds
 from .exact import exact
-from .switch_at import switch_at
+from .reducer_schedule import reducer_schedule
 
 
 class PowerSGDState(NamedTuple):
@@ -82,7 +82,8 @@ def power_sgd(
       min_compression_rate: a leaf is compressed if `(n+m)·r·rate < n·m`. Lower compresses more leaves; 0 compresses all
         matrices.
       start_step: plain means before it. Early gradients are the hardest to compress: try 10 % of training if the loss
-        suffers. The same as `switch_at(exact(), power_sgd(rank), start_step)`: it keeps both programs in the step.
+        suffers. The same as `reducer_schedule(exact(), power_sgd(rank), start_step)`: it keeps both programs in the
+        step.
       warm_start: keep `Q`. Without it each step draws a new one, and accuracy falls.
       own: see above.
       matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
@@ -118,7 +119,7 @@ def power_sgd(
         raise ValueError("one_sided=True needs warm_start=True: its steps are halves of one iteration")
     view = view_of(rank, min_compression_rate, matrix_view)
     reducer = one_sided_power_sgd(view, own, seed) if one_sided else _two_sided(view, own, warm_start, seed)
-    return switch_at(exact(), reducer, start_step) if start_step else reducer
+    return reducer_schedule(exact(), reducer, start_step) if start_step else reducer
 
 
 def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, seed: int) -> Reducer:

@@ -15,7 +15,7 @@ from .mesh import global_batch, workers_here
 UNKNOWN = 2**32 - 1
 
 
-def join(
+def join_uneven(
     batches: Iterable[PyTree],
     like: PyTree,
     mesh: Mesh,
@@ -25,7 +25,7 @@ def join(
     pad: bool = False,
     ahead: int = 1,
 ) -> Iterator[tuple[PyTree, Array]]:
-    """DDP's `join`: takes every process through as many steps, though their batches differ in number.
+    """DDP's `join_uneven`: takes every process through as many steps, though their batches differ in number.
 
     A step is a collective of all workers, so that a process which has no batch left makes the others wait for ever.
     Here it goes on with batches that do not count: pass `examples` to the update, where 0 stands for nothing.
@@ -59,8 +59,8 @@ def join(
       >>> import numpy as np, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
       >>> batches = [np.full((2, 3), number) for number in range(2)]
-      >>> [(float(batch.sum()), examples.tolist()) for batch, examples in jd.runtime.join(batches, batches[0], mesh)]
-      [(0.0, [2]), (6.0, [2])]
+      >>> [(float(batch.sum()), examples.tolist()) for batch, examples in jd.runtime.join_uneven(batches, batches[0],
+      mesh)] [(0.0, [2]), (6.0, [2])]
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.

@@ -34,7 +34,7 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
       rest: further arguments of the loss.
 
     Returns:
-      Keys, indices or field names, for `layers=` of `pipelined`, `recipes.ddp`, `bucketed` and `scheduled`. Entries
+      Keys, indices or field names, for `layers=` of `pipelined`, `recipes.ddp`, `bucketed` and `partitioned`. Entries
       that the loss does not use come last.
 
     Example:

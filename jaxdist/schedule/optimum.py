@@ -13,7 +13,7 @@ def optimum(profile: Profile, *, bandwidth: float | int, barrier: bool = False) 
 
     `T* = max_{i <= k} [ r_i + (Σ_{j <= k, r_j >= r_i} s_j) / B + Σ_{j >= k} f_j ]`: nothing of layers `0..k` that is
     ready at `r_i` or later can travel before, and layers `k..` compute after all of it has. For gradients that become
-    ready last layer first the sum is over all `j <= k` at `i = k`. The order that attains it is by layer: minimising
+    ready last layer first the sum is over all `j <= k` at `i = k`. The order that attains it is by layer: minimizing
     the latest `done_k + Σ_{j >= k} f_j` is the scheduling problem "1 | r_j, pmtn | L_max", and earliest due date first
     is optimal for it.
 

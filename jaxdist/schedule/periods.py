@@ -73,7 +73,7 @@ def post_local(switch_step: int, period: int) -> Period:
 
 
 def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int = MOST) -> Period:
-    """The quadratic synchronisation rule: `H_t = max(H_base, floor((α / γ_t)²))`.
+    """The quadratic synchronization rule: `H_t = max(H_base, floor((α / γ_t)²))`.
 
     As the rate decays rounds grow longer, at a pace that keeps the drift within one in step with the noise: more is
     saved late in training, and the model found is flatter.

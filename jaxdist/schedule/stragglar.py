@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
     adds: bool
 
 
-def straggl_ar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
+def stragglar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
     """What an all-reduce sends once the straggler is there: `n - 2 + log2 n` rounds of pairs, for `n = 2^k` workers.
 
     While they wait, workers `0 ... n - 2` reduce-scatter among themselves: worker i then owns chunk i of n - 1, the sum
@@ -48,8 +48,8 @@ def straggl_ar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
         for 12); these are not built here.
 
     Example:
-      >>> from jaxdist.schedule import straggl_ar
-      >>> for sent in straggl_ar(4):
+      >>> from jaxdist.schedule import stragglar
+      >>> for sent in stragglar(4):
       ...     print([f"{one.source}->{one.destination} {one.chunk}" for one in sent])
       ['0->3 0', '3->0 0']
       ['0->2 0', '1->3 1', '3->1 1']
@@ -99,7 +99,7 @@ def _powers(workers: int) -> list[int]:
 
 
 def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np.ndarray, "workers size"]:
-    """Carries `straggl_ar` out with arrays in one process: what each worker has at the end.
+    """Carries `stragglar` out with arrays in one process: what each worker has at the end.
 
     Args:
       parts: one array for each worker; the straggler's is last.
@@ -119,7 +119,7 @@ def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np
     References:
       Devraj, Ding, Vijaya Kumar, Kleinberg, Singh, "Efficient AllReduce with Stragglers", arXiv:2505.23523, 2025.
     """
-    rounds, last = straggl_ar(len(parts)), len(parts) - 1
+    rounds, last = stragglar(len(parts)), len(parts) - 1
     chunks = [np.array_split(part, last) for part in parts]
     held = [{i: np.sum([chunks[j][i] for j in range(last)], axis=0)} for i in range(last)]
     held.append(dict(enumerate(chunks[last])))

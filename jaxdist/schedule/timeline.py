@@ -51,7 +51,7 @@ def timeline(
 
     The queue is a service beside the program, as ByteScheduler has it: it sends what is most urgent of what is ready.
     A jitted step has no such queue, and ends before the next forward pass begins: see `step_timeline` for what
-    `scheduled` does in it, and `pipelined_time` for the step that crosses the border.
+    `partitioned` does in it, and `pipelined_time` for the step that crosses the border.
 
     A message of `b` bytes occupies the link for `overhead + b / bandwidth`. The link takes messages in the order in
     which they were handed to it and never interrupts one. While less than `credit_bytes` are under way the queue hands
@@ -110,7 +110,7 @@ def step_timeline(
     overhead: float | int = 0.0,
     latency: float | int = 0.0,
 ) -> Timeline:
-    """Plays a jitted step in which `scheduled` of the same arguments reduces the gradients.
+    """Plays a jitted step in which `partitioned` of the same arguments reduces the gradients.
 
     Its order is fixed when it is compiled: a message waits for its gradient, for the one before it to be on the link,
     and for the one `ceil(credit / partition)` before it to arrive. The next forward pass begins when the step has
@@ -120,7 +120,7 @@ def step_timeline(
     Args:
       profile: the layers; `merged` where several of them make one.
       bandwidth: bytes a second.
-      order: as for `scheduled`.
+      order: as for `partitioned`.
       partition_bytes: layers are cut into messages of so many bytes. None: each layer is one message.
       credit_bytes: how much may be under way, in whole partitions. None: no limit.
       overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.

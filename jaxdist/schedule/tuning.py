@@ -42,7 +42,7 @@ def tune(
     seed: int = 0,
     start: Sequence[Mapping[str, Any]] = (),
 ) -> Tuned:
-    """Looks for the settings with the shortest step, by Bayesian optimisation (a tree of Parzen estimators, optuna).
+    """Looks for the settings with the shortest step, by Bayesian optimization (a tree of Parzen estimators, optuna).
 
     The first third of the trials is drawn at random, the others where good trials are dense and bad ones are not. On
     simulated steps 15 trials are usually within 5 % of the best of a grid of 441; with a `starting_point` always.
@@ -124,7 +124,7 @@ def starting_point(
 ) -> dict[str, int]:
     """Where to start tuning partition and credit of a `timeline`.
 
-    The partition minimises `bound` with a credit as large: `δ = sqrt(θ B Σ s / 2)`. The credit adds to one partition
+    The partition minimizes `bound` with a credit as large: `δ = sqrt(θ B Σ s / 2)`. The credit adds to one partition
     what the link sends during the latency, so that it never waits: `c = δ + λ B`.
 
     Args:

@@ -15,7 +15,7 @@ def processed(
       seconds: how long each of a worker's examples takes, one after the other; as many as a batch can hold at most.
       window: the time there is.
       last: what becomes of the example under way when it is over: `"drop"`, or `"finish"` (the round then takes
-        longer). Dropping favours cheap examples, since dear ones are more often the last.
+        longer). Dropping favors cheap examples, since dear ones are more often the last.
 
     Returns:
       A number for each worker, at most as many as there are examples.

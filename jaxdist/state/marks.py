@@ -161,7 +161,7 @@ def bind(tree: PyTree, axis: AxisNames) -> PyTree:
                 raise ValueError(
                     f"a {type(inside).__name__} leaf over axis {names} is inside a PerWorker one over the same axis: "
                     "workers that differ have nothing in common that they could cut, or differ in once more. What "
-                    "communicates inside local_steps, no_lo_co or gossip takes another axis than they do: "
+                    "communicates inside local_steps, noloco or gossip takes another axis than they do: "
                     "zero_redundancy(..., axis='chip') inside local_steps(..., axis='pod')"
                 )
 

@@ -110,7 +110,7 @@ def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, state
     _law("zeros decode to finite values", finite.all(), inputs[-2], f"got {decoded[len(inputs) - 2]}")
     for x, draws in zip(inputs[:-2], decoded, strict=False):
         _check_error(compressor, x, draws)
-    for x, draws in zip(sized, decoded[len(inputs) :], strict=True):
+    for x, draws in zip(map(np.asarray, sized), decoded[len(inputs) :], strict=True):
         _check_size(compressor, x, draws, stated)
 
 
@@ -128,7 +128,7 @@ def _over_keys(compressor: Compressor, x: Array, keys: Key[Array, " draws"]) -> 
 
 def _check_size(
     compressor: Compressor,
-    x: np.ndarray | np.floating,
+    x: np.ndarray,
     decoded: np.ndarray,
     stated: tuple[float, float],
     kind: str = "",

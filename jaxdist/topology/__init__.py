@@ -1,4 +1,4 @@
-"""Graphs over the workers, for decentralised training. numpy only, no devices."""
+"""Graphs over the workers, for decentralized training. numpy only, no devices."""
 
 from .base import Message as Message
 from .base import Round as Round

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from .coloring import colour_arcs, colour_edges
+from .coloring import color_arcs, color_edges
 
 TOLERANCE = 1e-6
 
@@ -102,8 +102,8 @@ def shifts(workers: int, moves: Sequence[Sequence[int]]) -> Round:
 def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "custom") -> Topology:
     """The graph of a mixing matrix of one's own, with the fewest messages that carry it.
 
-    Arcs are coloured so that no worker sends two messages of a colour or gets two: as many colours as the worker with
-    most neighbours has, which is the least there can be.
+    Arcs are colored so that no worker sends two messages of a color or gets two: as many colors as the worker with
+    most neighbors has, which is the least there can be.
 
     Args:
       weights: `[w, w]`; entry `[i, j]` is what worker `i` gives to the model of `j`. Rows must sum to 1 (averaging) or
@@ -124,7 +124,7 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
       ((0, 1), (1, 0))
 
     References:
-      Kőnig, "Über Graphen und ihre Anwendung auf Determinantentheorie und Mengenlehre", 1916 (the colouring).
+      Kőnig, "Über Graphen und ihre Anwendung auf Determinantentheorie und Mengenlehre", 1916 (the coloring).
     """
     weights = np.asarray(weights, float)
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or not weights.size:
@@ -140,7 +140,7 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
     count = len(weights)
     arcs = [(j, i) for i in range(count) for j in range(count) if i != j and weights[i, j]]
     messages = []
-    for pairs in colour_arcs(arcs):
+    for pairs in color_arcs(arcs):
         given = np.zeros(count)
         for source, destination in pairs:
             given[destination] = weights[destination, source]
@@ -174,7 +174,7 @@ def from_edges(workers: int, edges: Sequence[tuple[int, int]], *, name: str = "c
     joined = unique_edges(workers, edges)
     degrees = np.bincount(np.array(joined, int).reshape(-1), minlength=workers)
     weights = {(i, j): 1 / (1 + max(degrees[i], degrees[j])) for i, j in joined}
-    return from_matchings(name, workers, [(pairs, weights) for pairs in colour_edges(joined)])
+    return from_matchings(name, workers, [(pairs, weights) for pairs in color_edges(joined)])
 
 
 def from_matchings(

@@ -78,7 +78,7 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
 
 
 def hypercube(workers: int) -> Topology:
-    """Everybody talks to those whose number differs in one bit: `log2 W` neighbours.
+    """Everybody talks to those whose number differs in one bit: `log2 W` neighbors.
 
     *Sent* in a step: `log2 W` models. `ρ = (d-1)/(d+1)` for `d = log2 W`.
 
@@ -103,7 +103,7 @@ def hypercube(workers: int) -> Topology:
     check_workers(workers)
     if workers & (workers - 1):
         raise ValueError(
-            f"a hypercube needs a power of two of workers, got {workers}: exponential({workers}) has as many neighbours"
+            f"a hypercube needs a power of two of workers, got {workers}: exponential({workers}) has as many neighbors"
         )
     moves = [[i ^ (1 << bit) for i in range(workers)] for bit in range(workers.bit_length() - 1)]
     return in_turn("hypercube", workers, [shifts(workers, moves)])
@@ -112,7 +112,7 @@ def hypercube(workers: int) -> Topology:
 def complete(workers: int) -> Topology:
     """Everybody talks to everybody: one step is the mean. `gossip` then runs a single all-reduce.
 
-    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbour gets a message of its own.
+    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a message of its own.
 
     Args:
       workers: their number `W`.

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .base import Round, Topology, in_turn, matched, matrix
-from .coloring import colour_edges
+from .coloring import color_edges
 from .varying import check_rounds
 
 
@@ -29,8 +29,8 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
 
     With the Laplacians `L_j` of the `M` matchings, on with probability `p_j` independently:
 
-        W = I - α Σ_j B_j L_j;   p maximises λ_2(Σ_j p_j L_j) with Σ_j p_j <= budget · M;
-        α minimises ‖E[W'W] - J‖, E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j), L = Σ_j p_j L_j
+        W = I - α Σ_j B_j L_j;   p maximizes λ_2(Σ_j p_j L_j) with Σ_j p_j <= budget · M;
+        α minimizes ‖E[W'W] - J‖, E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j), L = Σ_j p_j L_j
 
     *Sent* in a step: `budget · M` models on average. The draws are made here, so all workers know them: in some steps
     nobody sends.
@@ -93,7 +93,7 @@ def matchings(base: Topology, *, budget: float | int = 0.5) -> Matchings:
     if (joined != joined.T).any():
         raise ValueError(f"matcha needs an undirected graph, got {base.name}: both ends of an edge send")
     edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(joined, 1)))]
-    groups = tuple(map(tuple, colour_edges(edges)))
+    groups = tuple(map(tuple, color_edges(edges)))
     if not groups:
         return Matchings((), (), 0.0)
     laplacians = np.array([_laplacian(base.workers, group) for group in groups])
@@ -112,7 +112,7 @@ def _laplacian(workers: int, edges: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 
 def _most_connected(laplacians: np.ndarray, total: float) -> np.ndarray:
-    """`p` in [0, 1] with sum `total` that maximises `λ_2(Σ p_j L_j)`, concave in `p`: ascent along supergradients."""
+    """`p` in [0, 1] with sum `total` that maximizes `λ_2(Σ p_j L_j)`, concave in `p`: ascent along supergradients."""
     p = np.full(len(laplacians), total / len(laplacians))
     best, found = -1.0, p
     for step in range(400):

@@ -75,7 +75,7 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
 def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
     """A ring whose workers change places in every step.
 
-    *Sent* in a step: two models, as in a ring. It mixes as a graph of far more neighbours: the consensus error falls
+    *Sent* in a step: two models, as in a ring. It mixes as a graph of far more neighbors: the consensus error falls
     to .49 of it in each step for 8 workers, .54 for 16 and .56 for 32, where the ring at rest has .80, .95 and .99.
 
     Args:

@@ -7,9 +7,9 @@ from .local_value_and_grad import local_value_and_grad as local_value_and_grad
 from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .loss_scale import loss_scale as loss_scale
 from .per_worker import per_worker as per_worker
-from .quantized_state import compact_state as compact_state
+from .quantized_state import quantized_state as quantized_state
 from .skip_nonfinite import TooManySkips as TooManySkips
 from .skip_nonfinite import check_skips as check_skips
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats
-from .unused import unused as unused
+from .unused import find_unused_parameters as find_unused_parameters

@@ -79,7 +79,7 @@ class CompactState(NamedTuple):
     count: Int[Array, ""]
 
 
-def compact_state(
+def quantized_state(
     inner: optax.GradientTransformation, code: Compressor | None = None, *, smallest: int = SMALLEST
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the large arrays of an optimizer's state coded between steps: 8-bit Adam, or moments in bfloat16.
@@ -89,7 +89,7 @@ def compact_state(
     second moment of Adam moves by a thousandth in a step, less than half a digit of bfloat16, and stands still.
 
     *On the wire*: nothing. It stands where the optimizer stands, after `all_reduce`, inside `local_steps` or
-    `skip_nonfinite`; for `zero_redundancy` use its `state_code`, which codes the part of each worker.
+    `skip_nonfinite`; for `zero_redundancy` use its `state_compressor`, which codes the part of each worker.
 
     *State*: agreed, where that of `inner` is. For Adam `2 · (1 + 1/32)` bytes a parameter in place of 8, with
     `cast(jnp.bfloat16, rounding="stochastic")` 4; and a count.
@@ -109,7 +109,7 @@ def compact_state(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx, params = jd.transforms.compact_state(optax.adam(1e-3)), jnp.zeros((64, 64))
+      >>> tx, params = jd.transforms.quantized_state(optax.adam(1e-3)), jnp.zeros((64, 64))
       >>> state = tx.init(params)
       >>> sum(x.nbytes for x in jax.tree.leaves(state))  # 2 · (64² + 64² / 32) and two counts
       8456
@@ -134,9 +134,9 @@ def compact_state(
         state = inner.init(params)
         if any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
             raise ValueError(
-                "compact_state holds the state of an optimizer that does not communicate, and this one has leaves that "
-                "differ between workers or are cut over them: put compact_state inside, as in "
-                "chain(all_reduce(...), compact_state(adam(...))), or use zero_redundancy(..., state_code=)"
+                "quantized_state needs an optimizer that does not communicate, and this one has leaves that "
+                "differ between workers or are cut over them: put quantized_state inside, as in "
+                "chain(all_reduce(...), quantized_state(adam(...))), or use zero_redundancy(..., state_compressor=)"
             )
         return encoded(state, jnp.zeros((), jnp.int32))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._core.types import Array, PyTree, State
 from ..reducers.feedback import ErrorFeedbackState
-from ..reducers.tracked import TrackedState
+from ..reducers.with_stats import TrackedState
 from ..state.marks import OnHost, PerWorker
 from .all_reduce import AllReduceState
 from .loss_scale import LossScaleState
@@ -27,9 +27,9 @@ def stats(opt_state: State) -> dict[str, Array]:
       Those of the following that the state has, as scalar arrays:
       `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
-      `tracked`, `bytes` also from `gossip`, `local_steps`, `no_lo_co`, `mirror_descent`, `anytime_minibatch`,
+      `with_stats`, `bytes` also from `gossip`, `local_steps`, `noloco`, `mirror_descent`, `anytime_minibatch`,
       `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`, of all fragments together, and from
-      `no_lo_co`; `skips` from `skip_nonfinite`, of all workers
+      `noloco`; `skips` from `skip_nonfinite`, of all workers
       together where each guards its own steps; `empty` (steps without any example) from `all_reduce`; `loss_scale`
       from `dynamic_loss_scale`.
 

@@ -12,7 +12,7 @@ from .._core.types import AxisNames, PyTree
 from ..state.marks import axis_tuple
 
 
-def unused(
+def find_unused_parameters(
     loss: Callable[..., Any], params: PyTree, *args: Any, has_aux: bool = False, axis: AxisNames = "data"
 ) -> PyTree:
     """The parameters whose gradients are zero whatever the batch: an idle head, what lies behind `stop_gradient`.
@@ -38,7 +38,7 @@ def unused(
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> params = {"body": jnp.ones(3), "head": jnp.ones(2)}
-      >>> jd.transforms.unused(lambda p, x: jnp.sum(p["body"] * x), params, jnp.ones(3))
+      >>> jd.transforms.find_unused_parameters(lambda p, x: jnp.sum(p["body"] * x), params, jnp.ones(3))
       {'body': False, 'head': True}
 
     References:

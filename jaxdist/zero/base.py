@@ -52,7 +52,7 @@ def zero_redundancy(
     reducer: Reducer | None = EXACT,
     compressor: Compressor | None = None,
     master_dtype: Any | None = None,
-    state_code: Compressor | None = None,
+    state_compressor: Compressor | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts the optimizer's state over the workers: each updates its part of the parameters, and all gather the updates.
@@ -97,19 +97,21 @@ def zero_redundancy(
       master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
         parameters, which lose small updates. The gather then sends the new parameters in their own dtype (with
         `compressor`, the code of how they change).
-      state_code: how each worker keeps its part of the optimizer's large arrays between steps, as `compact_state` does:
+      state_compressor: how each worker keeps its part of the optimizer's large arrays between steps, as
+      `quantized_state` does:
         `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes a parameter in place of `8 / W`, or
         `compressors.cast(jnp.bfloat16, rounding="stochastic")`. The master parameters stay as they are.
       axis: the mesh axis of the workers. Pods may differ: `local_steps(zero_redundancy(..., axis="chip"), ...,
-        axis="pod")`, and so inside `no_lo_co` and `gossip`.
+        axis="pod")`, and so inside `noloco` and `gossip`.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), a `compact_state`,
+      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
         `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters), the cuts
-        would go through blocks of `state_code`, the reducer has no reduce-scatter form, or the code states neither
+        would go through blocks of `state_compressor`, the reducer has no reduce-scatter form, or the code states
+        neither
         contraction nor variance; at trace time, what `all_reduce` raises, or if `params` are missing, or cut in another
         way than `zero.shard` cuts them, or if, on a mesh, they or another argument differ between workers.
 
@@ -133,8 +135,8 @@ def zero_redundancy(
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see zero.gathered")
-    if state_code is not None:
-        check_state_code(state_code)
+    if state_compressor is not None:
+        check_state_code(state_compressor)
     inner = optax.with_extra_args_support(inner)
     advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
     form = None if reducer is None else scatter_form(reducer, advice)
@@ -153,8 +155,8 @@ def zero_redundancy(
             state,
             beside(inner.init, state, held),
         )
-        if state_code is not None:
-            state = compacted(state_code, state)
+        if state_compressor is not None:
+            state = compacted(state_compressor, state)
         master = () if master_dtype is None else jax.tree.map(_sharded, held)
         return ZeroState(
             bind(state, axis),
@@ -214,7 +216,7 @@ def zero_redundancy(
             )
             gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), mine, like)
             held = _as_parts(params, comm) if master_dtype is None else _as_parts(state.master)
-            before = state.inner if state_code is None else expanded(state_code, state.inner.inner)
+            before = state.inner if state_compressor is None else expanded(state_compressor, state.inner.inner)
             steps, new = on_parts(
                 lambda *trees: inner.update(*trees, **extra_args),
                 comm,
@@ -222,8 +224,8 @@ def zero_redundancy(
                 (gradients, _as_parts(before), held),
             )
             inner_state = _like_before(new, before, some, comm)
-            if state_code is not None:
-                inner_state = compacted_again(state_code, inner_state, state.inner, some, comm)
+            if state_compressor is not None:
+                inner_state = compacted_again(state_compressor, inner_state, state.inner, some, comm)
             steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=is_part)
             master, coded_state = state.master, state.coded
             if master_dtype is None:

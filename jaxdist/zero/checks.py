@@ -22,8 +22,8 @@ def check_inner(state: PyTree) -> None:
         raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
     if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
         raise ValueError(
-            "zero_redundancy around compact_state would gather what it decodes: use zero_redundancy(optimizer, "
-            "state_code=dynamic_fp8(block=8))"
+            "zero_redundancy around quantized_state would gather what it decodes: use zero_redundancy(optimizer, "
+            "state_compressor=dynamic_fp8(block=8))"
         )
 
 

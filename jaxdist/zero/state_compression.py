@@ -19,7 +19,7 @@ def check_state_code(code: Compressor) -> None:
     for count, shapes in zip((3, 32), more, strict=True):
         if any(len(s) != 1 for s in one) or shapes != [(count * s[0],) for s in one]:
             raise ValueError(
-                f"state_code must code every {MULTIPLE} entries by themselves, since workers hold multiples of "
+                f"state_compressor must code every {MULTIPLE} entries by themselves, since workers hold multiples of "
                 f"{MULTIPLE}, and this one makes of {MULTIPLE}, {count * MULTIPLE} entries arrays of shapes "
                 f'{one}, {shapes}: use dynamic_fp8(block={MULTIPLE}) or cast(jnp.bfloat16, rounding="stochastic")'
             )

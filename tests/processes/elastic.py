@@ -47,7 +47,7 @@ def main():
     jd.initialize(timeout_seconds=60)
     mesh = jd.make_mesh()
     state = jd.init_state(make_state, mesh)
-    jd.processes.agree(state, mesh=mesh, recipe={"steps": steps})
+    jd.processes.check_consistency(state, mesh=mesh, recipe={"steps": steps})
     found = checkpoint.resume(folder, state)
     state = found.state
     if found.step:

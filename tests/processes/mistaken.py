@@ -62,10 +62,10 @@ def agreements(process, mesh):
         "dtype": {**params, "w": jnp.zeros((3, 2), jnp.bfloat16)},
     }
     for name, tree in other.items():
-        attempt(name, lambda tree=tree: jd.processes.agree(tree if process else params, mesh=mesh))
+        attempt(name, lambda tree=tree: jd.processes.check_consistency(tree if process else params, mesh=mesh))
     split = jd.make_mesh({"data": 2, "model": 2})
-    attempt("mesh", lambda: jd.processes.agree(params, mesh=split if process else mesh))
-    attempt("recipe", lambda: jd.processes.agree(params, mesh=mesh, recipe={"batch": 32 + process}))
+    attempt("mesh", lambda: jd.processes.check_consistency(params, mesh=split if process else mesh))
+    attempt("recipe", lambda: jd.processes.check_consistency(params, mesh=mesh, recipe={"batch": 32 + process}))
 
 
 def steps(process, mesh):
@@ -115,7 +115,7 @@ def main():
     steps(process, mesh)
     batches(process, mesh)
     print("RESULT " + json.dumps(FOUND), flush=True)
-    jd.processes.agree({}, recipe={"seed": process})
+    jd.processes.check_consistency({}, recipe={"seed": process})
 
 
 if __name__ == "__main__":

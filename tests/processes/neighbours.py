@@ -1,6 +1,6 @@
-"""One of four real processes that know their neighbours and nobody else.
+"""One of four real processes that know their neighbors and nobody else.
 
-    python neighbours.py PROCESS PORT
+    python neighbors.py PROCESS PORT
 
 Prints, as JSON, the parameters of this process after a few steps of each method; with `simulate` in place of a port
 those of all workers, from one process.

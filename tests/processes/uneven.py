@@ -30,7 +30,7 @@ def train(mesh, process, divisor):
     run = jd.distribute(step, mesh)
     state = jd.init_state(lambda: {"p": jnp.zeros(3), "opt": tx.init(jnp.zeros(3))}, mesh)
     path = [0.0]
-    for data in jd.runtime.join(batches(process), LIKE, mesh):
+    for data in jd.runtime.join_uneven(batches(process), LIKE, mesh):
         state, _ = run(state, data)
         path.append(float(state["p"][0]))
     return np.diff(path).tolist(), int(jd.transforms.stats(state["opt"])["empty"])
@@ -40,7 +40,7 @@ def seen(mesh, source, **options):
     """The first entry of each batch of this process and the examples of all, and how it ended."""
     found, ended = [], "well"
     try:
-        for batch, examples in jd.runtime.join(source, LIKE, mesh, **options):
+        for batch, examples in jd.runtime.join_uneven(source, LIKE, mesh, **options):
             here = float(np.asarray(batch.addressable_shards[0].data)[0, 0])
             found.append((here, np.asarray(jax.device_get(examples.addressable_shards[0].data)).tolist()))
     except ValueError as error:
@@ -83,9 +83,9 @@ def report(mesh):
         ]
     found["shape"] = raised(jd.processes.broadcast, {"w": np.ones(3 + process)})
     found["structure"] = raised(jd.processes.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
-    jd.processes.agree({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
-    found["agree"] = raised(jd.processes.agree, {"w": np.ones(3 + process)}, mesh=mesh)
-    found["late"] = "" if process else raised(jd.processes.agree, {}, timeout_seconds=1)
+    jd.processes.check_consistency({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
+    found["agree"] = raised(jd.processes.check_consistency, {"w": np.ones(3 + process)}, mesh=mesh)
+    found["late"] = "" if process else raised(jd.processes.check_consistency, {}, timeout_seconds=1)
     placed = jd.place({"w": jnp.ones(3), "key": jax.random.key(5)}, mesh)
     shards = [one.data for x in (placed["w"], jax.random.key_data(placed["key"])) for one in x.addressable_shards]
     found["parts"] = [np.asarray(x).tolist() for x in shards]

@@ -53,14 +53,14 @@ def main() -> None:
     step = jd.distribute(add, mesh)
     state = jd.init_state(lambda: jnp.zeros(()), mesh)  # without a message
     batch = jd.global_batch(np.ones(mesh.size, np.float32)[: jax.local_device_count()], mesh)
-    jd.processes.agree(state, mesh=mesh)
+    jd.processes.check_consistency(state, mesh=mesh)
     what, file, seconds = sys.argv[1], sys.argv[2], float((*sys.argv[3:], 3)[0])
     with jd.processes.watchdog(seconds, on_timeout=lambda _: print("named at", time.time(), flush=True)) as watch:
         for number in range(40 if what.startswith(("pauses", "late", "nothing", "suspended")) else 100_000):
             if number == (0 if what.startswith("late") else 21):
                 happen(what, file)
             state, _ = watch(step, state, batch)
-            if jd.processes.preempted(number):
+            if jd.processes.preemption_requested(number):
                 print("left after step", number, flush=True)
                 break
             time.sleep(0.01)

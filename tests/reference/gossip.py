@@ -1,4 +1,4 @@
-"""Decentralised methods in float64: `x [n, d]` of all workers at once, mixing matrices `[n, n]`.
+"""Decentralized methods in float64: `x [n, d]` of all workers at once, mixing matrices `[n, n]`.
 
 Each takes the gradient function `g(t, x) -> [n, d]` of all workers, the start, the matrices by step and the rate `γ`,
 and returns the models after each step, `[steps, n, d]`.
@@ -46,7 +46,7 @@ def gradient_tracking(g, x, matrices, rate, *, combine_first=False):
     return np.array(out)
 
 
-def qg_momentum(g, x, matrices, rate, *, beta=0.9, mu=0.9, nesterov=False):
+def quasi_global_momentum(g, x, matrices, rate, *, beta=0.9, mu=0.9, nesterov=False):
     out, kept = [], np.zeros_like(x)
     for t, w in enumerate(matrices):
         gradient = g(t, x)
@@ -58,7 +58,7 @@ def qg_momentum(g, x, matrices, rate, *, beta=0.9, mu=0.9, nesterov=False):
     return np.array(out)
 
 
-def qg_adam(g, x, matrices, rate, *, b1=0.9, b2=0.99, eps=1e-8):
+def quasi_global_adam(g, x, matrices, rate, *, b1=0.9, b2=0.99, eps=1e-8):
     out, first, second = [], np.zeros_like(x), np.zeros_like(x)
     for t, w in enumerate(matrices):
         gradient = g(t, x)
@@ -92,7 +92,7 @@ def choco(g, x, matrices, rate, *, known, code, step_size):
     return np.array(out)
 
 
-def dcd(g, x, matrices, rate, *, code):
+def dcd_psgd(g, x, matrices, rate, *, code):
     out = []
     for t, w in enumerate(matrices):
         x = x + code(w @ x - rate * g(t, x) - x)
@@ -101,7 +101,7 @@ def dcd(g, x, matrices, rate, *, code):
 
 
 def low_precision_ring(g, x, matrices, rate, *, code):
-    """As BAGUA's code has it: each worker keeps replicas of itself and of its two neighbours on a ring."""
+    """As BAGUA's code has it: each worker keeps replicas of itself and of its two neighbors on a ring."""
     own, left, right, out = x.copy(), np.roll(x, 1, 0), np.roll(x, -1, 0), []
     for t in range(len(matrices)):
         half = own - rate * g(t, own)
@@ -111,7 +111,7 @@ def low_precision_ring(g, x, matrices, rate, *, code):
     return np.array(out)
 
 
-def ecd(g, x, matrices, rate, *, code):
+def ecd_psgd(g, x, matrices, rate, *, code):
     out, estimate = [], x.copy()
     for t, w in enumerate(matrices, start=2):
         new = w @ estimate - rate * g(t - 2, x)

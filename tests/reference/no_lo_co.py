@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def no_lo_co(targets, pairs, *, rate, period, beta, gamma, mu):
+def noloco(targets, pairs, *, rate, period, beta, gamma, mu):
     """Workers on `|x - target|²/2` with plain gradient steps; `pairs[round][i]` is whom worker `i` meets.
 
     `targets [steps, W, n]` -> parameters `[steps, W, n]`.

@@ -1,4 +1,4 @@
-"""Asynchronous decentralised methods in float64."""
+"""Asynchronous decentralized methods in float64."""
 
 import numpy as np
 

@@ -59,7 +59,7 @@ def _close(console: Console, result: results.Result, baseline: results.Result | 
     """The closing line of `jaxdist train`."""
     if baseline is None:
         return
-    summary = results.summarise(result, baseline)
+    summary = results.summarize(result, baseline)
     less = plots.in_bytes(summary.steps * (baseline.wire_bytes - result.wire_bytes))
     console.print(
         f"{result.name} sent {summary.times_fewer_bytes:,.1f} times fewer bytes than plain all-reduce ({less} less from"

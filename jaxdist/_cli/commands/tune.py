@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ... import schedule
 from ...reducers.exact import exact
-from ...reducers.scheduled import scheduled
+from ...reducers.partitioned import partitioned
 from .. import advice, layers
 from ..models.base import Workload
 from ..options import Options
@@ -165,7 +165,7 @@ def _tune_steps(chosen: Tune) -> None:
         def measure(**settings) -> float:
             options = _options(costs, settings)
             status.update(f"timing {_spelled(options)}")
-            return seconds(scheduled(exact(), **options))
+            return seconds(partitioned(exact(), **options))
 
         best = schedule.tune(
             measure,
@@ -193,7 +193,7 @@ def _tune_steps(chosen: Tune) -> None:
 
 
 def _options(costs: list[layers.Layer], settings: Mapping[str, int]) -> dict[str, Any]:
-    """What `scheduled` is told: in which a trial is simulated, timed and printed."""
+    """What `partitioned` is told: in which a trial is simulated, timed and printed."""
     groups = layers.grouped(costs, settings["bucket_bytes"])
     names = tuple(tuple(costs[i].name for i in group) if len(group) > 1 else costs[group[0]].name for group in groups)
     sizes = {name: -(-settings[name] // PART) * PART for name in ("partition_bytes", "credit_bytes")}
@@ -258,7 +258,7 @@ def _size(size: int | None) -> str:
 
 
 def _spelled(options: Mapping[str, Any]) -> str:
-    return f"jd.reducers.scheduled({EXACT}, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
+    return f"jd.reducers.partitioned({EXACT}, {', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
 def _say(console: Any, where: str, seconds: float, spelled: str) -> None:

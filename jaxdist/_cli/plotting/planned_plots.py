@@ -56,12 +56,12 @@ def _memory(axes: Axes, planned: Planned) -> None:
     tallest = max(planned.chip.memory, *(sum(sizes.values()) for _, sizes in bars))
     for place, (_, sizes) in enumerate(bars):
         bottom = 0.0
-        for name, colour in PARTS.items():
+        for name, color in PARTS.items():
             size = sizes.get(name, 0.0)
             if size:
-                axes.bar(place, size, 0.56, bottom, color=colour, label=name if place == 0 else None)
+                axes.bar(place, size, 0.56, bottom, color=color, label=name if place == 0 else None)
                 if size > 0.045 * tallest:
-                    dark = colour == COLOURS[1]
+                    dark = color == COLOURS[1]
                     text = f"{name}\n{in_bytes(size)}"
                     axes.text(
                         place, bottom + size / 2, text, ha="center", va="center", fontsize=8, color="w" if dark else "k"
@@ -99,13 +99,13 @@ def _lanes(axes: Axes, spans: Sequence[Span], window: Piece) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    for place, (text, colour) in enumerate((("hidden", HIDDEN), ("waited for", WAITED))):
+    for place, (text, color) in enumerate((("hidden", HIDDEN), ("waited for", WAITED))):
         where = (1.0 - 0.12 * (1 - place) - 0.005, 1.02)
-        axes.text(*where, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color=colour)
+        axes.text(*where, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color=color)
 
 
-def _draw(axes: Axes, pieces: Sequence[Piece], row: int, colour: str) -> None:
-    axes.broken_barh([(start, end - start) for start, end in pieces], (row - 0.36, 0.72), color=colour, linewidth=0)
+def _draw(axes: Axes, pieces: Sequence[Piece], row: int, color: str) -> None:
+    axes.broken_barh([(start, end - start) for start, end in pieces], (row - 0.36, 0.72), color=color, linewidth=0)
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:

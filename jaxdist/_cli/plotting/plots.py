@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 from ..results import Result, running_mean
 
-# Okabe and Ito's palette, told apart by readers with any kind of colour vision; black is the first run: the baseline.
+# Okabe and Ito's palette, told apart by readers with any kind of color vision; black is the first run: the baseline.
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31")
 GREY = "#6E6E6E"
 
@@ -29,15 +29,15 @@ def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, uni
     """
     figure, (by_bytes, by_step) = panels(title)
     ends = []
-    for result, colour in zip(results, _colours(len(results)), strict=True):
+    for result, color in zip(results, _colors(len(results)), strict=True):
         loss = _smooth(result)
         steps = [record.step for record in result.records]
         bytes_sent = [record.total_wire_bytes for record in result.records]
         if bytes_sent[-1] > 0:
-            by_bytes.plot(bytes_sent, loss, color=colour, linewidth=1.8)
-            by_bytes.plot(bytes_sent[-1], loss[-1], "o", color=colour, markersize=6)
-        by_step.plot(steps, loss, color=colour, linewidth=1.8)
-        ends.append((loss[-1], f"{result.name}   {in_bytes(result.wire_bytes)} a step", colour))
+            by_bytes.plot(bytes_sent, loss, color=color, linewidth=1.8)
+            by_bytes.plot(bytes_sent[-1], loss[-1], "o", color=color, markersize=6)
+        by_step.plot(steps, loss, color=color, linewidth=1.8)
+        ends.append((loss[-1], f"{result.name}   {in_bytes(result.wire_bytes)} a step", color))
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     by_bytes.xaxis.set_minor_formatter(NullFormatter())
@@ -71,17 +71,17 @@ def draw_train(
     figure, (by_loss, by_bytes) = panels(title)
     runs = [(result, COLOURS[1])] if baseline is None else [(baseline, COLOURS[0]), (result, COLOURS[1])]
     losses, totals = [], []
-    for run, colour in runs:
+    for run, color in runs:
         steps = [record.step for record in run.records]
         loss = _smooth(run)
-        by_loss.plot(steps, [record.loss for record in run.records], color=colour, linewidth=0.6, alpha=0.25)
+        by_loss.plot(steps, [record.loss for record in run.records], color=color, linewidth=0.6, alpha=0.25)
         by_loss.plot(
-            steps, loss, color=colour, linewidth=1.8, label=f"{run.name}, held-out loss {run.held_out['loss']:.3f}"
+            steps, loss, color=color, linewidth=1.8, label=f"{run.name}, held-out loss {run.held_out['loss']:.3f}"
         )
         sent = [record.total_wire_bytes for record in run.records]
-        by_bytes.plot(steps, sent, color=colour, linewidth=1.8)
-        losses.append((loss[-1], run.name, colour))
-        totals.append((sent[-1], f"{run.name}   {in_bytes(sent[-1])}", colour))
+        by_bytes.plot(steps, sent, color=color, linewidth=1.8)
+        losses.append((loss[-1], run.name, color))
+        totals.append((sent[-1], f"{run.name}   {in_bytes(sent[-1])}", color))
     by_loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)
     by_loss.set_xlabel("step")
     by_loss.set_ylabel(f"training loss ({unit})")
@@ -107,7 +107,7 @@ def panels(title: str) -> tuple[Figure, Sequence[Axes]]:
     return figure, panels
 
 
-def _colours(count: int) -> list[str]:
+def _colors(count: int) -> list[str]:
     return [COLOURS[n % len(COLOURS)] for n in range(count)]
 
 
@@ -137,7 +137,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     if overflow > 0:
         heights -= overflow
     for n, height in zip(order, heights, strict=True):
-        _, text, colour = ends[n]
+        _, text, color = ends[n]
         axes.annotate(
             text,
             (1.0, height),
@@ -146,7 +146,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=colour,
+            color=color,
             annotation_clip=False,
         )
 

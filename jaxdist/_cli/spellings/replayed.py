@@ -49,7 +49,7 @@ def _prague(
 
 
 def _even_ring(workers: int) -> Topology:
-    # Cycles must be even; of an odd number of workers the first and the last are no neighbours.
+    # Cycles must be even; of an odd number of workers the first and the last are no neighbors.
     return GRAPHS["path" if workers % 2 else "ring"](workers)
 
 
@@ -61,7 +61,7 @@ def _ad_psgd(
     group: int = 1,
     choice: str = "uniform",
 ) -> Rule:
-    # The randomised ring of halves, since others have odd cycles.
+    # The randomized ring of halves, since others have odd cycles.
     made = functools.partial(relabelled_ring, halves=True) if graph == "relabelled-ring" else _even_ring
     if graph not in (None, "relabelled-ring"):
         made = _graph(graph)
@@ -103,18 +103,18 @@ RULES: dict[str, tuple[Callable[..., Rule], str, str]] = {
     "ad_psgd": (
         _ad_psgd,
         "ad_psgd[:GRAPH,rank=R,group=N,choice=in_turn]",
-        "averages with one neighbour at a time, and waits for nobody",
+        "averages with one neighbor at a time, and waits for nobody",
     ),
     "d_psgd": (
         _d_psgd,
         "d_psgd[:GRAPH,order=combine_then_adapt]",
-        "averages with the neighbours, and waits for them alone",
+        "averages with the neighbors, and waits for them alone",
     ),
     "delay_by_one": (rules.delay_by_one, "delay_by_one", "synchronous, the mean of models beside the gradient"),
     "hop": (
         _hop,
         "hop[:GRAPH,tokens=N,backup=N,staleness=N,skip=N]",
-        "models go to neighbours in a graph, and queues keep them near each other",
+        "models go to neighbors in a graph, and queues keep them near each other",
     ),
     "prague": (_prague, "prague:SIZE[,random|static|smart,max_lag=N]", "models are averaged in groups that change"),
     "pipe_sgd": (rules.pipe_sgd, "pipe_sgd[:width=W]", "synchronous, with all-reduces behind the next computations"),

@@ -54,8 +54,8 @@ SYNCS = {
             "the largest few of each block, in 2 bits with feedback, and no outer momentum",
         ),
         (
-            "no_lo_co",
-            local_sgd.no_lo_co,
+            "noloco",
+            local_sgd.noloco,
             "H=N",
             "diloco in pairs drawn at random, instead of all workers together",
         ),

@@ -53,7 +53,7 @@ class Module(NamedTuple):
 
 
 def program_text(program: Program) -> str:
-    """Return the optimised HLO of a compiled program; a lowered one is compiled first, text is returned as it is."""
+    """Return the optimized HLO of a compiled program; a lowered one is compiled first, text is returned as it is."""
     if isinstance(program, str):
         return program
     compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program

@@ -1,4 +1,4 @@
-"""BAGUA's algorithms whose workers hold different models: parameters are averaged, now and then or with neighbours."""
+"""BAGUA's algorithms whose workers hold different models: parameters are averaged, now and then or with neighbors."""
 
 from typing import Literal
 
@@ -45,7 +45,7 @@ def decentralized(
         wait for the gradient. With `"shift_one"` the program chooses among `W/2` messages by a condition, which
         compilers do not hide behind computation: pass `update` the static
         `round=jd.decentralized.due_round(step, graph)`.
-      interval: neighbours talk in every so many steps.
+      interval: neighbors talk in every so many steps.
       hierarchical: the workers of a node act as one and each carries its part of the messages; with
         `axis=(slow, fast)`, and `PerWorker(params, axis=slow)`. Gradients are averaged within a node in every step;
         public code averages parameters there when it talks, which for SGD and `interval=1` is the same.
@@ -81,9 +81,9 @@ def low_precision_decentralized(
     hierarchical: bool = False,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """On a ring, each worker sends the code of how far it has moved, and is where its neighbours think it is.
+    """On a ring, each worker sends the code of how far it has moved, and is where its neighbors think it is.
 
-    With the replicas `w`, `l` and `r` of itself and of its neighbours, after the optimizer's step `u`:
+    With the replicas `w`, `l` and `r` of itself and of its neighbors, after the optimizer's step `u`:
 
         c = Q(x + u + (l + r)/3 - 5/3 w), sent to both;   l += c_l, r += c_r, w += c;   x <- w
 
@@ -95,10 +95,10 @@ def low_precision_decentralized(
     Args:
       inner: the optimizer of each worker.
       workers: how many there are along the axis; with `hierarchical` along the slow one. With two, who are each other's
-        only neighbour, weights are 1/2.
+        only neighbor, weights are 1/2.
       compressor: `Q`; by default `min_max_uint8()`. It must be a good one, 8 bits or so.
-      interval: neighbours talk in every so many steps, of all that has happened since.
-      replicas: keep `l` and `r` apart, as public code does, equal in every bit to what the neighbours have; `False`
+      interval: neighbors talk in every so many steps, of all that has happened since.
+      replicas: keep `l` and `r` apart, as public code does, equal in every bit to what the neighbors have; `False`
         keeps their weighted sum.
       hierarchical: the workers of a node act as one and each carries its part of the codes; with `axis=(slow, fast)`,
         and `PerWorker(params, axis=slow)`.
@@ -145,7 +145,7 @@ def async_model_average(
     the reducer sends; it does not wait for the gradient of the step that it travels in. Warm-up steps send gradients.
 
     *State*: that of `local_steps`: per worker that of the optimizer and `x̂`, `n` entries; agreed, the mean `n` in
-    float32, `jd.local_sgd.anchor(opt_state)`.
+    float32, `jd.local_sgd.global_params(opt_state)`.
 
     Args:
       inner: the optimizer of each worker.
@@ -175,7 +175,7 @@ def async_model_average(
         optax.sgd(1.0),
         sync_period=sync_period,
         delay=delay,
-        keep_progress=True,
+        overlap_correction=True,
         warmup_steps=warmup_steps,
         reducer=reducer,
         axis=axis,

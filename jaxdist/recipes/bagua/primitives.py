@@ -1,10 +1,10 @@
-"""The four primitives: to all workers or to neighbours, in full precision or in a code."""
+"""The four primitives: to all workers or to neighbors, in full precision or in a code."""
 
 from ..._core.types import AxisNames
 from ...compressors.base import Compressor
 from ...compressors.blocks import min_max_uint8
 from ...decentralized.d_psgd import d_psgd
-from ...decentralized.difference import dcd
+from ...decentralized.difference import dcd_psgd
 from ...decentralized.method import Method
 from ...reducers.base import Reducer
 from ...reducers.bucketed import bucketed
@@ -18,7 +18,7 @@ BUCKET_BYTES = 10 << 20
 
 
 def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Reducer:
-    """Centralised, full precision, synchronous: `x'_i = (1/W) Σ_j x_j`.
+    """Centralized, full precision, synchronous: `x'_i = (1/W) Σ_j x_j`.
 
     *On the wire* for `n` entries of float32: an all-reduce, `2(W-1)/W · 4n` bytes. With two levels, on the fast axis of
     `L` a reduce-scatter and an all-gather, `2(L-1)/L · 4n`, and between `M` nodes `2(M-1)/M · 4n/L` for each worker.
@@ -57,7 +57,7 @@ def c_lp_s(
     hierarchical: bool = False,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> Reducer:
-    """Centralised, low precision, synchronous: code each chunk for its owner, average, code again, gather.
+    """Centralized, low precision, synchronous: code each chunk for its owner, average, code again, gather.
 
         u_j = Q(x_j + δ_j), δ_j += x_j - u_j;   s = (1/W) Σ_j u_j;   x' = Q(s + ε), ε += s - x'
 
@@ -103,16 +103,16 @@ def c_lp_s(
 
 
 def d_fp_s(*, interval: int = 1) -> Method:
-    """Decentralised, full precision, synchronous: `x_i <- u_i + Σ_j W_ij x_j`.
+    """Decentralized, full precision, synchronous: `x_i <- u_i + Σ_j W_ij x_j`.
 
     What is sent are the parameters that a step starts from, so the messages may travel while the gradient is computed.
 
-    *On the wire*: one model for each neighbour; on the complete graph one all-reduce.
+    *On the wire*: one model for each neighbor; on the complete graph one all-reduce.
 
     *State*: none.
 
     Args:
-      interval: neighbours talk in every so many steps.
+      interval: neighbors talk in every so many steps.
 
     Returns:
       A method, for `jd.gossip` over any doubly stochastic topology.
@@ -131,20 +131,20 @@ def d_fp_s(*, interval: int = 1) -> Method:
 
 
 def d_lp_s(compressor: Compressor | None = None, *, interval: int = 1, replicas: bool = True) -> Method:
-    """Decentralised, low precision, synchronous: neighbours send codes of how far they have moved.
+    """Decentralized, low precision, synchronous: neighbors send codes of how far they have moved.
 
-    With the replicas `w_j` that a worker has of itself and its neighbours:
+    With the replicas `w_j` that a worker has of itself and its neighbors:
 
         c_i = Q(x_i + u_i - w_i + Σ_j W_ij (w_j - w_i));   w_j += c_j for all of them;   x_i = w_i
 
-    *On the wire*: the code of one model for each neighbour, with the default one `n + 8` bytes for each leaf of `n`.
+    *On the wire*: the code of one model for each neighbor, with the default one `n + 8` bytes for each leaf of `n`.
 
-    *State*: per worker a model in float32 for itself and for each neighbour; without `replicas` two models.
+    *State*: per worker a model in float32 for itself and for each neighbor; without `replicas` two models.
 
     Args:
       compressor: `Q`; by default `min_max_uint8()`. It must be a good one, 8 bits or so.
-      interval: neighbours talk in every so many steps.
-      replicas: as in `jd.decentralized.dcd`; `False` keeps the weighted sum of the neighbours in place of each.
+      interval: neighbors talk in every so many steps.
+      replicas: as in `jd.decentralized.dcd_psgd`; `False` keeps the weighted sum of the neighbors in place of each.
 
     Returns:
       A method, for `jd.gossip` over a static topology with symmetric weights.
@@ -159,7 +159,7 @@ def d_lp_s(compressor: Compressor | None = None, *, interval: int = 1, replicas:
     References:
       Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
     """
-    return dcd(min_max_uint8() if compressor is None else compressor, interval=interval, replicas=replicas)
+    return dcd_psgd(min_max_uint8() if compressor is None else compressor, interval=interval, replicas=replicas)
 
 
 def levels(axis: AxisNames) -> tuple[AxisNames, str]:

@@ -124,7 +124,7 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> R
       ([1.0, 1.0, 1.0], 100)
 
     References:
-      Avidor, Tal Israel, "Locally Asynchronous Stochastic Gradient Descent for Decentralised Deep Learning",
+      Avidor, Tal Israel, "Locally Asynchronous Stochastic Gradient Descent for Decentralized Deep Learning",
       arXiv:2203.13085, 2022.
     """
     return local_rule(

@@ -1,4 +1,4 @@
-"""Asynchronous decentralised SGD: every worker at its own pace, averaging with one neighbour at a time."""
+"""Asynchronous decentralized SGD: every worker at its own pace, averaging with one neighbor at a time."""
 
 from typing import Any, NamedTuple, no_type_check
 
@@ -30,9 +30,9 @@ def ad_psgd(
     choice: Choice = "uniform",
     exchange: Exchange | None = None,
 ) -> Rule:
-    """Each worker steps at its own pace, `x_i <- x_i - γ g(x̂_i)`, and averages with one neighbour meanwhile.
+    """Each worker steps at its own pace, `x_i <- x_i - γ g(x̂_i)`, and averages with one neighbor meanwhile.
 
-    `x̂_i` is a copy of the model, taken when the gradient begins; while it is computed x_i and the model of a neighbour
+    `x̂_i` is a copy of the model, taken when the gradient begins; while it is computed x_i and the model of a neighbor
     become their mean, and the gradient is applied to what x_i is then. Nobody waits: the time of an exchange is hidden
     behind the gradient. With data that differ between workers the limit is weighted by the workers' speeds, as that of
     `asgd` is.
@@ -49,15 +49,15 @@ def ad_psgd(
     not vanish as workers agree, and move the sum of all models by half of each: 16 bits are safe; for less take an
     exchange.
 
-    State: a worker's model and optimizer; of the half that replies the last reply to each neighbour, in case it was
+    State: a worker's model and optimizer; of the half that replies the last reply to each neighbor, in case it was
     lost.
 
     Args:
       graph: a bipartite topology, or what makes one for any number of workers, such as `jd.topology.ring` (which needs
         an even number). One that changes goes on to its next round with each exchange of a worker; of those that are
-        drawn, such as the randomised ring, `lambda n: jd.topology.relabelled_ring(n, halves=True)` keeps halves.
+        drawn, such as the randomized ring, `lambda n: jd.topology.relabelled_ring(n, halves=True)` keeps halves.
       optimizer: what each worker steps with, on its own.
-      choice: of the neighbours, `"uniform"` or `"in_turn"` (a fixed ring).
+      choice: of the neighbors, `"uniform"` or `"in_turn"` (a fixed ring).
       exchange: how a pair averages: `whole_models()`, `power_gossip(rank)`, or `choco_exchange(...)` for any code.
 
     Returns:
@@ -77,7 +77,7 @@ def ad_psgd(
     References:
       Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent", arXiv:1710.06952,
       2018; Zhang, Cui, Kayi et al., "Improving efficiency in large-scale decentralized distributed training", 2020 (the
-      randomised ring); Cui, Zhang, Kayi et al., "Asynchronous decentralized distributed training of acoustic models",
+      randomized ring); Cui, Zhang, Kayi et al., "Asynchronous decentralized distributed training of acoustic models",
       arXiv:2110.11199, 2021.
     """
     check_choice(choice)

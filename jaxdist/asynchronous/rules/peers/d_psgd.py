@@ -1,4 +1,4 @@
-"""Decentralised SGD that waits for its neighbours, and for nobody else."""
+"""Decentralized SGD that waits for its neighbors, and for nobody else."""
 
 import functools
 from typing import Any, Literal, NamedTuple, no_type_check
@@ -19,7 +19,7 @@ ORDERS = ("adapt_then_combine", "combine_then_adapt")
 PARAMS, USED, AGAIN = "params", "used", "again"
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """A worker's rounds: whom it hears, with what weights, and whom it tells; `order` as in a topology."""
 
     heard: tuple[tuple[int, ...], ...]
@@ -29,7 +29,7 @@ class Neighbours(NamedTuple):
 
 
 class DPSGDState(NamedTuple):
-    """A worker's site, neighbours, model, optimizer state, iteration, whether it computes, and what waits.
+    """A worker's site, neighbors, model, optimizer state, iteration, whether it computes, and what waits.
 
     `made` is what came of the computation: the model that it steps to, or the gradient where it combines first.
     `inbox` has models by `(iteration, sender)`, and `kept` those that it sent and may have to repeat, by `(receiver,
@@ -37,7 +37,7 @@ class DPSGDState(NamedTuple):
     """
 
     site: Site
-    neighbours: Neighbours
+    neighbors: Neighbors
     params: Any
     opt_state: Any
     version: int
@@ -48,27 +48,27 @@ class DPSGDState(NamedTuple):
 
 
 def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Order = "adapt_then_combine") -> Rule:
-    """Each worker steps and averages with its neighbours' models of the same iteration, for which it waits.
+    """Each worker steps and averages with its neighbors' models of the same iteration, for which it waits.
 
         adapt_then_combine:  x_i <- Σ_j W_ij (x_j + u_j)        combine_then_adapt:  x_i <- u_i + Σ_j W_ij x_j
 
     It computes what `jd.gossip` with `method="d_psgd"` does. A local barrier: with random durations an iteration takes
-    less than the longest of all workers, however many there are; a worker that is always slow holds up its neighbours,
+    less than the longest of all workers, however many there are; a worker that is always slow holds up its neighbors,
     and through them everybody.
 
     Steps in the trace are those of single workers, n an iteration, and versions their own counts.
 
-    On the wire: a model to each neighbour per iteration; in graphs whose messages go one way, or that change, a word
+    On the wire: a model to each neighbor per iteration; in graphs whose messages go one way, or that change, a word
     without bytes back. What a worker missed while it was gone is repeated.
 
-    State: a worker's model and optimizer; models of neighbours that are ahead; its own last ones, until they are used.
+    State: a worker's model and optimizer; models of neighbors that are ahead; its own last ones, until they are used.
 
     Args:
       graph: a topology with doubly stochastic weights, or what makes one for any number of workers, such as
         `jd.topology.ring`.
       optimizer: what each worker steps with, on its own.
       order: `"adapt_then_combine"` sends after the gradient, and is the more accurate; `"combine_then_adapt"`, the
-        paper's, sends before it, which hides the time of the messages and lets neighbours be an iteration apart.
+        paper's, sends before it, which hides the time of the messages and lets neighbors be an iteration apart.
 
     Returns:
       The rule; it has no server.
@@ -112,7 +112,7 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
     @no_type_check
     def told(state: DPSGDState, model: Any) -> tuple[DPSGDState, Actions]:
         """The model of this iteration for all that hear it."""
-        k, around = state.version, state.neighbours
+        k, around = state.version, state.neighbors
         receivers = around.told[around.order[k % len(around.order)]]
         kept = state.kept | {(to, k): model for to in receivers}
         return state._replace(kept=kept), tuple([Send(to, Message(PARAMS, model, 0, k)) for to in receivers])
@@ -143,7 +143,7 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
         return state, (Counted(site.index, k, k), Stepped(k + 1, k), *actions, *used)
 
     def init(site: Site, params: Any) -> tuple[DPSGDState, Actions]:
-        around = _neighbours(graph_of(graph, site.workers))[site.index]
+        around = _neighbors(graph_of(graph, site.workers))[site.index]
         return begun(DPSGDState(site, around, params, start(params), 0, True, None, {}, {}))
 
     @no_type_check
@@ -167,7 +167,7 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
         if kind == AGAIN:
             return state, tuple([one for one in repeated(state) if one.to == sender and one.message.tag >= message.tag])
         if kind == RECOVERED:
-            everybody = sorted({j for heard in state.neighbours.heard for j in heard})
+            everybody = sorted({j for heard in state.neighbors.heard for j in heard})
             asks = tuple(Send(j, Message(AGAIN, None, 0, k)) for j in everybody)
             restart = (Compute(state.params, k),) if state.computing else ()
             return state, (*restart, *repeated(state), *asks)
@@ -179,7 +179,7 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
         )
 
     def waits_for(state: DPSGDState) -> tuple[int, ...]:
-        around, k = state.neighbours, state.version
+        around, k = state.neighbors, state.version
         heard = around.heard[around.order[k % len(around.order)]]
         return () if state.computing else tuple(j for j in heard if (k, j) not in state.inbox)
 
@@ -197,12 +197,12 @@ def _without(kept: dict, receiver: int, last: int) -> dict:
 
 
 @functools.lru_cache(maxsize=16)
-def _neighbours(topology: Topology) -> tuple[Neighbours, ...]:
+def _neighbors(topology: Topology) -> tuple[Neighbors, ...]:
     """Those of each worker."""
     if not is_doubly_stochastic(topology):
         raise ValueError(
             f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not agree on their "
-            "mean: use an undirected graph, or one in which all have as many neighbours"
+            "mean: use an undirected graph, or one in which all have as many neighbors"
         )
     found = []
     for worker in range(topology.workers):
@@ -213,5 +213,5 @@ def _neighbours(topology: Topology) -> tuple[Neighbours, ...]:
             told.append(tuple(to for source, to, _ in pairs if source == worker))
         sources = tuple(tuple(source for source, _ in one) for one in heard)
         weights = tuple(tuple(weight for _, weight in one) for one in heard)
-        found.append(Neighbours(sources, weights, tuple(told), topology.order))
+        found.append(Neighbors(sources, weights, tuple(told), topology.order))
     return tuple(found)

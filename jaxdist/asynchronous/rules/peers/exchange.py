@@ -76,7 +76,7 @@ def choco_exchange(compressor: Compressor, *, step_size: float | int) -> Exchang
 
     On the wire: the payload of the code each way.
 
-    State: for each neighbour of a worker two models.
+    State: for each neighbor of a worker two models.
 
     Args:
       compressor: the code of one array; an unbiased one is scaled by `1/(1+ω)`.

@@ -65,13 +65,13 @@ def hierarchical_ad_psgd(
     groups a model each way per step of the half that asks.
 
     State: each worker has the group's model and optimizer; first workers also the model that exchanges made of it, and
-    of the half that replies the last reply to each neighbour.
+    of the half that replies the last reply to each neighbor.
 
     Args:
       graph: a bipartite topology of the groups, or what makes one for any number, such as `jd.topology.ring`.
       optimizer: what each group steps with.
       group_size: workers in a group; 0 to `group_size - 1` are the first group.
-      choice: of the neighbours, `"uniform"` or `"in_turn"`.
+      choice: of the neighbors, `"uniform"` or `"in_turn"`.
       exchange: how a pair averages, as for `ad_psgd`.
 
     Returns:

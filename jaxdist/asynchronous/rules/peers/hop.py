@@ -1,4 +1,4 @@
-"""What a worker of Hop keeps of its neighbours' models, which of them an iteration may use, and with what weight."""
+"""What a worker of Hop keeps of its neighbors' models, which of them an iteration may use, and with what weight."""
 
 import functools
 from typing import Any, NamedTuple, no_type_check
@@ -19,7 +19,7 @@ from .neighbors import Graph, graph_of
 Queue = tuple[tuple[int, Any], ...]
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """Whose models a worker gets, who gets its own, and the weights of its own model and of those it gets."""
 
     sources: tuple[int, ...]
@@ -28,12 +28,12 @@ class Neighbours(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def neighbours_in(graph: Graph, workers: int) -> tuple[Neighbours, ...]:
-    """The neighbours of each worker; refuses graphs that change, or that are not for so many workers."""
+def neighbors_in(graph: Graph, workers: int) -> tuple[Neighbors, ...]:
+    """The neighbors of each worker; refuses graphs that change, or that are not for so many workers."""
     topology = graph_of(graph, workers)
     if len(topology.rounds) > 1:
         raise ValueError(
-            f"the {topology.name} changes from step to step, and neighbours must stay: take a static topology"
+            f"the {topology.name} changes from step to step, and neighbors must stay: take a static topology"
         )
     weights = matrix(topology)
     if abs(weights.sum(1) - 1).max() > 1e-6:
@@ -43,13 +43,13 @@ def neighbours_in(graph: Graph, workers: int) -> tuple[Neighbours, ...]:
     for index in range(workers):
         sources = np.flatnonzero(others[index])
         given = (own[index].item(), *others[index, sources].tolist())
-        found.append(Neighbours(tuple(sources.tolist()), tuple(np.flatnonzero(others[:, index]).tolist()), given))
+        found.append(Neighbors(tuple(sources.tolist()), tuple(np.flatnonzero(others[:, index]).tolist()), given))
     return tuple(found)
 
 
 @no_type_check
 def arrived(queue: Queue, iteration: int, model: Any, *, newest: bool) -> Queue:
-    """The queue of a neighbour with one more model; of two the newest alone, where that is all that counts."""
+    """The queue of a neighbor with one more model; of two the newest alone, where that is all that counts."""
     if queue and queue[-1][0] >= iteration:  # sent again, by one who had been gone
         return queue
     return ((iteration, model),) if newest else (*queue, (iteration, model))
@@ -57,7 +57,7 @@ def arrived(queue: Queue, iteration: int, model: Any, *, newest: bool) -> Queue:
 
 @no_type_check
 def usable(queues: tuple[Queue, ...], iteration: int, staleness: int) -> list[tuple[int, int, Any]]:
-    """`(which neighbour, iteration, model)` of all that this iteration may use.
+    """`(which neighbor, iteration, model)` of all that this iteration may use.
 
     Without staleness the model of this very iteration. Where that was lost, since nobody was there to take it, a later
     one is first in the queue and stands in: links keep their order, so the lost one cannot come any more.
@@ -82,7 +82,7 @@ def shares(
 ) -> Float[np.ndarray, " models"]:
     """The weights of the own model and of those found: they sum to 1, and fall linearly with staleness.
 
-    `w_ij (k_j - (k - s) + 1)`, normalised; the own model is of iteration `k`. With no staleness, `w_ij`.
+    `w_ij (k_j - (k - s) + 1)`, normalized; the own model is of iteration `k`. With no staleness, `w_ij`.
     """
     fresh = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
     given = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * fresh
@@ -100,8 +100,8 @@ class HopState(NamedTuple):
       params, opt_state: its model, as its iteration began, and its optimizer's state.
       iteration: how many iterations it has behind it.
       gradient: that of this iteration, or None while it is in the making.
-      queues: for each neighbour that sends to it, models not used yet as `(iteration, model)`, the oldest first.
-      leads: for each neighbour that it sends to, the iteration that its tokens tell.
+      queues: for each neighbor that sends to it, models not used yet as `(iteration, model)`, the oldest first.
+      leads: for each neighbor that it sends to, the iteration that its tokens tell.
     """
 
     site: Site
@@ -122,40 +122,40 @@ def hop(
     staleness: int = 0,
     skip: int = 0,
 ) -> Rule:
-    """Decentralised training with queues: each worker waits for its neighbours' models of its own iteration k.
+    """Decentralized training with queues: each worker waits for its neighbors' models of its own iteration k.
 
-    Entering iteration k a worker sends `x_i^k` to its neighbours and computes its gradient there, at the same time;
+    Entering iteration k a worker sends `x_i^k` to its neighbors and computes its gradient there, at the same time;
     then `x_i^(k+1) = Σ_j w_ij x_j^k + u_i`, with the optimizer's update `u_i` (`-γ g_i` for SGD): D-PSGD without a
     global barrier. A worker leads another by the hops between them at most, and all go as fast as the slowest. Against
     that there are
 
-    - *token queues*: each neighbour that a worker sends to keeps a queue of tokens for it, `tokens` of them at first.
+    - *token queues*: each neighbor that a worker sends to keeps a queue of tokens for it, `tokens` of them at first.
       Entering an iteration takes one token from each and puts one into each own queue, so that nobody leads a
-      neighbour by more than `tokens`;
-    - *backup workers*: an iteration waits for all but `backup` of the neighbours, uses what else has come and drops
+      neighbor by more than `tokens`;
+    - *backup workers*: an iteration waits for all but `backup` of the neighbors, uses what else has come and drops
       what comes late. Weights are divided by their sum;
-    - *bounded staleness*: the newest model of each neighbour serves, from iteration `k - s` on, with a weight that
+    - *bounded staleness*: the newest model of each neighbor serves, from iteration `k - s` on, with a weight that
       falls linearly with its age: `w_ij (k_j - (k - s) + 1)` over the sum of these. A worker leads another by `s + 1`
       for each hop;
     - *skipping*: a worker that is two iterations or more behind all whom it sends to, as their tokens tell, enters that
-      of the nearest of them at once, at most `skip` further on. Its gradient is added to the mean of its neighbours'
+      of the nearest of them at once, at most `skip` further on. Its gradient is added to the mean of its neighbors'
       models of the iteration before the one that it enters; its own old model has no part in that.
 
     The paper leaves open what becomes of the gradient where iterations are skipped, and takes equal weights; here the
-    weights are the graph's. A worker that was gone takes its neighbours' newest models for those that it missed.
+    weights are the graph's. A worker that was gone takes its neighbors' newest models for those that it missed.
 
-    On the wire: a model to each neighbour per iteration, and with tokens a message without a value from each.
+    On the wire: a model to each neighbor per iteration, and with tokens a message without a value from each.
 
-    State: each worker's model and optimizer, and of each neighbour the models that came early: one without tokens in an
+    State: each worker's model and optimizer, and of each neighbor the models that came early: one without tokens in an
     undirected graph, up to `tokens + 1` with them, one with staleness.
 
     Args:
       graph: a topology, which says who sends to whom and with what weight, or what makes one for any number of
         workers, such as `jd.topology.ring`. It must stay the same.
       optimizer: what every worker steps with.
-      tokens: how far a worker may lead a neighbour (`max_ig` in the paper), or None for no token queues. With many,
+      tokens: how far a worker may lead a neighbor (`max_ig` in the paper), or None for no token queues. With many,
         models that came early fill the memory.
-      backup: how many neighbours an iteration does not wait for (`N_b`). 1 is enough for one slow neighbour.
+      backup: how many neighbors an iteration does not wait for (`N_b`). 1 is enough for one slow neighbor.
       staleness: s. It absorbs random slowdowns of so many iterations.
       skip: most iterations to go on at once (`max_jump`), or 0. With a worker that is slow for good, backup workers and
         staleness help only until tokens or age run out; with `skip`, tokens and any staleness at least the factor by
@@ -201,18 +201,18 @@ def hop(
     move = numeric(moved, outputs=2)
 
     @no_type_check
-    def enter(state: HopState, near: Neighbours) -> Actions:
+    def enter(state: HopState, near: Neighbors) -> Actions:
         k, sends = state.iteration, ()
         if tokens is not None:
             sends = tuple([Send(j, Message(TOKEN, None, k)) for j in near.sources])
         return (*sends, *[Send(j, Message(PARAMS, state.params, k)) for j in near.destinations])
 
     def init(site: Site, params: Any) -> tuple[HopState, Actions]:
-        found = neighbours_in(graph, site.workers)
+        found = neighbors_in(graph, site.workers)
         for index, near in enumerate(found):
             if backup and backup >= len(near.sources):
                 raise ValueError(
-                    f"backup must be less than the {len(near.sources)} neighbours of worker {index}, got {backup}"
+                    f"backup must be less than the {len(near.sources)} neighbors of worker {index}, got {backup}"
                 )
         near = found[site.index]
         empty = ((),) * len(near.sources)
@@ -236,7 +236,7 @@ def hop(
         entered = following(state)
         if gradient is None or entered == k:
             return state, ()
-        near = neighbours_in(graph, site.workers)[site.index]
+        near = neighbors_in(graph, site.workers)[site.index]
         found = usable(queues, entered - 1, staleness)
         if len(found) < len(queues) - backup:
             return state, ()
@@ -253,7 +253,7 @@ def hop(
         kind = message.kind
         if kind == COMPUTED:
             return onward(state._replace(gradient=message.value))
-        near = neighbours_in(graph, state.site.workers)[state.site.index]
+        near = neighbors_in(graph, state.site.workers)[state.site.index]
         if kind == PARAMS:
             if not staleness and message.version < state.iteration:
                 return state, ()  # late
@@ -276,7 +276,7 @@ def hop(
     def waits_for(state: HopState) -> tuple[int, ...]:
         if state.gradient is None:
             return ()
-        near, entered = neighbours_in(graph, state.site.workers)[state.site.index], following(state)
+        near, entered = neighbors_in(graph, state.site.workers)[state.site.index], following(state)
         if entered == state.iteration:
             assert tokens is not None
             return tuple(j for j, lead in zip(near.destinations, state.leads) if lead + tokens <= entered)
@@ -300,9 +300,9 @@ def _check(tokens: int | None, backup: int, staleness: int, skip: int) -> None:
             "wait for: set tokens="
         )
     if skip and tokens is None:
-        raise ValueError(f"skip={skip} needs token queues, which tell how far the neighbours are: set tokens=")
+        raise ValueError(f"skip={skip} needs token queues, which tell how far the neighbors are: set tokens=")
     if skip and not (backup or staleness):
         raise ValueError(
-            f"skip={skip} needs neighbours that may be ahead, and those that wait for every model are not: set backup= "
+            f"skip={skip} needs neighbors that may be ahead, and those that wait for every model are not: set backup= "
             "or staleness="
         )

@@ -29,12 +29,12 @@ _NEIGHBOUR = 3
 
 
 class Halves(NamedTuple):
-    """For each node whether it asks; its neighbours in each round, sorted, and those of all rounds."""
+    """For each node whether it asks; its neighbors in each round, sorted, and those of all rounds."""
 
     active: tuple[bool, ...]
     rounds: tuple[tuple[tuple[int, ...], ...], ...]
     order: tuple[int, ...]
-    neighbours: tuple[tuple[int, ...], ...]
+    neighbors: tuple[tuple[int, ...], ...]
 
 
 def graph_of(graph: Graph, nodes: int, what: str = "workers") -> Topology:
@@ -58,7 +58,7 @@ def halves(topology: Topology) -> Halves:
     rounds = tuple(
         tuple(tuple(sorted(_joined(one.messages, node))) for node in range(nodes)) for one in topology.rounds
     )
-    neighbours = tuple(tuple(sorted({j for one in rounds for j in one[node]})) for node in range(nodes))
+    neighbors = tuple(tuple(sorted({j for one in rounds for j in one[node]})) for node in range(nodes))
     depth: dict[int, int] = {}
     parents: dict[int, int] = {}
     for root in range(nodes):
@@ -66,7 +66,7 @@ def halves(topology: Topology) -> Halves:
             continue
         depth[root], queue = 0, [root]
         for node in queue:
-            for other in neighbours[node]:
+            for other in neighbors[node]:
                 if other not in depth:
                     depth[other], parents[other] = depth[node] + 1, node
                     queue.append(other)
@@ -77,7 +77,7 @@ def halves(topology: Topology) -> Halves:
                         f"could wait for each other in a circle; the {topology.name} has the odd cycle {cycle}: use a "
                         "ring of an even number of workers, a hypercube, or another bipartite graph"
                     )
-    return Halves(tuple(depth[node] % 2 == 0 for node in range(nodes)), rounds, topology.order, neighbours)
+    return Halves(tuple(depth[node] % 2 == 0 for node in range(nodes)), rounds, topology.order, neighbors)
 
 
 def _joined(messages: tuple, node: int) -> set[int]:
@@ -86,7 +86,7 @@ def _joined(messages: tuple, node: int) -> set[int]:
 
 
 def _cycle(left: int, right: int, parents: dict[int, int]) -> list[int]:
-    """Of two neighbours as far from the root: up from one to where the ways meet, and down to the other."""
+    """Of two neighbors as far from the root: up from one to where the ways meet, and down to the other."""
     up, down = [left], [right]
     while up[-1] != down[-1]:
         up.append(parents[up[-1]])

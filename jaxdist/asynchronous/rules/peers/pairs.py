@@ -1,4 +1,4 @@
-"""Exchanges between pairs of neighbours: one half of the graph asks, the other replies, and nothing is lost."""
+"""Exchanges between pairs of neighbors: one half of the graph asks, the other replies, and nothing is lost."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
@@ -13,7 +13,7 @@ PARAMS, BACK = "params", "back"
 
 
 class Edge(NamedTuple):
-    """What a node has of a neighbour: how many exchanges are done, the memory of both, and its last reply."""
+    """What a node has of a neighbor: how many exchanges are done, the memory of both, and its last reply."""
 
     count: int
     memory: Any
@@ -21,7 +21,7 @@ class Edge(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A node's exchanges: how many it began, whom it has asked (-1: nobody) and what it sent, and its neighbours."""
+    """A node's exchanges: how many it began, whom it has asked (-1: nobody) and what it sent, and its neighbors."""
 
     begun: int
     asked: int
@@ -70,7 +70,7 @@ def protocol(exchange: Exchange, choice: Choice) -> Protocol:
         me, active = node.index, graph.active[node.index]
         edges = {
             other: Edge(0, exchange.start(params, words(node, *((me, other) if active else (other, me)))), None)
-            for other in graph.neighbours[me]
+            for other in graph.neighbors[me]
         }
         return Pairs(0, -1, None, edges)
 

@@ -23,7 +23,7 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
     On the wire: for a matrix `[m, n]` `r·m` numbers each way in one exchange and `r·n` in the next; vectors, and
     matrices with a side of r or less, whole.
 
-    State: for each neighbour of a worker r directions of each matrix.
+    State: for each neighbor of a worker r directions of each matrix.
 
     Args:
       rank: r. 1 or 2 is a start; more agree faster for more bytes, and of r sides all is exact.

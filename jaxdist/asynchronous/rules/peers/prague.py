@@ -132,7 +132,7 @@ def schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...], ...]
     """Disjoint groups that all know without asking: `[t % m][i]` is the group of worker i in iteration t.
 
     In iteration t workers are in the order of `(i mod s, i)`, `s = g^(t mod m)`, `g^m >= n`, and cut into groups of g:
-    neighbours at first, which share a node where nodes are numbered so, and then one of each node. For `n = g^m` the
+    neighbors at first, which share a node where nodes are numbered so, and then one of each node. For `n = g^m` the
     groups of m iterations make an exact mean.
     """
     strides = [1]
@@ -232,7 +232,7 @@ def prague(
     - *random*: a group generator, the server, draws one for each request. Groups that overlap run in the order in which
       they were drawn, which all members see alike, so that nobody waits in a circle. A worker is drawn into groups of
       others too, `group_size` for each gradient. Pairs are what AD-PSGD averages in;
-    - *static*: disjoint groups by a schedule that all know, of neighbours at first and then ever further apart, so that
+    - *static*: disjoint groups by a schedule that all know, of neighbors at first and then ever further apart, so that
       nodes of `group_size` workers average inside and between each other in turn. Nobody asks and nothing conflicts:
       for workers of equal speed;
     - *smart*: a request for which no group was made before divides all idle workers, those that are in no group, into

@@ -22,7 +22,7 @@ class TrackedState(NamedTuple):
     error: PerWorker
 
 
-def tracked(reducer: Reducer) -> Reducer:
+def with_stats(reducer: Reducer) -> Reducer:
     """The same reducer, which also counts reductions and bytes and measures `|x - own|² / |x|²` on each worker.
 
     The error takes one more pass over the updates. Inside `error_feedback` it is the compression error of the corrected
@@ -41,7 +41,7 @@ def tracked(reducer: Reducer) -> Reducer:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> tx = jd.all_reduce(jd.error_feedback(jd.reducers.tracked(jd.compressed(jd.top_k(0.5)))), axis=None)
+      >>> tx = jd.all_reduce(jd.error_feedback(jd.reducers.with_stats(jd.compressed(jd.top_k(0.5)))), axis=None)
       >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(jnp.zeros(2)))
       >>> found = jd.transforms.stats(state)
       >>> int(found["syncs"]), round(float(found["compression_error"]), 2)
@@ -63,7 +63,7 @@ def tracked(reducer: Reducer) -> Reducer:
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
     def for_feedback():
-        return tracked(feedback_form(reducer))
+        return with_stats(feedback_form(reducer))
 
     def held(state, like, comm):
         return held_by(reducer, state.reducer, like, comm)

@@ -18,11 +18,11 @@ from .fragments import SyncPeriod, check_period, period_at
 from .synchronize import as_held, either, take_over
 
 
-class SlowStepsState(NamedTuple):
+class LocalSlowMomentumState(NamedTuple):
     """What has been agreed on, and what this worker keeps.
 
     Agreed: `count` of steps, steps `since` the last slow one, the sum of their `rates`. `inner` says of itself. Per
-    worker: the `anchor` that it started the round from, in float32 or better, and the state of `outer`.
+    worker: the `global_params` that it started the round from, in float32 or better, and the state of `outer`.
     """
 
     count: Int[Array, ""]
@@ -33,7 +33,7 @@ class SlowStepsState(NamedTuple):
     outer: PerWorker
 
 
-def slow_steps(
+def local_slow_momentum(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
     *,
@@ -70,7 +70,7 @@ def slow_steps(
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.5), jd.topology.ring(4), method=jd.decentralized.sgp())
-      >>> tx = jd.local_sgd.slow_steps(tx, jd.local_sgd.slow_momentum(momentum=0.6), sync_period=2)
+      >>> tx = jd.local_sgd.local_slow_momentum(tx, jd.local_sgd.slow_momentum(momentum=0.6), sync_period=2)
       >>> def step(state, target):
       ...     updates, opt = tx.update(state["x"] - target[0], state["opt"], state["x"], learning_rate=0.5)
       ...     return {"x": state["x"] + updates, "opt": opt}, {}
@@ -91,7 +91,7 @@ def slow_steps(
         check_leaves(params)
         # A copy, since parameters and optimizer state may both be donated.
         held = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
-        return SlowStepsState(
+        return LocalSlowMomentumState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros((), jnp.int32),
             rates=jnp.zeros((), jnp.float32),
@@ -124,11 +124,11 @@ def slow_steps(
             del comm, local, rate
             return anchor, outer_state
 
-        with jax.named_scope("slow_steps"):
+        with jax.named_scope("local_slow_momentum"):
             operands = local, state.anchor.value, state.outer.value, {"learning_rate": rates / since}
             anchor, outer_state = comm.varying(either(due, step, stay, comm, *operands))
             steps = take_over(due, 0.0, anchor, local, params, steps)
-        return steps, SlowStepsState(
+        return steps, LocalSlowMomentumState(
             count=next_count(state.count),
             since=jnp.where(due, 0, since),
             rates=jnp.where(due, 0.0, rates),

@@ -22,7 +22,7 @@ class SwitchState(NamedTuple):
     then: State
 
 
-def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
+def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
     """Reduces with `first` for so many steps and with `then` from there on: `exact()` before a lossy code, say.
 
     Early gradients are large, short-lived and the hardest to compress. Error feedback around the switch carries its
@@ -46,7 +46,7 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.reducers.switch_at(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
+      >>> reducer = jd.reducers.reducer_schedule(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
       >>> x = jnp.array([1.0, 4.0])
       >>> first, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
       >>> second, _ = reducer.reduce(x, state, jd.comm.alone())
@@ -64,7 +64,7 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
         return SwitchState(jnp.zeros((), jnp.int32), first.init(like), then.init(like))
 
     def reduce(updates, state, comm, **agreed):
-        with jax.named_scope("switch_at"):
+        with jax.named_scope("reducer_schedule"):
             early = state.count < step
             parts = {"first": first, "then": then}
             reduced, state = one_of_two(early, parts, updates, state, comm, **agreed)
@@ -75,10 +75,10 @@ def switch_at(first: Reducer, then: Reducer, step: int) -> Reducer:
         return jax.tree.map(jnp.add, *both)
 
     def for_feedback():
-        return switch_at(feedback_form(first), feedback_form(then), step)
+        return reducer_schedule(feedback_form(first), feedback_form(then), step)
 
     def scatter():
-        return switch_at(scatter_form(first), scatter_form(then), step)
+        return reducer_schedule(scatter_form(first), scatter_form(then), step)
 
     return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held, scatter=scatter)
 

@@ -19,7 +19,7 @@ from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, 
 Order = Literal["priority", "fifo"] | Sequence[int]
 
 
-def scheduled(
+def partitioned(
     reducer: Reducer,
     *,
     partition_bytes: int = 8 << 20,
@@ -71,7 +71,7 @@ def scheduled(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
-      >>> reducer = jd.reducers.scheduled(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
+      >>> reducer = jd.reducers.partitioned(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
       >>> like = {"layer_2": jnp.zeros(50), "layer_10": jnp.zeros((15, 10))}
       >>> [state.residual.value.shape for state in reducer.init(like)]
       [(96,), (54,), (50,)]
@@ -122,7 +122,7 @@ def scheduled(
         return structure.unflatten(_joined(parts, vectors, leaves))
 
     def for_feedback():
-        return scheduled(
+        return partitioned(
             feedback_form(reducer),
             partition_bytes=partition_bytes,
             credit_bytes=credit_bytes,

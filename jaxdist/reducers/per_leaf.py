@@ -10,7 +10,7 @@ from ..wire.shards import length
 from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, scatter_form, together, weakest
 
 
-def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
+def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
     """Chooses a reducer for each leaf: rank 4 for matrices, exact for vectors, nothing for frozen leaves.
 
     *On the wire*: what the parts send, their collectives merged round by round (one for each direction and dtype). A
@@ -30,7 +30,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> policy = jd.reducers.by_leaf(
+      >>> policy = jd.reducers.per_leaf(
       ...     lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector",
       ...     {"matrix": jd.power_sgd(rank=1, min_compression_rate=0.0), "vector": jd.exact()},
       ... )
@@ -82,7 +82,7 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
 
     def scatter():
         forms = {label: None if reducer is None else scatter_form(reducer) for label, reducer in reducers.items()}
-        form = by_leaf(label_fn, forms)
+        form = per_leaf(label_fn, forms)
 
         def to_pieces(updates, state, comm, *, pods=1, **agreed):
             def zero(leaf):
@@ -103,11 +103,11 @@ def by_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashabl
         return structure.unflatten([trees[label][i] if label in trees else _zero(leaf) for i, (leaf, label) in leaves])
 
     return from_rounds(
-        "by_leaf",
+        "per_leaf",
         init,
         rounds,
         law=weakest(parts.values()),
-        for_feedback=lambda: by_leaf(
+        for_feedback=lambda: per_leaf(
             label_fn,
             {label: None if reducer is None else feedback_form(reducer) for label, reducer in reducers.items()},
         ),
