@@ -47,8 +47,8 @@ def main() -> None:
     options = parser.parse_args()
     jd.runtime.use_cpu_devices(options.workers)
 
-    from jaxdist._cli.runs import train
     from jaxdist._cli.spellings import parse
+    from jaxdist._cli.training import train
 
     workload = parse.parse_workload("text", options.model)
     mesh = jd.make_mesh({"data": options.workers})

@@ -23,7 +23,7 @@ from zero_offloaded import offloaded
 
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
-from jaxdist._cli.runs.stages import stage_step
+from jaxdist._cli.training.stages import stage_step
 from jaxdist.analysis import pods
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)

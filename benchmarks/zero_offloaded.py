@@ -15,7 +15,7 @@ import optax
 import jaxdist as jd
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import Layers
-from jaxdist._cli.runs import stages
+from jaxdist._cli.training import stages
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 RATE, FIRST, SECOND = 1e-3, 0.9, 0.999

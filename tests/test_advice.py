@@ -15,7 +15,7 @@ from jaxdist import analysis
 from jaxdist._cli import advice
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits
-from jaxdist._cli.runs import train
+from jaxdist._cli.training import train
 from jaxdist.analysis import codec_timing, cost
 from jaxdist.analysis.measured import fit
 

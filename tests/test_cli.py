@@ -15,8 +15,8 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.options import DEMO
-from jaxdist._cli.runs import train
 from jaxdist._cli.spellings import methods, parse, replayed, sync
+from jaxdist._cli.training import train
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
 

@@ -11,8 +11,8 @@ from tiny import assert_close
 
 import jaxdist as jd
 from jaxdist._cli.models import digits
-from jaxdist._cli.runs import train
 from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import train
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits, gpt, text
-from jaxdist._cli.runs import offloaded, train
 from jaxdist._cli.spellings import methods
+from jaxdist._cli.training import offloaded, train
 
 WORK = digits.digits_workload(8)
 OPTIMIZER = "adamw:1e-2"

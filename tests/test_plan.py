@@ -12,8 +12,8 @@ from jaxdist._cli.models import base as layering
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import PLAIN, Workload
 from jaxdist._cli.plotting import planned_plots
-from jaxdist._cli.runs import offloaded, train
 from jaxdist._cli.spellings import methods, parse
+from jaxdist._cli.training import offloaded, train
 from jaxdist.analysis import Span, base, cost
 
 MODEL = "gpt:tiny"

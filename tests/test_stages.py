@@ -8,7 +8,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
-from jaxdist._cli.runs.stages import stage_step
+from jaxdist._cli.training.stages import stage_step
 from jaxdist.analysis import pods
 
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)

@@ -9,8 +9,8 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.models import digits
-from jaxdist._cli.runs import suite, train
 from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import suite, train
 
 
 def _result(name, loss, wire_bytes, accuracy=0.5):

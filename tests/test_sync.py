@@ -9,8 +9,8 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.models import digits
-from jaxdist._cli.runs import sweep, train
 from jaxdist._cli.spellings import methods, parse, sync
+from jaxdist._cli.training import sweep, train
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"

@@ -8,8 +8,8 @@ import jaxdist as jd
 from jaxdist._cli import results
 from jaxdist._cli.models import digits, gpt, partition, text
 from jaxdist._cli.plotting import plots
-from jaxdist._cli.runs import train
 from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import train
 
 TINY = gpt.SIZES["tiny"]
 

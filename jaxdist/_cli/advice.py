@@ -18,8 +18,8 @@ from ..runtime.distribute import distribute
 from ..runtime.mesh import global_batch, make_mesh
 from ..state.placement import init_state
 from .models.base import Method, Workload, check_batch
-from .runs.one_worker import one_worker
 from .spellings import methods, parse, sync
+from .training.one_worker import one_worker
 
 AXIS = "data"
 METHODS = (

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .runs import sweep
 from .spellings import parse, replayed, sync
+from .training import sweep
 
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 REDUCER = "Default: ef:power_sgd:4, or exact with --sync, where it carries what a round sends.\n"

@@ -18,8 +18,8 @@ from ..analysis.memory import memory
 from ..analysis.overlap import Overlap, overlap
 from ..runtime.distribute import distribute
 from .models.base import Method, Workload, check_batch, parameters_of
-from .runs.offloaded import Offload
-from .runs.one_worker import one_worker
+from .training.offloaded import Offload
+from .training.one_worker import one_worker
 
 AXIS = "data"
 HOST = "pinned_host"

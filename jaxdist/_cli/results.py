@@ -13,7 +13,7 @@ import numpy as np
 from .. import checkpoint
 from .._core.types import State
 from ..runtime.json_log import json_line
-from .runs.train import Record, Run
+from .training.train import Record, Run
 
 LAST_SHARE = 10  # the final loss is the mean over the last tenth of the steps
 

@@ -16,8 +16,8 @@ from . import results
 from .models.base import Workload
 from .options import Options
 from .plotting import plots
-from .runs import train
 from .spellings import methods, parse
+from .training import train
 
 SIMULATED_DEVICES = 4
 

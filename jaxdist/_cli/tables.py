@@ -7,8 +7,8 @@ from rich.table import Table
 
 from .plotting.plots import in_bytes
 from .results import Result, summarize
-from .runs.suite import Spread, front
-from .runs.sweep import Cell
+from .training.suite import Spread, front
+from .training.sweep import Cell
 
 CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
 SEEDS_CAPTION = (

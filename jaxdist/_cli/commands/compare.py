@@ -10,7 +10,7 @@ from ..models.base import Workload
 from ..options import Compare
 from ..plotting import plots
 from ..running import finish, fresh, new_console, prepared_runs, set_up, title_of, unit_of
-from ..runs import suite, sweep, train
+from ..training import suite, sweep, train
 
 
 def compare(chosen: Compare, workload: Workload, mesh: jax.sharding.Mesh) -> None:

@@ -16,8 +16,8 @@ from ..models import gpt
 from ..plotting import planned_plots
 from ..plotting.plots import in_bytes
 from ..running import fresh, new_console
-from ..runs import offloaded
 from ..spellings import methods, parse, sync
+from ..training import offloaded
 
 REDUCER = "Default: exact.\n" + parse.describe()
 SYNC = "Workers step by themselves and meet every H steps, each with the --optimizer:\n" + sync.describe()

@@ -8,8 +8,8 @@ from ..models.base import Workload
 from ..options import Train
 from ..plotting import plots
 from ..running import finish, fresh, new_console, prepared_runs, title_of, unit_of
-from ..runs import offloaded
 from ..spellings import methods, sync
+from ..training import offloaded
 
 
 def train(chosen: Train, workload: Workload, mesh: jax.sharding.Mesh) -> None:

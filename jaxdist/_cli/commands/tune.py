@@ -16,8 +16,8 @@ from ..models.base import Workload
 from ..options import Options
 from ..plotting import timelines
 from ..running import fresh, new_console, set_up
-from ..runs import train
 from ..spellings import parse
+from ..training import train
 
 ONE, PLAIN, TUNED = "one message (exact)", "a message for each layer", "layers together or in parts, tuned"
 EXACT = "jd.exact()"

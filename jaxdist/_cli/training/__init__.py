@@ -1,0 +1,1 @@
+"""Training runs: one worker, sharded, offloaded, and series of them."""
