@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import diagnosis, main
+from jaxdist._cli import diagnosis
+from jaxdist._cli.main import main
 
 
 @pytest.fixture
