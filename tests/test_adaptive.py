@@ -120,7 +120,7 @@ def test_feedback_scales_by_the_levels_of_now():
 
     @jax.jit
     def run(x):
-        both = (form.reduce(x, form.init(x), jd.comm.alone()) for form in (reducer.for_feedback(), reducer))
+        both = (form.reduce(x, form.init(x), jd.comm.alone()) for form in (reducer.forms.contraction, reducer))
         return [(reduced.own, state.levels) for reduced, state in both]
 
     (shrunk, levels), (plain, _) = run(x)

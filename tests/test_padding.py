@@ -10,7 +10,7 @@ from tiny import TrainState, assert_close
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.base import scatter_form
+from jaxdist.reducers.base import shards_of
 from jaxdist.wire.shards import cleared, rows
 
 INT8 = jc.int8()
@@ -28,14 +28,16 @@ TWO_LEVELS = jd.hierarchical(inner=jd.two_shot(FILLS), outer=jd.two_shot(INT8, s
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 48])
-@pytest.mark.parametrize("pods", [1, 2])
-def test_cleared(size, pods):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_cleared(size, groups):
     """What is inside stays, at every place of every pod."""
     workers = 3
-    expected = rows(jnp.ones(size), workers, pods=pods)
-    found = [cleared(jnp.full(row.size, 1.0), size, workers, jnp.array(i), pods=pods) for i, row in enumerate(expected)]
+    expected = rows(jnp.ones(size), workers, groups=groups)
+    found = [
+        cleared(jnp.full(row.size, 1.0), size, workers, jnp.array(i), groups=groups) for i, row in enumerate(expected)
+    ]
     np.testing.assert_array_equal(jnp.stack(found), expected)
-    filled = cleared(jnp.zeros(expected.shape[1]), size, workers, jnp.array(2), pods=pods, fill=-jnp.inf)
+    filled = cleared(jnp.zeros(expected.shape[1]), size, workers, jnp.array(2), groups=groups, fill=-jnp.inf)
     np.testing.assert_array_equal(filled, jnp.where(expected[2] == 1, 0, -jnp.inf))
 
 
@@ -55,7 +57,7 @@ def test_two_levels(scattered):
     grads = jnp.arange(1.0, 37).reshape(2, 2, 9)
 
     def one_worker(x):
-        form = scatter_form(TWO_LEVELS) if scattered else TWO_LEVELS
+        form = shards_of(TWO_LEVELS) if scattered else TWO_LEVELS
         return form.reduce({"x": x}, form.init({"x": x}), over(("pod", "chip")))[0].mean["x"]
 
     found = jax.vmap(jax.vmap(one_worker, axis_name="chip"), axis_name="pod")(grads)

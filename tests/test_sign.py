@@ -36,7 +36,7 @@ def test_one_bit_enters_feedback_only_when_vouched_for():
         jd.error_feedback(jd.compressed(jc.one_bit()))
     code = jc.one_bit(contraction=0.59)
     assert code.contraction((5,)) == 0.59
-    assert jd.error_feedback(jd.two_shot(code)).law == "telescoping"
+    assert jd.error_feedback(jd.two_shot(code)).law == jd.reducers.Law.TELESCOPING
     for wrong in (0, -0.5, 1.5):
         with pytest.raises(ValueError, match=f"got {wrong}"):
             jc.one_bit(contraction=wrong)

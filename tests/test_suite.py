@@ -102,7 +102,7 @@ def test_bytes_that_differ_from_step_to_step_are_counted(mesh):
 
 
 def test_collectives_around_a_code_can_be_spelled():
-    assert parse.parse_reducer("ef:two_shot:sign").law == "telescoping"
+    assert parse.parse_reducer("ef:two_shot:sign").law == jd.reducers.Law.TELESCOPING
     assert parse.parse_code("top_k:0.1+qsgd:4").contraction is not None
     with pytest.raises(ValueError, match=r"'power_sgd:4' is no code of one array, as qsgd:4 is"):
         parse.parse_reducer("two_shot:power_sgd:4")

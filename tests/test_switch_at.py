@@ -9,6 +9,7 @@ from laws_run import ran
 from workers import trajectory
 
 import jaxdist as jd
+from jaxdist.reducers import Law
 
 
 def rows(*shape):
@@ -46,10 +47,10 @@ def test_each_step_sends_what_its_own_reducer_sends(mesh):
 
 def test_the_weaker_law_and_both_debts():
     sign, exact = jd.two_shot(jd.compressors.scaled_sign()), jd.exact()
-    assert jd.reducers.reducer_schedule(exact, exact, 3).law == "exact"
-    assert jd.reducers.reducer_schedule(exact, sign, 3).law == "telescoping"
-    assert jd.reducers.reducer_schedule(sign, jd.two_shot(jd.qsgd(4)), 3).law == "unbiased"
-    assert jd.reducers.reducer_schedule(jd.reducers.majority_vote(), exact, 3).law == "none"
+    assert jd.reducers.reducer_schedule(exact, exact, 3).law == Law.EXACT
+    assert jd.reducers.reducer_schedule(exact, sign, 3).law == Law.TELESCOPING
+    assert jd.reducers.reducer_schedule(sign, jd.two_shot(jd.qsgd(4)), 3).law == Law.UNBIASED
+    assert jd.reducers.reducer_schedule(jd.reducers.majority_vote(), exact, 3).law == Law.NONE
     updates = rows(5, 4, 32)
     means, owns, states = trajectory(jd.reducers.reducer_schedule(sign, jd.two_shot(jd.top_k(0.1)), 2), updates)
     debts = [np.asarray(part.residuals[0].value)[-1].ravel() for part in (states.first, states.then)]

@@ -6,7 +6,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist.comm import over
-from jaxdist.reducers import Reduced, Reducer
+from jaxdist.reducers import Forms, Law, Reduced, Reducer
 from jaxdist.testing import assert_reducer_laws
 
 LIKE = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
@@ -15,56 +15,67 @@ LIKE = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
 def averaging(change=lambda x: x):
     """The mean of `change(x)`, which claims to be that of `x`."""
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
+    def reduce(updates, state, comm, extras=None):
+        del extras
         return Reduced(comm.mean(jax.tree.map(change, updates)), comm.varying(updates)), state
 
     return Reducer(lambda like: (), reduce)
 
 
-def local(updates, state, comm, **agreed):
+def local(updates, state, comm, extras=None):
     return Reduced(updates, updates), state
 
 
-def counting(updates, state, comm, **agreed):
+def counting(updates, state, comm, extras=None):
     return averaging().reduce(updates, state, comm)[0], state + 0.5
 
 
 def strict(updates, state, comm):
-    return averaging().reduce(updates, state, comm)
+    return averaging().reduce(updates, state, comm, None)
 
 
 def mean_of_zeros(x):
     return x / jnp.max(jnp.abs(x))
 
 
-def own_is_twice(updates, state, comm, **agreed):
+def own_is_twice(updates, state, comm, extras=None):
     reduced, state = averaging().reduce(updates, state, comm)
     return Reduced(reduced.mean, jax.tree.map(lambda x: 2 * x, reduced.own)), state
 
 
 def forgetting():
     """Says inside feedback that all was sent, while half was."""
-    half = averaging(lambda x: x / 2)._replace(law="none")
-    return averaging()._replace(for_feedback=lambda: half._replace(law="exact"))
+    half = averaging(lambda x: x / 2)
+    return averaging()._replace(forms=Forms(contraction=half))
 
 
-def holding(deliver=0.5, paid=1.0):
-    """Delivers a part of what it owes; says that it has paid off so much of the rest."""
+def holding(deliver=0.5, kept=1.0, mark=jd.Sharded):
+    """Delivers a part of what the servers owe, and keeps a part of the rest in a server residual."""
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
-        owed = jax.tree.map(jnp.add, comm.mean(updates), state)
-        mean = jax.tree.map(lambda x: deliver * x, owed)
-        return Reduced(mean, comm.varying(updates)), jax.tree.map(lambda x: (1 - deliver) * x, owed)
+    def init(like):
+        return jax.tree.map(lambda x: mark(jnp.zeros(x.shape, x.dtype)), like)
 
-    def held(state, like, comm):
-        del like, comm
-        return jax.tree.map(lambda x: paid * x, state)
+    def reduce(updates, state, comm, extras):
+        del extras
+        residuals = jax.tree.leaves(state)  # one chunk of the leaf for each worker
+        chunks = [comm.reduce_scatter_mean(x.reshape(comm.size, -1)) for x in jax.tree.leaves(updates)]
+        owed = [chunk + residual for chunk, residual in zip(chunks, residuals, strict=True)]
+        mean = jax.tree.structure(updates).unflatten([deliver * comm.all_gather(x).ravel() for x in owed])
+        new = [kept * (1 - deliver) * x for x in owed]
+        return Reduced(mean, comm.varying(updates)), jax.tree.structure(state).unflatten(new)
 
-    return Reducer(
-        lambda like: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), reduce, law="telescoping", held=held
-    )
+    return Reducer(init, reduce, law=Law.TELESCOPING)
+
+
+def holding_elsewhere():
+    """Adds each server residual to another entry than the one that lost it: totals are right, entries are not."""
+    sound = holding()
+
+    def reduce(updates, state, comm, extras):
+        reduced, state = sound.reduce(updates, jax.tree.map(lambda x: jnp.roll(x, 1), state), comm, extras)
+        return reduced, jax.tree.map(lambda x: jnp.roll(x, 1), state)
+
+    return sound._replace(reduce=reduce)
 
 
 BROKEN = {
@@ -75,9 +86,10 @@ BROKEN = {
     "the mean is like the updates": averaging(lambda x: x.astype(jnp.float32)),
     "exact: mean": Reducer(lambda like: (), own_is_twice),
     "feedback telescopes": forgetting(),
-    "telescoping: mean": holding(paid=0.9),
-    "telescoping: says what is held": holding()._replace(held=None),
-    "unbiased": averaging(lambda x: 0.99 * x)._replace(law="unbiased"),
+    "mean: no state": Reducer(lambda like: jnp.zeros(()), averaging().reduce, Law.MEAN),
+    "mean: mean": averaging(lambda x: 2 * x)._replace(law=Law.MEAN),
+    "telescoping: server residuals": holding(kept=0.9),
+    "unbiased": averaging(lambda x: 0.99 * x)._replace(law=Law.UNBIASED),
 }
 
 
@@ -88,12 +100,17 @@ def test_a_broken_reducer_is_told_its_law(law):
 
 
 def test_extras_must_be_accepted():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
         assert_reducer_laws(Reducer(lambda like: (), strict), like=LIKE)
+
+
+def test_server_residuals_that_are_delivered_to_the_wrong_entries_are_found():
+    with pytest.raises(AssertionError, match="an entry lacks"):
+        assert_reducer_laws(holding_elsewhere(), like={"w": jax.ShapeDtypeStruct((32,), jnp.float32)}, steps=100)
 
 
 def test_a_sound_reducer_passes_with_the_standard_leaves():
     assert_reducer_laws(averaging())
-    assert_reducer_laws(averaging(lambda x: x / 2)._replace(law="none"), like=LIKE)
+    assert_reducer_laws(averaging(lambda x: x / 2)._replace(law=Law.NONE), like=LIKE)
     assert_reducer_laws(jd.exact(), workers={"pod": 2, "chip": 2}, like=LIKE)
     assert_reducer_laws(holding(), like=LIKE)

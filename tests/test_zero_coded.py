@@ -13,7 +13,7 @@ import jaxdist as jd
 from jaxdist import analysis
 from jaxdist import compressors as jc
 from jaxdist.comm import over
-from jaxdist.reducers.base import scatter_form
+from jaxdist.reducers.base import shards_of
 from jaxdist.testing import assert_reducer_laws
 from jaxdist.zero import shards
 
@@ -72,7 +72,7 @@ def scattered():
         first, second = (jax.tree.map(lambda x, i=i: x[i], grads) for i in range(2))
         out = {}
         for name, make in FORMS.items():
-            form = scatter_form(make())
+            form = shards_of(make())
             state = form.init(zeros())
             if name in ("feedback", "switch"):
                 _, state = form.reduce(first, state, over("data"))
@@ -101,8 +101,8 @@ def test_pieces_of_the_mean_of_what_was_sent(name, scattered):
 def test_the_laws_see_pieces_of_a_wrong_length():
     two_shot = jd.two_shot(jc.int8())
     assert_reducer_laws(two_shot, like={"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, steps=1, dtypes=[jnp.bfloat16])
-    with pytest.raises(AssertionError, match="the pieces are cut like Sharded"):
-        assert_reducer_laws(two_shot._replace(scatter=lambda: two_shot), steps=1)
+    with pytest.raises(AssertionError, match="shards are split like Sharded"):
+        assert_reducer_laws(two_shot._replace(forms=two_shot.forms._replace(shards=lambda groups: two_shot)), steps=1)
 
 
 def test_two_levels_give_the_same_pieces():
@@ -118,7 +118,7 @@ def test_two_levels_give_the_same_pieces():
         comm = over(("pod", "chip"))
         out = {}
         for name, reducer in forms.items():
-            form = reducer if name == "reduce" else scatter_form(reducer)
+            form = reducer if name == "reduce" else shards_of(reducer)
             out[name] = form.reduce(grads, form.init(zeros()), comm)[0].mean
         return out
 

@@ -13,7 +13,7 @@ from .. import analysis
 from ..analysis import cost
 from ..analysis.base import make_collective
 from ..analysis.measured import seconds_of
-from ..reducers.base import Reducer
+from ..reducers.base import Law, Reducer
 from ..runtime.distribute import distribute
 from ..runtime.mesh import global_batch, make_mesh
 from ..state.placement import init_state
@@ -140,7 +140,7 @@ def predict(
     found: list[tuple[str, _Traffic, float]] = []
     for name, method, reducer in spelled:
         traffic = _traffic(workload, method, workers, batch_size, link)
-        coding = 0.0 if reducer.plain else analysis.codec_seconds(reducer, like, workers=workers)
+        coding = 0.0 if reducer.law == Law.MEAN else analysis.codec_seconds(reducer, like, workers=workers)
         found.append((name, traffic, coding / (method.sync_period or 1)))
     return [_prediction(*one, compute, link, found[0]) for one in found]
 

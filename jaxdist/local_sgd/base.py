@@ -12,7 +12,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import choose, next_count
 from .._core.types import Array, AxisNames, State, Updates
 from ..comm.over import over
-from ..reducers.base import Reducer
+from ..reducers.base import Law, Reducer
 from ..reducers.exact import exact
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
@@ -164,7 +164,7 @@ def local_steps(
         check_leaves(updates)
         check_local(updates, axis)
         check_per_worker(params, axis)
-        if not carrier.plain:
+        if carrier.law != Law.MEAN:
             refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
         ledger: list[comms.Sent] = []
         comm = comms.counted(over(axis), ledger)

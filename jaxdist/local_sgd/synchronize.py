@@ -11,7 +11,7 @@ from .. import comm as comms
 from .._core.trees import choose
 from .._core.types import Array, Flag, PyTree, State, Updates
 from ..comm.base import Comm
-from ..reducers.base import Reducer
+from ..reducers.base import Extras, Law, Reducer
 from ..reducers.exact import exact
 from ..transforms.local_gradients import reduce_weighted
 
@@ -42,10 +42,10 @@ def one_round(
         drift = jax.tree.map(lambda a, p: comm.varying(as_held(a, p)) - p.astype(a.dtype), group.anchor, local)
 
         def reduce(updates, state):
-            reduced, state = carrier.reduce(updates, state, comm, **agreed)
+            reduced, state = carrier.reduce(updates, state, comm, Extras(learning_rate=learning_rate))
             return reduced.mean, state
 
-        mean, state, some = reduce_weighted(reduce, drift, group.reducer, comm, examples, plain=carrier.plain)
+        mean, state, some = reduce_weighted(reduce, drift, group.reducer, comm, examples, plain=carrier.law == Law.MEAN)
         steps, outer_state = outer.update(mean, group.outer, group.anchor, **agreed)
         new = Group(optax.apply_updates(group.anchor, steps), outer_state, state)
         return new if examples is None else choose(some, new, group)

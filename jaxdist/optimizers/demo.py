@@ -16,7 +16,7 @@ from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, Like, Shape, State, UInt, Updates
 from ..compressors.packing import pack, unpack
-from ..reducers.base import Wire, drive
+from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
@@ -111,7 +111,7 @@ def demo(
             rate = rate_at(learning_rate, state.count)
             momentum = jax.tree.map(lambda m, g: decay * m + rate.astype(m.dtype) * g, state.momentum.value, gradients)
             leaves, structure = jax.tree.flatten(momentum)
-            means, sent = drive(_rounds(leaves, chunk, k, values), comm)
+            means, sent = run(_rounds(leaves, chunk, k, values), comm)
             kept = with_value(state.momentum, structure.unflatten([m - s for m, s in zip(leaves, sent)]))
             direction = jax.tree.map(jnp.sign, structure.unflatten(means))
             out = descend(direction, rate, weight_decay, params, updates)
@@ -122,7 +122,7 @@ def demo(
 
 def _rounds(
     leaves: list[Array], chunk: int, k: int, values: DTypeLike | None
-) -> Generator[Wire, Wire, tuple[list[Array], list[Array]]]:
+) -> Generator[Messages, Messages, tuple[list[Array], list[Array]]]:
     """Returns for each leaf the mean over those that sent, and what this worker sent."""
     means, sent = list(leaves), list(leaves)
     tiles = [tile_of(leaf.shape, chunk) for leaf in leaves]
@@ -131,7 +131,7 @@ def _rounds(
     stacks = [jnp.concatenate([to_frequencies(leaves[i], tiles[i]) for i in members]) for members in groups]
     payloads = [_select(stack, k, values) for stack in stacks]
     arrays, structure = jax.tree.flatten(payloads)
-    received = yield Wire(gather=arrays)
+    received = yield Messages(gather=arrays)
     everyone = structure.unflatten(received.gather)
     for members, stack, payload, arrived in zip(groups, stacks, payloads, everyone, strict=True):
         own, mean = _spread(payload, stack), _mean_of_senders(arrived, stack)

@@ -13,7 +13,7 @@ from .._core.checks import check_range
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
-from ..reducers.base import Wire, drive
+from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, rate_at
 from ..transforms.local_gradients import check_leaves, local_gradients
@@ -171,11 +171,11 @@ def dion(
             jnp.stack([(momenta[i] + leaves[i]).reshape(views[i].n, views[i].m) for i in members]) for members in groups
         ]
         right = [jnp.stack([factors[i] for i in members]) for members in groups]
-        received = yield Wire(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
+        received = yield Messages(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
         left = orthonormal(received.mean)
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
         local = [jnp.einsum("krn,knm->krm", p, m) for p, m in zip(left, matrices)]
-        received = yield Wire(mean=[*local, *(leaves[i] for i in others)])
+        received = yield Messages(mean=[*local, *(leaves[i] for i in others)])
 
         out, momenta, factors = list(leaves), list(momenta), list(factors)
         for members, m, p, own, mean, old in zip(groups, matrices, left, local, received.mean, right):
@@ -199,7 +199,7 @@ def dion(
             named, structure = jax.tree_util.tree_flatten_with_path(gradients)
             views = [view(path, leaf) for path, leaf in named]
             momenta, factors = (structure.flatten_up_to(tree) for tree in (state.momentum.value, state.q))
-            out, momenta, factors = drive(rounds([leaf for _, leaf in named], views, momenta, factors), comm)
+            out, momenta, factors = run(rounds([leaf for _, leaf in named], views, momenta, factors), comm)
             rate = rate_at(learning_rate, state.count)
             descended = jax.tree.leaves(descend(structure.unflatten(out), rate, weight_decay, params, updates))
             mixed = [

@@ -9,7 +9,7 @@ import optax
 from .. import comm as comms
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, State, UInt, Updates
-from ..reducers.base import Reducer
+from ..reducers.base import Extras, Reducer
 from ..reducers.exact import exact
 from ..reducers.with_stats import add_bytes
 from ..state.marks import bind
@@ -69,18 +69,18 @@ def frozen_adam(
             variance = jax.tree.map(lambda v: v / (1 - b2 ** jnp.minimum(count, freeze_step).astype(v.dtype)), variance)
         return units(variance, eps)
 
-    def warm_up(comm, gradients, state, agreed):
-        del agreed
+    def warm_up(comm, gradients, state, extras):
+        del extras
         reduced, _ = exact().reduce(gradients, (), comm)
         momentum = moving_average(state.momentum, reduced.mean, b1)
         variance = moving_average(state.variance, jax.tree.map(jnp.square, reduced.mean), b2)
         return momentum, variance, state.reducer
 
-    def compress(comm, gradients, state, agreed):
+    def compress(comm, gradients, state, extras):
         # The paper sends m itself: one scale for all entries, which those of small variance are then divided out of.
         by = unit(state.variance, freeze_step)
         local = seen(divide(moving_average(state.momentum, gradients, b1), by), state.variance)
-        reduced, reducer_state = reducer.reduce(local, state.reducer, comm, **agreed)
+        reduced, reducer_state = reducer.reduce(local, state.reducer, comm, extras)
         return multiply(seen(reduced.mean, state.variance), by), state.variance, reducer_state
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
@@ -90,9 +90,9 @@ def frozen_adam(
             ledger: list[comms.Sent] = []
             comm = comms.counted(comm, ledger)
             rate = rate_at(learning_rate, state.count)
-            agreed = {"step": state.count, "learning_rate": rate}
+            extras = Extras(state.count, rate)
             momentum, variance, reducer_state = comms.cond(
-                state.count >= freeze_step, compress, warm_up, comm, gradients, state, agreed
+                state.count >= freeze_step, compress, warm_up, comm, gradients, state, extras
             )
             count = next_count(state.count)
 

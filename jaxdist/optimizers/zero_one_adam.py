@@ -12,7 +12,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, State, UInt, Updates
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Reducer
+from ..reducers.base import Extras, Reducer
 from ..reducers.exact import exact
 from ..reducers.feedback import error_feedback
 from ..reducers.two_shot import two_shot
@@ -157,7 +157,7 @@ def zero_one_adam(
             reducer=bind(coder.init(zeros_like(params)), axis),
         )
 
-    def talk(comm, refresh, meet, gradients, payload, state, agreed):
+    def talk(comm, refresh, meet, gradients, payload, state, extras):
         """The mean of the payloads, by the means of this step; zeros where workers step by themselves.
 
         On a refresh that of the gradients, and the variance that they make.
@@ -173,7 +173,7 @@ def zero_one_adam(
 
         def coded(comm, gradients, payload, reducer_state):
             del gradients
-            reduced, reducer_state = coder.reduce(payload, reducer_state, comm, **agreed)
+            reduced, reducer_state = coder.reduce(payload, reducer_state, comm, extras)
             return reduced.mean, state.variance, reducer_state
 
         def either(comm, *operands):
@@ -217,8 +217,8 @@ def zero_one_adam(
             )
             unit = units(state.variance, eps)
             payload = seen(_choose(together, divide(gradients, unit), moved), state.variance)
-            agreed = {"step": state.count, "learning_rate": rate}
-            sent, variance, reducer_state = talk(comm, refresh, meet, gradients, payload, state, agreed)
+            extras = Extras(state.count, rate)
+            sent, variance, reducer_state = talk(comm, refresh, meet, gradients, payload, state, extras)
 
             mean = _choose(refresh, sent, multiply(seen(sent, variance), unit))
             fresh = moving_average(state.momentum.value, mean, b1)

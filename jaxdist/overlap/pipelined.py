@@ -10,7 +10,7 @@ import optax
 from .._core.trees import fold_keys
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Reducer
+from ..reducers.base import Law, Reducer
 from ..reducers.exact import exact
 from ..schedule.forward_order import take_apart
 from ..state.marks import PerWorker, bind
@@ -164,7 +164,7 @@ def pipelined(
         return select(state.pending, moved, state)
 
     def step(state, batch, *rest):
-        if not reducer.plain:
+        if reducer.law != Law.MEAN:
             refuse_model_axes("this reducer", "use exact(), or all_reduce(reducer, specs=) in an ordinary step")
         cut, own = plan(state.params, state.opt_state)
         state = apply_pending(state, cut, own)

@@ -7,10 +7,13 @@ from .accordion import accordion_batch as accordion_batch
 from .accordion import critical_regime as critical_regime
 from .adaptive import alq as alq
 from .adaptive import amq as amq
+from .base import Extras as Extras
+from .base import Forms as Forms
+from .base import Law as Law
+from .base import Messages as Messages
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
-from .base import Wire as Wire
-from .base import from_rounds as from_rounds
+from .base import from_generator as from_generator
 from .bucketed import bucketed as bucketed
 from .compressed import compressed as compressed
 from .dgc import dgc as dgc

@@ -13,7 +13,7 @@ from .. import comm as comms
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, with_value
-from .base import Reducer, feedback_form, held_by, is_stand_in, weakest
+from .base import NO_EXTRAS, Reducer, forward_forms, is_map_params_placeholder, weakest
 from .per_leaf import per_leaf
 from .reducer_schedule import one_of_two
 
@@ -294,24 +294,24 @@ def _switched(
         regime = regime._replace(total=PerWorker(regime.total))
         return AccordionState(regime, low.init(like), high.init(like))
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         with jax.named_scope("accordion"):
             mark = state.regime.total
-            regime = detector.before(state.regime._replace(total=mark.value), agreed.get("learning_rate"))
+            regime = detector.before(state.regime._replace(total=mark.value), extras.learning_rate)
             parts = {"low": low, "high": high}
-            reduced, state = one_of_two(regime.critical, parts, updates, state, comm, **agreed)
+            reduced, state = one_of_two(regime.critical, parts, updates, state, comm, extras)
             # Without feedback what was not sent does not come again: all of the gradient is this step's.
             regime = detector.after(regime, updates, reduced.own if inside_feedback else updates, comm)
             return reduced, state._replace(regime=regime._replace(total=with_value(mark, regime.total)))
 
-    def held(state, like, comm):
-        both = held_by(low, state.low, like, comm), held_by(high, state.high, like, comm)
-        return jax.tree.map(jnp.add, *both)
+    def rebuild(low, high):
+        return _switched(low, high, detector, groups, inside_feedback=True)
 
-    def for_feedback():
-        return _switched(feedback_form(low), feedback_form(high), detector, groups, inside_feedback=True)
-
-    whole = Reducer(init, reduce, law=weakest([low, high]), for_feedback=for_feedback, held=held)
+    # Inside feedback the detector must look at what was sent, so that form differs even if those of the parts do not.
+    forms = forward_forms(rebuild, low, high, shards=False)
+    if not inside_feedback and forms.contraction is None:
+        forms = forms._replace(contraction=rebuild(low, high))
+    whole = Reducer(init, reduce, weakest(low, high), forms)
     return whole if groups is None else _each_group(whole, groups)
 
 
@@ -324,15 +324,12 @@ def _each_group(reducer: Reducer, groups: Callable[[str, Like], str]) -> Reducer
         return per_leaf(groups, dict.fromkeys(sorted(labels), reducer))
 
     def init(like):
-        return 0 if is_stand_in(like) else policy(like).init(like)
+        return 0 if is_map_params_placeholder(like) else policy(like).init(like)
 
-    def reduce(updates, state, comm, **agreed):
-        return policy(updates).reduce(updates, state, comm, **agreed)
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
+        return policy(updates).reduce(updates, state, comm, extras)
 
-    def held(state, like, comm):
-        return held_by(policy(like), state, like, comm)
-
-    return reducer._replace(init=init, reduce=reduce, held=held)
+    return reducer._replace(init=init, reduce=reduce)
 
 
 def accordion_batch(small: int, large: int) -> Callable[[int, CriticalRegimeState], int]:

@@ -16,7 +16,7 @@ from ..compressors.optimal_levels import grid, optimal_levels, ratio_histogram
 from ..compressors.rounding import check_buckets
 from ..compressors.rows import largest_magnitude, powers_below
 from ..wire.flat import concatenate
-from .base import Reduced, Reducer, from_rounds, rounds_of
+from .base import Forms, Reduced, Reducer, as_generator, from_generator
 from .compressed import CompressedState, compressed
 
 Norm = Literal["max", "l2"]
@@ -141,7 +141,7 @@ def alq(
         return fit_levels(folded(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
 
     first = powers(count, jnp.float32(0.5), lowest=lowest)
-    return _adaptive(_Plan("alq", first, statistics, fit, code, due, seed))
+    return _with_contraction(_Plan("alq", first, statistics, fit, code, due, seed))
 
 
 def amq(
@@ -207,7 +207,7 @@ def amq(
     def fit(sums):
         return powers(count, best_multiplier(truncated_normals(mixture_of(sums)), count))
 
-    return _adaptive(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
+    return _with_contraction(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
 
 
 def _check(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> None:
@@ -228,7 +228,12 @@ def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
     return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))
 
 
-def _adaptive(plan: _Plan) -> Reducer:
+def _with_contraction(plan: _Plan) -> Reducer:
+    contraction = _adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms())
+    return _adaptive(plan, Forms(contraction=contraction))
+
+
+def _adaptive(plan: _Plan, forms: Forms) -> Reducer:
     def init(like):
         return AdaptiveState(compressed(plan.code(plan.first), seed=plan.seed).init(like), plan.first)
 
@@ -245,8 +250,8 @@ def _adaptive(plan: _Plan) -> Reducer:
         del comm, flat
         return levels
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
         if not leaves:
             return Reduced(updates, updates), state
@@ -255,13 +260,10 @@ def _adaptive(plan: _Plan) -> Reducer:
         if flat.size:
             levels = comms.cond(plan.due(state.codes.count), fitted, kept, comm, flat, levels)
         reducer = compressed(plan.code(levels), seed=plan.seed)
-        reduced, codes = yield from rounds_of(reducer, flat, state.codes, comm)
+        reduced, codes = yield from as_generator(reducer, flat, state.codes, comm)
         return Reduced(*(tree.unflatten(_parts(part, leaves)) for part in reduced)), AdaptiveState(codes, levels)
 
-    def for_feedback():
-        return _adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))))
-
-    return from_rounds(plan.name, init, rounds, for_feedback=for_feedback)
+    return from_generator(plan.name, init, messages, forms=forms)
 
 
 def _parts(flat: Array, leaves: list[Array]) -> list[Array]:

@@ -9,7 +9,7 @@ from .._core.layers import forward_positions
 from .._core.trees import fold_keys
 from ..schedule.buckets import assign_buckets
 from ..wire.flat import concatenate, from_vectors, vector_likes
-from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
+from .base import NO_EXTRAS, Reduced, Reducer, as_generator, forward_forms, is_map_params_placeholder, run, weakest
 
 
 def bucketed(
@@ -98,41 +98,27 @@ def bucketed(
             out[i] = leaf
 
     def init(like):
-        if is_stand_in(like):
+        if is_map_params_placeholder(like):
             return 0
         # Buckets must not share their draws.
         return tuple(fold_keys(reducer.init(part), i) for i, (_, part) in enumerate(parts(like, _vector_like)))
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         leaves, structure = jax.tree.flatten(updates)
         means, owns, states = list(leaves), list(leaves), []
         for (members, part), bucket_state in zip(parts(updates, concatenate), state, strict=True):
-            reduced, bucket_state = drive(rounds_of(reducer, part, bucket_state, comm, **agreed), comm)
+            reduced, bucket_state = run(as_generator(reducer, part, bucket_state, comm, extras), comm)
             states.append(bucket_state)
             write(means, members, reduced.mean)
             write(owns, members, reduced.own)
         return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
 
-    def held(state, like, comm):
-        leaves, structure = jax.tree.flatten(like)
-        out = list(leaves)
-        for (members, part), bucket_state in zip(parts(like, _vector_like), state, strict=True):
-            write(out, members, held_by(reducer, bucket_state, part, comm))
-        return structure.unflatten(out)
+    def rebuild(inner):
+        return bucketed(
+            inner, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=flat, layers=layers
+        )
 
-    return Reducer(
-        init,
-        reduce,
-        law=reducer.law,
-        held=held,
-        for_feedback=lambda: bucketed(
-            feedback_form(reducer),
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
-            flat=flat,
-            layers=layers,
-        ),
-    )
+    return Reducer(init, reduce, weakest(reducer), forward_forms(rebuild, reducer, shards=False))
 
 
 def _vector_like(leaves: list) -> jax.ShapeDtypeStruct:

@@ -10,9 +10,9 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Payload
 from ..compressors.base import Compressor
-from ..wire.encoded import contraction_form, mean_of_decoded, step_key
+from ..wire.encoded import mean_of_decoded, step_key
 from ..wire.flat import stacked, unstacked
-from .base import Reduced, Reducer, Wire, from_rounds
+from .base import Messages, Reduced, Reducer, forms_of, from_generator
 
 
 class CompressedState(NamedTuple):
@@ -55,8 +55,8 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
         del like
         return CompressedState(jax.random.key(seed), jnp.zeros((), jnp.int32))
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
         groups, stacks = stacked(leaves)
@@ -64,21 +64,19 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
         payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
         arrays, payload_tree = jax.tree.flatten(payloads)
         if compressor.summable:
-            received = yield Wire(mean=arrays)
+            received = yield Messages(mean=arrays)
             arrived = payload_tree.unflatten(received.mean)
             means = [_decode(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         else:
-            received = yield Wire(gather=arrays)
+            received = yield Messages(gather=arrays)
             arrived = payload_tree.unflatten(received.gather)
             means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         own = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
         reduced = Reduced(*(tree.unflatten(unstacked(groups, stacks)) for stacks in (means, own)))
         return reduced, state._replace(count=next_count(state.count))
 
-    def for_feedback():
-        return compressed(contraction_form(compressor), seed=seed)
-
-    return from_rounds("compressed", init, rounds, for_feedback=for_feedback)
+    forms = forms_of(compressor, lambda contraction: compressed(contraction, seed=seed))
+    return from_generator("compressed", init, messages, forms=forms)
 
 
 def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: DTypeLike | None = None) -> Array:

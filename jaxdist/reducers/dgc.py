@@ -12,7 +12,7 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Like, PyTree
 from ..compressors.sparse import Method, top_k
 from ..state.marks import PerWorker, with_value
-from .base import Reduced, Reducer, cast_like, drive, from_rounds, rounds_of
+from .base import NO_EXTRAS, Forms, Reduced, Reducer, as_generator, cast_like, from_generator, run
 from .compressed import CompressedState, compressed
 
 
@@ -108,9 +108,9 @@ def dgc(
             v = jax.tree.map(jnp.add, state.unsent.value, u)
         return u, v
 
-    def rounds_at(stage, updates, state, comm):
+    def messages_at(stage, updates, state, comm):
         u, v = accumulate(updates, state, comm)
-        reduced, inner = yield from rounds_of(stage, v, state.reducer, comm)
+        reduced, inner = yield from as_generator(stage, v, state.reducer, comm)
         # What was sent is v itself, bit for bit, so the difference is zero there. Where v was zero nothing was sent.
         v = jax.tree.map(jnp.subtract, v, reduced.own)
         if masking:
@@ -118,32 +118,31 @@ def dgc(
         state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
-    def for_feedback():
-        raise ValueError("dgc keeps what it does not send, with its momentum: use it without error feedback around it")
+    forms = Forms(no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback")
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
-        return (yield from rounds_at(stages[0], updates, state, comm))
+    def messages(updates, state, comm, extras):
+        del extras
+        return (yield from messages_at(stages[0], updates, state, comm))
 
     if not warmup_steps:
-        return from_rounds("dgc", init, rounds, for_feedback=for_feedback)
+        return from_generator("dgc", init, messages, forms=forms)
 
     def from_stage(number):
-        def run(comm, updates, state):
-            return drive(rounds_at(stages[number], updates, state, comm), comm)
+        def reduce_at_stage(comm, updates, state):
+            return run(messages_at(stages[number], updates, state, comm), comm)
 
         def choose(comm, updates, state):
             early = state.reducer.count < ends[number]
-            return comms.cond(early, run, from_stage(number + 1), comm, updates, state)
+            return comms.cond(early, reduce_at_stage, from_stage(number + 1), comm, updates, state)
 
-        return choose if number < len(ends) else run
+        return choose if number < len(ends) else reduce_at_stage
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
+        del extras
         with jax.named_scope("dgc"):
             return from_stage(0)(comm, updates, state)
 
-    return Reducer(init, reduce, for_feedback=for_feedback)
+    return Reducer(init, reduce, forms=forms)
 
 
 def _wide(like: Like) -> jax.ShapeDtypeStruct:

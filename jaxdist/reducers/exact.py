@@ -1,9 +1,13 @@
 """The plain mean: what every other reducer is measured against."""
 
+from functools import partial
+
 import jax
 
+from .._core.types import State, Updates
+from ..comm.base import Comm
 from ..wire.shards import rows
-from .base import Reduced, Reducer, Wire, from_rounds
+from .base import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer, from_generator
 
 
 def exact() -> Reducer:
@@ -28,20 +32,22 @@ def exact() -> Reducer:
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
+    return from_generator("exact", lambda like: (), _messages, law=Law.MEAN, forms=Forms(shards=_shards))
 
-    def rounds(updates, state, comm, **agreed):
-        del comm, agreed
-        leaves, tree = jax.tree.flatten(updates)
-        received = yield Wire(mean=leaves)
-        return Reduced(tree.unflatten(received.mean), updates), state
 
-    def to_pieces(updates, state, comm, *, pods=1, **agreed):
-        del agreed
-        leaves, tree = jax.tree.flatten(updates)
-        received = yield Wire(scatter=[rows(leaf, comm.size, pods=pods) for leaf in leaves])
-        return Reduced(tree.unflatten(received.scatter), updates), state
+def _messages(updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+    del comm, extras
+    leaves, tree = jax.tree.flatten(updates)
+    received = yield Messages(mean=leaves)
+    return Reduced(tree.unflatten(received.mean), updates), state
 
-    def scatter():
-        return from_rounds("exact_scatter", lambda like: (), to_pieces, plain=True)
 
-    return from_rounds("exact", lambda like: (), rounds, plain=True, scatter=scatter)
+def _shards(groups: int) -> Reducer:
+    return from_generator("exact_shards", lambda like: (), partial(_shard_messages, groups), law=Law.MEAN)
+
+
+def _shard_messages(groups: int, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+    del extras
+    leaves, tree = jax.tree.flatten(updates)
+    received = yield Messages(scatter=[rows(leaf, comm.size, groups=groups) for leaf in leaves])
+    return Reduced(tree.unflatten(received.scatter), updates), state

@@ -9,15 +9,18 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Like, State, Updates
 from ..state.marks import PerWorker, with_value
 from .base import (
+    HAS_FEEDBACK,
+    Extras,
+    Forms,
+    Law,
     Reduced,
     Reducer,
-    already_corrected,
+    as_generator,
     cast_like,
-    feedback_form,
-    from_rounds,
-    held_by,
-    rounds_of,
-    scatter_form,
+    contraction_of,
+    forward_forms,
+    from_generator,
+    weakest,
 )
 
 
@@ -90,7 +93,7 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
     """
     if not 0 < decay <= 1:
         raise ValueError(f"decay must be in (0, 1], got {decay}")
-    return _with_feedback(feedback_form(reducer), decay, with_learning_rate)
+    return _with_feedback(contraction_of(reducer), decay, with_learning_rate)
 
 
 def _with_feedback(inner: Reducer, decay: float, with_learning_rate: bool) -> Reducer:
@@ -98,41 +101,31 @@ def _with_feedback(inner: Reducer, decay: float, with_learning_rate: bool) -> Re
         wide = jax.tree.map(_wide, like)
         return ErrorFeedbackState(inner.init(wide), PerWorker(jax.tree.map(_zeros, like)))
 
-    def rounds(updates, state, comm, **agreed):
+    def messages(updates, state, comm, extras):
         old = state.residual.value
-        rate = _rate(agreed) if with_learning_rate else 1.0
+        rate = _rate(extras) if with_learning_rate else 1.0
         # At a rate of zero nothing of the mean reaches the parameters, nor does the debt.
         factor = jnp.where(rate == 0, 0, decay / jnp.where(rate == 0, 1, rate)) if with_learning_rate else decay
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _times(e, factor), updates, old)
-        reduced, inner_state = yield from rounds_of(inner, corrected, state.reducer, comm, **agreed)
+        reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
         residual = jax.tree.map(_left, corrected, reduced.own)
         if with_learning_rate:
             residual = jax.tree.map(lambda new, e: jnp.where(rate == 0, e, _times(new, rate)), residual, old)
         state = ErrorFeedbackState(inner_state, with_value(state.residual, residual))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
-    def held(state, like, comm):
-        return held_by(inner, state.reducer, jax.tree.map(_wide, like), comm)
-
-    return from_rounds(
-        "error_feedback",
-        init,
-        rounds,
-        law=inner.law,
-        for_feedback=already_corrected,
-        held=held,
-        scatter=None
-        if inner.scatter is None
-        else lambda: _with_feedback(scatter_form(inner), decay, with_learning_rate),
+    forms = forward_forms(lambda inner: _with_feedback(inner, decay, with_learning_rate), inner)
+    return from_generator(
+        "error_feedback", init, messages, law=weakest(inner), forms=forms._replace(no_feedback=HAS_FEEDBACK)
     )
 
 
-def _rate(agreed) -> Array:
-    if agreed.get("learning_rate") is None:
+def _rate(extras: Extras) -> Array:
+    if extras.learning_rate is None:
         raise ValueError(
             "error_feedback(with_learning_rate=True) needs the rate of this step: pass learning_rate= to the update"
         )
-    return jnp.asarray(agreed["learning_rate"])
+    return jnp.asarray(extras.learning_rate)
 
 
 def _left(corrected: Array, own: Array) -> Array:
@@ -185,8 +178,8 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     """
     if not 0 < eta <= 1:
         raise ValueError(f"eta must be in (0, 1], got {eta}")
-    inner = feedback_form(reducer)
-    if inner.law == "unbiased":
+    inner = contraction_of(reducer)
+    if inner.law == Law.UNBIASED:
         raise ValueError(
             "ef21 advances the agreed mean by what arrives, and noise on the way would pile up in it (law "
             '"unbiased"): keep it in a server residual, two_shot(..., server_feedback=True)'
@@ -199,19 +192,19 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
         momentum = PerWorker(zeros() if eta < 1 else ())
         return EF21State(inner.init(jax.tree.map(_wide, like)), PerWorker(zeros()), zeros(), momentum)
 
-    def rounds(updates, state, comm, **agreed):
+    def messages(updates, state, comm, extras):
         target = cast_like(updates, state.mean)
         momentum = state.momentum
         if eta < 1:
             target = jax.tree.map(lambda v, x: (1 - eta) * v + eta * x, momentum.value, target)
             momentum = with_value(momentum, target)
         change = jax.tree.map(jnp.subtract, target, state.own.value)
-        reduced, inner_state = yield from rounds_of(inner, change, state.reducer, comm, **agreed)
+        reduced, inner_state = yield from as_generator(inner, change, state.reducer, comm, extras)
         own = jax.tree.map(jnp.add, state.own.value, reduced.own)
         mean = jax.tree.map(jnp.add, state.mean, reduced.mean)
         state = EF21State(inner_state, with_value(state.own, own), mean, momentum)
         return Reduced(cast_like(mean, updates), own), state
 
     # What servers hold lies between the mean and that of `own`, once: that is not what "telescoping" says.
-    law = "exact" if inner.law == "exact" else "none"
-    return from_rounds("ef21", init, rounds, law=law, for_feedback=already_corrected)
+    law = Law.EXACT if inner.law <= Law.EXACT else Law.NONE
+    return from_generator("ef21", init, messages, law=law, forms=Forms(no_feedback=HAS_FEEDBACK))

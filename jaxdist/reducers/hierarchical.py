@@ -11,7 +11,24 @@ from ..comm.base import Comm
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
 from ..wire.shards import cleared
-from .base import Reduced, Reducer, drive, held_by, is_stand_in, rounds_of, scatter_form
+from .base import (
+    NO_EXTRAS,
+    Extras,
+    Forms,
+    Law,
+    Reduced,
+    Reducer,
+    as_generator,
+    is_map_params_placeholder,
+    run,
+    shards_of,
+    weakest,
+)
+
+_NO_FEEDBACK = (
+    "error feedback around hierarchical() makes the residuals of the workers of one pod diverge: put it inside, "
+    "hierarchical(inner=exact(), outer=error_feedback(...))"
+)
 
 
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
@@ -50,40 +67,42 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209,
       2023.
     """
-    if inner.scatter is None:
+    if inner.forms.shards is None:
         raise ValueError(
             "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
             "compress on the slow links, with outer=..."
         )
-    first = inner.scatter()
-    multiple = 1 if inner.plain else MULTIPLE
+    first = shards_of(inner)
+    plain = inner.law == Law.MEAN
+    multiple = 1 if plain else MULTIPLE
 
     def init(like):
-        if is_stand_in(like):
+        if is_map_params_placeholder(like):
             return 0
         likes = vector_likes(jax.tree.leaves(like))
         spread = _spread(outer.init(likes), {flat.shape for flat in likes}, multiple)
-        return spread if inner.plain else (first.init(likes), spread)
+        return spread if plain else (first.init(likes), spread)
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         fast, slow = _levels(comm)
         leaves, structure = jax.tree.flatten(updates)
         flats = vectors(leaves)
-        if inner.plain:
+        if plain:
             inner_state, chunks = None, [fast.reduce_scatter_mean(_rows(flat, fast.size)) for flat in flats]
         else:
             inner_state, state = state
-            chunks, inner_state = _in_pods(first, flats, inner_state, fast, slow, agreed)
-        reduced, plain = drive(rounds_of(outer, chunks, unmarked(state, leaves), slow, **agreed), slow)
-        state = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
+            chunks, inner_state = _in_pods(first, flats, inner_state, fast, slow, extras)
+        reduced, new = run(as_generator(outer, chunks, unmarked(state, leaves), slow, extras), slow)
+        state = jax.tree.structure(state).unflatten(jax.tree.leaves(new))
         mean, own = (structure.unflatten(whole(parts, leaves, comm)) for parts in reduced)
-        return Reduced(mean, comm.varying(own)), state if inner.plain else (inner_state, state)
+        return Reduced(mean, comm.varying(own)), state if plain else (inner_state, state)
 
-    def scatter():
-        last = scatter_form(outer)
+    def shards(groups):
+        del groups  # one level of `over` has no levels itself
+        last = shards_of(outer)
 
         def start(like):
-            if is_stand_in(like):
+            if is_map_params_placeholder(like):
                 return 0
             state = last.init(jax.tree.map(_flat, like))
             if any(map(is_mark, jax.tree.leaves(state, is_leaf=is_mark))):
@@ -93,21 +112,14 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
                 )
             return first.init(like), state
 
-        def to_pieces(updates, state, comm, **agreed):
+        def to_shards(updates, state, comm, extras=NO_EXTRAS):
             fast, slow = _levels(comm)
-            agreed = {**agreed, "pods": slow.size}
-            chunks, inner_state = _in_pods(first, updates, state[0], fast, slow, agreed)
-            reduced, outer_state = drive(rounds_of(last, chunks, state[1], slow, **(agreed | {"pods": 1})), slow)
+            form = shards_of(inner, slow.size)
+            chunks, inner_state = _in_pods(form, updates, state[0], fast, slow, extras, groups=slow.size)
+            reduced, outer_state = run(as_generator(last, chunks, state[1], slow, extras), slow)
             return Reduced(reduced.mean, updates), (inner_state, outer_state)
 
-        return Reducer(start, to_pieces, law="none")
-
-    def held(state, like, comm):
-        leaves, structure = jax.tree.flatten(like)
-        lengths = [-(-x.size // (comm.inner.size * multiple)) * multiple for x in vector_likes(leaves)]
-        chunks = [jax.ShapeDtypeStruct((n,), x.dtype) for n, x in zip(lengths, vector_likes(leaves), strict=True)]
-        parts = held_by(outer, unmarked(state if inner.plain else state[1], leaves), chunks, comm.outer)
-        return structure.unflatten(whole(parts, leaves, comm))
+        return Reducer(start, to_shards, Law.NONE)
 
     def unmarked(state, leaves):
         """The state with the marks of `outer` alone."""
@@ -116,17 +128,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     def whole(parts, leaves, comm):
         return from_vectors([comm.inner.all_gather(part).ravel() for part in parts], leaves)
 
-    def for_feedback():
-        raise ValueError(
-            "error feedback around hierarchical() lets the residuals of the workers of one pod drift apart for "
-            "ever: put it "
-            "inside, hierarchical(inner=exact(), outer=error_feedback(...))"
-        )
-
-    has_scatter = outer.scatter is not None
-    return Reducer(
-        init, reduce, law=outer.law, for_feedback=for_feedback, held=held, scatter=scatter if has_scatter else None
-    )
+    forms = Forms(shards=None if outer.forms.shards is None else shards, no_feedback=_NO_FEEDBACK)
+    return Reducer(init, reduce, weakest(outer), forms)
 
 
 def _levels(comm: Comm) -> tuple[Comm, Comm]:
@@ -139,16 +142,17 @@ def _levels(comm: Comm) -> tuple[Comm, Comm]:
 
 
 def _in_pods(
-    form: Reducer, updates: Updates, state: State, fast: Comm, slow: Comm, agreed: dict
+    form: Reducer, updates: Updates, state: State, fast: Comm, slow: Comm, extras: Extras, *, groups: int = 1
 ) -> tuple[Updates, State]:
     """The pieces of the mean of each pod. Pods draw different numbers, of keys that all agree on."""
-    pods = agreed.get("pods", 1)
 
     def is_key(leaf):
         return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
-    reduced, new = drive(rounds_of(form, updates, fold_keys(state, slow.index), fast, **agreed), fast)
-    means = jax.tree.map(lambda mean, x: cleared(mean, x.size, fast.size, fast.index, pods=pods), reduced.mean, updates)
+    reduced, new = run(as_generator(form, updates, fold_keys(state, slow.index), fast, extras), fast)
+    means = jax.tree.map(
+        lambda mean, x: cleared(mean, x.size, fast.size, fast.index, groups=groups), reduced.mean, updates
+    )
     return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 
 

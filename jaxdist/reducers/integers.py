@@ -15,7 +15,7 @@ from ..comm.base import Comm
 from ..compressors.random import uniform_hash
 from ..wire.encoded import step_key
 from ..wire.flat import fused, stacked, unstacked
-from .base import Reduced, Reducer, Wire, drive, from_rounds
+from .base import NO_EXTRAS, Messages, Reduced, Reducer, from_generator, run
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
 TINY = 1e-30  # so that a leaf of zeros has a scale
@@ -100,13 +100,13 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
             root = scale * math.sqrt(stack[0].size / (2 * comm.size))
             alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
         key = step_key(state.key, state.count, comm, shared=False)
-        means, owns = drive(_sum_of_integers(stacks, alphas, key, comm, bits), comm)
+        means, owns = run(_sum_of_integers(stacks, alphas, key, comm, bits), comm)
         reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
         new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
         return reduced, new
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
+        del extras
         _levels(bits, comm.size)
         with jax.named_scope("intsgd"):
             reduced, squares = comms.cond(state.count == 0, dense, coded, comm, updates, state)
@@ -156,19 +156,19 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
         del like
         return IntegerSumState(jax.random.key(seed), jnp.zeros((), jnp.int32))
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         levels = _levels(bits, comm.size)
         leaves, tree = jax.tree.flatten(updates)
         groups, stacks = stacked(leaves)
-        received = yield Wire(max=[_largest(stack) for stack in stacks])
+        received = yield Messages(max=[_largest(stack) for stack in stacks])
         alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
         key = step_key(state.key, state.count, comm, shared=False)
         means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
         reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
         return reduced, IntegerSumState(state.key, next_count(state.count))
 
-    return from_rounds("integer_sum", init, rounds)
+    return from_generator("integer_sum", init, messages)
 
 
 def _check_bits(bits: int) -> None:
@@ -195,7 +195,7 @@ def _largest(stack: Array) -> Float[Array, " k"]:
 
 def _sum_of_integers(
     stacks: list[Array], alphas: list[Float[Array, " k"]], key: Key[Array, ""], comm: Comm, bits: int
-) -> Generator[Wire, Wire, tuple[list[Array], list[Array]]]:
+) -> Generator[Messages, Messages, tuple[list[Array], list[Array]]]:
     """One round, of stacks of `k` leaves with a scale for each: the means, and what this worker contributed."""
     levels = _levels(bits, comm.size)
     # Scales as [k, 1, ...], in the dtype of the arithmetic.
@@ -209,7 +209,7 @@ def _sum_of_integers(
         rounded = jnp.floor(stack.astype(alpha.dtype) * alpha + noise)
         clipped = jnp.where(jnp.isnan(rounded), 0, jnp.clip(rounded, -levels, levels))
         codes.append(clipped.astype(WORDS[bits]))
-    received = yield Wire(sum=codes)
+    received = yield Messages(sum=codes)
 
     def decode(code, alpha, stack):
         return (code.astype(jnp.int32).astype(alpha.dtype) / alpha).astype(stack.dtype)

@@ -10,15 +10,15 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Int, Like, State
 from ..state.marks import PerWorker, with_value
 from .base import (
+    HAS_FEEDBACK,
     Reduced,
     Reducer,
-    already_corrected,
+    as_generator,
     cast_like,
-    feedback_form,
-    from_rounds,
-    held_by,
-    rounds_of,
-    scatter_form,
+    contraction_of,
+    forward_forms,
+    from_generator,
+    weakest,
 )
 
 LEVELS = 127
@@ -78,7 +78,7 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
         raise ValueError(f"reset_every must be at least 1, got {reset_every}")
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    return _with_memory(feedback_form(reducer), beta, reset_every, block)
+    return _with_memory(contraction_of(reducer), beta, reset_every, block)
 
 
 def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> Reducer:
@@ -87,11 +87,11 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
         error = jax.tree.map(lambda x: _store(jnp.zeros(x.shape, x.dtype), block), wide)
         return LoCoState(inner.init(wide), PerWorker(error, resize="zero"), jnp.zeros((), jnp.int32))
 
-    def rounds(updates, state, comm, **agreed):
+    def messages(updates, state, comm, extras):
         wide = jax.tree.map(_wide, updates)
         error = jax.tree.map(_restore, wide, state.error.value)
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, updates, error)
-        reduced, inner_state = yield from rounds_of(inner, corrected, state.reducer, comm, **agreed)
+        reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
         count = (state.count + 1) % reset_every  # a count of all steps would end, and with it the feedback
         keep = count != 0
 
@@ -101,18 +101,8 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
         error = with_value(state.error, jax.tree.map(remember, error, corrected, reduced.own))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), LoCoState(inner_state, error, count)
 
-    def held(state, like, comm):
-        return held_by(inner, state.reducer, jax.tree.map(_wide, like), comm)
-
-    return from_rounds(
-        "loco",
-        init,
-        rounds,
-        law=inner.law,
-        for_feedback=already_corrected,
-        held=held,
-        scatter=None if inner.scatter is None else lambda: _with_memory(scatter_form(inner), beta, reset_every, block),
-    )
+    forms = forward_forms(lambda inner: _with_memory(inner, beta, reset_every, block), inner)
+    return from_generator("loco", init, messages, law=weakest(inner), forms=forms._replace(no_feedback=HAS_FEEDBACK))
 
 
 def _wide(like: Like) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from .._core.types import Array, UInt
 from ..compressors.packing import pack, unpack
 from ..wire.flat import concatenate
-from .base import Reduced, Reducer, Wire, from_rounds
+from .base import Law, Messages, Reduced, Reducer, from_generator
 
 
 def majority_vote() -> Reducer:
@@ -24,7 +24,7 @@ def majority_vote() -> Reducer:
     *State*: none.
 
     Returns:
-      The reducer; its law is "none".
+      The reducer; its law is `Law.NONE`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -40,21 +40,21 @@ def majority_vote() -> Reducer:
       Efficient and Fault Tolerant", arXiv 1810.05291, 2018.
     """
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
         if not leaves:
             return Reduced(updates, updates), state
         bits = concatenate([(leaf >= 0).astype(jnp.uint8) for leaf in leaves])
         chunk = -(-bits.size // (8 * comm.size)) * 8
         rows = jnp.pad(bits, (0, comm.size * chunk - bits.size)).reshape(comm.size, chunk)
-        received = yield Wire(exchange=[pack(rows, 1)])
+        received = yield Messages(exchange=[pack(rows, 1)])
         ayes = jnp.sum(unpack(received.exchange[0], 1, chunk), axis=0, dtype=jnp.int32)
-        received = yield Wire(gather=[pack((2 * ayes >= comm.size).astype(jnp.uint8), 1)])
+        received = yield Messages(gather=[pack((2 * ayes >= comm.size).astype(jnp.uint8), 1)])
         votes = unpack(received.gather[0], 1, chunk).ravel()
         return Reduced(tree.unflatten(_signs(votes, leaves)), tree.unflatten(_signs(bits, leaves))), state
 
-    return from_rounds("majority_vote", lambda like: (), rounds, law="none")
+    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE)
 
 
 def _signs(bits: UInt[Array, " n"], leaves: list[Array]) -> list[Array]:

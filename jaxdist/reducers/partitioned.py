@@ -14,7 +14,7 @@ from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree
 from ..wire.encoded import after
 from ..wire.flat import MULTIPLE, alike, concatenate, from_vectors
-from .base import Reduced, Reducer, drive, feedback_form, held_by, is_stand_in, rounds_of
+from .base import NO_EXTRAS, Reduced, Reducer, as_generator, forward_forms, is_map_params_placeholder, run, weakest
 
 Order = Literal["priority", "fifo"] | Sequence[int]
 
@@ -94,36 +94,28 @@ def partitioned(
         return _in_order(_vectors(tree, numbers), partition_bytes, order)
 
     def init(like):
-        if is_stand_in(like):
+        if is_map_params_placeholder(like):
             return 0
         # Partitions must not share their draws.
         states = [reducer.init(_like(part)) for part in plan(like)]
         return tuple(fold_keys(state, i) for i, state in enumerate(states))
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         parts = plan(updates)
         leaves, structure = jax.tree.flatten(updates)
         flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
         reduced, states = [], []
         for part, part_state in zip(parts, state, strict=True):
             cut = _in_turn(flats[part.members][part.start : part.stop], [done.mean for done in reduced], window)
-            done, part_state = drive(rounds_of(reducer, cut, part_state, comm, **agreed), comm)
+            done, part_state = run(as_generator(reducer, cut, part_state, comm, extras), comm)
             reduced.append(done)
             states.append(part_state)
         mean, own = ([done[which] for done in reduced] for which in (0, 1))
         return Reduced(*(structure.unflatten(_joined(parts, of, leaves)) for of in (mean, own))), tuple(states)
 
-    def held(state, like, comm):
-        parts = plan(like)
-        leaves, structure = jax.tree.flatten(like)
-        vectors = [
-            held_by(reducer, part_state, _like(part), comm) for part, part_state in zip(parts, state, strict=True)
-        ]
-        return structure.unflatten(_joined(parts, vectors, leaves))
-
-    def for_feedback():
+    def rebuild(inner):
         return partitioned(
-            feedback_form(reducer),
+            inner,
             partition_bytes=partition_bytes,
             credit_bytes=credit_bytes,
             order=order,
@@ -131,7 +123,7 @@ def partitioned(
             layer_fn=layer_fn,
         )
 
-    return Reducer(init, reduce, law=reducer.law, held=held, for_feedback=for_feedback)
+    return Reducer(init, reduce, weakest(reducer), forward_forms(rebuild, reducer, shards=False))
 
 
 class _Part(NamedTuple):

@@ -1,13 +1,15 @@
 """Another reducer for each kind of leaf, with the collectives of all of them merged."""
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from .._core.types import Array, Like
+from .._core.types import Array, Like, PyTree
+from ..comm.base import Comm
 from ..wire.shards import length
-from .base import Reduced, Reducer, feedback_form, from_rounds, held_by, rounds_of, scatter_form, together, weakest
+from .base import Reduced, Reducer, as_generator, forward_forms, from_generator, interleave, weakest
 
 
 def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
@@ -37,84 +39,74 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
       >>> sorted(policy.init({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}))
       ['matrix', 'vector']
     """
+    return _per_leaf(label_fn, reducers, None)
+
+
+def _per_leaf(
+    label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None], groups: int | None
+) -> Reducer:
+    """The reducer; with `groups` its reduce-scatter form, around reducers in theirs."""
     parts = {label: reducer for label, reducer in reducers.items() if reducer is not None}
 
-    def labels_of(tree):
-        def label(path, leaf):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found = label_fn(name, leaf)
-            if found not in reducers:
-                what = f"leaf {name!r}" if name else "the tree, which is one leaf,"
-                raise ValueError(f"{what} has label {found!r}, but reducers has only {list(reducers)}")
-            return found
-
-        return [label(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-    def part(tree, labels, label):
+    def split(tree):
+        """The label of each leaf, and for each label the tree with the leaves of that label alone."""
+        labels = _labels_of(tree, label_fn, list(reducers))
         leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten([leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)])
+        return labels, {
+            label: structure.unflatten(
+                [leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)]
+            )
+            for label in parts
+        }
 
     def init(like):
-        labels = labels_of(like)
-        return {label: reducer.init(part(like, labels, label)) for label, reducer in parts.items()}
+        _, trees = split(like)
+        return {label: reducer.init(trees[label]) for label, reducer in parts.items()}
 
-    def rounds(updates, state, comm, *, zero=_zero, **agreed):
-        labels = labels_of(updates)
-        results = yield from together(
-            [
-                rounds_of(reducer, part(updates, labels, label), state[label], comm, **agreed)
-                for label, reducer in parts.items()
-            ]
+    def messages(updates, state, comm, extras):
+        labels, trees = split(updates)
+        results = yield from interleave(
+            [as_generator(reducer, trees[label], state[label], comm, extras) for label, reducer in parts.items()]
         )
-        structure = jax.tree.structure(updates)
-        reduced = {
-            label: [structure.flatten_up_to(tree) for tree in result] for label, (result, _) in zip(parts, results)
-        }
+        reduced = {label: result for label, (result, _) in zip(parts, results)}
 
-        def join(which, leaves):
-            chosen = [reduced[label][which][i] if label in parts else None for i, label in enumerate(labels)]
-            nothing = (zero, _zero)[which]
-            return structure.unflatten([nothing(leaf) if new is None else new for new, leaf in zip(chosen, leaves)])
+        def merge(which, zeros):
+            merged = []
+            structure = jax.tree.structure(updates)
+            found = {label: structure.flatten_up_to(result[which]) for label, result in reduced.items()}
+            for i, (label, leaf) in enumerate(zip(labels, jax.tree.leaves(updates))):
+                merged.append(found[label][i] if label in parts else zeros(leaf))
+            return structure.unflatten(merged)
 
-        leaves = jax.tree.leaves(updates)
-        new_state = {label: result[1] for label, result in zip(parts, results)}
-        return Reduced(join(0, leaves), join(1, leaves)), new_state
+        mean = merge(0, _zeros if groups is None else partial(_zero_shard, groups, comm))
+        new_state = {label: part_state for label, (_, part_state) in zip(parts, results)}
+        return Reduced(mean, merge(1, _zeros)), new_state
 
-    def scatter():
-        forms = {label: None if reducer is None else scatter_form(reducer) for label, reducer in reducers.items()}
-        form = per_leaf(label_fn, forms)
+    def rebuild(*inner):
+        inside = dict(zip(parts, inner, strict=True))
+        return _per_leaf(label_fn, {label: inside.get(label) for label in reducers}, groups)
 
-        def to_pieces(updates, state, comm, *, pods=1, **agreed):
-            def zero(leaf):
-                return jnp.zeros(pods * length(leaf.size, pods * comm.size), leaf.dtype)
-
-            assert form.rounds is not None
-            return form.rounds(updates, state, comm, zero=zero, pods=pods, **agreed)
-
-        return from_rounds("by_leaf_scatter", form.init, to_pieces, law=form.law)
-
-    def held(state, like, comm):
-        labels, structure = labels_of(like), jax.tree.structure(like)
-        trees = {
-            label: structure.flatten_up_to(held_by(reducer, state[label], part(like, labels, label), comm))
-            for label, reducer in parts.items()
-        }
-        leaves = enumerate(zip(jax.tree.leaves(like), labels))
-        return structure.unflatten([trees[label][i] if label in trees else _zero(leaf) for i, (leaf, label) in leaves])
-
-    return from_rounds(
-        "per_leaf",
-        init,
-        rounds,
-        law=weakest(parts.values()),
-        for_feedback=lambda: per_leaf(
-            label_fn,
-            {label: None if reducer is None else feedback_form(reducer) for label, reducer in reducers.items()},
-        ),
-        held=held,
-        scatter=scatter,
-    )
+    forms = forward_forms(rebuild, *parts.values())
+    return from_generator("per_leaf", init, messages, law=weakest(*parts.values()), forms=forms)
 
 
-def _zero(leaf: Like) -> Array:  # not zeros_like, which would be typed varying: nothing was sent, and all agree on it
+def _labels_of(tree: PyTree, label_fn: Callable[[str, Like], Hashable], known: list[Hashable]) -> list[Hashable]:
+    """The label of each leaf."""
+    labels = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        label = label_fn(name, leaf)
+        if label not in known:
+            where = f"leaf {name!r}" if name else "the tree, which is one leaf,"
+            raise ValueError(f"{where} has label {label!r}, but reducers has only {known}")
+        labels.append(label)
+    return labels
+
+
+def _zeros(leaf: Like) -> Array:
+    # Not zeros_like, which would be typed varying: these zeros were not communicated, and are equal on all workers.
     return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _zero_shard(groups: int, comm: Comm, leaf: Like) -> Array:
+    return jnp.zeros(groups * length(leaf.size, groups * comm.size), leaf.dtype)

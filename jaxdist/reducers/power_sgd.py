@@ -28,7 +28,7 @@ from ..wire.low_rank import (
     wide,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import Reduced, Reducer, Wire, drive, from_rounds
+from .base import NO_EXTRAS, Messages, Reduced, Reducer, from_generator, run
 from .exact import exact
 from .reducer_schedule import reducer_schedule
 
@@ -129,8 +129,8 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
     def init(like):
         return PowerSGDState(jnp.zeros((), jnp.int32), draw_right(like, 0))
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         leaves, structure = jax.tree.flatten(updates)
         factors = structure.flatten_up_to(state.q if warm_start else draw_right(updates, state.count))
         groups, rest = group_leaves(leaves, view)
@@ -140,7 +140,7 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         right = orthonormal([stack_factors(factors, group) for group in groups])
         rights = [q * room(q.shape[2], comm.size) for q in right]
         left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, rights)]
-        arrived = yield Wire(mean=to_send(groups, left, 0))
+        arrived = yield Messages(mean=to_send(groups, left, 0))
         bases = orthonormal(received(groups, arrived.mean, 0))  # the mean's scale does not matter
         # The barrier: XLA:CPU would fold the transposition into the products and do those slower.
         columns = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
@@ -148,7 +148,7 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
         local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(columns, scales, matrices)]
         sent = to_send(groups, local, 1)
-        arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
+        arrived = yield Messages(mean=[*sent, *(wide(leaves[i]) for i in rest)])
         mean = received(groups, arrived.mean, 1)
 
         means, owns, new_factors = list(leaves), list(leaves), list(factors)
@@ -164,7 +164,7 @@ def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, see
         reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
         return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
 
-    return from_rounds("power_sgd", init, rounds)
+    return from_generator("power_sgd", init, messages)
 
 
 class OneSidedState(NamedTuple):
@@ -186,7 +186,7 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
         return OneSidedState(jnp.ones((), bool), left, right)
 
     def step(from_right: bool) -> Callable:
-        def rounds(updates, old, new, always, comm):
+        def messages(updates, old, new, always, comm):
             """`old` is what to project on, `new` the factors to renew; `always` is true."""
             leaves, structure = jax.tree.flatten(updates)
             groups, rest = group_leaves(leaves, view)
@@ -199,7 +199,7 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
             product = "knm,krm->knr" if from_right else "knm,krn->krm"
             local = [jnp.einsum(product, m, b * scale) for m, b, scale in zip(matrices, bases, scales)]
             sent = to_send(groups, local, sought)
-            arrived = yield Wire(mean=[*sent, *(wide(leaves[i]) for i in rest)])
+            arrived = yield Messages(mean=[*sent, *(wide(leaves[i]) for i in rest)])
             mean = received(groups, arrived.mean, sought)
 
             def approximate(factors):
@@ -221,14 +221,14 @@ def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -
         def reduce(comm, updates, state):
             always = state.from_right == from_right
             sides = (state.right, state.left) if from_right else (state.left, state.right)
-            reduced, renewed = drive(rounds(updates, *sides, always, comm), comm)
+            reduced, renewed = run(messages(updates, *sides, always, comm), comm)
             left, right = (renewed, state.right) if from_right else (state.left, renewed)
             return reduced, OneSidedState(~state.from_right, left, right)
 
         return reduce
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
+        del extras
         with jax.named_scope("power_sgd"):
             return comms.cond(state.from_right, step(True), step(False), comm, updates, state)
 

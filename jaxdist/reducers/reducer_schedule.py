@@ -11,7 +11,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, State, Updates
 from ..comm.base import Comm
-from .base import Reduced, Reducer, feedback_form, held_by, scatter_form, weakest
+from .base import NO_EXTRAS, Extras, Reduced, Reducer, forward_forms, weakest
 
 
 class SwitchState(NamedTuple):
@@ -63,34 +63,25 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
     def init(like):
         return SwitchState(jnp.zeros((), jnp.int32), first.init(like), then.init(like))
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         with jax.named_scope("reducer_schedule"):
             early = state.count < step
             parts = {"first": first, "then": then}
-            reduced, state = one_of_two(early, parts, updates, state, comm, **agreed)
+            reduced, state = one_of_two(early, parts, updates, state, comm, extras)
         return reduced, state._replace(count=next_count(state.count))
 
-    def held(state, like, comm):
-        both = held_by(first, state.first, like, comm), held_by(then, state.then, like, comm)
-        return jax.tree.map(jnp.add, *both)
-
-    def for_feedback():
-        return reducer_schedule(feedback_form(first), feedback_form(then), step)
-
-    def scatter():
-        return reducer_schedule(scatter_form(first), scatter_form(then), step)
-
-    return Reducer(init, reduce, law=weakest([first, then]), for_feedback=for_feedback, held=held, scatter=scatter)
+    forms = forward_forms(lambda first, then: reducer_schedule(first, then, step), first, then)
+    return Reducer(init, reduce, weakest(first, then), forms)
 
 
 def one_of_two(
-    choice: Array, reducers: Mapping[str, Reducer], updates: Updates, state: Any, comm: Comm, **agreed: Any
+    choice: Array, reducers: Mapping[str, Reducer], updates: Updates, state: Any, comm: Comm, extras: Extras
 ) -> tuple[Reduced, Any]:
     """Reduces with the first of two reducers if the agreed `choice` is true; each has the field of `state` named so."""
 
     def run(field):
         def branch(comm, updates, state):
-            reduced, inner = reducers[field].reduce(updates, getattr(state, field), comm, **agreed)
+            reduced, inner = reducers[field].reduce(updates, getattr(state, field), comm, extras)
             # With feedback, `own` is wider than the updates.
             own = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), reduced.own)
             return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})

@@ -13,7 +13,12 @@ from ..compressors.base import Compressor
 from ..wire.encoded import step_key
 from ..wire.flat import from_vectors, fused_bytes, vectors
 from ..wire.shards import cleared
-from .base import Reduced, Reducer, cast_like
+from .base import NO_EXTRAS, Forms, Reduced, Reducer, cast_like
+
+_NO_FEEDBACK = (
+    "error feedback around ring() feeds each worker the errors of whole partial sums, which grow with the number of "
+    "workers: use two_shot(), which sends the same bytes"
+)
 
 
 class RingState(NamedTuple):
@@ -61,8 +66,8 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
         del like
         return RingState(jax.random.key(seed), jnp.zeros((), jnp.int32))
 
-    def reduce(updates, state, comm, **agreed):
-        del agreed
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
         flats = vectors(leaves)
         sizes, own = [flat.size for flat in flats], [_rows(flat, comm.size) for flat in flats]
@@ -101,13 +106,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
         reduced = Reduced(cast_like(mean, updates), comm.varying(cast_like(own, updates)))
         return reduced, RingState(state.key, next_count(state.count))
 
-    def for_feedback():
-        raise ValueError(
-            "error feedback around ring() feeds each worker the errors of whole partial sums, which grow with the "
-            "number of workers: use two_shot(), which sends the same bytes"
-        )
-
-    return Reducer(init, reduce, for_feedback=for_feedback)
+    return Reducer(init, reduce, forms=Forms(no_feedback=_NO_FEEDBACK))
 
 
 def _rows(flat: Array, workers: int) -> Array:

@@ -1,6 +1,7 @@
 """Two shots: a coded reduce-scatter, then a coded gather. The bytes of an all-reduce, for any code."""
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,8 +15,8 @@ from ..compressors.base import Compressor
 from ..state.marks import Sharded, with_value
 from ..wire.encoded import contraction_form, mean_of_decoded, step_key
 from ..wire.flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
-from ..wire.shards import apart, cleared, joined, length, rows, side_by_side
-from .base import Law, Reduced, Reducer, Wire, cast_like, from_rounds, is_stand_in
+from ..wire.shards import apart, cleared, joined, rows, side_by_side
+from .base import Forms, Law, Messages, Reduced, Reducer, cast_like, forms_of, from_generator, is_map_params_placeholder
 
 
 class TwoShotState(NamedTuple):
@@ -58,7 +59,7 @@ def two_shot(
       seed: of the key.
 
     Returns:
-      The reducer. Its law is "telescoping" with a server residual, else "unbiased", or "none" for a biased code.
+      The reducer. Its law is `TELESCOPING` with a server residual, else `UNBIASED`, or `NONE` for a biased code.
 
     Raises:
       ValueError: server feedback with a code that states neither its contraction nor its variance.
@@ -81,19 +82,18 @@ def two_shot(
         raise ValueError(f'server_feedback must be True, False or "auto", got {server_feedback!r}')
     back = compressor if second is None else second
     keeps = back.variance is None if server_feedback == "auto" else server_feedback
-    law: Law = "telescoping" if keeps else "none" if back.variance is None else "unbiased"
     last = contraction_form(back) if keeps else back
 
     def init(like):
-        if is_stand_in(like):
+        if is_map_params_placeholder(like):
             return 0
         residuals = []
         for flat in vector_likes(jax.tree.leaves(like)) if keeps else []:
             residuals.append(Sharded(jnp.zeros(flat.shape, working_dtype(flat.dtype)), multiple=MULTIPLE))
         return TwoShotState(jax.random.key(seed), jnp.zeros((), jnp.int32), residuals)
 
-    def rounds(updates, state, comm, **agreed):
-        del agreed
+    def messages(updates, state, comm, extras):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
         flats = vectors(leaves)
         cut = [rows(flat, comm.size) for flat in flats]
@@ -112,7 +112,7 @@ def two_shot(
             for e, mean, payload, flat in zip(state.residuals, means, coded, flats)
         ]
         arrays, back_structure = jax.tree.flatten(coded)
-        received = yield Wire(gather=arrays)
+        received = yield Messages(gather=arrays)
 
         delivered = [
             _decode(last, arrived, rows)
@@ -122,50 +122,45 @@ def two_shot(
         mean, own = (cast_like(tree.unflatten(from_vectors(x, leaves)), updates) for x in (delivered, owns))
         return Reduced(mean, own), TwoShotState(state.key, next_count(state.count), residuals)
 
-    def to_pieces(updates, state, comm, *, pods=1, **agreed):
-        del agreed
+    def shard_messages(groups, updates, state, comm, extras):
+        del extras
         leaves, tree = jax.tree.flatten(updates)
-        groups = alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
-        cut = [side_by_side([leaves[i] for i in members], comm.size, pods=pods) for members in groups]
+        kinds = alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
+        cut = [side_by_side([leaves[i] for i in members], comm.size, groups=groups) for members in kinds]
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
         payloads, means = yield from _first_shot(compressor, cut, key, comm)
         pieces, owns = list(leaves), list(leaves)
-        for members, row, mean, payload in zip(groups, cut, means, payloads, strict=True):
+        for members, row, mean, payload in zip(kinds, cut, means, payloads, strict=True):
             inside = [leaves[i] for i in members]
             sent = _decode(compressor, payload, row).reshape(row.shape)
-            split = (apart(x, inside, comm.size, pods=pods) for x in (mean, sent))
+            split = (apart(x, inside, comm.size, groups=groups) for x in (mean, sent))
             for i, part, whole in zip(members, *split, strict=True):
-                pieces[i], owns[i] = part, joined(whole, leaves[i], pods=pods)
+                pieces[i], owns[i] = part, joined(whole, leaves[i], groups=groups)
         mean, own = (cast_like(tree.unflatten(x), updates) for x in (pieces, owns))
         return Reduced(mean, own), state._replace(count=next_count(state.count))
 
-    def scatter():
+    def shards(groups):
         def start(like):
-            return 0 if is_stand_in(like) else TwoShotState(jax.random.key(seed), jnp.zeros((), jnp.int32), [])
+            if is_map_params_placeholder(like):
+                return 0
+            return TwoShotState(jax.random.key(seed), jnp.zeros((), jnp.int32), [])
 
-        return from_rounds("two_shot_scatter", start, to_pieces)
+        return from_generator("two_shot_shards", start, partial(shard_messages, groups))
 
-    def held(state, like, comm):
-        leaves, tree = jax.tree.flatten(like)
-        sizes = [length(flat.size, comm.size) for flat in vector_likes(leaves)]
-        parts = [_fit(e.value, size) for e, size in zip(state.residuals, sizes, strict=True)]
-        return tree.unflatten(from_vectors([comm.all_gather(part).ravel() for part in parts], leaves))
-
-    def for_feedback():
-        return two_shot(contraction_form(compressor), second=back, server_feedback=server_feedback, seed=seed)
-
-    return from_rounds(
-        "two_shot",
-        init,
-        rounds,
-        law=law,
-        for_feedback=for_feedback,
-        held=held if keeps else None,
-        scatter=scatter,
+    forms: Forms = forms_of(
+        compressor,
+        lambda contraction: two_shot(contraction, second=back, server_feedback=server_feedback, seed=seed),
     )
+    return from_generator("two_shot", init, messages, law=_law(back, keeps), forms=forms._replace(shards=shards))
 
 
-FirstShot = Generator[Wire, Wire, tuple[list[Payload], list[Array]]]
+def _law(second: Compressor, keeps: bool) -> Law:
+    if keeps:
+        return Law.TELESCOPING
+    return Law.UNBIASED if second.variance is not None else Law.NONE
+
+
+FirstShot = Generator[Messages, Messages, tuple[list[Payload], list[Array]]]
 
 
 def _first_shot(compressor: Compressor, cut: Sequence[Array], key: Key[Array, ""], comm: Comm) -> FirstShot:
@@ -173,7 +168,7 @@ def _first_shot(compressor: Compressor, cut: Sequence[Array], key: Key[Array, ""
     keys = [jax.random.split(jax.random.fold_in(key, 2 * i), comm.size) for i in range(len(cut))]
     payloads = [jax.vmap(compressor.compress)(rows, draws) for rows, draws in zip(cut, keys, strict=True)]
     arrays, structure = jax.tree.flatten(payloads)
-    received = yield Wire(exchange=arrays)
+    received = yield Messages(exchange=arrays)
     means = [
         mean_of_decoded(_decoder(compressor, rows), arrived)
         for arrived, rows in zip(structure.unflatten(received.exchange), cut, strict=True)

@@ -10,7 +10,7 @@ from .._core.types import Array, Int, PyTree, State, UInt
 from ..comm.base import Sent
 from ..comm.counted import counted, total_bytes
 from ..state.marks import PerWorker, with_value
-from .base import Reducer, feedback_form, held_by
+from .base import NO_EXTRAS, Reducer, forward_forms, weakest
 
 
 class TrackedState(NamedTuple):
@@ -53,22 +53,16 @@ def with_stats(reducer: Reducer) -> Reducer:
         words = jnp.zeros(2, jnp.uint32)
         return TrackedState(reducer.init(like), jnp.zeros((), jnp.int32), words, PerWorker(zero))
 
-    def reduce(updates, state, comm, **agreed):
+    def reduce(updates, state, comm, extras=NO_EXTRAS):
         ledger: list[Sent] = []
-        reduced, inner = reducer.reduce(updates, state.reducer, counted(comm, ledger), **agreed)
+        reduced, inner = reducer.reduce(updates, state.reducer, counted(comm, ledger), extras)
         size = _square(updates)
         error = _square(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own)) / size
         error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
         sent = add_bytes(state.bytes, total_bytes(ledger))
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
-    def for_feedback():
-        return with_stats(feedback_form(reducer))
-
-    def held(state, like, comm):
-        return held_by(reducer, state.reducer, like, comm)
-
-    return Reducer(init, reduce, law=reducer.law, for_feedback=for_feedback, held=held)
+    return Reducer(init, reduce, weakest(reducer), forward_forms(with_stats, reducer, shards=False))
 
 
 def _square(tree: PyTree) -> Array:

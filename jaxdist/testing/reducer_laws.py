@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
 from ..comm.base import Comm
 from ..comm.groups import alone, nested
 from ..comm.over import over
-from ..reducers.base import Reducer, feedback_form, held_by
+from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
 from ..reducers.feedback import error_feedback
 from ..runtime.simulate import simulate
-from ..state.marks import PerWorker, named
+from ..state.marks import PerWorker, Sharded, is_mark, named
 from ..state.placement import init_state
 from ..wire.shards import length
 
@@ -31,7 +32,7 @@ DRAWS = 200
 
 
 class _Group(NamedTuple):
-    """Whom to simulate: so many workers along these axes; and one worker by itself, with as many levels."""
+    """The workers to simulate along these axes, and the group of a single worker with as many levels."""
 
     workers: int | Mapping[str, int]
     axis: AxisNames
@@ -40,20 +41,21 @@ class _Group(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What went in, `[steps, W, *s]`, the means `[steps, *s]`, what workers contributed, and the state at the end.
+    """Inputs and contributions `[steps, W, *s]`, the means `[steps, *s]`, and the last state.
 
-    `repaid`, like the means, is by how much each step lowered what servers hold.
+    `server` has, for each step, what the servers hold after it: the sum of the entries of the server residuals, and
+    the sum of the largest magnitudes of each.
     """
 
     inputs: PyTree
     means: PyTree
     owns: PyTree
-    repaid: PyTree
+    server: list[tuple[float, float]]
     state: State
 
-    def off(self) -> PyTree:
-        """What law "telescoping" says is zero."""
-        return jax.tree.map(lambda m, own, r: m - (own.mean(1) + r), self.means, self.owns, self.repaid)
+    def missing(self) -> PyTree:
+        """What each mean lacks of the mean contribution: zero by law "exact"."""
+        return jax.tree.map(lambda mean, own: own.mean(1) - mean, self.means, self.owns)
 
 
 def assert_reducer_laws(
@@ -69,13 +71,15 @@ def assert_reducer_laws(
     """Asserts that a reducer keeps its promises, for simulated workers with Gaussian updates.
 
     `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes; unmarked state and the
-    mean are agreed; the mean has the shapes and dtypes of the updates, in half precision too, and the pieces of a
+    mean are replicated; the mean has the shapes and dtypes of the updates, in half precision too, and the shards of a
     reduce-scatter form those of `Sharded(leaf, multiple=8)`. The step is traced once.
-    Law "exact": `mean == comm.mean(own)`, and a single worker gets back its own contribution. Law "telescoping": the
-    same plus what servers `held` before and less what they hold after. Law "unbiased": the same on average, over 200
-    steps and up to five standard errors. Zeros give finite means. Where the reducer may stand inside error feedback and
-    is not merely unbiased, the outputs telescope: the sum of the means, the mean residual and what servers hold make up
-    the sum of the mean updates.
+    Law "mean": `mean == comm.mean(updates)`, without state. Law "exact": `mean == comm.mean(own)`, and a single worker
+    gets back its own contribution. Law "telescoping": after each step, all that the means have lacked so far is in the
+    server residuals, the `Sharded` leaves of the state; the totals over all entries are equal, and no entry lacks more
+    than the residuals hold. Law "unbiased": the mean lacks nothing on average, over 200 steps and up to five standard
+    errors. Zeros give finite means. If error feedback accepts the reducer and the law is not merely "unbiased", the
+    outputs telescope: the sum of the means, the mean residual and the server residuals make up the sum of the mean
+    updates.
 
     Args:
       reducer: the reducer under test.
@@ -110,41 +114,65 @@ def assert_reducer_laws(
     zeros = jax.tree.map(jnp.zeros_like, batches[0])
     _law("zeros give finite means", _finite(run_on([zeros]).means), "the mean of zeros is not finite")
     _check_law(reducer, run, lambda: run_on([batches[0]] * DRAWS), tolerance * scale)
-    if reducer.law == "exact":
+    if reducer.law <= Law.EXACT:
         mine = jax.tree.map(lambda x: x[0], batches[0])
         single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
 
     try:
-        form = feedback_form(reducer)
+        form = contraction_of(reducer)
     except ValueError:
-        return  # it says itself that it may not stand inside error feedback
-    if form.law in ("exact", "telescoping"):
+        return  # error feedback refuses it
+    if form.law <= Law.TELESCOPING:
         run = _simulated(error_feedback(reducer), group, like)(batches)
-        delivered = jax.tree.map(
-            lambda means, repaid, e: (means - repaid).sum(0) + e,
+        undelivered = jax.tree.map(
+            lambda x, mean, e: (x.mean(1) - mean).sum(0) - e,
+            run.inputs,
             run.means,
-            run.repaid,
             _mean(run.state.residual.value, 0),
         )
-        expected = jax.tree.map(lambda x: x.sum(0), _mean(run.inputs, 1))
-        _close("feedback telescopes", delivered, expected, tolerance * scale * steps)
+        _check_held("feedback telescopes", undelivered, run.server[-1], tolerance * scale * steps)
 
 
-def _check_law(reducer: Reducer, run: _Run, many: Callable[[], _Run], tolerance: float) -> None:
-    if reducer.law == "exact":
+def _check_law(reducer: Reducer, run: _Run, run_many: Callable[[], _Run], tolerance: float) -> None:
+    if reducer.law == Law.MEAN:
+        _law("mean: no state", not jax.tree.leaves(run.state), f"the state is {run.state}")
+        _close("mean: mean == comm.mean(updates)", run.means, _mean(run.inputs, 1), tolerance)
+    if reducer.law <= Law.EXACT:
         _close("exact: mean == comm.mean(own)", run.means, _mean(run.owns, 1), tolerance)
-    if reducer.law == "telescoping":
-        _law("telescoping: says what is held", reducer.held is not None, "the reducer has no `held`")
-        off = run.off()
-        _close("telescoping: mean == comm.mean(own) + repaid", off, jax.tree.map(jnp.zeros_like, off), tolerance)
-    if reducer.law == "unbiased":
-        for path, off in jax.tree_util.tree_flatten_with_path(many().off())[0]:
-            noise = off.astype(jnp.float32).reshape(DRAWS, -1)
+    if reducer.law == Law.TELESCOPING:
+        so_far = jax.tree.map(lambda x: jnp.cumsum(x, axis=0), run.missing())
+        for step, held in enumerate(run.server):
+            lacking = jax.tree.map(lambda x, step=step: x[step], so_far)
+            _check_held("telescoping: server residuals have what the means lack", lacking, held, tolerance)
+    if reducer.law == Law.UNBIASED:
+        for path, missing in jax.tree_util.tree_flatten_with_path(run_many().missing())[0]:
+            noise = missing.astype(jnp.float32).reshape(DRAWS, -1)
             # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
             bound = 25 * float(jnp.sum(jnp.square(noise))) / DRAWS**2 + tolerance**2
             bias = float(jnp.sum(jnp.square(noise.mean(0))))
             _law("unbiased", bias <= bound, f"{named('the leaf', path)} is off by {bias**0.5:.3g} on average")
+
+
+def _check_held(name: str, lacking: PyTree, held: Sequence[float], tolerance: float) -> None:
+    """Checks that what the means lack is what the server residuals hold.
+
+    Only the reducer knows which entry of a residual belongs to which entry of a leaf, so compare the totals; and the
+    largest, which bounds every entry independently of the number of steps.
+    """
+    entries = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(lacking)]
+    total = float(sum(x.sum() for x in entries))
+    largest = max((float(np.abs(x).max(initial=0)) for x in entries), default=0.0)
+    rounding = tolerance * max(sum(x.size for x in entries), 1)
+    _law(name, abs(total - held[0]) <= rounding, f"they lack {total:.3g} in total, and servers hold {held[0]:.3g}")
+    _law(name, largest <= held[1] + tolerance, f"an entry lacks {largest:.3g}, and servers hold up to {held[1]:.3g}")
+
+
+def _held(state: State) -> tuple[float, float]:
+    """The sum of all entries of the server residuals, and the sum of the largest magnitude of each residual."""
+    marked = jax.tree.leaves(state, is_leaf=is_mark)
+    residuals = [np.asarray(mark.value, np.float64) for mark in marked if isinstance(mark, Sharded)]
+    return float(sum(x.sum() for x in residuals)), float(sum(np.abs(x).max(initial=0) for x in residuals))
 
 
 def _law(name: str, holds: bool, detail: str) -> None:
@@ -193,26 +221,23 @@ def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[
         except (NameError, ValueError) as error:  # from JAX, and from `comm.over`, where an axis is not bound
             raise AssertionError(f"law 'init needs shapes only and never communicates' broken: {error}") from error
         reduced, after = jax.eval_shape(
-            lambda x, state: reducer.reduce(x, state, single, step=0, learning_rate=0.1), updates, before
+            lambda x, state: reducer.reduce(x, state, single, Extras(0, 0.1)), updates, before
         )
         _law("the mean is like the updates", _same(_shapes(reduced.mean), updates), f"{updates} gave {reduced.mean}")
         _law("state keeps its tree, shapes and dtypes", _same(after, before), f"{before} became {after}")
-        if reducer.scatter is not None:
-            _check_pieces(reducer.scatter, updates, single)
+        if reducer.forms.shards is not None:
+            _check_shards(shards_of(reducer), updates, single)
 
 
-def _check_pieces(scatter: Callable[[], Reducer], updates: PyTree, single: Comm) -> None:
+def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
     """The reduce-scatter form of a single worker."""
     try:
-        form = scatter()
         before = jax.eval_shape(form.init, updates)
     except ValueError:
-        return  # it says itself that there is none
-    reduced, after = jax.eval_shape(
-        lambda x, state: form.reduce(x, state, single, step=0, learning_rate=0.1), updates, before
-    )
-    pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((length(math.prod(x.shape), 1),), x.dtype), updates)
-    _law("the pieces are cut like Sharded", _same(_shapes(reduced.mean), pieces), f"{pieces} came as {reduced.mean}")
+        return  # it refuses to be set up
+    reduced, after = jax.eval_shape(lambda x, state: form.reduce(x, state, single, Extras(0, 0.1)), updates, before)
+    shards = jax.tree.map(lambda x: jax.ShapeDtypeStruct((length(math.prod(x.shape), 1),), x.dtype), updates)
+    _law("shards are split like Sharded", _same(_shapes(reduced.mean), shards), f"{shards} came as {reduced.mean}")
     _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")
 
 
@@ -223,32 +248,31 @@ def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[
     def step(state, batch):
         traces.append(None)
         updates = jax.tree.map(lambda x: x[0], batch)
-        old, comm = state["kept"]["reducer"], over(group.axis)
-        reduced, kept = reducer.reduce(updates, old, comm)
-        repaid = jax.tree.map(jnp.subtract, *(held_by(reducer, which, updates, comm) for which in (old, kept)))
-        return {"kept": {"reducer": kept}, "mean": reduced.mean, "own": reduced.own, "repaid": repaid}, {}
+        reduced, kept = reducer.reduce(updates, state["kept"]["reducer"], over(group.axis), NO_EXTRAS)
+        return {"kept": {"reducer": kept}, "mean": reduced.mean, "own": reduced.own}, {}
 
     def make_state():
         initial = reducer.init(like)
         updates = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        # `mean` is unmarked: `simulate` refuses what may differ between workers. The reducer's state lies two levels
+        # `mean` is unmarked: `simulate` refuses what may differ between workers. The reducer's state is two levels
         # deep, since the marks around whole fields of a state are taken off.
-        return {"kept": {"reducer": initial}, "mean": updates, "own": PerWorker(updates), "repaid": updates}
+        return {"kept": {"reducer": initial}, "mean": updates, "own": PerWorker(updates)}
 
     simulated = simulate(step, group.workers, axis=group.axis)
     first = init_state(make_state, group.workers, axis=group.axis)
 
     def run(batches):
-        state, found = first, []
+        state, found, server = first, [], []
         for batch in batches:
             try:
                 state, _ = simulated(state, batch)
             except ValueError as error:
                 raise AssertionError(f"law 'the mean and unmarked state are agreed' broken: {error}") from error
-            found.append((state["mean"], state["own"].value, state["repaid"]))
+            found.append((state["mean"], state["own"].value))
+            server.append(_held(state["kept"]["reducer"]))
         _law("traced once", len(traces) == 1, f"{len(traces)} traces")
-        means, owns, repaid = _stack(found)
-        return _Run(_stack(batches), means, owns, repaid, state["kept"]["reducer"])
+        means, owns = _stack(found)
+        return _Run(_stack(batches), means, owns, server, state["kept"]["reducer"])
 
     return run
 

@@ -8,7 +8,7 @@ import optax
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Reducer
+from ..reducers.base import Extras, Law, Reducer
 from ..state.marks import bind
 from .local_gradients import check_leaves, check_local, reduce_weighted, refuse_model_axes
 from .model_axes import init_on_shards, reduce_on_shards
@@ -87,21 +87,21 @@ def all_reduce(
         check_shapes(updates, params)
         comm = over(axis)
         check_local(updates, axis)
-        agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
+        extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
 
         def reduce(updates, reducer_state):
             if specs is not None:
-                return reduce_on_shards(reducer, updates, reducer_state, specs, axis, agreed)
-            if not reducer.plain:
+                return reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
+            if reducer.law != Law.MEAN:
                 advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
                 refuse_model_axes("this reducer", advice)
-            reduced, new_state = reducer.reduce(updates, reducer_state, comm, **agreed)
+            reduced, new_state = reducer.reduce(updates, reducer_state, comm, extras)
             return reduced.mean, new_state
 
         if examples is not None:
             counted = jnp.asarray(examples) if divisor == "active" else jnp.asarray(examples) > 0
             examples = counted.astype(jnp.float32)
-        plain = reducer.plain and specs is None
+        plain = reducer.law == Law.MEAN and specs is None
         mean, reducer_state, some = reduce_weighted(
             reduce, updates, state.reducer, comm, examples, plain=plain, divide=divisor == "active"
         )

@@ -1,7 +1,6 @@
 """Reducing leaves that a further mesh axis (tensor parallelism) shards: each shard in a nested `shard_map`."""
 
 import math
-from typing import Any
 
 import jax
 import optax
@@ -10,7 +9,7 @@ from jax.sharding import PartitionSpec
 from .._core.compat import shard_map, varying_axes
 from .._core.types import AxisNames, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Reducer
+from ..reducers.base import Extras, Reducer
 from ..state.marks import PerWorker, axis_tuple, map_marked, with_value
 
 FLATTENED = (
@@ -44,7 +43,7 @@ def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
 
 
 def reduce_on_shards(
-    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, agreed: dict[str, Any]
+    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
 ) -> tuple[Updates, State]:
     """`reducer.reduce` on each shard; returns the mean and the new state."""
     specs = _expand(specs, updates)
@@ -64,7 +63,7 @@ def reduce_on_shards(
 
     def local(updates, state):
         plain = _without(map_marked(lambda marks, leaf: leaf[0] if marks_of(marks) else leaf, state), names)
-        reduced, plain = reducer.reduce(updates, plain, over(axis), **agreed)
+        reduced, plain = reducer.reduce(updates, plain, over(axis), extras)
         new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
         return reduced.mean, map_marked(close, new)
 

@@ -11,6 +11,11 @@ from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..compressors.combinators import scaled
 
+NO_CONTRACTION = (
+    "error feedback needs a contraction, and this compressor states neither its contraction δ nor its variance ω: "
+    "give the Compressor one of them, or use it without feedback"
+)
+
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
     """The key of this step, and of this worker unless the code wants the same one everywhere."""
@@ -24,10 +29,7 @@ def contraction_form(compressor: Compressor) -> Compressor:
         return compressor
     if compressor.variance is not None:
         return scaled(compressor)
-    raise ValueError(
-        "error feedback needs a contraction, and this compressor states neither its contraction δ nor its variance ω: "
-        "give the Compressor one of them, or use it without feedback"
-    )
+    raise ValueError(NO_CONTRACTION)
 
 
 def mean_of_decoded(decode: Callable[[Payload], Array], payloads: Payload) -> Array:

@@ -12,7 +12,7 @@ from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
-from ..reducers.base import Reducer, is_stand_in, scatter_form
+from ..reducers.base import Extras, Reducer, is_map_params_placeholder, shards_of
 from ..reducers.exact import exact
 from ..state.correspondence import NONE, beside
 from ..state.marks import Sharded, bind, is_mark, with_value
@@ -139,7 +139,7 @@ def zero_redundancy(
         check_state_code(state_compressor)
     inner = optax.with_extra_args_support(inner)
     advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
-    form = None if reducer is None else scatter_form(reducer, advice)
+    form = None if reducer is None else shards_of(reducer, advice=advice)
     code = None if compressor is None else contraction_form(compressor)
 
     def init(params) -> State:
@@ -167,7 +167,7 @@ def zero_redundancy(
         )
 
     def _reducer_state(params):
-        if form is None or is_stand_in(params):
+        if form is None or is_map_params_placeholder(params):
             return () if form is None else 0
         uncut = _uncut(params)
         return init_buckets(form, uncut, buckets_of(uncut, stage))
@@ -176,7 +176,7 @@ def zero_redundancy(
         residual = residual_of(params) if master_dtype is None else ()
         return CodedState(jax.random.key(0), jnp.zeros((), jnp.int32), residual)
 
-    def mean_parts(updates, params, state, examples, comm, agreed):
+    def mean_parts(updates, params, state, examples, comm, extras):
         """The part of the mean of each gradient that is this worker's, and whether there was any example."""
         if form is None:
             return jax.tree.map(lambda x: piece(x, comm), updates), state, True
@@ -185,7 +185,7 @@ def zero_redundancy(
         if examples is not None:
             weight, some = weight_of(examples, comm)
             updates = scale(updates, weight)
-        means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, agreed)
+        means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
         return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
 
     def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
@@ -204,8 +204,8 @@ def zero_redundancy(
             leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
             if examples is not None and any(map(is_mark, leaves)):
                 raise ValueError("gradients of Sharded parameters are means already: weigh the loss by the examples")
-            agreed = {name: extra_args[name] for name in ("step", "learning_rate") if name in extra_args}
-            means, reducer_state, some = mean_parts(uncut, _uncut(params), state.reducer, examples, comm, agreed)
+            extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
+            means, reducer_state, some = mean_parts(uncut, _uncut(params), state.reducer, examples, comm, extras)
             arrived = iter(jax.tree.leaves(means))
             mine = tree.unflatten([leaf.value if is_mark(leaf) else next(arrived) for leaf in leaves])
 

@@ -13,7 +13,7 @@ from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
-from ..reducers.base import Reducer, scatter_form
+from ..reducers.base import Reducer, shards_of
 from ..reducers.exact import exact
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE
@@ -125,7 +125,7 @@ def gathered(
         raise ValueError(f"secondary=True is for two levels of workers, axis=(slow, fast), got axis={axis!r}")
     if secondary and not remat:
         raise ValueError("secondary=True gathers again in the backward pass, which remat=False does not: leave one out")
-    form = scatter_form(reducer, "gathered(..., reducer=exact())")
+    form = shards_of(reducer, advice="gathered(..., reducer=exact())")
     keep, assemble = assembler(axis, form, compressor, secondary)
 
     def run(params, kept, *args):
@@ -193,7 +193,7 @@ def gathered_scan(
     if prefetch:
         if secondary:
             raise ValueError("prefetch=True gathers over all links in the backward pass too: leave out secondary")
-        keep, assemble = assembler(axis, scatter_form(reducer, "gathered(..., reducer=exact())"), compressor, False)
+        keep, assemble = assembler(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
         # Typed alike throughout, since what is gathered varies.
         stacked, x, args = over(axis).varying((stacked, x, args))
         return prefetched_scan(f, lambda params: assemble(params, keep(params)), stacked, x, args)

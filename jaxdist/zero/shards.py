@@ -12,7 +12,7 @@ from .._core.trees import fold_keys
 from .._core.types import Array, AxisNames, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
-from ..reducers.base import Reducer, drive, rounds_of
+from ..reducers.base import Extras, Reducer, as_generator, run
 from ..schedule.buckets import assign_buckets
 from ..state.marks import Sharded, axis_tuple, with_value
 from ..wire.flat import alike, fused, fused_bytes, stacked
@@ -76,14 +76,14 @@ def init_buckets(form: Reducer, params: Updates, buckets: Sequence[Sequence[int]
 
 
 def mean_pieces(
-    form: Reducer, updates: Updates, state: State, buckets: Sequence[Sequence[int]], comm: Comm, agreed: dict
+    form: Reducer, updates: Updates, state: State, buckets: Sequence[Sequence[int]], comm: Comm, extras: Extras
 ) -> tuple[Updates, State]:
     """The piece of the mean of each leaf that this worker owns; the collectives of one bucket after another's."""
     leaves, tree = jax.tree.flatten(updates)
     states = []
     for members, bucket_state in zip(buckets, state, strict=True):
         part = _only(updates, members)
-        reduced, bucket_state = drive(rounds_of(form, part, bucket_state, comm, **agreed), comm)
+        reduced, bucket_state = run(as_generator(form, part, bucket_state, comm, extras), comm)
         states.append(bucket_state)
         for i, leaf in zip(members, jax.tree.leaves(reduced.mean), strict=True):
             leaves[i] = leaf

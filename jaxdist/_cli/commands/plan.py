@@ -54,7 +54,7 @@ def plan(chosen: Plan) -> int:
     _check_target(chosen)
     config = _config(chosen.model)
     method = methods.parse_method(_spelled(chosen), chosen.optimizer)
-    if chosen.zero and method.reducer is not None and method.reducer.scatter is None:
+    if chosen.zero and method.reducer is not None and method.reducer.forms.shards is None:
         raise ValueError(
             f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "
             "two_shot:qsgd:4, two_shot:int8, and with --zero 1 or 2 also ef:two_shot:qsgd:4"

@@ -170,8 +170,8 @@ def parse_reducer(text: str) -> Reducer:
 
     Example:
       >>> from jaxdist._cli.spellings.parse import parse_reducer
-      >>> parse_reducer("ef:power_sgd:2").law
-      'exact'
+      >>> parse_reducer("ef:power_sgd:2").law.name
+      'EXACT'
     """
     prefix, _, rest = checked(text).partition(":")
     if prefix in FEEDBACK:
