@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwZ, int8": {"reducer": EXACT, "compressor": jc.int8()},
     "qgZ, int4": {"reducer": coded(jc.int4())},
     "qwZ int8 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int8()},
-    "qwZ int8 + qgZ int4 + hpZ": {"reducer": coded(jc.int4()), "compressor": jc.int8(), "secondary": True},
+    "qwZ int8 + qgZ int4 + hpZ": {"reducer": coded(jc.int4()), "compressor": jc.int8(), "secondary_partition": True},
     "qwZ int4 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int4()},
 }
 

@@ -77,7 +77,7 @@ def check(found, start, value, tolerance=1e-5):
 
 def test_two_levels_give_the_same_gradients():
     mesh = jd.make_mesh(PLACE, devices=jax.devices()[:W])
-    step = jd.distribute(gradient_step(loss_of(secondary=True, reducer=LEVELS)), mesh, axis=AXES)
+    step = jd.distribute(gradient_step(loss_of(secondary_partition=True, reducer=LEVELS)), mesh, axis=AXES)
     found, value = step(jd.place(cut(), mesh, axis=AXES), batch())
     check(found, params(), value)
 
@@ -85,14 +85,14 @@ def test_two_levels_give_the_same_gradients():
 @pytest.mark.parametrize("secondary", [False, True])
 def test_the_gradient_is_that_of_the_coded_parameters(secondary):
     """Straight through, at the parameters that everybody computed with, in forward and backward pass."""
-    step = jd.simulate(gradient_step(loss_of(compressor=jc.int8(), secondary=secondary)), PLACE, axis=AXES)
+    step = jd.simulate(gradient_step(loss_of(compressor=jc.int8(), secondary_partition=secondary)), PLACE, axis=AXES)
     found, value = step(jd.place(cut(), PLACE, axis=AXES), batch())
     check(found, coded_parts(jc.int8(), params()), value, 2e-6)
 
 
 def test_coded_gradients():
     """4 bits twice; leaves that are not cut keep their local gradient."""
-    options = {"compressor": jc.int8(), "secondary": True, "reducer": QGZ}
+    options = {"compressor": jc.int8(), "secondary_partition": True, "reducer": QGZ}
     step = jd.simulate(gradient_step(loss_of(**options)), PLACE, axis=AXES)
     start = cut()
     found, _ = step(jd.place(start, PLACE, axis=AXES), batch())
@@ -146,7 +146,7 @@ def test_bytes_between_pods():
     flat, nothing = ops()
     assert not nothing
     assert total(flat) == 3 * 3 / 4 * 4 * entries
-    plus, inside = ops(compressor=jc.int8(), secondary=True, reducer=QGZ)
+    plus, inside = ops(compressor=jc.int8(), secondary_partition=True, reducer=QGZ)
     part = entries // W
     gathers = [op for op in plus if op.kind == "all-gather"]
     assert sum(op.count for op in gathers) == layers  # forward only
@@ -156,16 +156,16 @@ def test_bytes_between_pods():
     assert len(gathers) + len(scatters) == len(plus)
     assert sum(op.count for op in inside if op.kind == "all-gather") == 2 * layers
     assert total(flat) > 15 * total(plus)
-    levels, _ = ops(secondary=True, reducer=LEVELS)
+    levels, _ = ops(secondary_partition=True, reducer=LEVELS)
     assert total(levels) == 2 * 4 * part
     assert total(levels) > 4 * total(plus)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match=r"two levels of workers, axis=\(slow, fast\), got axis='data'"):
-        gathered(layer, secondary=True)
+        gathered(layer, secondary_partition=True)
     with pytest.raises(ValueError, match="remat=False does not"):
-        gathered(layer, secondary=True, axis=AXES, remat=False)
+        gathered(layer, secondary_partition=True, axis=AXES, remat=False)
     with pytest.raises(ValueError, match="no reduce-scatter form"):
         gathered(layer, reducer=jd.power_sgd(rank=2))
     fed = gathered(layer, reducer=jd.error_feedback(jd.two_shot(jc.int4())), axis=None)

@@ -102,7 +102,7 @@ def test_steps_that_are_nan_at_zero_gradients(dtype, inner, options):
 def test_gathered_codes_see_no_padding(secondary):
     """Cut parameters that some other optimizer has moved, padding and all."""
     axis = ("pod", "chip") if secondary else "data"
-    layer = jd.zero.gathered(lambda p: p["w"], axis=axis, compressor=INT8, secondary=secondary)
+    layer = jd.zero.gathered(lambda p: p["w"], axis=axis, compressor=INT8, secondary_partition=secondary)
     state = jd.place(jd.zero.shard({"w": jnp.arange(1.0, 16)}, smallest=0), 4, axis="data")
     pieces = state["w"].value.at[15:].set(jnp.nan).reshape(2, 2, 8)
 

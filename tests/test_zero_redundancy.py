@@ -11,9 +11,9 @@ from tiny import TrainState, assert_close
 
 import jaxdist as jd
 from jaxdist import analysis
+from jaxdist.wire.shards import piece
 from jaxdist.zero import shards
-from jaxdist.zero.parts import Part, on_parts
-from jaxdist.zero.shards import piece, whole
+from jaxdist.zero.parts import Part, all_gather_shards, on_parts
 
 ELEMENTWISE = {
     "adamw": optax.adamw(optax.cosine_decay_schedule(1e-2, 50)),
@@ -243,7 +243,7 @@ def test_on_parts():
         parts = tuple(Part(piece(array, comm), array.shape) for array in (x, y))
         found = on_parts(f, comm, (x, y), parts)
         return jax.tree.map(
-            lambda p: whole(p.value, p.shape, comm) if isinstance(p, Part) else p,
+            lambda p: all_gather_shards(p.value, p.shape, comm) if isinstance(p, Part) else p,
             found,
             is_leaf=lambda p: isinstance(p, Part),
         )

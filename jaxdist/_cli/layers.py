@@ -144,4 +144,4 @@ def _flops(eqn: Any) -> float:
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-    return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn.params.values()) for inside in part.jaxpr.eqns)
+    return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn) for inside in part.jaxpr.eqns)

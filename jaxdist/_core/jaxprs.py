@@ -1,9 +1,11 @@
-"""Reading a jaxpr: which primitives work elementwise, and which inputs each output depends on."""
+"""Interpreters of jaxprs: their equations, evaluation by a rule for each equation, and dependence on inputs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
-from .compat import ClosedJaxpr, Jaxpr, Literal
+from .compat import ClosedJaxpr, Jaxpr, Literal, scan_sizes
 
 # Entry `i` of the result depends on entry `i` of the operands.
 ELEMENTWISE = frozenset(
@@ -14,23 +16,38 @@ ELEMENTWISE = frozenset(
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-# They keep the order of entries.
+# These keep the order of entries.
 RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
-# They change the type of an array, and nothing in it.
+# These change the type of an array and none of its entries.
 CASTS = frozenset(("pvary", "pcast"))
-# Their condition and their bounds may be numbers beside arrays.
+# Their condition or bounds may be scalars while the other operands are arrays.
 TAKES_NUMBERS = frozenset(("select_n", "clamp"))
 
 
-def inner_jaxprs(values: Iterable[Any]) -> Iterable[Any]:
-    """The jaxprs among the parameters of an equation, closed."""
+LOOPS = ("scan", "while")
+# These run as a whole: none of their results is available before all operands are.
+INDIVISIBLE = (*LOOPS, "cond")
+
+
+def inner_jaxprs(equation: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation (branches, bodies), closed."""
+    return list(_jaxprs_among(equation.params.values()))
+
+
+def _jaxprs_among(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, ClosedJaxpr):
             yield value
         elif isinstance(value, Jaxpr):
             yield ClosedJaxpr(value, ())
         elif isinstance(value, tuple | list):
-            yield from inner_jaxprs(value)
+            yield from _jaxprs_among(value)
+
+
+def called_jaxpr(equation: Any, *, opaque: Sequence[str] = INDIVISIBLE) -> Any | None:
+    """The closed jaxpr that a call (`jit`, `checkpoint`, a custom derivative) runs once on its operands, or `None`."""
+    inside = inner_jaxprs(equation)
+    return inside[0] if len(inside) == 1 and equation.primitive.name not in opaque else None
 
 
 def apply_primitive(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -39,23 +56,53 @@ def apply_primitive(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return list(out) if equation.primitive.multiple_results else [out]
 
 
-# They run as a whole: no result of theirs is there before all operands are.
-INDIVISIBLE = ("scan", "while", "cond")
+def evaluate(
+    closed: Any,
+    rule: Callable[[Any, list[Any]], Sequence[Any]],
+    operands: Sequence[Any],
+    *,
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+    constant: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Evaluates a jaxpr over values of any kind.
+
+    Args:
+      closed: a closed jaxpr.
+      rule: `rule(equation, operands) -> results`. It evaluates calls itself, by `called_jaxpr` and `evaluate`.
+      operands: the values of the arguments.
+      literal: the value of a literal.
+      constant: the value of a constant that the jaxpr closes over.
+
+    Returns:
+      The values of the results.
+    """
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, map(constant, closed.consts), strict=True))
+    known |= zip(jaxpr.invars, operands, strict=True)
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, rule(equation, [read(atom) for atom in equation.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-class Spread(NamedTuple):
-    """`masks`: what each result depends on, as bits; `merges`: the equations whose operands carried different bits."""
+class LabelSets(NamedTuple):
+    """`masks`: the labels that each result depends on; `merges`: equations whose operands had different labels."""
 
     masks: list[int]
     merges: list[Any]
 
 
-def spread(closed: Any, masks: Sequence[int]) -> Spread:
-    """Carries sets of labels through a trace, from arguments to results.
+def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> LabelSets:
+    """Propagates sets of labels (bits of integers) through a trace, from arguments to results.
 
     Args:
       closed: a closed jaxpr.
-      masks: a set of bits for each argument.
+      masks: the labels of each argument.
+      loops: follow each value through loops, branches and effects. Otherwise these are indivisible: each of their
+        results depends on all operands, since none is available earlier.
 
     Returns:
       For each result the union over the arguments that it depends on.
@@ -64,22 +111,66 @@ def spread(closed: Any, masks: Sequence[int]) -> Spread:
     known: dict[Any, int] = dict(zip(jaxpr.invars, masks, strict=True))
     merges: list[Any] = []
 
-    def of(atom):
+    def read(atom: Any) -> int:
         return 0 if isinstance(atom, Literal) else known.get(atom, 0)
 
     for equation in jaxpr.eqns:
-        found = [of(atom) for atom in equation.invars]
-        inside = list(inner_jaxprs(equation.params.values()))
-        divisible = len(inside) == 1 and equation.primitive.name not in INDIVISIBLE
-        if divisible and len(inside[0].jaxpr.invars) == len(found):
-            results, inner = spread(inside[0], found)
+        operands = [read(atom) for atom in equation.invars]
+        union = reduce(or_, operands, 0)
+        body = None if loops and equation.effects else called_jaxpr(equation)
+        if loops and union and equation.primitive.name in _LOOP_RULES:
+            results = _LOOP_RULES[equation.primitive.name](equation, operands)
+        elif body is not None and _has_sizes(body.jaxpr, equation):
+            results, inner = propagate(body, operands, loops=loops)
             merges += inner
         else:
-            union = 0
-            for mask in found:
-                union |= mask
-            if any(mask not in (0, union) for mask in found):
+            if any(mask not in (0, union) for mask in operands):
                 merges.append(equation)
             results = [union] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
-    return Spread([of(atom) for atom in jaxpr.outvars], merges)
+        if loops and equation.effects and union:  # it may have written into a reference
+            known |= {atom: read(atom) | union for atom in equation.invars if not isinstance(atom, Literal)}
+    return LabelSets([read(atom) for atom in jaxpr.outvars], merges)
+
+
+def _has_sizes(jaxpr: Any, equation: Any) -> bool:
+    return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(equation.invars), len(equation.outvars))
+
+
+def _through_scan(equation: Any, operands: list[int]) -> list[int]:
+    consts, carried = scan_sizes(equation.params)
+    body = equation.params["jaxpr"]
+
+    def run_body(carry: list[int]) -> list[int]:
+        return propagate(body, [*operands[:consts], *carry, *operands[consts + carried :]], loops=True).masks
+
+    carry = _fixed_point(lambda carry: run_body(carry)[:carried], operands[consts : consts + carried])
+    return [*carry, *run_body(carry)[carried:]]
+
+
+def _through_while(equation: Any, operands: list[int]) -> list[int]:
+    first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    consts, carry = operands[first : first + second], operands[first + second :]
+    carry = _fixed_point(
+        lambda carry: propagate(equation.params["body_jaxpr"], [*consts, *carry], loops=True).masks, carry
+    )
+    # The number of rounds affects everything that the loop carries.
+    rounds = propagate(equation.params["cond_jaxpr"], [*operands[:first], *carry], loops=True).masks
+    return [mask | reduce(or_, rounds, 0) for mask in carry]
+
+
+def _through_cond(equation: Any, operands: list[int]) -> list[int]:
+    branches = [propagate(branch, operands[1:], loops=True).masks for branch in equation.params["branches"]]
+    return [reduce(or_, masks, operands[0]) for masks in zip(*branches, strict=True)]
+
+
+_LOOP_RULES = {"scan": _through_scan, "while": _through_while, "cond": _through_cond}
+
+
+def _fixed_point(body: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
+    """The labels of a loop's carry once any number of rounds has been run."""
+    while True:
+        after = [before | now for before, now in zip(carry, body(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from .._core.compat import ClosedJaxpr, Jaxpr
+from .._core.compat import ClosedJaxpr
+from .._core.jaxprs import inner_jaxprs
 from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarize
 from .hlo.reader import bits_of
 
@@ -71,9 +72,8 @@ def logical_collectives(
     closed = fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
     warnings: list[str] = []
 
-    def walk(jaxpr: Jaxpr | ClosedJaxpr, sizes: dict[str, int], where: str) -> list[Collective]:
-        inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-        return [op for equation in inner.eqns for op in visit(equation, sizes, where)]
+    def walk(closed: ClosedJaxpr, sizes: dict[str, int], where: str) -> list[Collective]:
+        return [op for equation in closed.jaxpr.eqns for op in visit(equation, sizes, where)]
 
     def visit(equation: Any, sizes: dict[str, int], where: str) -> list[Collective]:
         name, params = equation.primitive.name, equation.params
@@ -94,7 +94,7 @@ def logical_collectives(
             return found
         if name == "shard_map":
             sizes = {**sizes, **dict(params["mesh"].shape)}
-        found = [op for part in _jaxprs(params.values()) for op in walk(part, sizes, inside)]
+        found = [op for part in inner_jaxprs(equation) for op in walk(part, sizes, inside)]
         return repeat(found, params["length"]) if name == "scan" else found
 
     return summarize(walk(closed, sizes, ""), warnings)
@@ -138,13 +138,3 @@ def _branch_of(platforms: Sequence[tuple[str, ...] | None], platform: str) -> in
         if names is None or platform in names:
             return index
     raise ValueError(f"no branch of this platform_dependent is for {platform!r}; its branches are for {platforms}")
-
-
-def _jaxprs(values: Any) -> list[Jaxpr | ClosedJaxpr]:
-    found: list[Jaxpr | ClosedJaxpr] = []
-    for value in values:
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found += _jaxprs(value)
-    return found

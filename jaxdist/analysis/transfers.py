@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._core.compat import ClosedJaxpr, Jaxpr
+from .._core.jaxprs import inner_jaxprs
 
 
 class Transfers(NamedTuple):
@@ -49,20 +49,10 @@ def _count(jaxpr: Any) -> tuple[int, int]:
                 down += size if now and not was else 0
                 up += size if was and not now else 0
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        for inner in _inside(equation.params.values()):
-            inner_down, inner_up = _count(inner)
+        for inner in inner_jaxprs(equation):
+            inner_down, inner_up = _count(inner.jaxpr)
             down, up = down + times * inner_down, up + times * inner_up
     return down, up
-
-
-def _inside(values: Any):
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _inside(value)
 
 
 def _on_host(aval: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.jaxprs import spread
+from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State
 from ..schedule.forward_order import Layers
 from ..state.marks import MARKS
@@ -40,7 +40,7 @@ def ownership(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: 
     of_layer = [1 << i for i in of_params]
     of_state = [0] * len(jax.tree.leaves(state))
     while True:  # what the state takes up in one step it brings into the next
-        masks, merges = spread(closed, [*of_layer, *of_state, *of_layer])
+        masks, merges = propagate(closed, [*of_layer, *of_state, *of_layer])
         found = [old | new for old, new in zip(of_state, masks[len(of_layer) :], strict=True)]
         if found == of_state:
             break

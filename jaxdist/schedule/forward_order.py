@@ -107,7 +107,7 @@ def _first_uses(jaxpr: Any, variables: Sequence[Any]) -> list[tuple[int, ...] | 
             if arrays[0] in owner:
                 owner[equation.outvars[0]] = owner[arrays[0]]
             continue
-        inside = list(inner_jaxprs(equation.params.values()))
+        inside = inner_jaxprs(equation)
         deeper: list[tuple[int, ...] | None] = [()] * len(equation.invars)
         if inside and len(inside[0].jaxpr.invars) == len(equation.invars):
             deeper = _first_uses(inside[0].jaxpr, inside[0].jaxpr.invars)

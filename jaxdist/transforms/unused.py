@@ -1,13 +1,12 @@
 """Which parameters a loss does not reach."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.compat import Jaxpr, Literal, scan_sizes
-from .._core.jaxprs import inner_jaxprs
+from .._core.jaxprs import propagate
 from .._core.types import AxisNames, PyTree
 from ..state.marks import axis_tuple
 
@@ -56,72 +55,10 @@ def find_unused_parameters(
     for name in axis_tuple(axis):  # collectives of the loss, over an axis of no mesh
         gradient = jax.vmap(gradient, in_axes=None, axis_name=name, axis_size=2)
     traced = jax.make_jaxpr(gradient)(jnp.ones(()), _shapes(leaves), _shapes(args))
-    inputs = [True] + [False] * (len(traced.jaxpr.invars) - 1)
-    return structure.unflatten([not found for found in _reached(traced.jaxpr, inputs)])
+    # A single label: the cotangent. A gradient without it is zero.
+    labels = [1] + [0] * (len(traced.jaxpr.invars) - 1)
+    return structure.unflatten([not reached for reached in propagate(traced, labels, loops=True).masks])
 
 
 def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x, tree)
-
-
-def _reached(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results depend on the inputs that are marked; what is not known counts as depending."""
-    known = {var for var, marked in zip(jaxpr.invars, inputs, strict=True) if marked}
-
-    def depends(var):
-        return not isinstance(var, Literal) and var in known
-
-    for equation in jaxpr.eqns:
-        operands = [depends(var) for var in equation.invars]
-        if not any(operands):
-            continue
-        rule = _RULES.get(equation.primitive.name, _call)
-        known |= {var for var, marked in zip(equation.outvars, rule(equation, operands), strict=True) if marked}
-        if equation.effects:  # it may have written into a reference
-            known |= {var for var in equation.invars if not isinstance(var, Literal)}
-    return [depends(var) for var in jaxpr.outvars]
-
-
-def _call(equation: Any, operands: list[bool]) -> list[bool]:
-    """Of a call, what its program says; of a primitive, everything depends on everything."""
-    inside = [closed.jaxpr for closed in inner_jaxprs(equation.params.values())]
-    if len(inside) == 1 and not equation.effects:
-        sizes = (len(inside[0].invars), len(inside[0].outvars))
-        if sizes == (len(equation.invars), len(equation.outvars)):
-            return _reached(inside[0], operands)
-    return [True] * len(equation.outvars)
-
-
-def _scan(equation: Any, operands: list[bool]) -> list[bool]:
-    consts, carried = scan_sizes(equation.params)
-    body = equation.params["jaxpr"].jaxpr
-    carry, xs = operands[consts : consts + carried], operands[consts + carried :]
-    carry = _fixed_point(lambda carry: _reached(body, [*operands[:consts], *carry, *xs])[:carried], carry)
-    return [*carry, *_reached(body, [*operands[:consts], *carry, *xs])[carried:]]
-
-
-def _while(equation: Any, operands: list[bool]) -> list[bool]:
-    first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    body, condition = equation.params["body_jaxpr"].jaxpr, equation.params["cond_jaxpr"].jaxpr
-    consts, carry = operands[first : first + second], operands[first + second :]
-    carry = _fixed_point(lambda carry: _reached(body, [*consts, *carry]), carry)
-    return [True] * len(carry) if any(_reached(condition, [*operands[:first], *carry])) else carry
-
-
-def _cond(equation: Any, operands: list[bool]) -> list[bool]:
-    if operands[0]:
-        return [True] * len(equation.outvars)
-    branches = [_reached(branch.jaxpr, operands[1:]) for branch in equation.params["branches"]]
-    return [any(marks) for marks in zip(*branches, strict=True)]
-
-
-_RULES = {"scan": _scan, "while": _while, "cond": _cond}
-
-
-def _fixed_point(body: Callable[[list[bool]], list[bool]], carry: list[bool]) -> list[bool]:
-    """What a loop carries depends on what any round of it has put there."""
-    while True:
-        after = [was or now for was, now in zip(carry, body(carry), strict=True)]
-        if after == carry:
-            return carry
-        carry = after

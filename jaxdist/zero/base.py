@@ -1,5 +1,7 @@
-"""ZeRO: each worker keeps the optimizer state of a part of the model, and updates that part for all."""
+"""ZeRO stages 1 and 2: each worker keeps and updates one shard of the optimizer state, then all gather the updates."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,21 +23,21 @@ from ..transforms.optax_wrappers import check_shapes
 from ..wire.encoded import contraction_form
 from ..wire.flat import MULTIPLE
 from ..wire.shards import piece
-from .checks import check_agreed, check_cut, check_inner
-from .parts import Part, on_parts
-from .shards import buckets_of, cut_alone, init_buckets, mean_pieces, whole_again
-from .state_compression import check_state_code, compacted, compacted_again, expanded
-from .updates import CodedState, coded, coded_differences, differences, is_part, local, residual_of, taken
+from .checks import check_inner, check_replicated, check_sharding
+from .parts import Part, is_part, local_shard, on_parts
+from .shards import buckets_of, init_buckets, mean_pieces, shard_for_one_worker, unshard_for_one_worker
+from .state_compression import StateCodec, compressed_state, plain_state
+from .updates import Delivery, encoded_params, encoded_updates, plain_params, plain_updates
 
 EXACT = exact()
 
 
 class ZeroState(NamedTuple):
-    """What this worker keeps for its part of the model.
+    """The state that this worker keeps for its shard of the model.
 
-    `inner`: the state of the optimizer; what stands beside a parameter is `Sharded`, all else agreed. `master`: the
-    parameters in more precise numbers, `Sharded`, or `()`. `empty` counts steps without any example (agreed).
-    `reducer`: that of the gradients, for each bucket. `coded`: of the code of the updates, or `()`.
+    `inner`: the optimizer's state; arrays shaped like a parameter are `Sharded`, all others replicated. `master`: the
+    parameters in higher precision, `Sharded`, or `()`. `empty` counts the steps without any example (replicated).
+    `reducer`: the gradient reducer's state, one for each bucket. `coded`: the state of the compressed gather, or `()`.
     """
 
     inner: State
@@ -43,6 +45,26 @@ class ZeroState(NamedTuple):
     empty: Int[Array, ""]
     reducer: State
     coded: State
+
+
+class _Gradients(NamedTuple):
+    """How gradients become this worker's shards of their mean.
+
+    `init(params)` makes the state, and `reduce_to_shards(gradients, params, state, examples, arguments, comm)` returns
+    the shards, the new state, and a boolean: did any worker have an example?
+    """
+
+    init: Callable[[PyTree], State]
+    reduce_to_shards: Callable[..., tuple[Updates, State, Array | bool]]
+
+
+class _Config(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    gradients: _Gradients
+    codec: StateCodec
+    delivery: Delivery
+    master_dtype: Any
+    axis: AxisNames
 
 
 def zero_redundancy(
@@ -55,65 +77,64 @@ def zero_redundancy(
     state_compressor: Compressor | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Cuts the optimizer's state over the workers: each updates its part of the parameters, and all gather the updates.
+    """Shards the optimizer's state over the workers: each updates its shard of the parameters, and all gather updates.
 
-    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_part)`, `updates = all_gather(u)`: the bytes of an all-reduce, and
-    `K/W` instead of `K` bytes of state a parameter. It replaces `all_reduce`.
+    `g = reduce_scatter(g_w)`, `u, s = inner(g, s, θ_shard)`, `updates = all_gather(u)`: the bytes of an all-reduce, and
+    `K/W` instead of `K` bytes of state per parameter. It replaces `all_reduce`.
 
-    Leaves are cut flat, wherever the cuts fall, and yet any optimizer gives the result that it would give uncut: its
-    trace is evaluated on the parts. What it does entry by entry (Adam, SGD, Lion) stays so; norms of whole leaves or of
-    all of them (LAMB, LARS, clipping by the global norm) are sums over the workers, of four bytes each; what looks at
-    leaves in any other way (the rows and columns of Adafactor, the products of Muon) gathers them first.
+    Leaves are flattened and cut at arbitrary entries, and yet any optimizer gives the result that it would give on
+    whole arrays: its trace is evaluated on the shards. Entrywise operations (Adam, SGD, Lion) stay entrywise; norms of
+    one leaf or of all of them (LAMB, LARS, clipping by the global norm) become sums over the workers, of four bytes
+    each; for any other operation (the rows and columns of Adafactor, the products of Muon) the leaf is gathered first.
 
     *On the wire* for `n` entries in float32: a reduce-scatter and an all-gather, `2(W-1)/W · 4n` bytes sent (padded);
     on the CPU backend the reduce-scatter is an all-to-all. With `examples` four bytes more. With `reducer=None`, the
     all-gather alone, but `all_reduce` before it sends twice as much. Muon gathers its momentum and not its updates, the
-    same bytes; Adafactor one array more for each leaf that it factors. With codes, `(W-1)` times the bytes of a code of
-    `n/W` entries, for the gradients (`reducer`) and for the updates (`compressor`).
+    same bytes; Adafactor one more array for each leaf that it factors. With compression, `(W-1)` times the bytes of a
+    payload of `n/W` entries, for the gradients (`reducer`) and for the updates (`compressor`).
 
-    With `compressor`, all workers, the owner too, apply what the code of an update decodes to, so parameters stay
-    equal. What the code loses is owed: its owner adds it to the next update, and parameters never stray further than
-    one such residual from where uncoded updates would have led. With master parameters the difference between them and
-    the parameters is sent, and is the residual.
+    With `compressor`, all workers, including the owner, apply the decoded update, so parameters stay equal. The owner
+    adds the compression error, the residual, to its next update: the parameters never differ by more than one residual
+    from those of uncompressed updates. With master parameters, the difference between them and the parameters is sent,
+    and is the residual.
 
-    Parameters that are `Sharded` themselves (stage 3, `zero.gathered`) have gradients that are cut and averaged
-    already; for them nothing is sent here, unless `inner` asks for more than entries.
+    Parameters that are `Sharded` themselves (stage 3, `zero.gathered`) have gradients that are sharded and averaged
+    already; nothing is sent for them here, unless `inner` is not entrywise.
 
-    *State*: cut over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters; with
-    `compressor` a residual in float32, unless there are master parameters. That of the reducer: error feedback keeps a
-    whole gradient in float32 on each worker.
+    *State*: sharded over the workers, all of `inner`'s that is shaped like the parameters, and the master parameters;
+    with `compressor` a residual in float32, unless there are master parameters. The reducer's own: error feedback keeps
+    a whole gradient in float32 on each worker.
 
     Args:
-      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. What else its update is passed
-        must be agreed: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a mean for line
-        searches.
+      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. Extra arguments of its update
+        must be equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a
+        mean for line searches.
       stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
-        neither need all exist at once.
+        neither need exist in full at any time.
       reducer: averages the gradients, in its reduce-scatter form: `exact()`, `two_shot(qsgd(4))`,
         `error_feedback(two_shot(int4()))`, with two axes `hierarchical`. `None`: the gradients are means already,
         `optax.chain(jd.all_reduce(...), jd.zero_redundancy(..., reducer=None))`.
-      compressor: the code of the updates that are gathered, `compressors.int8()`. An unbiased one is scaled to a
-        contraction, as in error feedback. What `inner` computes whole is not sent and has no code (Muon).
+      compressor: compresses the updates that are gathered, `compressors.int8()`. An unbiased one is scaled to a
+        contraction, as in error feedback. Updates that `inner` computes in full are neither sent nor compressed (Muon).
       master_dtype: `jnp.float32` keeps the parameters in it beside the state and updates those: for bfloat16
         parameters, which lose small updates. The gather then sends the new parameters in their own dtype (with
-        `compressor`, the code of how they change).
-      state_compressor: how each worker keeps its part of the optimizer's large arrays between steps, as
-      `quantized_state` does:
-        `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes a parameter in place of `8 / W`, or
-        `compressors.cast(jnp.bfloat16, rounding="stochastic")`. The master parameters stay as they are.
+        `compressor`, the payload of their change).
+      state_compressor: compresses each worker's shard of the optimizer's large arrays between steps, as
+        `quantized_state` does: `compressors.dynamic_fp8(block=8)` for 8-bit Adam, `2 · (1 + 1/8) / W` bytes per
+        parameter instead of `8 / W`, or `compressors.cast(jnp.bfloat16, rounding="stochastic")`. Master parameters are
+        not compressed.
       axis: the mesh axis of the workers. Pods may differ: `local_steps(zero_redundancy(..., axis="chip"), ...,
-        axis="pod")`, and so inside `noloco` and `gossip`.
+        axis="pod")`, and likewise inside `noloco` and `gossip`.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
 
     Raises:
-      ValueError: `stage` is not 1 or 2, `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
-        `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters), the cuts
-        would go through blocks of `state_compressor`, the reducer has no reduce-scatter form, or the code states
-        neither
-        contraction nor variance; at trace time, what `all_reduce` raises, or if `params` are missing, or cut in another
-        way than `zero.shard` cuts them, or if, on a mesh, they or another argument differ between workers.
+      ValueError: `stage` is not 1 or 2; `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
+        `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters); shards
+        would cut through blocks of `state_compressor`; the reducer has no reduce-scatter form; or `compressor` states
+        neither contraction nor variance. At trace time: the errors of `all_reduce`; `params` are missing, or sharded in
+        another way than by `zero.shard`; or, on a mesh, they or an extra argument differ between workers.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -124,7 +145,7 @@ def zero_redundancy(
       ...     return {"w": state["w"] + updates["w"], "opt": opt}, {}
       >>> state = {"w": jnp.zeros(10), "opt": tx.init({"w": jnp.zeros(10)})}
       >>> state, _ = jd.simulate(step, workers=2)(jd.place(state, 2), jnp.ones(4))
-      >>> round(float(state["w"][0]), 3), state["opt"].inner[0].mu["w"].value.shape  # 2 parts of 8
+      >>> round(float(state["w"][0]), 3), state["opt"].inner[0].mu["w"].value.shape  # 2 shards of 8
       (0.1, (16,))
 
     References:
@@ -134,155 +155,192 @@ def zero_redundancy(
       arXiv 2306.10209, 2023.
     """
     if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 cuts the parameters too, see zero.gathered")
-    if state_compressor is not None:
-        check_state_code(state_compressor)
-    inner = optax.with_extra_args_support(inner)
-    advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
-    form = None if reducer is None else shards_of(reducer, advice=advice)
-    code = None if compressor is None else contraction_form(compressor)
+        raise ValueError(f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered")
+    if reducer is None:
+        gradients = _Gradients(lambda params: (), _shards_of_means)
+    else:
+        advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
+        form = shards_of(reducer, advice=advice)
+        gradients = _Gradients(partial(_init_reducer, form, stage), partial(_reduce_to_shards, form, stage, axis))
+    codec = plain_state() if state_compressor is None else compressed_state(state_compressor)
+    if compressor is None:
+        delivery = plain_updates() if master_dtype is None else plain_params()
+    else:
+        code = contraction_form(compressor)
+        delivery = encoded_updates(code) if master_dtype is None else encoded_params(code)
+    cfg = _Config(optax.with_extra_args_support(inner), gradients, codec, delivery, master_dtype, axis)
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
-    def init(params) -> State:
-        given = params
-        params = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
-        check_leaves(params)
-        held = jax.tree.map(lambda x: jnp.array(x, master_dtype or x.dtype), params)
-        state = inner.init(held)
-        check_inner(state)
-        shapes = [x.shape for x in jax.tree.leaves(held)]
-        state = jax.tree.map(
-            lambda x, k: _sharded(x) if k != NONE and x.shape == shapes[k] else x,
-            state,
-            beside(inner.init, state, held),
+
+def _init(cfg: _Config, params: PyTree) -> ZeroState:
+    values = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
+    check_leaves(values)
+    optimized = jax.tree.map(lambda x: jnp.array(x, cfg.master_dtype or x.dtype), values)
+    inner = cfg.inner.init(optimized)
+    check_inner(inner)
+    master = () if cfg.master_dtype is None else jax.tree.map(_mark_sharded, optimized)
+    return ZeroState(
+        bind(cfg.codec.init(_mark_state(cfg, inner, optimized)), cfg.axis),
+        bind(master, cfg.axis),
+        jnp.zeros((), jnp.int32),
+        bind(cfg.gradients.init(params), cfg.axis),
+        bind(cfg.delivery.init(params), cfg.axis),
+    )
+
+
+def _update(
+    cfg: _Config, updates: Updates, state: ZeroState, params: PyTree = None, *, examples: Any = None, **extra_args: Any
+) -> tuple[Updates, ZeroState]:
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
+    comm, given = over(cfg.axis), (updates, state)
+    updates, state, params = shard_for_one_worker((updates, state, params), cfg.axis)
+    with jax.named_scope("zero_redundancy"):
+        _check_arguments(cfg, updates, params, examples, extra_args, comm)
+        shards, reducer, some = _gradient_shards(cfg, updates, state.reducer, params, examples, extra_args, comm)
+        before = cfg.codec.decode(state.inner)
+        steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
+        inner = cfg.codec.encode(_restore_marks(after, before, some, comm), state.inner, some, comm)
+        # A step in which no worker had an example changes nothing, even if `inner` decays weights.
+        steps = jax.tree.map(lambda u: jnp.where(some, u, jnp.zeros_like(u)), steps)
+        out, master, coded = cfg.delivery.send(steps, params, state.master, state.coded, some, comm)
+    empty = jnp.where(some, state.empty, next_count(state.empty))
+    return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, cfg.axis)
+
+
+def _check_arguments(
+    cfg: _Config, updates: Updates, params: PyTree, examples: Any, extra_args: dict[str, Any], comm: Comm
+) -> None:
+    check_sharding(params, comm)
+    check_replicated(_without_marked(params), extra_args, cfg.axis)
+    check_leaves(_without_marked(updates))
+    check_shapes(_without_marked(updates), _without_marked(params))
+    if examples is not None and any(map(is_mark, jax.tree.leaves(updates, is_leaf=is_mark))):
+        raise ValueError(
+            "examples= cannot weight the gradients of Sharded parameters, which are averaged already: "
+            "weigh the loss by the examples"
         )
-        if state_compressor is not None:
-            state = compacted(state_compressor, state)
-        master = () if master_dtype is None else jax.tree.map(_sharded, held)
-        return ZeroState(
-            bind(state, axis),
-            bind(master, axis),
-            jnp.zeros((), jnp.int32),
-            bind(_reducer_state(given), axis),
-            () if code is None else bind(_code_state(given), axis),
-        )
-
-    def _reducer_state(params):
-        if form is None or is_map_params_placeholder(params):
-            return () if form is None else 0
-        uncut = _uncut(params)
-        return init_buckets(form, uncut, buckets_of(uncut, stage))
-
-    def _code_state(params):
-        residual = residual_of(params) if master_dtype is None else ()
-        return CodedState(jax.random.key(0), jnp.zeros((), jnp.int32), residual)
-
-    def mean_parts(updates, params, state, examples, comm, extras):
-        """The part of the mean of each gradient that is this worker's, and whether there was any example."""
-        if form is None:
-            return jax.tree.map(lambda x: piece(x, comm), updates), state, True
-        some = True
-        check_local(updates, axis)
-        if examples is not None:
-            weight, some = weight_of(examples, comm)
-            updates = scale(updates, weight)
-        means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
-        return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
-
-    def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        refuse_model_axes("zero_redundancy", "use zero.zero_shardings with plain jit")
-        comm = over(axis)
-        given = updates, state
-        updates, state, params = cut_alone((updates, state, params), axis)
-        with jax.named_scope("zero_redundancy"):
-            check_cut(params, comm)
-            check_agreed(_uncut(params), extra_args, axis)
-            uncut = _uncut(updates)
-            check_leaves(uncut)
-            check_shapes(uncut, _uncut(params))
-            leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
-            if examples is not None and any(map(is_mark, leaves)):
-                raise ValueError("gradients of Sharded parameters are means already: weigh the loss by the examples")
-            extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
-            means, reducer_state, some = mean_parts(uncut, _uncut(params), state.reducer, examples, comm, extras)
-            arrived = iter(jax.tree.leaves(means))
-            mine = tree.unflatten([leaf.value if is_mark(leaf) else next(arrived) for leaf in leaves])
-
-            like = jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype or (p.value if is_mark(p) else p).dtype),
-                params,
-                is_leaf=is_mark,
-            )
-            gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), mine, like)
-            held = _as_parts(params, comm) if master_dtype is None else _as_parts(state.master)
-            before = state.inner if state_compressor is None else expanded(state_compressor, state.inner.inner)
-            steps, new = on_parts(
-                lambda *trees: inner.update(*trees, **extra_args),
-                comm,
-                (like, _logical(before), like),
-                (gradients, _as_parts(before), held),
-            )
-            inner_state = _like_before(new, before, some, comm)
-            if state_compressor is not None:
-                inner_state = compacted_again(state_compressor, inner_state, state.inner, some, comm)
-            steps = jax.tree.map(lambda u: _masked(u, some), steps, is_leaf=is_part)
-            master, coded_state = state.master, state.coded
-            if master_dtype is None:
-                out, coded_state = deliver(steps, params, coded_state, some, comm)
-            else:
-                moved = jax.tree.map(lambda x, u: x.value + local(u, comm), held, steps, is_leaf=is_part)
-                master = jax.tree.map(with_value, master, moved, is_leaf=is_mark)
-                out, coded_state = deliver(moved, params, coded_state, some, comm)
-        empty = jnp.where(some, state.empty, next_count(state.empty))
-        return whole_again((out, ZeroState(inner_state, master, empty, reducer_state, coded_state)), given, axis)
-
-    def deliver(steps, params, state, some, comm):
-        """The updates for all, of the steps of this worker's parts or of its master parameters."""
-        if code is None:
-            return (taken if master_dtype is None else differences)(steps, params, comm), state
-        return (coded if master_dtype is None else coded_differences)(steps, params, state, code, some, comm)
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _uncut(tree: PyTree) -> PyTree:
-    """Without what is marked; a leaf keeps its path."""
-    return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
+def _gradient_shards(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree,
+    examples: Any,
+    extra_args: dict[str, Any],
+    comm: Comm,
+) -> tuple[Updates, State, Array | bool]:
+    """Returns this worker's shards of the mean gradients; gradients of `Sharded` parameters (stage 3) are shards."""
+    extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
+    replicated = _without_marked(updates), _without_marked(params)
+    means, state, some = cfg.gradients.reduce_to_shards(*replicated, state, examples, extras, comm)
+    leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
+    reduced = iter(jax.tree.leaves(means))
+    return tree.unflatten([leaf.value if is_mark(leaf) else next(reduced) for leaf in leaves]), state, some
 
 
-def _sharded(x: Array) -> Sharded:
+def _update_shards(
+    cfg: _Config, shards: Updates, inner: State, master: PyTree, params: PyTree, extra_args: dict[str, Any], comm: Comm
+) -> tuple[Updates, State]:
+    """`inner.update` of whole arrays, evaluated on this worker's shards: steps and state, a `Part` for each array."""
+    like = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, cfg.master_dtype or (p.value if is_mark(p) else p).dtype),
+        params,
+        is_leaf=is_mark,
+    )
+    gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like)
+    # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
+    optimized = _as_parts(params, comm) if cfg.master_dtype is None else _as_parts(master)
+    return on_parts(
+        lambda *trees: cfg.inner.update(*trees, **extra_args),
+        comm,
+        (like, _whole_shapes(inner), like),
+        (gradients, _as_parts(inner), optimized),
+    )
+
+
+def _init_reducer(form: Reducer, stage: int, params: PyTree) -> State:
+    # `optax.tree.map_params` calls `init` with a placeholder, which has no leaves to put into buckets.
+    if is_map_params_placeholder(params):
+        return 0
+    replicated = _without_marked(params)
+    return init_buckets(form, replicated, buckets_of(replicated, stage))
+
+
+def _reduce_to_shards(
+    form: Reducer,
+    stage: int,
+    axis: AxisNames,
+    updates: Updates,
+    params: PyTree,
+    state: State,
+    examples: Any,
+    extras: Extras,
+    comm: Comm,
+) -> tuple[Updates, State, Array | bool]:
+    """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
+    some = True
+    check_local(updates, axis)
+    if examples is not None:
+        weight, some = weight_of(examples, comm)
+        updates = scale(updates, weight)
+    means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
+    return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
+
+
+def _shards_of_means(
+    updates: Updates, params: PyTree, state: State, examples: Any, extras: Extras, comm: Comm
+) -> tuple[Updates, State, bool]:
+    """Takes this worker's shards of gradients that are means already (`reducer=None`)."""
+    del params, examples, extras
+    return jax.tree.map(lambda x: piece(x, comm), updates), state, True
+
+
+def _mark_state(cfg: _Config, state: State, params: PyTree) -> State:
+    """Marks as `Sharded` every array of an optimizer's state that is shaped like its parameter."""
+    shapes = [x.shape for x in jax.tree.leaves(params)]
+    return jax.tree.map(
+        lambda x, k: _mark_sharded(x) if k != NONE and x.shape == shapes[k] else x,
+        state,
+        beside(cfg.inner.init, state, params),
+    )
+
+
+def _mark_sharded(x: Array) -> Sharded:
     return Sharded(x, multiple=MULTIPLE)
 
 
-def _logical(tree: PyTree) -> PyTree:
-    """The shapes of the whole state."""
+def _without_marked(tree: PyTree) -> PyTree:
+    """The tree with `None` for every marked leaf; the others keep their paths."""
+    return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
+
+
+def _whole_shapes(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of the whole arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.value.dtype) if is_mark(x) else x, tree, is_leaf=is_mark
     )
 
 
 def _as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
-    """What is marked as its part; with `comm`, what is not as a part that is known whole."""
+    """A `Part` for each marked leaf; with `comm`, one for each replicated leaf too, whose full array is known."""
 
-    def one(x):
+    def as_part(x: Any) -> Any:
         if is_mark(x):
             return Part(x.value, x.shape)
         return x if comm is None else Part(piece(x, comm), x.shape, x)
 
-    return jax.tree.map(one, tree, is_leaf=is_mark)
+    return jax.tree.map(as_part, tree, is_leaf=is_mark)
 
 
-def _like_before(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> PyTree:
-    """The state with its marks; the old one if there was no example."""
+def _restore_marks(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> PyTree:
+    """The new state with the marks of the old one; the old one if no worker had an example."""
 
-    def one(before, after):
+    def restore_mark(before: Any, after: Any) -> Any:
         if is_mark(before):
-            return with_value(before, jnp.where(some, local(after, comm), before.value))
+            return with_value(before, jnp.where(some, local_shard(after, comm), before.value))
         return jnp.where(some, after.whole(comm) if is_part(after) else after, before)
 
-    return jax.tree.map(one, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))
-
-
-def _masked(x: Any, some: Array | bool) -> Any:
-    return jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), x)
+    return jax.tree.map(restore_mark, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))

@@ -1,4 +1,4 @@
-"""What cannot stand inside `zero_redundancy`, or be cut in another way than it cuts."""
+"""Checks what `zero_redundancy` wraps, and that parameters are sharded as it shards them."""
 
 import math
 from typing import Any
@@ -16,49 +16,49 @@ from ..wire.shards import length
 
 
 def check_inner(state: PyTree) -> None:
-    """Raises for the state of a transformation that belongs outside."""
+    """Checks that the state is not that of a transformation that belongs outside."""
     refuse_examples(state)
     if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-        raise ValueError("zero_redundancy around offload.host: write offload.host(zero_redundancy(inner)) instead")
+        raise ValueError("zero_redundancy cannot wrap offload.host: use offload.host(zero_redundancy(inner)) instead")
     if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
         raise ValueError(
-            "zero_redundancy around quantized_state would gather what it decodes: use zero_redundancy(optimizer, "
+            "zero_redundancy around quantized_state would gather the decoded state: use zero_redundancy(optimizer, "
             "state_compressor=dynamic_fp8(block=8))"
         )
 
 
-def check_agreed(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
-    """Raises where whole parameters, or what an optimizer is told, are typed as differing between workers."""
+def check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
+    """Checks that whole parameters and an optimizer's extra arguments are not typed as differing between workers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if varies_somewhere(leaf, axis):
             raise ValueError(
-                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, and "
-                "zero_redundancy updates one model for all of them: take the PerWorker mark off in the train state, or "
+                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, but "
+                "zero_redundancy updates one model for all of them: remove the PerWorker mark from the train state, or "
                 "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
             )
     for name, value in extra_args.items():
         if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in jax.tree.leaves(value)):
             raise ValueError(
-                f"{name}= differs between workers of axis {axis!r}, and zero_redundancy has each of them update a part "
-                f"of one model: pass what all agree on, jax.lax.pmean({name}, {axis!r})"
+                f"{name}= differs between workers of axis {axis!r}, but zero_redundancy needs the same value on all: "
+                f"average it, jax.lax.pmean({name}, {axis!r})"
             )
 
 
-def check_cut(params: PyTree, comm: Comm, *, what: str = "zero_redundancy") -> None:
-    """Raises where cut parameters are not cut as gradients, and the state beside them, are."""
+def check_sharding(params: PyTree, comm: Comm, *, caller: str = "zero_redundancy") -> None:
+    """Checks that sharded parameters are cut as gradients, and the state of each parameter, are."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
         if not is_mark(leaf):
             continue
         name = jax.tree_util.keystr(path) or "the parameter"
         if not isinstance(leaf, Sharded):
             raise ValueError(
-                f"{name} is marked {type(leaf).__name__}, and {what} knows parameters that are whole or "
-                "Sharded: unwrap it in the step, or optimize it apart with optax.partition"
+                f"{name} is marked {type(leaf).__name__}, but {caller} supports only replicated and Sharded "
+                "parameters: unwrap it in the step, or use another optimizer for it with optax.partition"
             )
         expected = length(math.prod(leaf.shape), comm.size)
         if leaf.value.shape != (expected,):
             raise ValueError(
-                f"{name} of shape {leaf.shape} is cut into parts of shape {leaf.value.shape} for {comm.size} workers, "
-                f"and {what} cuts into parts of {expected}: mark it with zero.shard(params) or "
+                f"{name} of shape {leaf.shape} is cut into shards of shape {leaf.value.shape} for {comm.size} workers, "
+                f"but {caller} needs shards of {expected} entries: mark it with zero.shard(params) or "
                 f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
             )

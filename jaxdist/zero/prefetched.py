@@ -1,7 +1,8 @@
-"""Layers in a loop whose parameters are gathered one layer ahead, forward and backward."""
+"""A loop over layers whose parameters are gathered one layer ahead, forward and backward."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,82 +11,102 @@ from jax import lax
 from .._core.types import Array, PyTree
 
 
-def prefetched_scan(
-    layer: Callable[..., PyTree], whole: Callable[[PyTree], PyTree], stacked: PyTree, x: PyTree, args: tuple[Any, ...]
-) -> PyTree:
-    """`x = layer(whole(params), x, *args)` for each of the stacked `params` in turn.
+class _Scan(NamedTuple):
+    """`layer(params, x, floats, integers) -> x`, and `gather(params)`, which makes a layer's parameters whole."""
 
-    The loop computes with parameters that the round before has gathered, and gathers those of the next, so that neither
-    waits for the other. Automatic differentiation would keep what goes round a loop, here every whole layer; so the
-    backward pass is written out: a loop the other way, one layer ahead as well. It begins with the last layer still
-    whole from the forward pass. The first round of the one and the last round of the other stand outside of the loop,
-    lest they gather something that nobody uses.
+    layer: Callable[..., PyTree]
+    gather: Callable[[PyTree], PyTree]
+    count: int
+
+
+def prefetched_scan(
+    layer: Callable[..., PyTree], gather: Callable[[PyTree], PyTree], stacked: PyTree, x: PyTree, args: tuple[Any, ...]
+) -> PyTree:
+    """Computes `x = layer(gather(params), x, *args)` for each of the stacked `params` in turn.
+
+    The loop computes with parameters that the previous round has gathered, and gathers those of the next, so that
+    neither waits for the other. Automatic differentiation would save every loop carry, here every whole layer; so the
+    backward pass is written out: a reversed loop, also one layer ahead. It starts with the last layer, still whole from
+    the forward pass. The last layer of the forward loop and the first of the backward loop are outside of the loops,
+    which would otherwise gather parameters that are never used.
 
     Args:
       layer: `layer(params, x, *args) -> x`.
-      whole: gathers the parameters of a layer; its gradient averages.
-      stacked: parameters of `L` layers, as `whole` takes those of one.
-      x: what goes through the layers.
-      args: passed to each.
+      gather: gathers the parameters of a layer; its gradient averages.
+      stacked: parameters of `L` layers, as `gather` takes those of one layer.
+      x: the input of the first layer.
+      args: passed to each layer.
 
     Returns:
       The last `x`.
     """
-    count = jax.tree.leaves(stacked)[0].shape[0]
     leaves, tree = jax.tree.flatten(args)
-    smooth = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    # Arrays that `layer` closes over have gradients too, so they become arguments.
+    shapes = jax.eval_shape(lambda stacked: gather(_layer_at(stacked, 0)), stacked)
+    closed_layer, consts = jax.closure_convert(layer, shapes, x, *args)
+    floats = ([leaf for leaf, flag in zip(leaves, is_float, strict=True) if flag], list(consts))
+    integers = [leaf for leaf, flag in zip(leaves, is_float, strict=True) if not flag]
 
-    def at(tree, l):
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, l, keepdims=False), tree)
+    def call_layer(params, x, floats, integers):
+        given, consts = floats
+        first, second = iter(given), iter(integers)
+        args = tree.unflatten([next(first) if flag else next(second) for flag in is_float])
+        return closed_layer(params, x, *args, *consts)
 
-    # What `layer` closes over has gradients too.
-    shapes = jax.eval_shape(lambda stacked: whole(at(stacked, 0)), stacked)
-    layer, consts = jax.closure_convert(layer, shapes, x, *args)
-    floats = ([leaf for leaf, is_float in zip(leaves, smooth, strict=True) if is_float], list(consts))
-    others = [leaf for leaf, is_float in zip(leaves, smooth, strict=True) if not is_float]
-
-    def one(params, x, floats, others):
-        first, second = iter(floats[0]), iter(others)
-        joined = [next(first) if is_float else next(second) for is_float in smooth]
-        return layer(params, x, *tree.unflatten(joined), *floats[1])
-
-    def forward(stacked, x, floats, others):
-        def body(carry, l):
-            x, params = carry
-            following = whole(at(stacked, l + 1))
-            x = one(params, x, floats, others)
-            return (x, following), x
-
-        start = (x, whole(at(stacked, 0)))
-        (last, params), after = lax.scan(body, start, jnp.arange(count - 1)) if count > 1 else (start, ())
-        return one(params, last, floats, others), (stacked, x, after, params, floats, others)
-
-    def backward(saved, g):
-        stacked, x, after, params, floats, others = saved
-
-        def through(params, x, g):
-            return jax.vjp(lambda params, x, floats: one(params, x, floats, others), params, x, floats)[1](g)
-
-        def put(gradients, l, of_whole):
-            (cut,) = jax.vjp(whole, at(stacked, l))[1](of_whole)
-            return jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, l, 0), gradients, cut)
-
-        def body(carry, l):
-            g, params, gradients, sums = carry
-            ahead = whole(at(stacked, l - 1))
-            of_whole, g, of_floats = through(params, at(after, l - 1), g)
-            return (g, ahead, put(gradients, l, of_whole), jax.tree.map(jnp.add, sums, of_floats)), None
-
-        carry = (g, params, jax.tree.map(jnp.zeros_like, stacked), jax.tree.map(jnp.zeros_like, floats))
-        if count > 1:
-            carry, _ = lax.scan(body, carry, jnp.arange(1, count), reverse=True)
-        g, params, gradients, sums = carry
-        of_whole, g, of_floats = through(params, x, g)
-        return put(gradients, 0, of_whole), g, jax.tree.map(jnp.add, sums, of_floats), None
+    scan = _Scan(call_layer, gather, jax.tree.leaves(stacked)[0].shape[0])
 
     @jax.custom_vjp
-    def run(stacked, x, floats, others) -> Array:
-        return forward(stacked, x, floats, others)[0]
+    def run(stacked, x, floats, integers) -> Array:
+        return _forward(scan, stacked, x, floats, integers)[0]
 
-    run.defvjp(forward, backward)
-    return run(stacked, x, floats, others)
+    run.defvjp(partial(_forward, scan), partial(_backward, scan))
+    return run(stacked, x, floats, integers)
+
+
+def _layer_at(tree: PyTree, l: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, l, keepdims=False), tree)
+
+
+def _forward(scan: _Scan, stacked: PyTree, x: PyTree, floats: PyTree, integers: PyTree) -> tuple[PyTree, tuple]:
+    """The last `x`, and the residuals: every layer's output, and the last layer's whole parameters."""
+
+    def body(carry, l):
+        x, params = carry
+        following = scan.gather(_layer_at(stacked, l + 1))
+        x = scan.layer(params, x, floats, integers)
+        return (x, following), x
+
+    start = (x, scan.gather(_layer_at(stacked, 0)))
+    (last, params), outputs = lax.scan(body, start, jnp.arange(scan.count - 1)) if scan.count > 1 else (start, ())
+    return scan.layer(params, last, floats, integers), (stacked, x, outputs, params, floats, integers)
+
+
+def _backward(scan: _Scan, saved: tuple, g: PyTree) -> tuple[PyTree, PyTree, PyTree, None]:
+    stacked, x, outputs, params, floats, integers = saved
+
+    def pull_back(params, x, g):
+        layer = partial(_call_without_integers, scan, integers)
+        return jax.vjp(layer, params, x, floats)[1](g)
+
+    def store(gradients, l, of_whole):
+        # The gradient of the gather is the reduce-scatter.
+        (sharded,) = jax.vjp(scan.gather, _layer_at(stacked, l))[1](of_whole)
+        return jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, l, 0), gradients, sharded)
+
+    def body(carry, l):
+        g, params, gradients, sums = carry
+        ahead = scan.gather(_layer_at(stacked, l - 1))
+        of_whole, g, of_floats = pull_back(params, _layer_at(outputs, l - 1), g)
+        return (g, ahead, store(gradients, l, of_whole), jax.tree.map(jnp.add, sums, of_floats)), None
+
+    carry = (g, params, jax.tree.map(jnp.zeros_like, stacked), jax.tree.map(jnp.zeros_like, floats))
+    if scan.count > 1:
+        carry, _ = lax.scan(body, carry, jnp.arange(1, scan.count), reverse=True)
+    g, params, gradients, sums = carry
+    of_whole, g, of_floats = pull_back(params, x, g)
+    return store(gradients, 0, of_whole), g, jax.tree.map(jnp.add, sums, of_floats), None
+
+
+def _call_without_integers(scan: _Scan, integers: PyTree, params: PyTree, x: PyTree, floats: PyTree) -> PyTree:
+    return scan.layer(params, x, floats, integers)

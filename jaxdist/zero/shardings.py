@@ -1,4 +1,4 @@
-"""ZeRO under plain `jit`: shardings, from which the compiler derives what is sent."""
+"""ZeRO under plain `jit`: shardings, from which the compiler derives the collectives."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._core.types import PyTree, State
+from .._core.types import PyTree, Shape, State
 from ..state.placement import workers
 
 
@@ -21,29 +21,29 @@ class ZeroShardings(NamedTuple):
 def zero_shardings(
     params: PyTree, opt_state: State, mesh: Mesh, *, stage: int, axis: str = "data", smallest: int = 100_000
 ) -> ZeroShardings:
-    """ZeRO for steps under plain `jit`: where each leaf lies, and the compiler inserts what must be sent.
+    """Returns ZeRO's shardings for steps under plain `jit`, where the compiler inserts the collectives.
 
-    Each array is cut along its largest dimension that the axis divides; one without such a dimension stays whole. The
-    state may be of any optimizer: what counts is the shape of each of its leaves.
+    Each array is sharded along its largest dimension that the axis divides; one without such a dimension stays
+    replicated. The state may be of any optimizer: only the shapes of its leaves matter.
 
-    What compilers make of it: GPUs and TPUs turn the mean of cut gradients into a reduce-scatter. XLA:CPU sends an
-    all-reduce and a gather, 3Ψ, and keeps no gradient cut: use `zero_redundancy` where bytes count. For stage 3
-    constrain activations to the batch after each layer (`with_sharding_constraint(x, P(axis))`), or the compiler may
-    rather cut the contraction and exchange activations.
+    The collectives depend on the compiler: on GPUs and TPUs the mean of sharded gradients becomes a reduce-scatter.
+    XLA:CPU sends an all-reduce and a gather, 3Ψ, and keeps no gradient sharded: use `zero_redundancy` where bytes
+    count. For stage 3 constrain activations to the batch after each layer (`with_sharding_constraint(x, P(axis))`);
+    otherwise the compiler may shard the contraction and exchange activations.
 
     Args:
       params: the parameters, or their shapes.
       opt_state: the optimizer's state, or its shapes.
       mesh: the mesh.
-      stage: 0: nothing is cut; 1: the state; 2: and gradients; 3: and parameters.
+      stage: 0: nothing is sharded; 1: the state; 2: and gradients; 3: and parameters.
       axis: the mesh axis of the workers.
-      smallest: arrays with fewer entries stay whole.
+      smallest: arrays with fewer entries stay replicated.
 
     Returns:
       The shardings, for `in_shardings`, `out_shardings` and `device_put`.
 
     Raises:
-      ValueError: there is no such stage, or no such axis.
+      ValueError: there is no such stage, or the mesh has no such axis.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -62,15 +62,18 @@ def zero_shardings(
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage}")
     count = workers(mesh, axis)
 
-    def one(leaf, is_cut):
-        whole = NamedSharding(mesh, PartitionSpec())
-        fitting = [d for d, length in enumerate(leaf.shape) if length and length % count == 0]
-        if not is_cut or not fitting or math.prod(leaf.shape) < smallest:
-            return whole
-        largest = max(fitting, key=lambda d: leaf.shape[d])
-        return NamedSharding(mesh, PartitionSpec(*(None,) * largest, axis))
+    def shardings_from(first: int, tree: PyTree) -> PyTree:
+        if stage < first:
+            return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), tree)
+        return jax.tree.map(lambda leaf: NamedSharding(mesh, _spec(leaf.shape, count, axis, smallest)), tree)
 
-    def of(tree, first):
-        return jax.tree.map(lambda leaf: one(leaf, stage >= first), tree)
+    return ZeroShardings(shardings_from(3, params), shardings_from(2, params), shardings_from(1, opt_state))
 
-    return ZeroShardings(of(params, 3), of(params, 2), of(opt_state, 1))
+
+def _spec(shape: Shape, count: int, axis: str, smallest: int) -> PartitionSpec:
+    """Shards the largest dimension that `count` workers divide, if there is one."""
+    divisible = [d for d, length in enumerate(shape) if length and length % count == 0]
+    if not divisible or math.prod(shape) < smallest:
+        return PartitionSpec()
+    largest = max(divisible, key=lambda d: shape[d])
+    return PartitionSpec(*(None,) * largest, axis)

@@ -1,10 +1,14 @@
-"""The cut state of an optimizer in few bits: each worker codes its own part, whose cuts no block crosses."""
+"""How workers keep their shards of the optimizer state between steps: as they are, or compressed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._core.trees import next_count
-from .._core.types import Array, PyTree
+from .._core.types import Array, PyTree, State
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
@@ -12,74 +16,104 @@ from ..transforms.quantized_state import Coded, CompactState, is_coded, worth_co
 from ..wire.flat import MULTIPLE
 
 
-def check_state_code(code: Compressor) -> None:
-    """Raises unless each `MULTIPLE` entries have words of their own, which then go wherever their entries go."""
-    payloads = [_payload_of(code, MULTIPLE * count) for count in (1, 3, 32)]
-    one, *more = [[x.shape for x in jax.tree.leaves(payload)] for payload in payloads]
+class StateCodec(NamedTuple):
+    """How the optimizer's state is kept between steps.
+
+    `init(state)` encodes a new state, `decode(kept)` returns the state as this worker's optimizer sees it, and
+    `encode(state, kept, some, comm)` encodes the next one; `kept` remains if `some` is False.
+    """
+
+    init: Callable[[State], State]
+    decode: Callable[[State], State]
+    encode: Callable[..., State]
+
+
+def plain_state() -> StateCodec:
+    """Keeps the state as it is."""
+    return StateCodec(lambda state: state, lambda kept: kept, lambda state, kept, some, comm: state)
+
+
+def compressed_state(compressor: Compressor) -> StateCodec:
+    """Keeps the payloads of large sharded arrays; each worker encodes its own shard, which no block straddles.
+
+    Raises:
+      ValueError: shards would cut through blocks of `compressor`.
+    """
+    _check_compressor(compressor)
+    return StateCodec(partial(_init, compressor), partial(_decode, compressor), partial(_encode, compressor))
+
+
+def _check_compressor(compressor: Compressor) -> None:
+    """Checks that every `MULTIPLE` entries have their own words: then the words can be sharded as the entries are."""
+    payloads = [_payload_of(compressor, MULTIPLE * count) for count in (1, 3, 32)]
+    first, *more = [[x.shape for x in jax.tree.leaves(payload)] for payload in payloads]
     for count, shapes in zip((3, 32), more, strict=True):
-        if any(len(s) != 1 for s in one) or shapes != [(count * s[0],) for s in one]:
+        if any(len(s) != 1 for s in first) or shapes != [(count * s[0],) for s in first]:
             raise ValueError(
-                f"state_compressor must code every {MULTIPLE} entries by themselves, since workers hold multiples of "
-                f"{MULTIPLE}, and this one makes of {MULTIPLE}, {count * MULTIPLE} entries arrays of shapes "
-                f'{one}, {shapes}: use dynamic_fp8(block={MULTIPLE}) or cast(jnp.bfloat16, rounding="stochastic")'
+                f"state_compressor must encode every {MULTIPLE} entries by themselves, because workers own multiples "
+                f"of {MULTIPLE}; this one encodes {MULTIPLE} entries as arrays of shapes {first} and "
+                f"{count * MULTIPLE} entries as {shapes}. Use dynamic_fp8(block={MULTIPLE}) or "
+                'cast(jnp.bfloat16, rounding="stochastic")'
             )
 
 
-def _payload_of(code: Compressor, size: int) -> PyTree:
+def _payload_of(compressor: Compressor, size: int) -> PyTree:
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return jax.eval_shape(code.compress, like, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.eval_shape(compressor.compress, like, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def compacted(code: Compressor, state: PyTree) -> CompactState:
-    """A state as written, its large cut arrays coded; the payloads are cut as the arrays were."""
+def _init(compressor: Compressor, state: State) -> CompactState:
+    """Encodes the large sharded arrays of a state as written; payloads are sharded as the arrays were."""
 
-    def one(x):
+    def encode_leaf(x: Any) -> Any:
         if not (isinstance(x, Sharded) and worth_coding(x.value)):
             return x
         flat = jnp.ravel(x.value)
         flat = jnp.pad(flat, (0, -flat.size % MULTIPLE))
-        payload = code.compress(flat, jax.random.key(0))
-        cut = jax.tree.map(lambda words: Sharded(words, multiple=words.size * MULTIPLE // flat.size), payload)
-        return Coded(cut, shape=x.shape, dtype=x.value.dtype)
+        payload = compressor.compress(flat, jax.random.key(0))
+        # Words are cut where the entries are: as many words per shard as `MULTIPLE` entries have.
+        sharded = jax.tree.map(lambda words: Sharded(words, multiple=words.size * MULTIPLE // flat.size), payload)
+        return Coded(sharded, shape=x.shape, dtype=x.value.dtype)
 
-    return CompactState(jax.tree.map(one, state, is_leaf=is_mark), jnp.zeros((), jnp.int32))
+    return CompactState(jax.tree.map(encode_leaf, state, is_leaf=is_mark), jnp.zeros((), jnp.int32))
 
 
-def expanded(code: Compressor, state: PyTree) -> PyTree:
-    """What this worker would see if the state had not been coded."""
+def _decode(compressor: Compressor, kept: CompactState) -> State:
+    """The state that this worker would have if it had not been encoded."""
 
-    def one(x):
+    def decode_leaf(x: Any) -> Any:
         if not is_coded(x):
             return x
         first = jax.tree.leaves(x.payload, is_leaf=is_mark)[0]
         like = jax.ShapeDtypeStruct((first.value.size // first.multiple * MULTIPLE,), x.dtype)
-        # A single worker without an axis has some padding more.
-        words = like.shape[0] // MULTIPLE
-        payload = jax.tree.map(lambda cut: cut.value[: words * cut.multiple], x.payload, is_leaf=is_mark)
-        return Sharded(code.decompress(payload, like), shape=x.shape, axis=first.axis, multiple=MULTIPLE)
+        # A single worker without an axis has additional padding.
+        blocks = like.shape[0] // MULTIPLE
+        payload = jax.tree.map(lambda words: words.value[: blocks * words.multiple], x.payload, is_leaf=is_mark)
+        return Sharded(compressor.decompress(payload, like), shape=x.shape, axis=first.axis, multiple=MULTIPLE)
 
-    return jax.tree.map(one, state, is_leaf=is_coded)
+    return jax.tree.map(decode_leaf, kept.inner, is_leaf=is_coded)
 
 
-def compacted_again(code: Compressor, new: PyTree, old: CompactState, some: Array | bool, comm: Comm) -> CompactState:
-    """The new state, its parts coded where the old one's are; the old one in every bit if there was no example."""
-    count = next_count(old.count)
+def _encode(compressor: Compressor, new: State, kept: CompactState, some: Array | bool, comm: Comm) -> CompactState:
+    """Encodes the new state's shards wherever the old one's are encoded; bit for bit the old ones without examples."""
+    count = next_count(kept.count)
+    # Workers draw independently for their shards.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), count), comm.index)
-    leaves, structure = jax.tree.flatten(old.inner, is_leaf=is_coded)
+    leaves, structure = jax.tree.flatten(kept.inner, is_leaf=is_coded)
 
-    def one(number, before, after):
+    def encode_leaf(number: int, before: Any, after: Any) -> Any:
         if not is_coded(before):
             return after
-        # Its padding is zero, as `on_parts` leaves it, or it would reach into the scale of the last block.
-        payload = code.compress(after.value, jax.random.fold_in(key, number))
-        kept = jax.tree.map(
-            lambda cut, words: with_value(cut, jnp.where(some, words, cut.value[: words.size])),
+        # `on_parts` has set its padding to zero; other values would affect the scale of the last block.
+        payload = compressor.compress(after.value, jax.random.fold_in(key, number))
+        chosen = jax.tree.map(
+            lambda old, words: with_value(old, jnp.where(some, words, old.value[: words.size])),
             before.payload,
             payload,
             is_leaf=is_mark,
         )
-        return Coded(kept, shape=before.shape, dtype=before.dtype)
+        return Coded(chosen, shape=before.shape, dtype=before.dtype)
 
     marked = structure.flatten_up_to(new)
-    found = [one(i, *pair) for i, pair in enumerate(zip(leaves, marked, strict=True))]
-    return CompactState(structure.unflatten(found), count)
+    encoded = [encode_leaf(i, *pair) for i, pair in enumerate(zip(leaves, marked, strict=True))]
+    return CompactState(structure.unflatten(encoded), count)

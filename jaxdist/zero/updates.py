@@ -1,5 +1,7 @@
-"""From the parts that workers have updated to the updates of all parameters, whole or coded."""
+"""Delivers the updates that each worker computed for its shards to all workers, as they are or compressed."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -7,22 +9,33 @@ import jax.numpy as jnp
 
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, Int, Key, PyTree, Shape
+from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
 from ..wire.encoded import step_key
 from ..wire.flat import MULTIPLE
 from ..wire.shards import joined, piece
-from .parts import Part
+from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
 
 
-class CodedState(NamedTuple):
-    """Of the coded gather. Agreed: the key of all draws and a count. Cut: what the code of the updates left behind.
+class Delivery(NamedTuple):
+    """How updates of shards become updates of all parameters.
 
-    `residual` has `None` for parameters that are cut themselves, and everywhere where there are master parameters:
-    what lies between those and the parameters is the residual.
+    `init(params)` makes the state. `send(steps, params, master, state, some, comm)` returns the updates (sharded where
+    the parameters are), the new master parameters, and the new state; `some` is False if no worker had an example.
+    """
+
+    init: Callable[[PyTree], State]
+    send: Callable[..., tuple[Updates, PyTree, State]]
+
+
+class DeliveryState(NamedTuple):
+    """State of a compressed gather: the key of all draws, a count (both replicated), and the residual (sharded).
+
+    `residual` is what compression left out of the updates so far. It is `None` for parameters that are sharded
+    themselves, and `()` with master parameters: their difference from the parameters is the residual.
     """
 
     key: Key[Array, ""]
@@ -30,106 +43,137 @@ class CodedState(NamedTuple):
     residual: PyTree
 
 
-def is_part(x: Any) -> bool:
-    """Whether this stands for a whole array."""
-    return isinstance(x, Part)
+def plain_updates() -> Delivery:
+    """Gathers updates. An update that `inner` computed in full on every worker is not sent."""
+    return Delivery(lambda params: (), _gather_updates)
 
 
-def local(x: Any, comm: Comm) -> Array:
-    """The piece that this worker owns of a part or of a whole array."""
-    return x.value if is_part(x) else piece(x, comm)
+def encoded_updates(compressor: Compressor) -> Delivery:
+    """Gathers the payload of `u + e` and applies `D(C(u + e))`; `e`, the residual, keeps the difference."""
+    return Delivery(lambda params: _init_state(_zero_residual(params)), partial(_gather_encoded_updates, compressor))
 
 
-def taken(steps: PyTree, params: PyTree, comm: Comm) -> PyTree:
-    """The updates: cut where the parameters are, else of all workers; what each has computed whole is not sent."""
+def plain_params() -> Delivery:
+    """Updates the master parameters and gathers them in the dtype of the parameters."""
+    return Delivery(lambda params: (), _gather_params)
+
+
+def encoded_params(compressor: Compressor) -> Delivery:
+    """Updates the master parameters and gathers `D(C(master - params))`: the next difference contains the error."""
+    return Delivery(lambda params: _init_state(()), partial(_gather_encoded_params, compressor))
+
+
+def _gather_updates(
+    steps: Updates, params: PyTree, master: PyTree, state: State, some: Array | bool, comm: Comm
+) -> tuple[Updates, PyTree, State]:
+    del some
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     found = jax.tree.leaves(steps, is_leaf=is_part)
-    missing = _missing(found, leaves)
-    likes = [_like(found[i]) for i in missing]
-    arrived = gather([found[i].value for i in missing], likes, comm)
-    return tree.unflatten(_with_arrived(found, leaves, dict(zip(missing, arrived, strict=True)), comm))
+    sent = _positions_to_send(found, leaves)
+    likes = [jax.ShapeDtypeStruct(found[i].shape, found[i].value.dtype) for i in sent]
+    gathered = gather([found[i].value for i in sent], likes, comm)
+    return tree.unflatten(_complete(found, leaves, dict(zip(sent, gathered, strict=True)), comm)), master, state
 
 
-def coded(
-    steps: PyTree, params: PyTree, state: CodedState, compressor: Compressor, some: Array | bool, comm: Comm
-) -> tuple[PyTree, CodedState]:
-    """As `taken`, with a code for what is sent: `D(C(u + e))`, of which `e` keeps what it lacks."""
+def _gather_encoded_updates(
+    compressor: Compressor,
+    steps: Updates,
+    params: PyTree,
+    master: PyTree,
+    state: DeliveryState,
+    some: Array | bool,
+    comm: Comm,
+) -> tuple[Updates, PyTree, DeliveryState]:
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     found = jax.tree.leaves(steps, is_leaf=is_part)
-    missing = _missing(found, leaves)
-    old = tree.flatten_up_to(state.residual)
-    owed = [found[i].value.astype(old[i].value.dtype) + old[i].value for i in missing]
-    own, arrived = _exchange(owed, [found[i].shape for i in missing], state, compressor, comm)
-    new = list(old)
-    delivered = {}
-    for i, x, mine, rows in zip(missing, owed, own, arrived, strict=True):
+    sent = _positions_to_send(found, leaves)
+    residual = tree.flatten_up_to(state.residual)
+    corrected = [found[i].value.astype(residual[i].value.dtype) + residual[i].value for i in sent]
+    own, full = _exchange(corrected, [found[i].shape for i in sent], state, compressor, comm)
+    new_residual, gathered = list(residual), {}
+    for i, x, own_decoded, decoded in zip(sent, corrected, own, full, strict=True):
+        # Parameters move by what the update's dtype holds of the decoded array, so the residual is computed from that.
         dtype = found[i].value.dtype
-        kept = Part(x - mine.astype(dtype).astype(x.dtype), found[i].shape).cleared(comm).value
-        new[i] = with_value(old[i], jnp.where(some, kept, old[i].value))
-        delivered[i] = jnp.where(some, rows.astype(dtype), jnp.zeros_like(rows, dtype))
-    updates = tree.unflatten(_with_arrived(found, leaves, delivered, comm))
-    return updates, CodedState(state.key, next_count(state.count), tree.unflatten(new))
+        error = Part(x - own_decoded.astype(dtype).astype(x.dtype), found[i].shape).cleared(comm).value
+        new_residual[i] = with_value(residual[i], jnp.where(some, error, residual[i].value))
+        gathered[i] = jnp.where(some, decoded.astype(dtype), jnp.zeros_like(decoded, dtype))
+    updates = tree.unflatten(_complete(found, leaves, gathered, comm))
+    return updates, master, DeliveryState(state.key, next_count(state.count), tree.unflatten(new_residual))
 
 
-def differences(master: PyTree, params: PyTree, comm: Comm) -> PyTree:
-    """The updates that make the parameters the master in their own dtype; sent in that dtype."""
+def _gather_params(
+    steps: Updates, params: PyTree, master: PyTree, state: State, some: Array | bool, comm: Comm
+) -> tuple[Updates, PyTree, State]:
+    del some
+    moved, master = _apply_to_master(steps, master, comm)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
-    pairs = list(zip(jax.tree.leaves(master), leaves, strict=True))
-    sent = [(x.astype(p.dtype), p) for x, p in pairs if not is_mark(p)]
-    likes = [p for _, p in sent]
-    arrived = iter(gather([x for x, _ in sent], likes, comm))
-
-    def one(x, p):
-        if is_mark(p):
-            return with_value(p, _difference(x.astype(p.value.dtype), p.value))
-        return _difference(next(arrived), p)
-
-    return tree.unflatten([one(*pair) for pair in pairs])
+    rounded = [(x.astype(p.dtype), p) for x, p in zip(moved, leaves, strict=True) if not is_mark(p)]
+    gathered = iter(gather([x for x, _ in rounded], [p for _, p in rounded], comm))
+    updates = [
+        _sharded_difference(x, p) if is_mark(p) else _difference(next(gathered), p)
+        for x, p in zip(moved, leaves, strict=True)
+    ]
+    return tree.unflatten(updates), master, state
 
 
-def coded_differences(
-    master: PyTree, params: PyTree, state: CodedState, compressor: Compressor, some: Array | bool, comm: Comm
-) -> tuple[PyTree, CodedState]:
-    """Updates that bring the parameters nearer to the master, `D(C(master - params))`: nothing is lost for good."""
+def _gather_encoded_params(
+    compressor: Compressor,
+    steps: Updates,
+    params: PyTree,
+    master: PyTree,
+    state: DeliveryState,
+    some: Array | bool,
+    comm: Comm,
+) -> tuple[Updates, PyTree, DeliveryState]:
+    moved, master = _apply_to_master(steps, master, comm)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
-    pairs = list(zip(jax.tree.leaves(master), leaves, strict=True))
+    pairs = list(zip(moved, leaves, strict=True))
     owed = [_difference(x, piece(p, comm)) for x, p in pairs if not is_mark(p)]
-    _, arrived = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
-    arriving = iter(arrived)
+    _, full = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
+    decoded = iter(full)
 
-    def one(x, p):
+    def difference(x: Array, p: Any) -> Any:
         if is_mark(p):
-            return with_value(p, _difference(x.astype(p.value.dtype), p.value))
-        rows = next(arriving)
-        return jnp.where(some, rows, jnp.zeros_like(rows))
+            return _sharded_difference(x, p)
+        update = next(decoded)
+        return jnp.where(some, update, jnp.zeros_like(update))
 
-    return tree.unflatten([one(*pair) for pair in pairs]), state._replace(count=next_count(state.count))
+    updates = tree.unflatten([difference(x, p) for x, p in pairs])
+    return updates, master, state._replace(count=next_count(state.count))
 
 
-def residual_of(params: PyTree) -> PyTree:
-    """Nothing is owed yet: zeros for what is not cut, to be placed."""
+def _init_state(residual: PyTree) -> DeliveryState:
+    return DeliveryState(jax.random.key(0), jnp.zeros((), jnp.int32), residual)
 
-    def one(p):
+
+def _zero_residual(params: PyTree) -> PyTree:
+    """Zeros for every replicated parameter, `None` for sharded ones."""
+
+    def zeros(p: Any) -> Sharded | None:
         return None if is_mark(p) else Sharded(jnp.zeros(p.shape, working_dtype(p.dtype)), multiple=MULTIPLE)
 
-    return jax.tree.map(one, params, is_leaf=is_mark)
+    return jax.tree.map(zeros, params, is_leaf=is_mark)
+
+
+def _apply_to_master(steps: Updates, master: PyTree, comm: Comm) -> tuple[list[Array], PyTree]:
+    """The new shards of the master parameters, as a list and with their marks."""
+    moved = jax.tree.map(lambda x, u: x.value + local_shard(u, comm), master, steps, is_leaf=is_mark)
+    return jax.tree.leaves(moved), jax.tree.map(with_value, master, moved, is_leaf=is_mark)
 
 
 def _exchange(
-    owed: list[Array], shapes: list[Shape], state: CodedState, compressor: Compressor, comm: Comm
+    owed: Sequence[Array], shapes: Sequence[Shape], state: DeliveryState, compressor: Compressor, comm: Comm
 ) -> tuple[list[Array], list[Array]]:
-    """What the code of this worker's pieces decodes to, and that of all workers, whole."""
+    """Encodes the local shards, gathers the payloads, and returns the decoded local shards and full arrays."""
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
     payloads = encode(compressor, owed, shapes, key, comm)
-    everybody = decode(compressor, gather_payloads(payloads, comm), owed)
-    wholes = [
-        joined(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(everybody, shapes, strict=True)
-    ]
-    return decode(compressor, payloads, owed), wholes
+    decoded = decode(compressor, gather_payloads(payloads, comm), owed)
+    full = [joined(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(decoded, shapes, strict=True)]
+    return decode(compressor, payloads, owed), full
 
 
-def _missing(found: list, params: list) -> list[int]:
-    """Which updates must be sent."""
+def _positions_to_send(found: list, params: list) -> list[int]:
+    """The positions of updates of replicated parameters that no worker has in full."""
     return [
         i
         for i, (x, p) in enumerate(zip(found, params, strict=True))
@@ -137,17 +181,19 @@ def _missing(found: list, params: list) -> list[int]:
     ]
 
 
-def _with_arrived(found: list, params: list, arrived: dict[int, Array], comm: Comm) -> list:
-    def one(i, x, p):
-        if i in arrived:
-            return arrived[i]
-        return with_value(p, local(x, comm)) if is_mark(p) else x.full if is_part(x) else x
+def _complete(found: list, params: list, gathered: dict[int, Array], comm: Comm) -> list:
+    """All updates: gathered, sharded as the parameter is, or computed in full by every worker."""
 
-    return [one(i, x, p) for i, (x, p) in enumerate(zip(found, params, strict=True))]
+    def complete_leaf(i: int, x: Any, p: Any) -> Any:
+        if i in gathered:
+            return gathered[i]
+        return with_value(p, local_shard(x, comm)) if is_mark(p) else x.full if is_part(x) else x
+
+    return [complete_leaf(i, x, p) for i, (x, p) in enumerate(zip(found, params, strict=True))]
 
 
-def _like(x: Part) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.value.dtype)
+def _sharded_difference(new: Array, old: Any) -> Any:
+    return with_value(old, _difference(new.astype(old.value.dtype), old.value))
 
 
 def _difference(new: Array, old: Array) -> Array:

@@ -86,7 +86,7 @@ def flatten(closed: Any) -> Program:
 
         for equation in jaxpr.eqns:
             inputs = [of(atom) for atom in equation.invars]
-            inside = list(inner_jaxprs(equation.params.values()))
+            inside = inner_jaxprs(equation)
             if equation.primitive.name == "device_put":
                 outputs = inputs
             elif len(inside) == 1 and equation.primitive.name not in (*LOOPS, "cond", "compute_on", "shard_map"):
@@ -118,4 +118,4 @@ def _communicates(equation: Any) -> bool:
     named = (equation.params.get("axes", ()), equation.params.get("axis_name", ()))
     if any(isinstance(name, str) for names in named for name in (names if isinstance(names, tuple) else (names,))):
         return True
-    return any(_communicates(inner) for closed in inner_jaxprs(equation.params.values()) for inner in closed.jaxpr.eqns)
+    return any(_communicates(inner) for closed in inner_jaxprs(equation) for inner in closed.jaxpr.eqns)

@@ -118,7 +118,7 @@ class _Trace:
 
     def in_head(self, equation: Any, refs: tuple[int, ...], numbers: bool = False) -> list[int]:
         """The same equation on the same operands is kept once, so that leaves share their numbers."""
-        pure = not list(inner_jaxprs(equation.params.values()))
+        pure = not inner_jaxprs(equation)
         key = (equation.primitive.name, str(equation.params) if pure else id(equation), refs, numbers)
         if key not in self.known:
             at = self.new(("apply", equation, refs, numbers))
@@ -150,7 +150,7 @@ class _Trace:
 
     def step(self, equation: Any, values: list[_Value]) -> list[_Value]:
         name = equation.primitive.name
-        inside = list(inner_jaxprs(equation.params.values()))
+        inside = inner_jaxprs(equation)
         if len(inside) == 1 and name not in ("scan", "while"):  # a call
             return self.run(inside[0].jaxpr, inside[0].consts, values)
         refs = tuple(value.head for value in values if value.head is not None)
