@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .arrays import Sink, aligned
-from .entrywise import Program
+from .entrywise import EntryProgram
 from .layout import UNIT, Layout, Piece, pieces, planes
 
 # Entries in a block: the arrays of one stay in the cache while they are computed and written back.
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def blocks_of(layout: Layout, programs: Sequence[Program]) -> list[list[Block]]:
+def blocks_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Block]]:
     """The blocks of each chunk. They have two lengths only, so that each program is compiled for two."""
     found = []
     for chunk in layout.chunks:
@@ -64,7 +64,7 @@ def _taken(run: list[Piece], size: int) -> list[Piece]:
     return taken
 
 
-def runner(layout: Layout, programs: Sequence[Program], compiled: dict[str, Callable]) -> Callable:
+def runner(layout: Layout, programs: Sequence[EntryProgram], compiled: dict[str, Callable]) -> Callable:
     """A function for all chunks of one step.
 
     It is called with the numbers, the sources of what lies in memory (`sources[array][leaf][shard]`), the sinks of what

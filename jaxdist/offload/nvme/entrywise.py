@@ -1,11 +1,13 @@
-"""An optimizer's trace, cut in two: numbers that are computed once a step, and a program for the entries of each leaf.
+"""Splits an optimizer's trace into numbers that are computed once per step and a program for the entries of each leaf.
 
-What depends on state that is not in memory may only be computed entry by entry. What depends on arrays in memory alone
-(norms of gradients) may be anything; as numbers it enters the programs.
+Values that depend on state that is not in memory can only be computed entry by entry. Values that depend on arrays in
+memory alone (norms of gradients) may be computed in any way; they enter the programs as numbers.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core.compat import Literal
-from ..._core.jaxprs import ELEMENTWISE, RESHAPES, TAKES_NUMBERS, apply_primitive, inner_jaxprs
+from ..._core.jaxprs import (
+    ELEMENTWISE,
+    LOOPS,
+    RESHAPES,
+    TAKES_NUMBERS,
+    apply_primitive,
+    called_jaxpr,
+    evaluate,
+    inner_jaxprs,
+)
 from ..._core.types import Array, PyTree
 
 
-class Program(NamedTuple):
-    """What is done to the entries of one leaf.
+class EntryProgram(NamedTuple):
+    """The computation for the entries of one leaf.
 
     `run(arrays, numbers)` takes and returns vectors of any one length. Leaves of equal `key` have equal programs.
     """
@@ -32,23 +42,74 @@ class Program(NamedTuple):
 class Split(NamedTuple):
     """A function in two parts: `head(flat arguments) -> numbers`, and `programs`, one for each leaf.
 
-    `memory`: which of the flat arguments `head` looks at. `others`: where in the numbers each output is that stands
-    beside no leaf. `Program.numbers` are places in the numbers too.
+    `memory`: the flat arguments that `head` reads. `others`: for each output that belongs to no leaf, its position in
+    the numbers. `EntryProgram.numbers` are positions in the numbers too.
     """
 
     head: Callable[[Sequence[Any]], list[Array]]
     memory: tuple[int, ...]
-    programs: list[Program]
+    programs: list[EntryProgram]
     others: list[int]
 
 
+# Operands in a program. `Input`: a vector of the leaf; `Result`: of an earlier operation; `Number`: a value of the
+# head, the same for all entries; `Constant`: a literal.
+@dataclass(frozen=True)
+class Input:
+    """A vector of entries, by its position among the flat arguments or, in a program, among its arrays."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an operation."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Number:
+    """A value of the head, equal for all entries."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A literal of the trace."""
+
+    value: Any
+
+
+Operand = Input | Result | Number | Constant
+
+
+class _Call(NamedTuple):
+    """An equation of the head; with `scalars`, all its operands are reshaped to single numbers."""
+
+    equation: Any
+    operands: tuple[int, ...]
+    scalars: bool
+
+
+class _Output(NamedTuple):
+    """One result of a `_Call`, which comes before it."""
+
+    call: int
+    index: int
+
+
 class _Value(NamedTuple):
-    """A value of the trace: its place in the head, its place in the programs, and, without one, what is to blame."""
+    """A value of the trace.
+
+    `head` is its position in the head and `entry` its operand in a program; `reason` says why there is no `entry`.
+    """
 
     aval: Any
-    head: Any
-    body: Any
-    why: str = ""
+    head: int | None
+    entry: Operand | None
+    reason: str = ""
 
 
 def split(
@@ -59,223 +120,248 @@ def split(
     stored: Sequence[int],
     outputs: Sequence[Sequence[int]],
 ) -> Split:
-    """Cuts `f` in two.
+    """Splits `f` into a head and one program per leaf.
 
     Args:
       f: a function of trees of arrays.
       arguments: their shapes and dtypes.
-      leaves: for each leaf, which of the flat arguments are its vectors, in the order in which its program takes them.
-      stored: which flat arguments are not in memory.
-      outputs: for each leaf, which of the flat outputs its program returns.
+      leaves: for each leaf, the positions of its vectors among the flat arguments, in the order of its program.
+      stored: the positions of flat arguments that are not in memory.
+      outputs: for each leaf, the positions among the flat outputs of its program's results.
 
     Raises:
-      ValueError: something else than entries is needed of what is not in memory.
+      ValueError: an operation on arrays that are not in memory is not entrywise.
     """
-    closed, _ = jax.make_jaxpr(f, return_shape=True)(*arguments)
+    closed = jax.make_jaxpr(f)(*arguments)
     trace = _Trace()
     entries = {i for members in leaves for i in members}
     values = []
     for i, var in enumerate(closed.jaxpr.invars):
-        head = None if i in stored else trace.new(("input", i))
-        body = ("in", i) if i in entries else ("number", head) if math.prod(var.aval.shape) == 1 else None
-        values.append(_Value(var.aval, head, body, "a whole array of the state"))
-    found = trace.run(closed.jaxpr, closed.consts, values)
+        head = None if i in stored else trace.add(Input(i))
+        entry = Input(i) if i in entries else _number_of(var.aval, head)
+        values.append(_Value(var.aval, head, entry, "a whole array of the state"))
+    found = trace.evaluate(closed, values)
 
-    programs = [trace.program(ins, [found[o] for o in outs]) for ins, outs in zip(leaves, outputs, strict=True)]
-    beside = {o for outs in outputs for o in outs}
-    others = [value for o, value in enumerate(found) if o not in beside]
-    for value in others:
+    drafts = [
+        _program(trace.operations, ins, [found[o] for o in outs]) for ins, outs in zip(leaves, outputs, strict=True)
+    ]
+    of_leaves = {o for outs in outputs for o in outs}
+    heads: list[int] = []
+    for value in (value for o, value in enumerate(found) if o not in of_leaves):
         if value.head is None:
-            raise ValueError(_refusal(value.why))
-    wanted = [*dict.fromkeys([*(ref for p in programs for ref in p.numbers), *(value.head for value in others)])]
-    place = {ref: at for at, ref in enumerate(wanted)}
-    programs = [p._replace(numbers=tuple(place[ref] for ref in p.numbers)) for p in programs]
-    head, memory = trace.head(wanted)
-    return Split(head, memory, programs, [place[value.head] for value in others])
+            raise ValueError(_refusal(value.reason))
+        heads.append(value.head)
+    wanted = [*dict.fromkeys([*(at for program in drafts for at in program.numbers), *heads])]
+    position = {at: i for i, at in enumerate(wanted)}
+    programs = [program._replace(numbers=tuple(position[at] for at in program.numbers)) for program in drafts]
+    order = _needed(trace.nodes, wanted)
+    memory = tuple(sorted(node.index for at in order if isinstance(node := trace.nodes[at], Input)))
+    head = partial(_run_head, {at: trace.nodes[at] for at in order}, wanted)
+    return Split(head, memory, programs, [position[at] for at in heads])
 
 
-def _refusal(why: str) -> str:
+def _refusal(reason: str) -> str:
     return (
-        f"the optimizer needs `{why}` of whole arrays that are on disk. Only what is done entry by entry can be "
-        "streamed, and norms of gradients: keep this optimizer in memory, or give it a few leaves with optax.partition"
+        f"the optimizer needs `{reason}` of whole arrays that are on disk, but only entrywise operations and norms of "
+        "gradients can be streamed: keep this optimizer in memory, or give it a few leaves with optax.partition"
     )
 
 
+def _number_of(aval: Any, head: int | None) -> Number | None:
+    return Number(head) if head is not None and math.prod(aval.shape) == 1 else None
+
+
 class _Trace:
-    """The operations met so far. `head[ref]` makes one value of the head, `ops[i]` one of the programs."""
+    """The values met so far: `nodes` of the head, and entrywise `operations` of the programs."""
 
     def __init__(self):
-        self.made: list[tuple] = []
-        self.known: dict[Any, int] = {}
-        self.ops: list[tuple[Any, tuple]] = []
+        self.nodes: list[Input | Constant | _Call | _Output] = []
+        self.operations: list[tuple[Any, tuple[Operand, ...]]] = []
+        self.first_output: dict[Any, int] = {}
 
-    def new(self, how: tuple) -> int:
-        self.made.append(how)
-        return len(self.made) - 1
+    def add(self, node: Input | Constant | _Call | _Output) -> int:
+        """Adds a node to the head; returns its position."""
+        self.nodes.append(node)
+        return len(self.nodes) - 1
 
-    def constant(self, value: Any) -> int:
-        return self.new(("constant", value))
+    def evaluate(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
+        return evaluate(closed, self.apply, values, literal=self.literal, constant=self.constant)
 
-    def in_head(self, equation: Any, refs: tuple[int, ...], numbers: bool = False) -> list[int]:
-        """The same equation on the same operands is kept once, so that leaves share their numbers."""
-        pure = not inner_jaxprs(equation)
-        key = (equation.primitive.name, str(equation.params) if pure else id(equation), refs, numbers)
-        if key not in self.known:
-            at = self.new(("apply", equation, refs, numbers))
-            self.known[key] = self.new(("result", at, 0))
-            for number in range(1, len(equation.outvars)):
-                self.new(("result", at, number))
-        first = self.known[key]
-        return list(range(first, first + len(equation.outvars)))
+    def literal(self, atom: Any) -> _Value:
+        value = np.asarray(atom.val, atom.aval.dtype)
+        return _Value(atom.aval, self.add(Constant(value)), Constant(value))
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
-        at: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
-            at[var] = value if isinstance(value, _Value) else self.whole(var.aval, self.constant(value), "a constant")
+    def constant(self, value: Any) -> _Value:
+        aval, head = jax.typeof(value), self.add(Constant(value))
+        return _Value(aval, head, _number_of(aval, head), "a constant")
 
-        def of(atom: Any) -> _Value:
-            if not isinstance(atom, Literal):
-                return at[atom]
-            aval: Any = atom.aval
-            value = np.asarray(atom.val, aval.dtype)
-            return _Value(aval, self.constant(value), ("literal", value))
-
-        for equation in jaxpr.eqns:
-            at.update(zip(equation.outvars, self.step(equation, [of(x) for x in equation.invars]), strict=True))
-        return [of(atom) for atom in jaxpr.outvars]
-
-    def whole(self, aval: Any, head: Any, why: str) -> _Value:
-        number = head is not None and math.prod(aval.shape) == 1
-        return _Value(aval, head, ("number", head) if number else None, why)
-
-    def step(self, equation: Any, values: list[_Value]) -> list[_Value]:
+    def apply(self, equation: Any, values: list[_Value]) -> list[_Value]:
+        """The results of one equation, in the head where all operands are, and entrywise where that is possible."""
         name = equation.primitive.name
-        inside = inner_jaxprs(equation)
-        if len(inside) == 1 and name not in ("scan", "while"):  # a call
-            return self.run(inside[0].jaxpr, inside[0].consts, values)
-        refs = tuple(value.head for value in values if value.head is not None)
-        known = len(refs) == len(values)
-        if name == "cond" and not known:
-            return self.chosen(inside, values)
-        outs = [var.aval for var in equation.outvars]
-        heads = self.in_head(equation, refs) if known else [None] * len(outs)
-        why = next((value.why for value in values if value.head is None and value.body is None), name)
-        found = [self.whole(aval, head, why) for aval, head in zip(outs, heads, strict=True)]
+        body = called_jaxpr(equation, opaque=LOOPS)
+        if body is not None:
+            return self.evaluate(body, values)
+        in_head = tuple(value.head for value in values if value.head is not None)
+        is_known = len(in_head) == len(values)
+        if name == "cond" and not is_known:
+            return self.select_branch(inner_jaxprs(equation), values)
+        avals = [var.aval for var in equation.outvars]
+        heads = self.apply_in_head(equation, in_head) if is_known else [None] * len(avals)
+        # An operand that is not available at all is the reason for everything that depends on it.
+        reason = next((value.reason for value in values if value.head is None and value.entry is None), name)
+        found = [_Value(aval, head, _number_of(aval, head), reason) for aval, head in zip(avals, heads, strict=True)]
         if name in ELEMENTWISE:
-            return [found[0]._replace(body=self.elementwise(equation, values, heads[0]), why=_blame(values, name))]
-        size = math.prod(outs[0].shape) if outs else 0
-        if name in RESHAPES and len(values) == 1 and values[0].body is not None:
-            number = values[0].body[0] in ("number", "literal")
-            if number or size == math.prod(values[0].aval.shape):
-                return [found[0]._replace(body=values[0].body)]
+            reason = next((value.reason for value in values if value.entry is None), name)
+            return [found[0]._replace(entry=self.apply_to_entries(equation, values, heads[0]), reason=reason)]
+        if name in RESHAPES and len(values) == 1:
+            entry = values[0].entry
+            same_size = bool(avals) and math.prod(avals[0].shape) == math.prod(values[0].aval.shape)
+            # A number may be broadcast to any shape; vectors only keep the order of their entries.
+            if isinstance(entry, Number | Constant) or (entry is not None and same_size):
+                return [found[0]._replace(entry=entry)]
         return found
 
-    def elementwise(self, equation: Any, values: Sequence[_Value], head: int | None) -> tuple | None:
-        bodies = tuple(value.body for value in values)
-        if any(body is None for body in bodies):
+    def apply_in_head(self, equation: Any, operands: tuple[int, ...], *, scalars: bool = False) -> list[int]:
+        """Adds an equation to the head; once for the same operands, so that leaves share their numbers."""
+        is_pure = not inner_jaxprs(equation)
+        key = (equation.primitive.name, str(equation.params) if is_pure else id(equation), operands, scalars)
+        if key not in self.first_output:
+            call = self.add(_Call(equation, operands, scalars))
+            self.first_output[key] = call + 1
+            for index in range(len(equation.outvars)):
+                self.add(_Output(call, index))
+        first = self.first_output[key]
+        return list(range(first, first + len(equation.outvars)))
+
+    def apply_to_entries(self, equation: Any, values: Sequence[_Value], head: int | None) -> Operand | None:
+        """The operand for the result of an elementwise equation, or `None` if an operand is not entrywise."""
+        operands = tuple(value.entry for value in values if value.entry is not None)
+        if len(operands) < len(values):
             return None
-        if all(body[0] in ("number", "literal") for body in bodies):
-            if math.prod(equation.outvars[0].aval.shape) == 1 and head is not None:
-                return ("number", head)
-            refs = tuple(body[1] if body[0] == "number" else self.constant(body[1]) for body in bodies)
-            return ("number", self.in_head(equation, refs, numbers=True)[0])
-        self.ops.append((equation, bodies))
-        return ("op", len(self.ops) - 1)
+        numbers = tuple(operand for operand in operands if isinstance(operand, Number | Constant))
+        if len(numbers) < len(operands):
+            self.operations.append((equation, operands))
+            return Result(len(self.operations) - 1)
+        if math.prod(equation.outvars[0].aval.shape) == 1 and head is not None:
+            return Number(head)
+        # Arrays of equal numbers are computed as a single number.
+        in_head = tuple(x.index if isinstance(x, Number) else self.add(Constant(x.value)) for x in numbers)
+        return Number(self.apply_in_head(equation, in_head, scalars=True)[0])
 
-    def chosen(self, branches: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
-        """Both branches are computed entry by entry, and one is taken."""
-        ran = [self.run(branch.jaxpr, branch.consts, values[1:]) for branch in branches]
-        outs = []
-        for found in zip(*ran, strict=True):
-            like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (values[0], *found)]
+    def select_branch(self, branches: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
+        """Computes all branches entry by entry, and selects one of them."""
+        outputs = []
+        for cases in zip(*[self.evaluate(branch, values[1:]) for branch in branches], strict=True):
+            like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (values[0], *cases)]
             select = jax.make_jaxpr(lambda which, *cases: lax.select_n(which, *cases))(*like).jaxpr.eqns[0]
-            outs += self.step(select, [values[0], *found])
-        return outs
+            outputs += self.apply(select, [values[0], *cases])
+        return outputs
 
-    def head(self, wanted: Sequence[int]) -> tuple[Callable[[Sequence[Any]], list[Array]], tuple[int, ...]]:
-        """A function for these values of the head, and which flat arguments it looks at."""
-        needed, stack = set(), list(wanted)
-        while stack:
-            ref = stack.pop()
-            if ref not in needed:
-                needed.add(ref)
-                how = self.made[ref]
-                stack += how[2] if how[0] == "apply" else how[1:2] if how[0] == "result" else ()
-        order = sorted(needed)  # operands are made before their results
-        memory = tuple(sorted(self.made[ref][1] for ref in order if self.made[ref][0] == "input"))
 
-        def head(arguments):
-            at: dict[int, Any] = {}
-            for ref in order:
-                how = self.made[ref]
-                if how[0] == "input":
-                    at[ref] = arguments[how[1]]
-                elif how[0] == "constant":
-                    at[ref] = jnp.asarray(how[1])
-                elif how[0] == "result":
-                    at[ref] = at[how[1]][how[2]]
-                else:
-                    operands = [jnp.reshape(at[r], ()) if how[3] else at[r] for r in how[2]]
-                    at[ref] = apply_primitive(how[1], operands)
-            return [at[ref] for ref in wanted]
+def _needed(nodes: Sequence[Any], wanted: Sequence[int]) -> list[int]:
+    """The positions of the nodes of the head that these depend on; operands come before their results."""
+    needed, stack = set(), list(wanted)
+    while stack:
+        at = stack.pop()
+        if at not in needed:
+            needed.add(at)
+            match nodes[at]:
+                case _Call(_, operands, _):
+                    stack += operands
+                case _Output(call, _):
+                    stack.append(call)
+    return sorted(needed)
 
-        return head, memory
 
-    def program(self, inputs: Sequence[int], outputs: Sequence[_Value]) -> Program:
-        """The program of one leaf; `numbers` are still places in the head."""
-        for value in outputs:
-            if value.body is None:
-                raise ValueError(_refusal(value.why))
-        needed, stack = set(), [value.body for value in outputs]
-        numbers: dict[int, int] = {}
-        while stack:
-            kind, at = stack.pop()
-            if kind == "op" and at not in needed:
-                needed.add(at)
-                stack += self.ops[at][1]
-            elif kind == "in" and at not in inputs:
+def _run_head(nodes: dict[int, Any], wanted: Sequence[int], arguments: Sequence[Any]) -> list[Array]:
+    """The wanted values of the head, for flat arguments."""
+    known: dict[int, Any] = {}
+    for at, node in nodes.items():
+        match node:
+            case Input(index):
+                known[at] = arguments[index]
+            case Constant(value):
+                known[at] = jnp.asarray(value)
+            case _Output(call, index):
+                known[at] = known[call][index]
+            case _Call(equation, operands, scalars):
+                given = [jnp.reshape(known[i], ()) if scalars else known[i] for i in operands]
+                known[at] = apply_primitive(equation, given)
+    return [known[at] for at in wanted]
+
+
+def _program(
+    operations: Sequence[tuple[Any, tuple[Operand, ...]]], inputs: Sequence[int], outputs: Sequence[_Value]
+) -> EntryProgram:
+    """The program of one leaf, whose `numbers` are still positions in the head."""
+    results: list[Operand] = []
+    for value in outputs:
+        if value.entry is None:
+            raise ValueError(_refusal(value.reason))
+        results.append(value.entry)
+    needed, stack = set(), list(results)
+    while stack:
+        match stack.pop():
+            case Result(index) if index not in needed:
+                needed.add(index)
+                stack += operations[index][1]
+            case Input(index) if index not in inputs:
                 raise ValueError(_refusal("entries of another leaf"))
-        order = sorted(needed)
-        place = {at: i for i, at in enumerate(order)}
-        ordinal = {at: i for i, at in enumerate(inputs)}
+    order = sorted(needed)
+    position = {at: i for i, at in enumerate(order)}
+    ordinal = {at: i for i, at in enumerate(inputs)}
+    numbers: dict[int, int] = {}
 
-        def local(body):
-            kind, at = body
-            if kind == "number":
-                return kind, numbers.setdefault(at, len(numbers))
-            return (kind, ordinal[at]) if kind == "in" else (kind, place[at]) if kind == "op" else body
+    def renumber(operand: Operand) -> Operand:
+        match operand:
+            case Input(index):
+                return Input(ordinal[index])
+            case Result(index):
+                return Result(position[index])
+            case Number(index):
+                return Number(numbers.setdefault(index, len(numbers)))
+        return operand
 
-        steps = [(self.ops[at][0], [local(body) for body in self.ops[at][1]]) for at in order]
-        results = [(local(value.body), value.aval.dtype) for value in outputs]
-        key = str([(e.primitive.name, str(e.params), str(operands)) for e, operands in steps]) + str(results)
-
-        def run(arrays, given):
-            length = arrays[0].shape
-            made: list[Any] = []
-
-            def of(body, wide=True):
-                kind, at = body
-                if kind in ("number", "literal"):
-                    x = jnp.reshape(given[at] if kind == "number" else jnp.asarray(at), ())
-                    return jnp.broadcast_to(x, length) if wide else x
-                return arrays[at] if kind == "in" else made[at]
-
-            for equation, operands in steps:
-                wide = equation.primitive.name not in TAKES_NUMBERS
-                made.append(
-                    apply_primitive(
-                        equation, [of(body, wide or _case(equation, i)) for i, body in enumerate(operands)]
-                    )[0]
-                )
-            return [jnp.asarray(of(body), dtype) for body, dtype in results]
-
-        return Program(key, run, tuple(numbers))
+    # Positions within the leaf: leaves that are treated alike get the same key.
+    steps = [(operations[at][0], [renumber(operand) for operand in operations[at][1]]) for at in order]
+    final = [(renumber(result), value.aval.dtype) for result, value in zip(results, outputs, strict=True)]
+    key = str([(e.primitive.name, str(e.params), str(operands)) for e, operands in steps]) + str(final)
+    return EntryProgram(key, partial(_run_entries, steps, final), tuple(numbers))
 
 
-def _case(equation: Any, number: int) -> bool:
-    """Whether this operand must have the shape of the result, in a primitive that takes numbers too."""
-    return number > 0 if equation.primitive.name == "select_n" else number == 1
+def _run_entries(
+    steps: Sequence[tuple[Any, Sequence[Operand]]],
+    final: Sequence[tuple[Operand, Any]],
+    arrays: Sequence[Any],
+    numbers: Sequence[Any],
+) -> list[Array]:
+    """Runs a program on vectors of one length."""
+    computed: list[Any] = []
+    for equation, operands in steps:
+        mixed = equation.primitive.name in TAKES_NUMBERS
+        given = [
+            _read(operand, arrays, numbers, computed, broadcast=not mixed or _must_be_array(equation, i))
+            for i, operand in enumerate(operands)
+        ]
+        computed.append(apply_primitive(equation, given)[0])
+    return [jnp.asarray(_read(operand, arrays, numbers, computed), dtype) for operand, dtype in final]
 
 
-def _blame(values: Sequence[_Value], name: str) -> str:
-    return next((value.why for value in values if value.body is None), name)
+def _read(
+    operand: Operand, arrays: Sequence[Any], numbers: Sequence[Any], computed: Sequence[Any], *, broadcast: bool = True
+) -> Any:
+    match operand:
+        case Input(index):
+            return arrays[index]
+        case Result(index):
+            return computed[index]
+        case Number(index):
+            x = jnp.reshape(numbers[index], ())
+        case Constant(value):
+            x = jnp.reshape(jnp.asarray(value), ())
+    return jnp.broadcast_to(x, arrays[0].shape) if broadcast else x
+
+
+def _must_be_array(equation: Any, position: int) -> bool:
+    """Returns True for operands that need the shape of the result, in a primitive that accepts numbers for others."""
+    return position > 0 if equation.primitive.name == "select_n" else position == 1
