@@ -1,6 +1,6 @@
-"""ZeRO-Infinity: an optimizer whose state lies on disk and passes through a few buffers, once a step."""
+"""ZeRO-Infinity: an optimizer whose state is stored on disk and streamed through a few buffers each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,58 +12,49 @@ import optax
 from ..._core.types import PyTree, State
 from . import arrays
 from .disk import Disk
-from .entries import runner
+from .entries import Runner
 from .entrywise import Split
 from .model import Model, describe, initial, update
-from .restore import assembled, stored_params, sums_of_params, whole_state
+from .restore import assemble, hash_params, read_params, read_state
 from .store import Store, Streamed, StreamedStats
 
 
-class _Opened(NamedTuple):
-    """What `init` found; the rest remembers what was traced and compiled."""
-
-    model: Model
-    disk: Disk
-    plans: dict[Any, tuple[Split, Callable, Callable]]
-    compiled: dict[str, Callable]
-
-
 def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any | None = None) -> Streamed:
-    """Keeps an optimizer's state on disk; each step reads, updates and writes it in chunks, all three at a time.
+    """Keeps an optimizer's state on disk; each step reads, updates and writes it in chunks, all three concurrently.
 
-    For optimizers that work entry by entry (Adam, SGD, Lion, with schedules, masks, weight decay), after whatever they
-    do to gradients alone (clipping by the global norm, NovoGrad's norms). It is used between compiled steps, with mean
-    gradients; updates run on the CPU. Bit for bit what the optimizer gives for each leaf under `jax.jit`.
+    For entrywise optimizers (Adam, SGD, Lion, with schedules, masks, weight decay), after any operations on gradients
+    alone (clipping by the global norm, NovoGrad's norms). It is used between compiled steps, with mean gradients;
+    updates run on the CPU. Results are bit for bit those of the optimizer for each leaf under `jax.jit`.
 
-    A step writes beside the last one and is committed by renaming a small manifest, so that a process that is killed,
-    or a disk that is full, leaves the last step as it was. Every chunk is read with a checksum.
+    A step writes to a second copy and is committed by renaming a small manifest, so that a killed process or a full
+    disk leaves the last step intact. Every chunk is read with a checksum.
 
-    *On disk*, for Adam in float32 and `n` parameters: `8n` bytes read and `8n` written a step, `12n` with
-    `master_dtype=jnp.float32`; twice that is taken. Leaves are laid in a row (those whose state has the same dtypes),
-    and the row is padded to 4096 entries. Nothing is sent.
+    *On disk*, for Adam in float32 and `n` parameters: `8n` bytes read and `8n` written per step, `12n` with
+    `master_dtype=jnp.float32`; twice that is allocated. Leaves whose state has the same dtypes are concatenated and
+    padded to 4096 entries. Nothing is sent.
 
     *In host memory*: the chunks (`Store.host_bytes`), 2^18 entries of each array, and the new parameters (those of
     an accelerator only in passing).
 
-    Several processes each stream the parts that lie in them: of parameters that are cut over a mesh (`Sharded`, or by a
-    sharding) their own shards, of others all. Gradients are brought to the sharding of the parameters.
+    Each process streams its own shards of parameters that are sharded over a mesh (`Sharded`, or by a sharding), and
+    all of the others. Gradients are moved to the sharding of the parameters.
 
     Args:
       inner: the optimizer.
-      store: where.
+      store: the folder and how it is used.
       master_dtype: parameters in this dtype are on disk too, and are updated there: float32 for bfloat16 parameters,
-        which lose small updates; also for a run that is to go on after a crash without a checkpoint of its own.
+        which lose small updates; also for a run that resumes after a crash without a checkpoint.
 
     Returns:
       Functions that are not pure: they own the folder.
 
     Raises:
-      ValueError: sizes that cannot work; from `init` and `apply`, an optimizer that needs more than entries (it names
-        the primitive), a folder that holds another state or is in use, parameters of another step than the state in
-        the folder (without `master_dtype`), gradients of other shapes.
-      StoreFullError: no room on disk.
-      StoreDamagedError: a file that is missing, too short or changed.
-      StoreError: anything else that the disk refuses.
+      ValueError: `chunk_bytes` or `host_bytes` is too small; from `init` and `apply`, an optimizer that is not
+        entrywise (the message names the primitive), a folder that holds another state or is in use, parameters of
+        another step than the state in the folder (without `master_dtype`), gradients of other shapes.
+      StoreFullError: no space left on disk.
+      StoreDamagedError: a file is missing, too short or changed.
+      StoreError: any other error of the disk.
 
     Example:
       >>> import jax.numpy as jnp, optax, tempfile
@@ -83,122 +74,169 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
         raise ValueError(f"chunk_bytes must be positive, got {store.chunk_bytes}")
     host_bytes = 3 * store.chunk_bytes if store.host_bytes is None else store.host_bytes
     if host_bytes < store.chunk_bytes:
-        raise ValueError(f"host_bytes={host_bytes} holds no chunk of chunk_bytes={store.chunk_bytes}")
-    transformation = optax.with_extra_args_support(inner)
-    found: list[_Opened] = []
+        raise ValueError(f"host_bytes={host_bytes} must be at least chunk_bytes={store.chunk_bytes}")
+    stream = _NvmeOptimizer(optax.with_extra_args_support(inner), store, host_bytes, master_dtype)
+    return Streamed(stream.init, stream.apply, stream.flush, stream.state, stream.stats, stream.close)
 
-    def opened() -> _Opened:
-        if not found:
-            raise ValueError("the store is not open: call init(params) first")
-        return found[0]
 
-    def init(params: PyTree) -> PyTree:
-        close()
-        model = describe(transformation, params, master_dtype)
-        made = initial(transformation, model)
+class _Plan(NamedTuple):
+    """A step for gradients of certain dtypes and extra arguments of certain shapes."""
+
+    split: Split
+    head: Callable
+    runner: Runner
+
+
+class _Opened(NamedTuple):
+    """The model and its folder; `plans` and `compiled` cache traced steps and compiled programs."""
+
+    model: Model
+    disk: Disk
+    plans: dict[str, _Plan]
+    compiled: dict[str, Callable]
+
+
+class _NvmeOptimizer:
+    """The functions of `Streamed`, and the open folder that they share."""
+
+    def __init__(
+        self, inner: optax.GradientTransformationExtraArgs, store: Store, host_bytes: int, master_dtype: Any | None
+    ):
+        self.inner, self.store, self.host_bytes, self.master_dtype = inner, store, host_bytes, master_dtype
+        self.opened: _Opened | None = None
+
+    def init(self, params: PyTree) -> PyTree:
+        self.close()
+        store, model = self.store, describe(self.inner, params, self.master_dtype)
+        split = initial(self.inner, model)
         folder = Path(store.path).absolute() / f"worker-{jax.process_index():05d}-of-{jax.process_count():05d}"
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
+        compiled: dict[str, Callable] = {}
         try:
+            # The chunks of an existing store keep their size.
             chunk_bytes = disk.chunk_bytes() or store.chunk_bytes
             layout = model.lay_out(chunk_bytes)
-            exists = disk.attach(layout, chunk_bytes, host_bytes)
-            compiled: dict[str, Callable] = {}
-            if not exists:
-                numbers = [np.asarray(x) for x in jax.jit(made.head)(_picked(made, model.leaves, model.shapes))]
-                step = runner(layout, made.programs, compiled)
-                gave = None if model.master else sums_of_params(model)
-                visit = step(numbers, [_sources(model, model.leaves)], None, fresh=True)
-                disk.advance(visit, _others(made, numbers), lambda: gave)
+            if not disk.attach(layout, chunk_bytes, self.host_bytes):
+                self._create(model, split, disk, compiled)
             elif model.master:
-                params = stored_params(model, disk)
-            elif disk.gave not in (None, sums_of_params(model)):
+                params = read_params(model, disk)
+            elif disk.gave not in (None, hash_params(model)):
                 raise ValueError(
-                    f"{folder} holds the state of step {disk.step}, and these are not the parameters that it gave: "
+                    f"{folder} holds the state of step {disk.step}, and these are not the parameters of that step: "
                     f"restore those of step {disk.step}, or keep them on disk too, with master_dtype"
                 )
         except BaseException:
             disk.unlock()
             raise
-        found[:] = [_Opened(model.forget(), disk, {}, compiled)]
+        self.opened = _Opened(model.forget(), disk, {}, compiled)
         return params
 
-    def apply(params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
-        model, disk, plans, compiled = opened()
-        leaves = [arrays.placed(p, place) for p, place in zip(_checked(model, params), model.places, strict=True)]
-        gradients = _checked(model, grads)
-        pairs = zip(gradients, model.places, strict=True)
-        gradients = [g if isinstance(g, np.ndarray) else arrays.placed(g, place) for g, place in pairs]
+    def _create(self, model: Model, split: Split, disk: Disk, compiled: dict[str, Callable]) -> None:
+        """Writes the initial state, as step 0."""
+        numbers = [np.asarray(x) for x in jax.jit(split.head)(_head_arguments(split, model.leaves, model.shapes))]
+        runner = Runner(disk.layout, split.programs, compiled)
+        gave = None if model.master else hash_params(model)
+        visit = runner.step(numbers, [_sources(model, model.leaves)], None, fresh=True)
+        disk.advance(visit, [numbers[at] for at in split.others], lambda: gave)
+
+    def apply(self, params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
+        opened = self._require_open()
+        model, disk = opened.model, opened.disk
+        placements = list(zip(_check_shapes(model, params), _check_shapes(model, grads), model.places, strict=True))
+        leaves = [arrays.place(p, place) for p, _, place in placements]
+        gradients = [g if isinstance(g, np.ndarray) else arrays.place(g, place) for _, g, place in placements]
         extra = jax.tree.map(jnp.asarray, extra_args)
-        kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(extra)]
-        key = str(([g.dtype for g in gradients], jax.tree.structure(extra), kinds))
-        if key not in plans:
-            plan = update(transformation, model, gradients, extra)
-            plans[key] = plan, jax.jit(plan.head), runner(disk.layout, plan.programs, compiled)
-        plan, head, step = plans[key]
+        plan = self._plan(opened, gradients, extra)
         disk.flush()
-        numbers = iter(disk.numbers)
-        state: list[Any] = [None if k >= 0 else next(numbers) for k in model.beside]
-        flat = [*gradients, *state, *([None] * len(leaves) if model.master else leaves), *jax.tree.leaves(extra)]
-        shapes = [*model.shapes, *(() if x is None else x.shape for x in state), *model.shapes]
-        ready = [np.asarray(x) for x in head(_picked(plan, flat, [*shapes, *(shape for shape, _ in kinds)]))]
+        numbers = self._run_head(model, disk, plan, gradients, leaves, extra)
+        # With master parameters the ones in memory are only written, as roundings.
         sources = [*([] if model.master else [_sources(model, leaves)]), _sources(model, gradients)]
         sinks = [
             [arrays.sink(leaf, shard, donate=donate) for shard in shards]
             for leaf, shards in zip(leaves, model.shards, strict=True)
         ]
-        sums: list[list[list[int]]] = [[[] for _ in each] for each in sinks]
+        hashes: list[list[list[int]]] = [[[] for _ in each] for each in sinks]
         if not model.master:
-            sinks = [list(map(arrays.summed, *pair)) for pair in zip(sinks, sums, strict=True)]
+            sinks = [list(map(arrays.hashing, *pair)) for pair in zip(sinks, hashes, strict=True)]
         disk.advance(
-            step(ready, sources, sinks),
-            _others(plan, ready),
-            lambda: None if model.master else [list(map(arrays.added, each)) for each in sums],
+            plan.runner.step(numbers, sources, sinks),
+            [numbers[at] for at in plan.split.others],
+            lambda: None if model.master else [list(map(arrays.add_hashes, each)) for each in hashes],
         )
-        return assembled(model, leaves, sinks)
+        return assemble(model, leaves, sinks)
 
-    def flush() -> int:
-        opened().disk.flush()
-        return opened().disk.step
+    def _plan(self, opened: _Opened, gradients: Sequence[Any], extra: PyTree) -> _Plan:
+        kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(extra)]
+        key = str(([g.dtype for g in gradients], jax.tree.structure(extra), kinds))
+        if key not in opened.plans:
+            split = update(self.inner, opened.model, gradients, extra)
+            runner = Runner(opened.disk.layout, split.programs, opened.compiled)
+            opened.plans[key] = _Plan(split, jax.jit(split.head), runner)
+        return opened.plans[key]
 
-    def state() -> State:
-        return whole_state(opened().model, opened().disk)
+    def _run_head(
+        self,
+        model: Model,
+        disk: Disk,
+        plan: _Plan,
+        gradients: Sequence[Any],
+        leaves: Sequence[Any],
+        extra: PyTree,
+    ) -> list[np.ndarray]:
+        """The numbers of this step, from gradients and from the numbers of the last step."""
+        numbers, others = iter(disk.numbers), jax.tree.leaves(extra)
+        state: list[Any] = [None if k >= 0 else next(numbers) for k in model.beside]
+        flat = [*gradients, *state, *([None] * len(leaves) if model.master else leaves), *others]
+        shapes = [*model.shapes, *(() if x is None else x.shape for x in state), *model.shapes]
+        shapes += [x.shape for x in others]
+        return [np.asarray(x) for x in plan.head(_head_arguments(plan.split, flat, shapes))]
 
-    def stats() -> StreamedStats:
-        disk = opened().disk
+    def flush(self) -> int:
+        opened = self._require_open()
+        opened.disk.flush()
+        return opened.disk.step
+
+    def state(self) -> State:
+        opened = self._require_open()
+        return read_state(opened.model, opened.disk)
+
+    def stats(self) -> StreamedStats:
+        disk = self._require_open().disk
         return StreamedStats(disk.step, disk.read_bytes, disk.written_bytes, disk.layout.nbytes, disk.buffer_bytes)
 
-    def close() -> None:
-        if found:
-            disk = found.pop().disk
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
             try:
-                disk.flush()
+                opened.disk.flush()
             finally:
-                disk.unlock()
+                opened.disk.unlock()
 
-    return Streamed(init, apply, flush, state, stats, close)
+    def _require_open(self) -> _Opened:
+        if self.opened is None:
+            raise ValueError("the store is not open: call init(params) first")
+        return self.opened
 
 
-def _checked(model: Model, tree: PyTree) -> list[Any]:
-    leaves, shapes, _ = arrays.unmarked(tree)
+def _check_shapes(model: Model, tree: PyTree) -> list[Any]:
+    """The leaves of parameters or gradients, which must have the shapes that `init` saw."""
+    leaves, shapes, _ = arrays.strip_marks(tree)
     if shapes != model.shapes:
         wrong = next((s for s, t in zip(shapes, model.shapes) if s != t), f"{len(shapes)} leaves")
-        raise ValueError(f"parameters and gradients must be as `init` saw them, got {wrong}")
+        raise ValueError(f"the shapes of parameters and gradients must be as `init` saw them, got {wrong}")
     return leaves
 
 
-def _picked(plan: Split, flat: Any, shapes: Any) -> list[Any]:
-    """The flat arguments that the head looks at, as the shapes that they stand for."""
+def _head_arguments(split: Split, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The flat arguments that the head reads, in their logical shapes, and `None` for the others."""
 
-    def one(x, shape):
+    def reshape_leaf(x: Any, shape: tuple[int, ...]) -> Any:
+        # A sharded parameter of one worker is flat and padded.
         return x if x.shape == shape else x.reshape(-1)[: int(np.prod(shape))].reshape(shape)
 
-    return [one(flat[i], shapes[i]) if i in plan.memory else None for i in range(len(flat))]
+    return [reshape_leaf(flat[i], shapes[i]) if i in split.memory else None for i in range(len(flat))]
 
 
-def _sources(model: Model, leaves: Any) -> list[list[Any]]:
+def _sources(model: Model, leaves: Sequence[Any]) -> list[list[Any]]:
     pairs = zip(leaves, model.shards, strict=True)
     return [[arrays.source(leaf, shard) for shard in shards] for leaf, shards in pairs]
-
-
-def _others(plan: Split, numbers: list[np.ndarray]) -> list[np.ndarray]:
-    return [numbers[at] for at in plan.others]

@@ -1,12 +1,14 @@
-"""The state of one process on disk: opened, passed through once a step, committed."""
+"""The state of one process on disk: attached, streamed through once a step, and committed."""
 
+import contextlib
 import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,26 +18,38 @@ from . import files
 from .layout import Layout
 from .store import stream
 
-# Works in a chunk: its number, and its bytes.
+# Works on a chunk: its number, and its bytes.
 Visit = Callable[[int, np.ndarray], None]
 
 
-class Disk:
-    """Two slots in a folder; `step` and `numbers` are those of the committed one.
+class _NewStep(NamedTuple):
+    """The step that is being written; `checksums` are filled in chunk by chunk."""
 
-    `gave`: sums of the bits of the parameters that belong to it, for each shard of each leaf, where they are not on
-    disk themselves.
+    slot: int
+    step: int
+    path: Path
+    checksums: list[int]
+    numbers: list[np.ndarray]
+    gives: Callable[[], list[list[int]] | None]
+
+
+class Disk:
+    """Two slots in a folder; `step` and `numbers` belong to the committed one.
+
+    `gave`: hashes of the parameters that belong to it, for each shard of each leaf, unless these are on disk too.
     """
 
     def __init__(self, folder: Path, *, direct: bool | None, durable: bool, wait: bool, progress: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
-        # Also when nobody has called `close` and all of it is forgotten.
+        # Released even if `close` is never called and this object is garbage-collected.
         self.unlock = weakref.finalize(self, files.Lock(folder).release)
         self.direct = files.takes_direct(folder) if direct is None else direct
         if self.direct and not files.takes_direct(folder):
             self.unlock()
-            raise ValueError(f"direct=True, but the file system of {folder} cannot bypass the page cache: leave it out")
+            raise ValueError(
+                f"direct=True, but the file system of {folder} cannot bypass the page cache: leave direct out"
+            )
         self.manifests = files.read_manifests(folder)
         self.slot, self.step = 0, -1
         self.numbers: list[np.ndarray] = []
@@ -45,19 +59,21 @@ class Disk:
         self.read_bytes = self.written_bytes = self.buffer_bytes = 0
 
     def chunk_bytes(self) -> int | None:
-        """Those with which the store was made."""
+        """The chunk size that the store was created with, if it exists."""
         return next((manifest["chunk_bytes"] for manifest in self.manifests.values()), None)
 
     def attach(self, layout: Layout, chunk_bytes: int, host_bytes: int) -> bool:
-        """Takes the buffers, and the last step that all processes have; whether there is one."""
+        """Allocates buffers and finds the last step that all processes have; returns False if there is none."""
         self.layout, self.size = layout, chunk_bytes
         largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
         depth = min(host_bytes // max(largest, 1), max(len(layout.chunks), 1), 3)
         if not depth:
-            raise ValueError(f"host_bytes={host_bytes} holds no chunk of {largest} bytes: make chunk_bytes smaller")
-        # Of whole pages, as direct access wants them, and touched only once.
-        room = [mmap.mmap(-1, max(largest, files.PAGE)) for _ in range(depth)]
-        self.buffers = [np.frombuffer(one, np.uint8) for one in room]
+            raise ValueError(
+                f"host_bytes={host_bytes} is less than a chunk of {largest} bytes: make chunk_bytes smaller"
+            )
+        # Whole pages, as direct access requires.
+        memory = [mmap.mmap(-1, max(largest, files.PAGE)) for _ in range(depth)]
+        self.buffers = [np.frombuffer(pages, np.uint8) for pages in memory]
         self.buffer_bytes = depth * largest
         steps = np.array([self.manifests.get(slot, {"step": -1})["step"] for slot in (0, 1)])
         step = int(_common(steps))
@@ -68,129 +84,137 @@ class Disk:
         if manifest["layout"] != layout.signature:
             raise ValueError(
                 f"{self.folder} holds the state of another model, optimizer, master_dtype or number of workers: "
-                "take another folder, or delete this one"
+                "use another folder, or delete this one"
             )
         self.step, self.sums = step, manifest["checksums"]
         self.numbers = files.decode(manifest["numbers"])
-        self.gave = manifest.get("gave")  # not in stores of before
+        # Manifests of earlier versions do not have it.
+        self.gave = manifest.get("gave")
         return True
 
     def flush(self) -> None:
-        """Waits for the step that is under way; raises what went wrong in it."""
+        """Waits for the step that is being written, and raises its error if it failed."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
 
     def advance(self, visit: Visit, numbers: Sequence[np.ndarray], gives: Callable[[], list[list[int]] | None]) -> None:
-        """Passes all chunks through `visit`, into the other slot, and commits it with these numbers.
+        """Streams all chunks through `visit` into the other slot, and commits it with these numbers.
 
-        `gives` tells, when all is computed, the sums of the parameters that belong to the step.
+        `gives` returns, when everything is computed, the hashes of the parameters that belong to the step.
         """
         self.flush()
-        first, step, target = self.step < 0, self.step + 1, 1 - self.slot if self.step >= 0 else 0
-        path, chunks, sums = files.slot_path(self.folder, target), self.layout.chunks, [0] * len(self.layout.chunks)
-        files.drop_manifest(self.folder, target, step, durable=self.durable)
-        into = files.open_slot(path, self.layout.nbytes, self.direct, step, create=True)
-        done = [lambda: os.close(into)]
-        reader, writer = ThreadPoolExecutor(1, "nvme-read"), ThreadPoolExecutor(1, "nvme-write")
-        try:
-            read = None
-            if first:  # room for the first step, so that a full disk shows now
-                other = files.slot_path(self.folder, 1)
-                os.close(files.open_slot(other, self.layout.nbytes, self.direct, step, create=True))
-            else:
-                read, close = self._reading()
-                done.append(close)
-
-            def write(k, buffer):
-                data = buffer[: chunks[k].nbytes]
-                sync = self.durable and not self.direct
-                sums[k] = files.write_chunk(into, data, chunks[k].offset, path, step, sync=sync)
-                if not self.direct:
-                    files.forget(into, data, chunks[k].offset)
-                self.written_bytes += data.nbytes
-
-            def compute(k, buffer):
-                visit(k, buffer[: chunks[k].nbytes])
-                if self.progress is not None:
-                    self.progress(k + 1, len(chunks))
-
-            count, buffers = len(chunks), self.buffers
-            writes = stream(count, buffers, read=read, compute=compute, write=write, reader=reader, writer=writer)
-        except BaseException:
-            reader.shutdown()
-            writer.shutdown()
-            for close in done:
-                close()
-            raise
-
-        def commit():
+        slot = 1 - self.slot if self.step >= 0 else 0
+        path = files.slot_path(self.folder, slot)
+        new = _NewStep(slot, self.step + 1, path, [0] * len(self.layout.chunks), list(numbers), gives)
+        files.drop_manifest(self.folder, slot, new.step, durable=self.durable)
+        with contextlib.ExitStack() as stack:
+            file = self._open(stack, path, new.step, create=True)
+            reader, writer = ThreadPoolExecutor(1, "nvme-read"), ThreadPoolExecutor(1, "nvme-write")
             try:
-                for one in writes:
-                    one.result()
-                if self.durable and self.direct:
-                    _sync(into, path, step)
-                gave = gives()
-                manifest = {
-                    "step": step,
-                    "gave": gave,
-                    "layout": self.layout.signature,
-                    "chunk_bytes": self.size,
-                    "checksums": sums,
-                    "numbers": files.encode(numbers),
-                }
-                files.write_manifest(self.folder, target, manifest, durable=self.durable)
-            finally:
-                for close in done:
-                    close()
-            self.slot, self.step, self.sums, self.numbers, self.gave = target, step, sums, list(numbers), gave
-
-        reader.shutdown()
-        self.pending = writer.submit(commit)
-        writer.shutdown(wait=False)
+                read = None
+                if self.step < 0:
+                    # Allocates the second slot now, so that a full disk is noticed at the first step.
+                    self._open(stack, files.slot_path(self.folder, 1), new.step, create=True)
+                else:
+                    read = self._open_committed(stack)
+                writes = stream(
+                    len(self.layout.chunks),
+                    self.buffers,
+                    read=read,
+                    compute=partial(self._compute, visit),
+                    write=partial(self._write, file, new),
+                    reader=reader,
+                    writer=writer,
+                )
+            except BaseException:
+                reader.shutdown()
+                writer.shutdown()
+                raise
+            reader.shutdown()
+            # The files stay open until the last writes, which may continue after this call.
+            self.pending = writer.submit(self._commit, file, new, writes, stack.pop_all())
+            writer.shutdown(wait=False)
         if self.wait:
             self.flush()
 
+    def _compute(self, visit: Visit, k: int, buffer: np.ndarray) -> None:
+        visit(k, buffer[: self.layout.chunks[k].nbytes])
+        if self.progress is not None:
+            self.progress(k + 1, len(self.layout.chunks))
+
+    def _write(self, file: int, new: "_NewStep", k: int, buffer: np.ndarray) -> None:
+        chunk = self.layout.chunks[k]
+        data = buffer[: chunk.nbytes]
+        sync = self.durable and not self.direct
+        new.checksums[k] = files.write_chunk(file, data, chunk.offset, new.path, new.step, sync=sync)
+        if not self.direct:
+            files.forget(file, data, chunk.offset)
+        self.written_bytes += data.nbytes
+
+    def _commit(self, file: int, new: "_NewStep", writes: Sequence[Future], stack: contextlib.ExitStack) -> None:
+        """Waits for all writes, and then makes the slot the committed one by writing its manifest."""
+        with stack:
+            for write in writes:
+                write.result()
+            if self.durable and self.direct:
+                _sync(file, new.path, new.step)
+            gave = new.gives()
+            manifest = {
+                "step": new.step,
+                "gave": gave,
+                "layout": self.layout.signature,
+                "chunk_bytes": self.size,
+                "checksums": new.checksums,
+                "numbers": files.encode(new.numbers),
+            }
+            files.write_manifest(self.folder, new.slot, manifest, durable=self.durable)
+        self.slot, self.step, self.sums = new.slot, new.step, new.checksums
+        self.numbers, self.gave = new.numbers, gave
+
     def scan(self, visit: Visit) -> None:
-        """Shows all chunks of the committed step."""
+        """Calls `visit` with every chunk of the committed step."""
         self.flush()
-        read, close = self._reading()
-        try:
+        with contextlib.ExitStack() as stack:
+            read = self._open_committed(stack)
             for k, chunk in enumerate(self.layout.chunks):
                 read(k, self.buffers[0])
                 visit(k, self.buffers[0][: chunk.nbytes])
-        finally:
-            close()
 
-    def _reading(self) -> tuple[Visit, Callable[[], None]]:
-        path, step, sums = files.slot_path(self.folder, self.slot), self.step, self.sums
-        slot = files.open_slot(path, self.layout.nbytes, self.direct, step, create=False)
+    def _open(self, stack: contextlib.ExitStack, path: Path, step: int, *, create: bool) -> int:
+        file = files.open_slot(path, self.layout.nbytes, self.direct, step, create=create)
+        stack.callback(os.close, file)
+        return file
 
-        def read(k, buffer):
-            chunk = self.layout.chunks[k]
-            data = buffer[: chunk.nbytes]
-            files.read_chunk(slot, data, chunk.offset, path, step, expected=sums[k])
-            if not self.direct:
-                files.forget(slot, data, chunk.offset)
-            self.read_bytes += data.nbytes
+    def _open_committed(self, stack: contextlib.ExitStack) -> Visit:
+        """Opens the committed slot; returns the function that reads a chunk of it."""
+        path = files.slot_path(self.folder, self.slot)
+        return partial(self._read, self._open(stack, path, self.step, create=False), path, self.step, self.sums)
 
-        return read, lambda: os.close(slot)
+    def _read(self, file: int, path: Path, step: int, checksums: Sequence[int], k: int, buffer: np.ndarray) -> None:
+        chunk = self.layout.chunks[k]
+        data = buffer[: chunk.nbytes]
+        files.read_chunk(file, data, chunk.offset, path, step, expected=checksums[k])
+        if not self.direct:
+            files.forget(file, data, chunk.offset)
+        self.read_bytes += data.nbytes
 
 
 def _common(steps: np.ndarray) -> int:
-    """The last step that every process has: one that was killed may be a step behind the others."""
+    """The last step that every process has: a process that was killed may be a step behind the others."""
     if jax.process_count() == 1:
         return int(steps.max())
-    words = multihost_utils.process_allgather(steps.astype(np.int64).view(np.int32))  # JAX has no 64 bits
-    everyone = np.ascontiguousarray(words).view(np.int64)
-    for step in sorted({int(x) for x in everyone.ravel()}, reverse=True):
-        if all(step in row for row in everyone):
+    # As pairs of 32-bit words: JAX has no 64-bit integers by default.
+    words = multihost_utils.process_allgather(steps.astype(np.int64).view(np.int32))
+    by_process = np.ascontiguousarray(words).view(np.int64)
+    for step in sorted({int(x) for x in by_process.ravel()}, reverse=True):
+        if all(step in row for row in by_process):
             return step
-    raise ValueError(f"the processes have no step in common: {everyone.tolist()}; begin again in another folder")
+    raise ValueError(f"the processes have no step in common: {by_process.tolist()}; start again in another folder")
 
 
-def _sync(slot: int, path: Path, step: int) -> None:
+def _sync(file: int, path: Path, step: int) -> None:
     try:
-        files.data_sync(slot)
+        files.data_sync(file)
     except OSError as error:
-        raise files.refused(error, path, step) from error
+        raise files.store_error(error, path, step) from error

@@ -1,9 +1,10 @@
-"""Runs the programs of leaves on the chunks of their streams, block by block."""
+"""Runs the programs of leaves on the chunks of their streams, span by span."""
 
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,17 +15,17 @@ from .arrays import Sink, aligned
 from .entrywise import EntryProgram
 from .layout import UNIT, Layout, Piece, pieces, planes
 
-# Entries in a block: the arrays of one stay in the cache while they are computed and written back.
-BLOCK = 1 << 18
-# XLA computes so short a block in one thread.
+# Entries in a span: its arrays stay in the cache while they are computed and written back.
+SPAN = 1 << 18
+# XLA computes an array this short in one thread.
 THREADS = min(4, os.cpu_count() or 1)
 
-# From which entry on, how many -> entries.
+# `(start, size) -> entries` of an array in memory.
 Source = Callable[[int, int], np.ndarray]
 
 
-class Block(NamedTuple):
-    """Entries `start` to `start + size` of a chunk, whose leaves have one program; computed as `length`."""
+class Span(NamedTuple):
+    """Entries `start` to `start + size` of a chunk, whose leaves share a program; computed as `length` entries."""
 
     program: int
     start: int
@@ -33,105 +34,126 @@ class Block(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def blocks_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Block]]:
-    """The blocks of each chunk. They have two lengths only, so that each program is compiled for two."""
+def spans_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Span]]:
+    """The spans of each chunk. They have only two lengths, so that each program is compiled at most twice."""
     found = []
     for chunk in layout.chunks:
         inside = pieces(layout.segments[chunk.stream], chunk.start, chunk.start + chunk.length)
-        blocks, at = [], 0
-        for _, run in groupby(inside, lambda piece: (programs[piece.leaf].key, programs[piece.leaf].numbers)):
-            run = list(run)
-            left = sum(piece.size for piece in run)
+        spans, at = [], 0
+        for _, group in groupby(inside, lambda piece: (programs[piece.leaf].key, programs[piece.leaf].numbers)):
+            rest = list(group)
+            left = sum(piece.size for piece in rest)
             while left:
-                length = BLOCK if left > BLOCK // 4 else UNIT
+                length = SPAN if left > SPAN // 4 else UNIT
                 size = min(length, left)
-                blocks.append(Block(run[0].leaf, at, size, length, tuple(_taken(run, size))))
+                spans.append(Span(rest[0].leaf, at, size, length, tuple(_pop_entries(rest, size))))
                 at, left = at + size, left - size
-        found.append(blocks)
+        found.append(spans)
     return found
 
 
-def _taken(run: list[Piece], size: int) -> list[Piece]:
-    """Takes so many entries from the front of `run`."""
-    taken = []
+def _pop_entries(pieces: list[Piece], size: int) -> list[Piece]:
+    """Removes `size` entries from the front of `pieces`, and returns them."""
+    popped = []
     while size:
-        piece = run.pop(0)
+        piece = pieces.pop(0)
         part = min(piece.size, size)
-        taken.append(piece._replace(size=part))
+        popped.append(piece._replace(size=part))
         if part < piece.size:
-            run.insert(0, piece._replace(start=piece.start + part, size=piece.size - part))
+            pieces.insert(0, piece._replace(start=piece.start + part, size=piece.size - part))
         size -= part
-    return taken
+    return popped
 
 
-def runner(layout: Layout, programs: Sequence[EntryProgram], compiled: dict[str, Callable]) -> Callable:
-    """A function for all chunks of one step.
+class Runner:
+    """Runs the programs of one step on chunks.
 
-    It is called with the numbers, the sources of what lies in memory (`sources[array][leaf][shard]`), the sinks of what
-    goes there (`sinks[leaf][shard]`), and returns what works in a chunk: the arrays on disk are replaced in place.
+    Args:
+      layout: of the state on disk.
+      programs: one for each leaf.
+      compiled: compiled programs by key, shared between runners; extended here.
     """
-    blocks = blocks_of(layout, programs)
-    host = jax.local_devices(backend="cpu")[0]
-    local = threading.local()
-    pool = ThreadPoolExecutor(THREADS, "nvme-compute")
-    for program in programs:
-        compiled.setdefault(program.key, jax.jit(program.run))
 
-    def padded(slot: int, parts: Sequence[np.ndarray], length: int) -> np.ndarray:
+    def __init__(self, layout: Layout, programs: Sequence[EntryProgram], compiled: dict[str, Callable]):
+        self.layout, self.programs, self.compiled = layout, programs, compiled
+        self.spans = spans_of(layout, programs)
+        self.host = jax.local_devices(backend="cpu")[0]
+        self.scratch = threading.local()
+        self.pool = ThreadPoolExecutor(THREADS, "nvme-compute")
+        for program in programs:
+            compiled.setdefault(program.key, jax.jit(program.run))
+
+    def step(
+        self,
+        numbers: Sequence[Any],
+        sources: Sequence[Sequence[Sequence[Source]]],
+        sinks: Sequence[Sequence[Sink]] | None,
+        fresh: bool = False,
+    ) -> Callable[[int, np.ndarray], None]:
+        """Returns the function that updates one chunk in place.
+
+        Args:
+          numbers: the results of the head.
+          sources: of the arrays in memory that programs read, `sources[array][leaf][shard]`.
+          sinks: of the last result of each program, `sinks[leaf][shard]`.
+          fresh: the chunk has no contents yet, which programs then do not read.
+        """
+        on_host = [jax.device_put(np.asarray(x), self.host) for x in numbers]
+        return partial(self._visit, on_host, sources, sinks, fresh)
+
+    def _visit(self, numbers: Sequence[Any], sources: Any, sinks: Any, fresh: bool, k: int, data: np.ndarray) -> None:
+        chunk = self.layout.chunks[k]
+        stored = planes(data, chunk, self.layout.dtypes[chunk.stream])
+        if fresh:
+            data[...] = 0
+        run = partial(self._run_span, numbers, sources, sinks, data, stored, [] if fresh else stored)
+        jobs = [self.pool.submit(run, span) for span in self.spans[k]]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _run_span(
+        self,
+        numbers: Sequence[Any],
+        sources: Any,
+        sinks: Any,
+        data: np.ndarray,
+        stored: Sequence[np.ndarray],
+        read: Sequence[np.ndarray],
+        span: Span,
+    ) -> None:
+        stop = span.start + span.length
+        arrays: list[np.ndarray] = []
+        for plane in read:
+            part = plane[span.start : stop]
+            arrays.append(part if stop <= plane.size else self._pad(len(arrays), [part], span.length))
+        for source in sources:
+            parts = [source[p.leaf][p.shard](p.start, p.size) for p in span.pieces]
+            fits = len(parts) == 1 and span.size == span.length
+            arrays.append(parts[0] if fits else self._pad(len(arrays), parts, span.length))
+        program = self.programs[span.program]
+        given = [numbers[at] for at in program.numbers]
+        results = self.compiled[program.key](jax.device_put(arrays, self.host), given)
+        # All results are computed before the first is written back. A result that is an unchanged operand may share
+        # memory with a plane, so it is copied.
+        results = [np.asarray(x) for x in results]
+        results = [np.array(x) if np.may_share_memory(x, data) else x for x in results]
+        for plane, new in zip(stored, results, strict=False):
+            plane[span.start : span.start + span.size] = new[: span.size]
+        if sinks is not None:
+            at, new = 0, results[-1]
+            for piece in span.pieces:
+                sinks[piece.leaf][piece.shard].put(piece.start, new[at : at + piece.size])
+                at += piece.size
+
+    def _pad(self, slot: int, parts: Sequence[np.ndarray], length: int) -> np.ndarray:
+        """The parts in one vector, padded with zeros; each thread has one buffer per operand."""
         key = (slot, length, parts[0].dtype)
-        scratch = local.__dict__.setdefault("scratch", {})
-        room = scratch.setdefault(key, aligned(length, parts[0].dtype))
+        buffers = self.scratch.__dict__.setdefault("buffers", {})
+        room = buffers.setdefault(key, aligned(length, parts[0].dtype))
         at = 0
         for part in parts:
             room[at : at + part.size] = part
             at += part.size
         room[at:] = 0
         return room
-
-    def step(
-        numbers: Sequence[Any],
-        sources: Sequence[Sequence[Sequence[Source]]],
-        sinks: Sequence[Sequence[Sink]] | None,
-        fresh: bool = False,
-    ) -> Callable[[int, np.ndarray], None]:
-        numbers = [jax.device_put(np.asarray(x), host) for x in numbers]
-
-        def visit(k: int, data: np.ndarray) -> None:
-            chunk = layout.chunks[k]
-            stored = planes(data, chunk, layout.dtypes[chunk.stream])
-            if fresh:
-                data[...] = 0
-
-            def work(block: Block) -> None:
-                stop = block.start + block.length
-                arrays = []
-                for plane in [] if fresh else stored:
-                    whole = stop <= plane.size
-                    part = plane[block.start : stop]
-                    arrays.append(part if whole else padded(len(arrays), [part], block.length))
-                for one in sources:
-                    parts = [one[p.leaf][p.shard](p.start, p.size) for p in block.pieces]
-                    whole = len(parts) == 1 and block.size == block.length
-                    arrays.append(parts[0] if whole else padded(len(arrays), parts, block.length))
-                program = programs[block.program]
-                given = [numbers[at] for at in program.numbers]
-                results = compiled[program.key](jax.device_put(arrays, host), given)
-                # All are there before the first is written back; one that was only passed on still lies in a plane.
-                results = [np.asarray(x) for x in results]
-                results = [np.array(x) if np.may_share_memory(x, data) else x for x in results]
-                for plane, new in zip(stored, results, strict=False):
-                    plane[block.start : block.start + block.size] = new[: block.size]
-                if sinks is not None:
-                    at, new = 0, results[-1]
-                    for piece in block.pieces:
-                        sinks[piece.leaf][piece.shard].put(piece.start, new[at : at + piece.size])
-                        at += piece.size
-
-            jobs = [pool.submit(work, block) for block in blocks[k]]
-            wait(jobs)
-            for job in jobs:
-                job.result()
-
-        return visit
-
-    return step

@@ -1,4 +1,4 @@
-"""What can go wrong on a disk, as exceptions that say where and what to do. The last committed step is intact."""
+"""Errors of the disk, which name the file and the fix. The last committed step is intact."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from ..._core.errors import Portable
 
 
 class StoreError(Portable, Exception):
-    """The disk refused something; the last committed step is as it was.
+    """An operation on the disk failed; the last committed step is intact.
 
     Attributes:
       path: the file.
-      step: the step that could not be done, or read.
+      step: the step that could not be written or read.
     """
 
     def __init__(self, message: str, path: Path, step: int):

@@ -1,10 +1,10 @@
-"""Two files of chunks and two manifests: what is being written is never what was committed.
+"""Two slots, each a file of chunks with a manifest: a step is never written over the committed one.
 
 A step reads slot `s` and writes slot `1 - s`; the manifest of a slot is removed before the first byte of it is
-overwritten, and written (under another name, then renamed) after the last. What has a manifest is whole.
+overwritten, and written (under another name, then renamed) after the last. A slot with a manifest is complete.
 
-tensorstore allocates and copies each chunk: it wrote 1.4 and read 0.6 to 0.9 GB/s where plain reads and writes had 2.5.
-`preadv` and `pwritev` go into pages that are used again, past the page cache (benchmarks/nvme.py).
+tensorstore allocates and copies each chunk: it wrote 1.4 and read 0.6 to 0.9 GB/s, plain reads and writes 2.5 GB/s.
+`preadv` and `pwritev` use reusable pages and bypass the page cache (benchmarks/nvme.py).
 """
 
 import base64
@@ -23,49 +23,49 @@ from .errors import StoreDamagedError, StoreError, StoreFullError
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Where a system lacks them: through the page cache.
+# 0 on systems without it, which go through the page cache.
 DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
 
 
 def checksum(data: np.ndarray) -> int:
-    """Of bytes, in multiples of 4096: a CRC of the sums of all 4 KiB rows and of all columns of 64-bit words.
+    """Returns a CRC of the sums of all 4 KiB rows and of all columns of 64-bit words; `data` is a multiple of 4 KiB.
 
-    Five times faster than a CRC of the bytes. Any single wrong word, page or torn end is noticed.
+    Five times faster than a CRC of the bytes. It detects any single wrong word or page, and torn ends.
     """
     words = data.view(np.uint64).reshape(-1, PAGE // 8)
     rows, columns = np.add.reduce(words, axis=1), np.add.reduce(words, axis=0)
     return zlib.crc32(columns.tobytes(), zlib.crc32(rows.tobytes()))
 
 
-def refused(error: OSError, path: Path, step: int) -> StoreError:
-    """The typed exception for what the system said."""
+def store_error(error: OSError, path: Path, step: int) -> StoreError:
+    """The typed exception for an error of the operating system."""
     if error.errno in FULL:
-        return StoreFullError(f"no room: {error.strerror}. Free some space and call again", path, step)
+        return StoreFullError(f"no space left: {error.strerror}. Free some space and call again", path, step)
     return StoreError(f"{error.strerror or error}", path, step)
 
 
 def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -> int:
-    """A file descriptor of a slot; room for all of it is taken when it is made."""
+    """Opens the file of a slot; `create` allocates all of it."""
     flags = os.O_RDWR | (DIRECT if direct else 0) | (os.O_CREAT if create else 0)
     try:
         found = os.open(path, flags, 0o644)
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise StoreDamagedError("the file is missing", path, step) from error
-        raise refused(error, path, step) from error
+        raise store_error(error, path, step) from error
     if create:
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(found, 0, max(size, 1))
         except OSError as error:
             os.close(found)
-            raise refused(error, path, step) from error
+            raise store_error(error, path, step) from error
     return found
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system can bypass the page cache."""
+    """Returns True if the file system can bypass the page cache."""
     probe = folder / "probe"
     if not DIRECT:
         return False
@@ -79,17 +79,17 @@ def takes_direct(folder: Path) -> bool:
 
 
 def read_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, *, expected: int) -> None:
-    """Fills `data`, and compares its checksum with the expected one."""
+    """Fills `data`, and checks its checksum."""
     done = 0
     while done < data.nbytes:
         try:
             got = os.preadv(slot, [data[done:].data], offset + done)
         except OSError as error:
-            raise refused(error, path, step) from error
+            raise store_error(error, path, step) from error
         if not got:
             raise StoreDamagedError(
                 f"the file ends at byte {offset + done}, {data.nbytes - done} bytes too early: restore it from a copy, "
-                "or delete the folder and begin again from a checkpoint",
+                "or delete the folder and resume from a checkpoint",
                 path,
                 step,
             )
@@ -97,7 +97,7 @@ def read_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, 
     if checksum(data) != expected:
         raise StoreDamagedError(
             f"bytes {offset} to {offset + data.nbytes} are not those that were written: restore the file from a copy, "
-            "or delete the folder and begin again from a checkpoint",
+            "or delete the folder and resume from a checkpoint",
             path,
             step,
         )
@@ -112,33 +112,33 @@ def write_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int,
         if sync:
             data_sync(slot)
     except OSError as error:
-        raise refused(error, path, step) from error
+        raise store_error(error, path, step) from error
     return checksum(data)
 
 
 def data_sync(slot: int) -> None:
-    """The bytes of a file are on the disk."""
+    """Waits until the bytes of a file are on the disk."""
     getattr(os, "fdatasync", os.fsync)(slot)
 
 
 def forget(slot: int, data: np.ndarray, offset: int) -> None:
-    """Gives the pages of the cache back: else they would be the host memory that the store is to save."""
+    """Drops the pages from the cache, which would otherwise take the host memory that the store is meant to save."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(slot, offset, data.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def manifest_path(folder: Path, slot: int) -> Path:
-    """Beside the file of the slot."""
+    """The path of a slot's manifest."""
     return folder / f"manifest.{slot}.json"
 
 
 def slot_path(folder: Path, slot: int) -> Path:
-    """The file of the slot."""
+    """The path of a slot's file of chunks."""
     return folder / f"state.{slot}"
 
 
 def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable: bool) -> None:
-    """Commits a slot."""
+    """Commits a slot, atomically."""
     path = manifest_path(folder, slot)
     text = json.dumps({"format": FORMAT, **manifest})
     try:
@@ -151,22 +151,22 @@ def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable
         if durable:
             sync_folder(folder)
     except OSError as error:
-        raise refused(error, path, manifest["step"]) from error
+        raise store_error(error, path, manifest["step"]) from error
 
 
 def drop_manifest(folder: Path, slot: int, step: int, *, durable: bool) -> None:
-    """From now on the slot holds nothing."""
+    """Removes a slot's manifest: from now on its file is invalid."""
     path = manifest_path(folder, slot)
     try:
         path.unlink(missing_ok=True)
         if durable:
             sync_folder(folder)
     except OSError as error:
-        raise refused(error, path, step) from error
+        raise store_error(error, path, step) from error
 
 
 def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
-    """Slot -> manifest, of those that were committed."""
+    """The manifests of the committed slots, by slot."""
     found = {}
     for slot in (0, 1):
         path = manifest_path(folder, slot)
@@ -186,7 +186,7 @@ def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _damaged(path: Path) -> StoreDamagedError:
-    return StoreDamagedError("the manifest is damaged; delete it to go back to the step of the other one", path, -1)
+    return StoreDamagedError("the manifest is damaged; delete it to return to the step of the other one", path, -1)
 
 
 def sync_folder(folder: Path) -> None:
@@ -199,15 +199,15 @@ def sync_folder(folder: Path) -> None:
 
 
 class Lock:
-    """Keeps others out of a folder until it is released, or this process ends.
+    """An exclusive lock on a folder, until it is released or this process ends.
 
-    A child that is forked (to load data, say) inherits the file descriptor, and would keep the lock when its parent is
-    killed: it closes its copy at once, which leaves the parent's lock as it is. Locks of `lockf` are not inherited, but
-    end as soon as the process closes the file anywhere, as one does that copies the folder.
+    A forked child (a data loader, say) inherits the file descriptor, and would keep the lock when its parent is killed:
+    it closes its copy at once, which leaves the parent's lock in place. Locks of `lockf` are not inherited, but end as
+    soon as the process closes the file anywhere, for example after copying the folder.
     """
 
     def __init__(self, folder: Path):
-        import fcntl  # not on every system on which the rest of the library runs
+        import fcntl  # not available on every system that the rest of the library supports
 
         path = folder / "lock"
         found = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -216,16 +216,16 @@ class Lock:
         except BlockingIOError as error:
             os.close(found)
             raise ValueError(
-                f"{folder} is in use, by another process or another `nvme`: call its `close` first"
+                f"{folder} is in use by another process or `nvme` instance: call its `close` first"
             ) from error
         except OSError as error:
             os.close(found)
-            raise refused(error, path, -1) from error
+            raise store_error(error, path, -1) from error
         self.slot: int | None = found
         _locks.add(self)
 
     def release(self) -> None:
-        """Once, also where it is called again."""
+        """Releases the lock; later calls do nothing."""
         slot, self.slot = self.slot, None
         _locks.discard(self)
         if slot is not None:
@@ -236,8 +236,8 @@ _locks: set[Lock] = set()
 
 
 def _release_all() -> None:
-    for one in tuple(_locks):
-        one.release()
+    for lock in tuple(_locks):
+        lock.release()
 
 
 if hasattr(os, "register_at_fork"):
@@ -245,7 +245,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """Numbers for the manifest, in every bit."""
+    """Writes numbers for the manifest, bit for bit."""
     return [
         {"dtype": x.dtype.name, "shape": x.shape, "data": base64.b64encode(x.tobytes()).decode()}
         for x in map(np.asarray, values)
@@ -253,10 +253,10 @@ def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:
 
 
 def decode(values: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-    """The inverse."""
+    """The inverse of `encode`."""
 
-    def one(x):
+    def decode_number(x: dict[str, Any]) -> np.ndarray:
         dtype = np.dtype(getattr(ml_dtypes, x["dtype"], x["dtype"]))
         return np.frombuffer(base64.b64decode(x["data"]), dtype).reshape(x["shape"])
 
-    return [one(x) for x in values]
+    return [decode_number(x) for x in values]

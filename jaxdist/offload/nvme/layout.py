@@ -1,4 +1,4 @@
-"""Where each entry of the state lies on disk: leaves in a row, cut into chunks of equal size."""
+"""The layout of the state on disk: concatenated leaves, cut into chunks of equal size."""
 
 import bisect
 import hashlib
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Chunks are multiples of so many entries: pages of the disk for dtypes of any width, and no odd lengths for XLA.
+# Chunks are multiples of this many entries: whole pages for dtypes of any width, and no odd lengths for XLA.
 UNIT = 4096
 
 
@@ -21,7 +21,7 @@ class Segment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """`length` entries of a stream, from entry `start` on; on disk one array after another, from `offset` on."""
+    """`length` entries of a stream from entry `start`; on disk one array after another, from byte `offset`."""
 
     stream: int
     start: int
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 class Layout(NamedTuple):
     """Streams (leaves with arrays of the same dtypes) and their chunks.
 
-    `dtypes[stream]`: those of the arrays on disk that stand beside each leaf.
+    `dtypes[stream]`: the dtypes of the arrays on disk that belong to each leaf.
     """
 
     dtypes: tuple[tuple[np.dtype, ...], ...]
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 def lay_out(
     names: Sequence[str], sizes: Sequence[Sequence[int]], dtypes: Sequence[Sequence[Any]], chunk_bytes: int, where: str
 ) -> Layout:
-    """Lays the shards (`sizes[leaf][shard]`) of all leaves in a row, the largest first.
+    """Concatenates the shards (`sizes[leaf][shard]`) of all leaves, the largest first.
 
     Raises:
       ValueError: a chunk is too small for 4096 entries.
@@ -90,7 +90,7 @@ def lay_out(
 
 
 def pieces(segments: Sequence[Segment], start: int, stop: int) -> list[Piece]:
-    """What lies between two entries of a stream."""
+    """The parts of leaves between two entries of a stream."""
     at = bisect.bisect_right([s.start for s in segments], start) - 1
     found = []
     while at < len(segments) and segments[at].start < stop:

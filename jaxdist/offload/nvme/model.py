@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside each parameter, and the programs that make and move it."""
+"""An optimizer's state for each parameter, and the programs that initialize and update it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import optax
 from ..._core.types import PyTree
 from ...state.correspondence import NONE, beside
 from ...state.marks import is_mark
-from .arrays import Shard, shards_of, unmarked
+from .arrays import Shard, shards_of, strip_marks
 from .entrywise import Split, split
 from .layout import Layout, lay_out
 
@@ -20,8 +20,8 @@ class Model(NamedTuple):
     """The parameters and the state of an optimizer, without their values.
 
     `held` are the parameters as the optimizer sees them, `state` its state: shapes and dtypes. `beside[i]` is the leaf
-    that entry `i` of the flat state stands beside, -1 for numbers. With `master` the held parameters are on disk.
-    `places` are the shardings of the leaves, `None` for numpy.
+    that entry `i` of the flat state belongs to, -1 for numbers. With `master` the held parameters are on disk. `places`
+    are the shardings of the leaves, `None` for numpy.
     """
 
     tree: Any
@@ -36,11 +36,11 @@ class Model(NamedTuple):
     places: list[Any]
 
     def forget(self) -> "Model":
-        """Without the parameters themselves, which would stay in memory for good."""
+        """The model without the parameters themselves, which would otherwise stay in memory."""
         return self._replace(leaves=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves])
 
     def dtypes(self) -> list[list[Any]]:
-        """Of the arrays on disk, for each leaf: the held parameter, then the state in the order of its tree."""
+        """The dtypes of the arrays on disk, for each leaf: the held parameter, then the state in tree order."""
         held, state = jax.tree.leaves(self.held), jax.tree.leaves(self.state)
         return [
             [*([held[k].dtype] if self.master else []), *(state[i].dtype for i in self._of(k))]
@@ -51,18 +51,18 @@ class Model(NamedTuple):
         return [i for i, k in enumerate(self.beside) if k == leaf]
 
     def lay_out(self, chunk_bytes: int) -> Layout:
-        """Where each entry goes."""
+        """The layout of all arrays on disk."""
         sizes = [[int(np.prod(shard.shape)) for shard in each] for each in self.shards]
         where = str([[str(shard.index) for shard in each] for each in self.shards])
         return lay_out(self.names, sizes, self.dtypes(), chunk_bytes, where)
 
 
 def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, master_dtype: Any) -> Model:
-    """Looks at the parameters and at what the optimizer makes of them; computes nothing."""
-    leaves, shapes, tree = unmarked(params)
+    """Describes the parameters and the optimizer's state for them; computes nothing."""
+    leaves, shapes, tree = strip_marks(params)
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: take it out, or optax.masked")
+            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: remove it, or use optax.masked")
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
     structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
     outer = jax.tree.structure(params, is_leaf=is_mark)
@@ -73,14 +73,16 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     found = [k if k != NONE and leaf.shape == structs[k].shape else NONE for leaf, k in pairs]
     for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
         if k == NONE and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ValueError("the optimizer keeps a random key: what is drawn cannot be streamed")
+            raise ValueError(
+                "the optimizer keeps a random key, and random numbers cannot be streamed: keep this optimizer in memory"
+            )
     shards = [shards_of(leaf) for leaf in leaves]
     places = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
     return Model(tree, names, leaves, shapes, shards, held, state, found, master_dtype is not None, places)
 
 
 def initial(inner: Any, model: Model) -> Split:
-    """`init`, of the parameters in memory."""
+    """Splits `init`, for parameters in memory."""
     dtypes = [held.dtype for held in jax.tree.leaves(model.held)]
     likes = [jax.ShapeDtypeStruct(s, leaf.dtype) for leaf, s in zip(model.leaves, model.shapes, strict=True)]
     count = len(likes)
@@ -91,12 +93,12 @@ def initial(inner: Any, model: Model) -> Split:
 
     outputs = [[*([k] if model.master else []), *(count + i for i in model._of(k))] for k in range(count)]
     result = split(f, (likes,), leaves=[[k] for k in range(count)], stored=(), outputs=outputs)
-    # Held parameters that are not on disk are no numbers.
+    # Held parameters that are not on disk are not stored with the numbers either.
     return result._replace(others=result.others if model.master else result.others[count:])
 
 
 def update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, Any]) -> Split:
-    """`update` and `apply_updates`, of gradients in memory and of what is on disk."""
+    """Splits `update` and `apply_updates`, for gradients in memory and a state on disk."""
     held = jax.tree.leaves(model.held)
     count, states = len(held), len(model.beside)
     outer = jax.tree.structure(model.held)

@@ -1,4 +1,4 @@
-"""Where state lies on disk, and what can be done with it there."""
+"""The settings of a store on disk, its public functions, and the pipeline of reads, computation and writes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -9,19 +9,19 @@ from ..._core.types import PyTree, State
 
 
 class Store(NamedTuple):
-    """Where an optimizer's state lies on disk, and how it gets there.
+    """The location of an optimizer's state on disk, and how it is read and written.
 
     Attributes:
-      path: a folder, on a disk that is fast and has room for twice the state. Each process has its own part in it.
-      chunk_bytes: how much is read, computed and written at a time. Too small: the disk is busy with requests instead
-        of bytes. Start with 64 MiB.
-      host_bytes: how much host memory the chunks may take, by default three chunks. One: read, compute and write take
-        turns; two: they overlap in part; three: fully. More is of no use.
-      direct: past the page cache of the system, which is faster and leaves host memory alone. By default where the file
-        system can.
-      durable: a committed step survives the loss of power, not only the end of the process.
-      wait: `apply` returns when the step is committed. False: its last writes go on during your next forward pass; what
-        goes wrong then is raised by the next `apply` or `flush`, and your parameters are a step ahead of the disk.
+      path: a folder, on a fast disk with space for twice the state. Each process has its own subfolder.
+      chunk_bytes: the bytes that are read, computed and written at a time. Too small: requests slow the disk down.
+        Start with 64 MiB.
+      host_bytes: the host memory for chunks, by default three chunks. With one, reads, computation and writes take
+        turns; with two they overlap in part; with three fully. More does not help.
+      direct: bypass the page cache of the system, which is faster and saves host memory. By default where the file
+        system supports it.
+      durable: a committed step survives a power failure, not only the end of the process.
+      wait: `apply` returns when the step is committed. False: its last writes continue during your next forward pass;
+        their errors are raised by the next `apply` or `flush`, and your parameters are a step ahead of the disk.
       progress: called with the number of chunks done and of all chunks.
 
     Example:
@@ -40,14 +40,14 @@ class Store(NamedTuple):
 
 
 class StreamedStats(NamedTuple):
-    """What a store has done in this process.
+    """Counters of a store in this process.
 
     Attributes:
       step: the last committed step.
-      read_bytes: from disk, in all.
-      written_bytes: to disk, in all, without the manifests.
-      state_bytes: on disk for one step; twice that much is taken.
-      buffer_bytes: the chunks in host memory, at most `host_bytes`.
+      read_bytes: total bytes read from disk.
+      written_bytes: total bytes written to disk, without the manifests.
+      state_bytes: bytes on disk for one step; twice as many are allocated.
+      buffer_bytes: bytes of the chunks in host memory, at most `host_bytes`.
     """
 
     step: int
@@ -58,18 +58,19 @@ class StreamedStats(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """An optimizer whose state lies on disk.
+    """An optimizer whose state is stored on disk.
 
     Attributes:
-      init: `init(params) -> params`. Makes the state, or finds it in the folder. Returns the parameters to go on with:
-        those on disk if they are there (`master_dtype`), else the ones given, which must be those that the last step
-        on disk gave, in every bit.
+      init: `init(params) -> params`. Creates the state, or finds it in the folder. Returns the parameters to continue
+        with: those on disk (`master_dtype`), or else the given ones, which must be bit for bit those that the last step
+        on disk returned.
       apply: `apply(params, grads, *, donate=False, **extra_args) -> params`: one step. `donate`: numpy parameters,
-        memory maps too, are overwritten; if the step fails they are torn, and `init` restores them (`master_dtype`).
-      flush: `flush() -> step`: waits until the last step is committed; which one that is.
-      state: `state() -> state`: all of it in memory, as `optax` has it.
+        memory maps too, are overwritten; if the step fails they are inconsistent, and `init` restores them
+        (`master_dtype`).
+      flush: `flush() -> step`: waits until the last step is committed, and returns its number.
+      state: `state() -> state`: the whole state in memory, as `optax` has it.
       stats: `stats() -> StreamedStats`.
-      close: ends the use of the folder, so that another `nvme` may open it.
+      close: releases the folder, so that another `nvme` may open it.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -90,22 +91,22 @@ def stream(
     reader: Executor,
     writer: Executor,
 ) -> list[Future]:
-    """Chunk `k` is read into buffer `k mod depth`, computed there in place, and written from it.
+    """Reads chunk `k` into buffer `k mod depth`, computes on it in place, and writes it from there.
 
-    With `depth` buffers, `r`, `c` and `w` seconds for a chunk, a chunk takes `max(r, c, w, (r + c + w)/depth)`: from
-    three buffers on as long as the slowest of the three, with one the sum.
+    With `depth` buffers and `r`, `c` and `w` seconds for a chunk, a chunk takes `max(r, c, w, (r + c + w)/depth)`: with
+    three or more buffers as long as the slowest of the three, with one the sum.
 
     Args:
-      count: how many chunks.
+      count: the number of chunks.
       buffers: the buffers.
-      read: fills a buffer; `None`: there is nothing to read yet.
-      compute: works in a buffer, in the thread of the caller.
+      read: fills a buffer; `None` if there is nothing to read yet.
+      compute: works on a buffer, in the thread of the caller.
       write: empties a buffer.
       reader: has one thread.
       writer: has one thread, so that chunks are written in order.
 
     Returns:
-      The writes, the last of which may still be under way.
+      The writes, the last of which may still be in progress.
     """
     depth = len(buffers)
     writes: list[Future] = []
@@ -129,6 +130,7 @@ def stream(
             future.cancel()
         for future in (*reads, *writes):
             if not future.cancelled():
-                future.exception()  # waits: nobody may touch the buffers later
+                # Waits until no thread uses the buffers any more.
+                future.exception()
         raise
     return writes
