@@ -82,7 +82,7 @@ def test_p_norms_reach_from_gradient_descent_to_sparse_steps():
 def test_projections():
     large = tree(3e30, 4e30, 0.0, 0.0)  # its square is not a float32
     np.testing.assert_allclose(ball(1.0)(large)["a"], [0.6, 0.8], rtol=1e-6)
-    around = ball(1.0, centre=tree(1.0, 1.0, 0.0, 0.0))(tree(1.0, 5.0, 0.0, 0.0))
+    around = ball(1.0, center=tree(1.0, 1.0, 0.0, 0.0))(tree(1.0, 5.0, 0.0, 0.0))
     np.testing.assert_allclose(around["a"], [1.0, 2.0], rtol=1e-6)
     assert ball(1.0)(jnp.zeros(2)).tolist() == [0.0, 0.0]
     # optax's own serve as well: gradient descent on the simplex.

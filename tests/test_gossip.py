@@ -146,7 +146,7 @@ def test_d2_where_it_would_diverge():
     np.testing.assert_allclose(found, 5.0, atol=1e-5)
     plain = reference.d2(gradient(CURVATURES, OPTIMA), np.zeros((8, 1)), matrices(graph, 100), 0.1)
     assert np.abs(plain[-1]).max() > 1e6
-    with pytest.raises(ValueError, match=r"least eigenvalue is -0.500 and not above -1/3"):
+    with pytest.raises(ValueError, match=r"smallest eigenvalue is -0.500, and must be above -1/3"):
         jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d2(exact_diffusion=False))
 
 

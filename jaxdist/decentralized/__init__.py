@@ -12,8 +12,8 @@ from .difference import dcd_psgd as dcd_psgd
 from .difference import ecd_psgd as ecd_psgd
 from .gradient_tracking import gradient_tracking as gradient_tracking
 from .method import Method as Method
-from .method import Turn as Turn
-from .method import Turned as Turned
+from .method import StepContext as StepContext
+from .method import StepResult as StepResult
 from .mixing import due_round as due_round
 from .mixing import mix as mix
 from .quasi_global import quasi_global_adam as quasi_global_adam

@@ -1,7 +1,8 @@
-"""Gradients for workers whose data differ: those of neighbors' models on one's own data, and the other way round."""
+"""Gradients for workers whose data differ: of the neighbors' models on local data, and of the local model on theirs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 from jax import lax
 
 from .._core.dtypes import working_dtype
+from .._core.trees import wide
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.base import Comm
 from ..comm.over import over
@@ -16,7 +18,7 @@ from ..topology.base import Message, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
 from ..wire.flat import fused
 from ..wire.mixing import weight_of
-from .mixing import check_static, check_symmetric
+from .encoded import check_graph
 
 
 def neighborhood_value_and_grad(
@@ -28,9 +30,9 @@ def neighborhood_value_and_grad(
 
         g_i = (1 - α) Σ_j W_ij ∇F_i(x_j) + α Σ_j W_ij ∇F_j(x_i)
 
-    The first sum evens out that models differ, the second that data do. Pass `g` to `gossip`.
+    The first sum corrects for models that differ, the second for data that differ. Pass `g` to `gossip`.
 
-    *On the wire*: one model for each neighbor, and with `α > 0` another one back. Beside
+    *On the wire*: one model for each neighbor, and with `α > 0` a gradient back. Beside
     `d_psgd(order="combine_then_adapt")`, which sends the same models, the compiler merges both: `α = 0` is free.
 
     Args:
@@ -40,8 +42,8 @@ def neighborhood_value_and_grad(
       axis: the mesh axis of the workers.
 
     Returns:
-      A function with the arguments of `loss` that returns `(value, gradient)`, the value being that of this worker's
-      own parameters. It takes `degree + 1` gradients.
+      A function with the arguments of `loss` that returns `(value, gradient)`; the value is that of the local
+      parameters. It takes `degree + 1` gradients.
 
     Raises:
       ValueError: `data_share` is outside [0, 1], or the topology is directed or changes.
@@ -54,20 +56,22 @@ def neighborhood_value_and_grad(
 
     References:
       Aketi, Kodge, Roy, "Neighborhood Gradient Clustering: An Efficient Decentralized Learning Method for Non-IID Data
-      Distributions", arXiv 2209.14390, 2022.
+      Distributions", arXiv:2209.14390, 2022.
     """
     if not 0 <= data_share <= 1:
         raise ValueError(f"data_share must be in [0, 1], got {data_share}")
-    _check(topology, "neighborhood_value_and_grad")
+    check_graph(topology, "neighborhood_value_and_grad")
 
-    def value_and_grad(params, *data):
-        comm, value, own, crossed = _cross(loss, topology, axis, params, data, back=data_share > 0)
-        mine = weight_of(comm, topology.rounds[0].self_weights)
-        total = jax.tree.map(lambda g: _wide(g) * mine, own)
-        for message, there, back in crossed:
-            total = _add(total, (1 - data_share), weight_of(comm, message.weights), there)
-            total = _add(total, data_share, weight_of(comm, _of_destinations(message)), back)
-        return value, jax.tree.map(lambda t, g: t.astype(g.dtype), total, own)
+    def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:
+        cross = _cross_gradients(loss, topology, axis, params, data, exchange_back=data_share > 0)
+        own_weight = weight_of(cross.comm, topology.rounds[0].self_weights)
+        # W_ii ∇F_i(x_i) belongs to both sums, with shares that add up to 1.
+        total = jax.tree.map(lambda g: _widen(g) * own_weight, cross.own)
+        for message, on_own_data, on_their_data in cross.neighbors:
+            total = _add_weighted(total, (1 - data_share), weight_of(cross.comm, message.weights), on_own_data)
+            weight = weight_of(cross.comm, _weights_of_destinations(message))
+            total = _add_weighted(total, data_share, weight, on_their_data)
+        return cross.value, jax.tree.map(lambda t, g: t.astype(g.dtype), total, cross.own)
 
     return value_and_grad
 
@@ -75,13 +79,13 @@ def neighborhood_value_and_grad(
 def cross_value_and_grad(
     loss: Callable[..., Any], topology: Topology, *, axis: AxisNames = "data"
 ) -> Callable[..., tuple[Any, Updates]]:
-    """Cross-gradient aggregation: the step nearest to one's own gradient that raises no neighbor's loss.
+    """Cross-gradient aggregation: the direction nearest to the local gradient that raises no neighbor's loss.
 
-    With the gradients `G` of all neighbors' losses at one's own parameters, and one's own `g` among them:
+    With the gradients `G` of all neighbors' losses at the local parameters, the local `g` among them:
 
         min |g̃ - g|²  with  <g̃, G_j> >= 0 for all j;   by duality  g̃ = g + Σ_j v_j G_j,  v >= 0
 
-    solved for each leaf by itself, in its Gram matrix of `degree + 1` rows.
+    solved for each leaf separately, in its Gram matrix of `degree + 1` rows.
 
     *On the wire*: one model for each neighbor, and a gradient back.
 
@@ -91,8 +95,8 @@ def cross_value_and_grad(
       axis: the mesh axis of the workers.
 
     Returns:
-      A function with the arguments of `loss` that returns `(value, gradient)`, the value being that of this worker's
-      own parameters. It takes `degree + 1` gradients.
+      A function with the arguments of `loss` that returns `(value, gradient)`; the value is that of the local
+      parameters. It takes `degree + 1` gradients.
 
     Raises:
       ValueError: the topology is directed or changes.
@@ -100,26 +104,22 @@ def cross_value_and_grad(
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> f = jd.decentralized.cross_value_and_grad(lambda x, a: jnp.vdot(a, x), jd.topology.ring(2))
-      >>> data = jnp.array([[1.0, 0.0], [-1.0, 1.0]])  # what helps one hurts the other
+      >>> data = jnp.array([[1.0, 0.0], [-1.0, 1.0]])  # each gradient raises the other's loss
       >>> jax.vmap(f, axis_name="data")(jnp.zeros((2, 2)), data)[1].round(4).tolist()
       [[0.5, 0.5], [0.0, 1.0]]
 
     References:
       Esfandiari, Tan, Jiang, Balu, Herron, Hegde, Sarkar, "Cross-Gradient Aggregation for Decentralized Learning from
-      Non-IID data", arXiv 2103.02051, 2021. Lopez-Paz, Ranzato, "Gradient Episodic Memory for Continual Learning",
-      arXiv 1706.08840, 2017 (the dual problem).
+      Non-IID data", arXiv:2103.02051, 2021. Lopez-Paz, Ranzato, "Gradient Episodic Memory for Continual Learning",
+      arXiv:1706.08840, 2017 (the dual problem).
     """
-    _check(topology, "cross_value_and_grad")
+    check_graph(topology, "cross_value_and_grad")
 
-    def value_and_grad(params, *data):
-        comm, value, own, crossed = _cross(loss, topology, axis, params, data, back=True)
-        known = [weight_of(comm, _of_destinations(message)) != 0 for message, _, _ in crossed]
-
-        def project(g, *others):
-            others = [jnp.where(here, other, jnp.zeros_like(other)) for here, other in zip(known, others, strict=True)]
-            return _project(g, [g, *others])
-
-        return value, jax.tree.map(project, own, *(back for _, _, back in crossed))
+    def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:
+        cross = _cross_gradients(loss, topology, axis, params, data, exchange_back=True)
+        has_edge = [weight_of(cross.comm, _weights_of_destinations(message)) != 0 for message, _, _ in cross.neighbors]
+        on_their_data = [gradient for _, _, gradient in cross.neighbors]
+        return cross.value, jax.tree.map(partial(_project_on_neighbors, has_edge), cross.own, *on_their_data)
 
     return value_and_grad
 
@@ -127,19 +127,19 @@ def cross_value_and_grad(
 def sharpness_aware(
     value_and_grad: Callable[..., tuple[Any, Updates]], *, radius: float | int = 0.05
 ) -> Callable[..., tuple[Any, Updates]]:
-    """The gradient where the loss is highest nearby: `∇F(x + ρ g / |g|)` with `g = ∇F(x)`, each worker by itself.
+    """The gradient where the loss is highest nearby: `∇F(x + ρ g / |g|)` with `g = ∇F(x)`, on each worker separately.
 
-    Flat minima suffer less from what gossip and codes do to a model. With `gossip(method=quasi_global_momentum(...))`
-    this is Q-SADDLe, and around `neighborhood_value_and_grad` N-SADDLe.
+    Flat minima suffer less from the perturbations of gossip and compression. With
+    `gossip(method=quasi_global_momentum(...))` this is Q-SADDLe, and around `neighborhood_value_and_grad` N-SADDLe.
 
     *On the wire*: what `value_and_grad` sends, twice.
 
     Args:
       value_and_grad: of the first argument, as `local_value_and_grad(loss)` returns it.
-      radius: `ρ`. Too large blurs the loss; start at 0.05.
+      radius: `ρ`. Too large smooths the loss too much; start at 0.05.
 
     Returns:
-      A function of the same arguments and results, the value being that of the parameters as they are; it takes two
+      A function of the same arguments and results; the value is that of the parameters themselves. It takes two
       gradients.
 
     Raises:
@@ -155,61 +155,79 @@ def sharpness_aware(
     References:
       Choudhary, Aketi, Roy, "SADDLe: Sharpness-Aware Decentralized Deep Learning with Heterogeneous Data", arXiv
       2405.13961, 2024. Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving
-      Generalization", arXiv 2010.01412, 2021.
+      Generalization", arXiv:2010.01412, 2021.
     """
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius}")
 
-    def ascended(params, *data):
-        value, first = value_and_grad(params, *data)
-        norm = optax.tree.norm(jax.tree.map(_wide, first))
-        length = jnp.where(norm > 0, radius / jnp.where(norm > 0, norm, 1), 0)
-        there = jax.tree.map(lambda p, g: p + (length.astype(norm.dtype) * _wide(g)).astype(p.dtype), params, first)
-        return value, value_and_grad(there, *data)[1]
+    def value_and_grad_nearby(params: PyTree, *data: Any) -> tuple[Any, Updates]:
+        value, gradient = value_and_grad(params, *data)
+        # x + ρ g / |g|, and x where g is zero.
+        norm = optax.tree.norm(wide(gradient))
+        scale = jnp.where(norm > 0, radius / jnp.where(norm > 0, norm, 1), 0).astype(norm.dtype)
+        nearby = jax.tree.map(lambda p, g: p + (scale * _widen(g)).astype(p.dtype), params, gradient)
+        return value, value_and_grad(nearby, *data)[1]
 
-    return ascended
-
-
-def _check(topology: Topology, what: str) -> None:
-    check_static(topology, what)
-    check_symmetric(topology, what)
+    return value_and_grad_nearby
 
 
-def _of_destinations(message: Message) -> tuple[float, ...]:
-    """What each worker gives to the one that it sends to: weights are symmetric."""
+def _weights_of_destinations(message: Message) -> tuple[float, ...]:
+    """The weight `W_ij` of the worker `j` that each worker `i` sends to, since weights are symmetric; else 0."""
     destination = dict(message.pairs)
     return tuple(message.weights[destination[i]] if i in destination else 0.0 for i in range(len(message.weights)))
 
 
-def _add(total: Updates, share: float | int, weight: Array | float, gradient: Updates | None) -> Updates:
+def _add_weighted(total: Updates, share: float | int, weight: Array | float, gradient: Updates | None) -> Updates:
     if not share:
         return total
-    return jax.tree.map(lambda t, g: t + share * weight * _wide(g), total, gradient)
+    return jax.tree.map(lambda t, g: t + share * weight * _widen(g), total, gradient)
 
 
-def _wide(x: Array) -> Array:
+def _widen(x: Array) -> Array:
     return x.astype(working_dtype(x.dtype))
 
 
-def _cross(
-    loss: Callable[..., Any], topology: Topology, axis: AxisNames, params: PyTree, data: Sequence[Any], *, back: bool
-) -> tuple[Comm, Any, Updates, list[tuple[Message, Updates, Updates]]]:
-    """Own value and gradient, and for each message the gradient of what came, and that of what was sent, come back."""
+class _CrossGradients(NamedTuple):
+    """The local value and gradient, and for each message of the topology its two cross-gradients.
+
+    Attributes:
+      comm: the workers.
+      value: of the local loss at the local parameters.
+      own: the local gradient.
+      neighbors: the message, the gradient of the local loss at the parameters that arrived, and the gradient of the
+        destination's loss at the local parameters (`None` without `exchange_back`).
+    """
+
+    comm: Comm
+    value: Any
+    own: Updates
+    neighbors: list[tuple[Message, Updates, Updates | None]]
+
+
+def _cross_gradients(
+    loss: Callable[..., Any],
+    topology: Topology,
+    axis: AxisNames,
+    params: PyTree,
+    data: Sequence[Any],
+    *,
+    exchange_back: bool,
+) -> _CrossGradients:
     comm = over(axis)
     if comm.size != topology.workers:
         raise ValueError(
-            f"the topology {topology.name} is one of {topology.workers} workers, and axis {axis!r} has {comm.size}"
+            f"the topology {topology.name} has {topology.workers} workers, but axis {axis!r} has {comm.size}: make the "
+            f"topology for {comm.size}"
         )
     params = to_varying(params, axis)
     differentiate = local_value_and_grad(loss, axis=axis)
     value, own = differentiate(params, *data)
-    crossed = []
+    neighbors = []
     for message in topology.rounds[0].messages:
-        theirs = _send(comm, message.pairs, params)
-        there = differentiate(theirs, *data)[1]
-        returned = _send(comm, tuple((j, i) for i, j in message.pairs), there) if back else None
-        crossed.append((message, there, returned))
-    return comm, value, own, crossed
+        on_own_data = differentiate(_send(comm, message.pairs, params), *data)[1]
+        reverse = tuple((j, i) for i, j in message.pairs)
+        neighbors.append((message, on_own_data, _send(comm, reverse, on_own_data) if exchange_back else None))
+    return _CrossGradients(comm, value, own, neighbors)
 
 
 def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTree:
@@ -217,13 +235,20 @@ def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTre
     return structure.unflatten(fused(lambda x: comm.ppermute(x, pairs), leaves))
 
 
+def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array) -> Array:
+    # Zeros are no constraint: the gradients of workers without this edge.
+    others = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
+    return _project(g, [g, *others])
+
+
 def _project(g: Array, constraints: Sequence[Array], sweeps: int = 50) -> Array:
-    """The nearest vector to `g` with no negative product with a constraint: coordinate descent in the dual."""
-    rows = jnp.stack([_wide(c).ravel() for c in constraints])
+    """The vector nearest to `g` with no negative product with a constraint, by coordinate descent in the dual."""
+    rows = jnp.stack([_widen(c).ravel() for c in constraints])
     size = jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
-    rows = rows / size  # products of tiny gradients would vanish
-    mine = _wide(g).ravel() / size
-    gram, linear = rows @ rows.T, rows @ mine
+    # Scaled, since products of tiny gradients would underflow.
+    rows = rows / size
+    own = _widen(g).ravel() / size
+    gram, linear = rows @ rows.T, rows @ own
 
     def sweep(_, v):
         for j in range(len(constraints)):
@@ -232,4 +257,4 @@ def _project(g: Array, constraints: Sequence[Array], sweeps: int = 50) -> Array:
         return v
 
     v = lax.fori_loop(0, sweeps, sweep, jnp.zeros_like(linear))
-    return ((mine + v @ rows) * size).reshape(g.shape).astype(g.dtype)
+    return ((own + v @ rows) * size).reshape(g.shape).astype(g.dtype)

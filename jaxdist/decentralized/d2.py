@@ -1,20 +1,23 @@
-"""D²: the bias of data that differ between workers is gone, for the bytes of D-PSGD."""
+"""D²: removes the bias that different data cause in D-PSGD, for the same bytes."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from .._core.trees import choose, minus, plus
+from .._core.types import PyTree
 from ..topology.base import Topology
 from ..topology.spectrum import lazy, smallest_eigenvalue
-from .method import Method, Turn, Turned
-from .mixing import change, check_static, check_symmetric
+from .method import Method, StepContext, StepResult
+from .mixing import check_static, check_symmetric, mixing_delta
 
-# The least eigenvalue has to be above this. An even ring stands exactly here, and its noise piles up.
-LEAST = -1 / 3 + 1e-6
+# The smallest eigenvalue must be above -1/3. An even ring has exactly -1/3, and there noise accumulates.
+SMALLEST_EIGENVALUE = -1 / 3 + 1e-6
 
 
 def d2(*, exact_diffusion: bool | None = None) -> Method:
-    """Each worker steps from where it would be without its neighbors, so that what they disagree on cancels.
+    """Each worker subtracts the disagreement that it has had with its neighbors so far, so that bias cancels.
 
     With the steps `u` of the inner optimizer, the correction `c`, 0 at first, and `W̃` that is `W` or `(I + W) / 2`:
 
@@ -23,20 +26,20 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
     which is the paper's `x_{t+1} = W̃ (2 x_t - x_{t-1} + u_t - u_{t-1})`, `x_1 = W̃ (x_0 + u_0)` for a constant rate.
     The paper's form sums up the rounding errors of the models; those of `c` are far smaller.
 
-    Its fixed point is the optimum of the mean loss, however much the workers' data differ, at a constant rate.
+    Its fixed point at a constant rate is the optimum of the mean loss, however much the workers' data differ.
 
     *On the wire*: one model for each neighbor, as `d_psgd`.
 
-    *State*: per worker one model, `c`, in float32.
+    *State*: per-worker, one model, `c`, in float32.
 
     Args:
       exact_diffusion: mix with `(I + W) / 2`, which is Exact Diffusion. `None`: where `λ_min <= -1/3`, since D²
-        diverges below that, and piles up noise at `-1/3`, where every ring of an even number stands. `False` refuses
-        such graphs.
+        diverges below that and accumulates noise at `-1/3`, the value of every ring with an even number of workers.
+        `False` refuses such graphs.
 
     Returns:
-      The method, for static topologies with symmetric weights. Where rates change pass `learning_rate=` to the update:
-      `c` is in proportion to it, and would kick the model away where it drops.
+      The method, for static topologies with symmetric weights. If the rate changes, pass `learning_rate=` to the
+      update: `c` is proportional to it, and with an outdated scale would throw the model off where the rate drops.
 
     Raises:
       ValueError: by `gossip`, if the topology is directed or changes, or has `λ_min <= -1/3` and `exact_diffusion` is
@@ -58,37 +61,43 @@ def d2(*, exact_diffusion: bool | None = None) -> Method:
       (5.0, False)
 
     References:
-      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv 1803.07068, 2018. Yuan,
-      Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv 1702.05122, 2019.
+      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018. Yuan,
+      Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
     """
+    return Method(partial(_prepare, exact_diffusion), _init, _step)
 
-    def prepare(topology: Topology) -> Topology:
-        check_static(topology, "d2")
-        check_symmetric(topology, "d2")
-        least = smallest_eigenvalue(topology)
-        if exact_diffusion is False and least <= LEAST:
-            raise ValueError(
-                f"d2 diverges on {topology.name}, whose least eigenvalue is {least:.3f} and not above -1/3: leave out "
-                "exact_diffusion=False"
-            )
-        slower = least <= LEAST if exact_diffusion is None else exact_diffusion
-        return lazy(topology) if slower else topology
 
-    def init(params, topology):
-        del topology
-        return {"correction": jax.tree.map(jnp.zeros_like, params), "rate": jnp.zeros((), jnp.float32)}
+def _prepare(exact_diffusion: bool | None, topology: Topology) -> Topology:
+    check_static(topology, "d2")
+    check_symmetric(topology, "d2")
+    smallest = smallest_eigenvalue(topology)
+    if exact_diffusion is False and smallest <= SMALLEST_EIGENVALUE:
+        raise ValueError(
+            f"d2 diverges on {topology.name}: its smallest eigenvalue is {smallest:.3f}, and must be above -1/3; leave "
+            "out exact_diffusion=False"
+        )
+    use_lazy = smallest <= SMALLEST_EIGENVALUE if exact_diffusion is None else exact_diffusion
+    return lazy(topology) if use_lazy else topology
 
-    def step(turn: Turn) -> Turned:
-        steps, inner = turn.adapt(turn.gradients)
-        kept, old = turn.state["correction"], turn.state["rate"]
-        rate = old if turn.learning_rate is None else turn.learning_rate.astype(old.dtype)
-        ratio = jnp.where(old > 0, rate / jnp.where(old > 0, old, 1), 1)
-        correction = jax.tree.map(lambda c: ratio.astype(c.dtype) * c, kept)
-        ahead = plus(turn.params, minus(steps, correction))
-        mixing = change(turn, ahead, like=turn.params)
-        new = minus(correction, mixing)
-        if turn.learning_rate is not None:  # a rate of zero teaches nothing
-            new, rate = choose(rate > 0, (new, rate), (kept, old))
-        return Turned(plus(ahead, mixing), inner, {"correction": new, "rate": rate})
 
-    return Method(prepare, init, step)
+def _init(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    del topology
+    return {"correction": jax.tree.map(jnp.zeros_like, params), "rate": jnp.zeros((), jnp.float32)}
+
+
+def _step(context: StepContext) -> StepResult:
+    steps, inner = context.adapt(context.gradients)
+    old_correction, old_rate = context.state["correction"], context.state["rate"]
+    # The correction is a sum of differences of steps, so it scales with the rate: not in the paper, whose rate is
+    # constant.
+    rate = old_rate if context.learning_rate is None else context.learning_rate.astype(old_rate.dtype)
+    ratio = jnp.where(old_rate > 0, rate / jnp.where(old_rate > 0, old_rate, 1), 1)
+    correction = jax.tree.map(lambda c: ratio.astype(c.dtype) * c, old_correction)
+    # y = x + u - c,  x <- W̃ y,  c <- c + (y - W̃ y)
+    before_mixing = plus(context.params, minus(steps, correction))
+    delta = mixing_delta(context, before_mixing, like=context.params)
+    new_correction = minus(correction, delta)
+    if context.learning_rate is not None:
+        # A step at rate zero says nothing about the disagreement of gradients.
+        new_correction, rate = choose(rate > 0, (new_correction, rate), (old_correction, old_rate))
+    return StepResult(plus(before_mixing, delta), inner, {"correction": new_correction, "rate": rate})

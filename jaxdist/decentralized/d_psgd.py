@@ -1,5 +1,6 @@
 """D-PSGD: step, then average with the neighbors, or the other way round."""
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 
 from .._core.trees import plus, wide
 from .._core.types import PyTree
+from ..comm.base import Comm
 from ..topology.base import Topology
-from .method import Method, Turn, Turned, check_interval, empty, in_turns
-from .mixing import change, check_doubly_stochastic
+from .method import Method, StepContext, StepResult, check_interval, every_n_steps, init_nothing
+from .mixing import check_doubly_stochastic, mixing_delta
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
@@ -21,24 +23,24 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
         adapt_then_combine:  x_i <- Σ_j W_ij (x_j + u_j)        combine_then_adapt:  x_i <- u_i + Σ_j W_ij x_j
 
     with the steps `u` of the inner optimizer at the local gradient. Where workers' data differ both end off the optimum
-    by `O(rate)`, the more so the smaller the spectral gap: `d2`, `gradient_tracking` and `relay_sgd` do not.
+    by `O(rate)`, the more so the smaller the spectral gap; `d2`, `gradient_tracking` and `relay_sgd` do not.
 
     *On the wire*: one model for each neighbor; with a complete graph one all-reduce, `2(W-1)/W` models. Divided
-    by the interval on average; steps between send nothing.
+    by the interval on average; the steps between send nothing.
 
-    *State*: nothing.
+    *State*: none.
 
     Args:
       order: `"adapt_then_combine"` is the more accurate and the more stable. `"combine_then_adapt"` is the paper's:
-        what is sent does not depend on the gradient, so it may travel while that is computed.
-      interval: neighbors talk at the end of every so many steps; between these workers step by themselves. A topology
-        that changes does so with each talk. More sends less, and workers drift further apart.
+        it sends models that do not depend on the gradient, so they may be sent while that is computed.
+      interval: neighbors communicate at the end of every `interval` steps; between, each worker steps alone. A topology
+        that changes does so with each communication. More sends less, and workers drift further apart.
 
     Returns:
       The method, for any doubly stochastic topology.
 
     Raises:
-      ValueError: there is no such order, or the interval is not positive.
+      ValueError: `order` is unknown, or `interval` is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -50,38 +52,46 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
 
     References:
       Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case
-      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv 1705.09056, 2017.
+      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017.
     """
     check_order(order)
     check_interval(interval)
+    step = _adapt_then_combine if order == "adapt_then_combine" else _combine_then_adapt
+    return Method(doubly_stochastic, init_nothing, partial(step, interval))
 
-    def moved(turn: Turn, tree: PyTree) -> PyTree:
-        def talk(turn, tree):
-            return change(turn, tree, like=turn.params)
 
-        def silent(comm, tree):
-            return comm.varying(jax.tree.map(jnp.zeros_like, tree))
+def _adapt_then_combine(interval: int, context: StepContext) -> StepResult:
+    steps, inner = context.adapt(context.gradients)
+    return StepResult(_mix_every(interval, context, plus(context.params, steps)), inner, ())
 
-        return plus(tree, in_turns(turn, interval, talk, silent, tree))
 
-    def step(turn: Turn) -> Turned:
-        if order == "adapt_then_combine":
-            steps, inner = turn.adapt(turn.gradients)
-            return Turned(moved(turn, plus(turn.params, steps)), inner, ())
-        combined = moved(turn, wide(turn.params))
-        steps, inner = turn.adapt(turn.gradients)
-        return Turned(plus(combined, steps), inner, ())
+def _combine_then_adapt(interval: int, context: StepContext) -> StepResult:
+    combined = _mix_every(interval, context, wide(context.params))
+    steps, inner = context.adapt(context.gradients)
+    return StepResult(plus(combined, steps), inner, ())
 
-    return Method(doubly_stochastic, empty, step)
+
+def _mix_every(interval: int, context: StepContext, tree: PyTree) -> PyTree:
+    """`Σ_j W_ij x_j` in every `interval`-th step, and `x_i` in the steps between."""
+    return plus(tree, every_n_steps(context, interval, _delta_in_params_dtype, _zero_delta, tree))
+
+
+def _delta_in_params_dtype(context: StepContext, tree: PyTree) -> PyTree:
+    return mixing_delta(context, tree, like=context.params)
+
+
+def _zero_delta(comm: Comm, tree: PyTree) -> PyTree:
+    # `lax.cond` needs branches of one type, and the delta differs between workers.
+    return comm.varying(jax.tree.map(jnp.zeros_like, tree))
 
 
 def check_order(order: str) -> None:
-    """Raises for a wrong spelling."""
+    """Checks that `order` is one of `ORDERS`."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
 
 
 def doubly_stochastic(topology: Topology) -> Topology:
-    """Any graph whose mixing keeps the mean."""
+    """Returns the topology, after a check that its mixing keeps the mean."""
     check_doubly_stochastic(topology)
     return topology

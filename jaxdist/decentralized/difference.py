@@ -1,44 +1,47 @@
-"""DCD and ECD: all that anybody uses of a model is what its code says."""
+"""DCD-PSGD and ECD-PSGD: every worker, its owner included, uses the decoded form of a model."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from .._core.trees import minus, plus, wide
-from .._core.types import PyTree
+from .._core.types import Array, PyTree
+from ..comm.base import Comm
 from ..compressors.base import Compressor
+from ..topology.base import Topology
 from ..wire.mixing import times, weight_of
 from .encoded import check_graph, exchange, exchange_rows
-from .method import Method, Turn, Turned, check_interval, in_turns
+from .method import Method, StepContext, StepResult, check_interval, every_n_steps
 
 
 def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) -> Method:
-    """Each worker is where its neighbors think it is: it sends the code of its step, and takes the decoded one itself.
+    """Each worker sends its compressed step and applies the decoded step to its own model, as its neighbors do.
 
         q_i = C(Σ_j W_ij x_j + u_i - x_i), sent;   x_i += q_i
 
     On a ring this is the low-precision decentralized algorithm of BAGUA.
 
-    *On the wire*: the payload of the code for each neighbor, in one message of bytes; steps between two talks send
-    nothing.
+    *On the wire*: the payload of the compressor for each neighbor, in one message of bytes; with an interval, only in
+    every `interval`-th step.
 
-    *State*: per worker two models in float32: `x_i` as it is known to others, and `Σ_j W_ij (x_j - x_i)`. With
-    `replicas`, `x_i` and one model for each neighbor. All workers must start from one model, as `init_state` and
-    `place` make them.
+    *State*: per-worker, two models in float32: the decoded `x_i`, and `Σ_j W_ij (x_j - x_i)`. With `replicas`, `x_i`
+    and one model for each neighbor. All workers must start from one model, as `init_state` and `place` make them.
 
     Args:
-      compressor: the code of one array. It must be a good one, 8 bits or so: what is lost in a step is never sent, and
-        coarse codes (a few bits, top-k) diverge where `choco` does not.
-      interval: neighbors talk at the end of every so many steps, of all that has happened since. More sends less, and
-        workers drift further apart.
-      replicas: keep the neighbors' models apart, as public code does, instead of their weighted sum. They stay equal
-        to the neighbors' own in every bit, and no rounding adds up over a million steps, for the memory of as many
-        models as there are neighbors, less one.
+      compressor: of one array. It must be accurate, about 8 bits: the error of a step is never sent, and coarse
+        compressors (a few bits, top-k) diverge where `choco` does not.
+      interval: neighbors communicate at the end of every `interval` steps, and send all steps since the last time. More
+        sends less, and workers drift further apart.
+      replicas: keep the model of each neighbor, as public implementations do, instead of their weighted sum. The copies
+        stay equal to the neighbors' own models in every bit, and no rounding adds up over a million steps, for the
+        memory of one model per neighbor, less one.
 
     Returns:
       The method, for static topologies with symmetric weights.
 
     Raises:
-      ValueError: the interval is not positive; by `gossip`, the topology is directed or changes.
+      ValueError: `interval` is not positive; by `gossip`, the topology is directed or changes.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -55,75 +58,90 @@ def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = Fals
       1.5
 
     References:
-      Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv 1803.06443, 2018. Gan
-      et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018. Gan
+      et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     check_interval(interval)
+    init, exchange_steps = (_init_replicas, _exchange_replicas) if replicas else (_init_sum, _exchange_sum)
 
-    def init(params, topology):
-        if replicas:
-            rows = 1 + len(topology.rounds[0].messages)
-            return {"replicas": jax.tree.map(lambda x: jnp.stack([x] * rows), params)}
-        return {"known": params, "pull": jax.tree.map(jnp.zeros_like, params)}
+    def step_fn(context: StepContext) -> StepResult:
+        steps, inner = context.adapt(context.gradients)
+        params = plus(context.params, steps)
+        communicate = partial(exchange_steps, compressor)
+        params, state = every_n_steps(context, interval, communicate, _keep, params, context.state)
+        return StepResult(params, inner, state)
 
-    def step(turn: Turn) -> Turned:
-        steps, inner = turn.adapt(turn.gradients)
-
-        def talk(turn, params, state):
-            known, pull = _seen(turn, state["replicas"]) if replicas else (state["known"], state["pull"])
-            # Where rounding has moved the parameters off what is known of them, that is sent too.
-            news = plus(minus(params, known), pull)
-            if replicas:
-                rows = plus(state["replicas"], exchange_rows(turn, compressor, news))
-                return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}
-            own, change = exchange(turn, compressor, news)
-            known = plus(known, own)
-            return known, {"known": known, "pull": plus(pull, change)}
-
-        def silent(comm, params, state):
-            return comm.varying(params), comm.varying(state)
-
-        params, state = in_turns(turn, interval, talk, silent, plus(turn.params, steps), turn.state)
-        return Turned(params, inner, state)
-
-    return Method(lambda topology: check_graph(topology, "dcd_psgd"), init, step)
+    return Method(partial(check_graph, method="dcd_psgd"), init, step_fn)
 
 
-def _seen(turn: Turn, replicas: PyTree) -> tuple[PyTree, PyTree]:
-    """`x_i` and `Σ_j W_ij (x_j - x_i)` from the copies that this worker has of all of them."""
-    (one,) = turn.topology.rounds
-    weights = [weight_of(turn.comm, message.weights) for message in one.messages]
+def _init_sum(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    del topology
+    return {"known": params, "pull": jax.tree.map(jnp.zeros_like, params)}
 
-    def pull(x):
+
+def _init_replicas(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    rows = 1 + len(topology.rounds[0].messages)
+    return {"replicas": jax.tree.map(lambda x: jnp.stack([x] * rows), params)}
+
+
+def _exchange_sum(
+    compressor: Compressor, context: StepContext, params: PyTree, state: dict[str, PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    known, pull = state["known"], state["pull"]
+    # q_i = C(Σ_j W_ij (x_j - x_i) + u_i). Where rounding has moved the parameters off their decoded form, that
+    # difference is sent too.
+    own, from_neighbors = exchange(context, compressor, plus(minus(params, known), pull))
+    known = plus(known, own)
+    return known, {"known": known, "pull": plus(pull, from_neighbors)}
+
+
+def _exchange_replicas(
+    compressor: Compressor, context: StepContext, params: PyTree, state: dict[str, PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    known, pull = _own_and_pull(context, state["replicas"])
+    rows = plus(state["replicas"], exchange_rows(context, compressor, plus(minus(params, known), pull)))
+    return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}
+
+
+def _keep(comm: Comm, params: PyTree, state: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    return comm.varying(params), comm.varying(state)
+
+
+def _own_and_pull(context: StepContext, replicas: PyTree) -> tuple[PyTree, PyTree]:
+    """`x_i` and `Σ_j W_ij (x_j - x_i)` from this worker's copies of the models, its own in row 0."""
+    (static_round,) = context.topology.rounds
+    weights = [weight_of(context.comm, message.weights) for message in static_round.messages]
+
+    def pull_of(x: Array) -> Array:
         return sum((times(x[k] - x[0], weight) for k, weight in enumerate(weights, start=1)), jnp.zeros_like(x[0]))
 
-    return jax.tree.map(lambda x: x[0], replicas), jax.tree.map(pull, replicas)
+    return jax.tree.map(lambda x: x[0], replicas), jax.tree.map(pull_of, replicas)
 
 
 def ecd_psgd(compressor: Compressor) -> Method:
-    """Neighbors average what they hear of each other over time, so that the noise of codes fades.
+    """Each worker averages its neighbors' decoded models over time, so that compression noise fades.
 
     In step `t = 2, 3, ...`, with the neighbors' estimates `x̃`:
 
         x_i' = Σ_j W_ij x̃_j + u_i;   z_i = (1 - t/2) x_i + (t/2) x_i', its code sent;
         x̃_i <- (1 - 2/t) x̃_i + (2/t) C(z_i)
 
-    The extrapolation lies `t/2` steps ahead, and the code is of all of it, not of a difference: for unbiased codes of
-    high precision.
+    `z` is extrapolated by `t/2` steps and encoded as a whole, not as a difference: for unbiased compressors of high
+    precision.
 
-    *On the wire*: the payload of the code for each neighbor, in one message of bytes.
+    *On the wire*: the payload of the compressor for each neighbor, in one message of bytes.
 
-    *State*: per worker one model in float32, `Σ_j W_ij x̃_j`. All workers must start from one model, as `init_state`
+    *State*: per-worker, one model in float32, `Σ_j W_ij x̃_j`. All workers must start from one model, as `init_state`
     and `place` make them.
 
     Args:
-      compressor: an unbiased code of one array.
+      compressor: an unbiased compressor of one array.
 
     Returns:
       The method, for static topologies with symmetric weights.
 
     Raises:
-      ValueError: the code is biased; by `gossip`, the topology is directed or changes.
+      ValueError: the compressor is biased; by `gossip`, the topology is directed or changes.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -132,29 +150,32 @@ def ecd_psgd(compressor: Compressor) -> Method:
       [1.0, 1.0, 1.0]
 
     References:
-      Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv 1803.06443, 2018.
+      Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", arXiv:1803.06443, 2018.
     """
     if compressor.variance is None:
         raise ValueError(
             "ecd_psgd averages the compression noise over time, so it needs an unbiased compressor (variance ω): use "
-            "qsgd, or choco with any code"
+            "qsgd, or choco with any compressor"
         )
+    return Method(partial(check_graph, method="ecd_psgd"), _init_mixed, partial(_ecd_step, compressor))
 
-    def init(params, topology):
-        del topology
-        return {"mixed": params}
 
-    def step(turn: Turn) -> Turned:
-        around = turn.state["mixed"]
-        steps, inner = turn.adapt(turn.gradients)
-        params = plus(around, steps)
-        t = turn.count.astype(jnp.float32) + 2
+def _init_mixed(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    del topology
+    return {"mixed": params}
 
-        def ahead(old, new):
-            return new + (t / 2 - 1).astype(new.dtype) * (new - old)
 
-        own, change = exchange(turn, compressor, jax.tree.map(ahead, wide(turn.params), params))
-        around = jax.tree.map(lambda s, z: s + (2 / t).astype(s.dtype) * (z - s), around, plus(own, change))
-        return Turned(params, inner, {"mixed": around})
-
-    return Method(lambda topology: check_graph(topology, "ecd_psgd"), init, step)
+def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
+    mixed = context.state["mixed"]
+    steps, inner = context.adapt(context.gradients)
+    params = plus(mixed, steps)
+    # The count starts at 0, and the formula's `t` at 2.
+    t = context.count.astype(jnp.float32) + 2
+    # z = (1 - t/2) x + (t/2) x' = x' + (t/2 - 1) (x' - x)
+    extrapolated = jax.tree.map(
+        lambda old, new: new + (t / 2 - 1).astype(new.dtype) * (new - old), wide(context.params), params
+    )
+    own, from_neighbors = exchange(context, compressor, extrapolated)
+    # Σ_j W_ij x̃_j <- (1 - 2/t) Σ_j W_ij x̃_j + (2/t) Σ_j W_ij C(z_j)
+    mixed = jax.tree.map(lambda s, z: s + (2 / t).astype(s.dtype) * (z - s), mixed, plus(own, from_neighbors))
+    return StepResult(params, inner, {"mixed": mixed})

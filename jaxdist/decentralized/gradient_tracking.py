@@ -1,11 +1,13 @@
-"""Gradient tracking: besides the models workers average their gradients, and step along the mean of all."""
+"""Gradient tracking: workers average gradients as well as models, and step along an estimate of the mean gradient."""
 
 import jax
 import jax.numpy as jnp
 
 from .._core.trees import choose, minus, plus, wide
+from .._core.types import PyTree, Updates
+from ..topology.base import Topology
 from .d_psgd import Order, check_order, doubly_stochastic
-from .method import Method, Turn, Turned
+from .method import Method, StepContext, StepResult, cast_like
 from .mixing import mix
 
 
@@ -15,23 +17,23 @@ def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
         adapt_then_combine:  y <- W (y + g - g'),   x <- W (x + u(y))
         combine_then_adapt:  y <- W y + g - g',     x <- W x + u(y)
 
-    with the steps `u` of the inner optimizer and the gradient `g'` of the step before (both 0 at first). The mean of
-    all `y` is that of all `g` in every step, so there is no bias of data that differ, at a constant rate.
+    with the steps `u` of the inner optimizer and the gradient `g'` of the previous step (`y` and `g'` are 0 at first).
+    The mean of all `y` is that of all `g` in every step, so different data cause no bias at a constant rate.
 
     *On the wire*: two models for each neighbor; in `"combine_then_adapt"` as one message, before the gradient is
     known.
 
-    *State*: per worker two models, the tracker and the last gradient, in float32.
+    *State*: per-worker, two models, the tracker and the last gradient, in float32.
 
     Args:
-      order: `"adapt_then_combine"` takes larger rates. The other is DIGing, which diverges sooner: at a rate of .1 on a
-        torus of 8 workers and losses of curvature 1 to 4, where .02 works.
+      order: `"adapt_then_combine"` works at larger rates. The other is DIGing, which diverges sooner: at a rate of .1
+        on a torus of 8 workers and losses of curvature 1 to 4, where .02 works.
 
     Returns:
-      The method, for any doubly stochastic topology, those that change included.
+      The method, for any doubly stochastic topology, including those that change.
 
     Raises:
-      ValueError: there is no such order.
+      ValueError: `order` is unknown.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -49,34 +51,37 @@ def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
 
     References:
       Nedić, Olshevsky, Shi, "Achieving Geometric Convergence for Distributed Optimization over Time-Varying Graphs"
-      (DIGing), arXiv 1607.03218, 2017. Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", arXiv
+      (DIGing), arXiv:1607.03218, 2017. Di Lorenzo, Scutari, "NEXT: In-Network Nonconvex Optimization", arXiv
       1602.00591, 2016 (the adapt-then-combine form).
     """
     check_order(order)
-
-    def init(params, topology):
-        del topology
-        return {"tracker": jax.tree.map(jnp.zeros_like, params), "gradient": jax.tree.map(jnp.zeros_like, params)}
-
-    def step(turn: Turn) -> Turned:
-        tracker, old = turn.state["tracker"], turn.state["gradient"]
-        gradient = wide(turn.gradients)
-        if turn.active is not None:  # who takes no step has no news
-            gradient = choose(turn.active, gradient, old)
-        news = minus(gradient, old)
-        if order == "adapt_then_combine":
-            tracker = mix(turn, plus(tracker, news))
-            steps, inner = turn.adapt(_as(tracker, turn.gradients))
-            params = mix(turn, plus(turn.params, steps), like=turn.params)
-        else:
-            params, tracker = mix(turn, (wide(turn.params), tracker), like=(turn.params, tracker))
-            tracker = plus(tracker, news)
-            steps, inner = turn.adapt(_as(tracker, turn.gradients))
-            params = plus(params, steps)
-        return Turned(params, inner, {"tracker": tracker, "gradient": gradient})
-
-    return Method(doubly_stochastic, init, step)
+    step = _adapt_then_combine if order == "adapt_then_combine" else _combine_then_adapt
+    return Method(doubly_stochastic, _init, step)
 
 
-def _as(tree, like):
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+def _init(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    del topology
+    return {"tracker": jax.tree.map(jnp.zeros_like, params), "gradient": jax.tree.map(jnp.zeros_like, params)}
+
+
+def _adapt_then_combine(context: StepContext) -> StepResult:
+    gradient = _current_gradient(context)
+    tracker = mix(context, plus(context.state["tracker"], minus(gradient, context.state["gradient"])))
+    steps, inner = context.adapt(cast_like(tracker, context.gradients))
+    params = mix(context, plus(context.params, steps), like=context.params)
+    return StepResult(params, inner, {"tracker": tracker, "gradient": gradient})
+
+
+def _combine_then_adapt(context: StepContext) -> StepResult:
+    gradient = _current_gradient(context)
+    tracker = context.state["tracker"]
+    params, tracker = mix(context, (wide(context.params), tracker), like=(context.params, tracker))
+    tracker = plus(tracker, minus(gradient, context.state["gradient"]))
+    steps, inner = context.adapt(cast_like(tracker, context.gradients))
+    return StepResult(plus(params, steps), inner, {"tracker": tracker, "gradient": gradient})
+
+
+def _current_gradient(context: StepContext) -> Updates:
+    """The local gradient; an inactive worker repeats its last one, so that the tracker does not change."""
+    gradient = wide(context.gradients)
+    return gradient if context.active is None else choose(context.active, gradient, context.state["gradient"])

@@ -1,7 +1,9 @@
-"""What a method of decentralized training is: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
+"""The interface of decentralized methods: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
 
 from .. import comm as comms
 from .._core.types import Array, Int, Key, PyTree, State, Updates
@@ -9,21 +11,22 @@ from ..comm.base import Comm
 from ..topology.base import Topology
 
 
-class Turn(NamedTuple):
-    """One step as one worker sees it: what a method works with.
+class StepContext(NamedTuple):
+    """One step as one worker sees it: the arguments of a method's `step`.
 
     Attributes:
-      gradients: this worker's.
-      params: its parameters.
-      state: what the method keeps.
+      gradients: of this worker.
+      params: of this worker.
+      state: the method's state on this worker.
       adapt: `adapt(direction) -> (steps, inner state)`, one step of the inner optimizer.
       comm: the workers.
       topology: the graph, as `prepare` returned it.
-      count: the number of this step (agreed).
-      key: of this step (agreed).
-      learning_rate: that of this step (agreed), if it was passed.
+      count: the number of this step (replicated).
+      key: of this step (replicated).
+      learning_rate: of this step (replicated), if it was passed.
       active: whether this worker takes a step, if that was passed.
-      told: whether the host has said that neighbors talk in this step, and in which round: `topology` has that alone.
+      static_round: whether the host passed `round=`: neighbors communicate in this step, and `topology` has only that
+        round.
     """
 
     gradients: Updates
@@ -36,11 +39,17 @@ class Turn(NamedTuple):
     key: Key[Array, ""]
     learning_rate: Array | None
     active: Array | None
-    told: bool = False
+    static_round: bool = False
 
 
-class Turned(NamedTuple):
-    """What a step leads to: parameters in float32 or better, the states of the inner optimizer and the method."""
+class StepResult(NamedTuple):
+    """The result of a method's `step`.
+
+    Attributes:
+      params: the new parameters, in float32 or better.
+      inner: the new state of the inner optimizer.
+      state: the new state of the method.
+    """
 
     params: PyTree
     inner: State
@@ -51,37 +60,57 @@ class Method(NamedTuple):
     """A method of decentralized training, for `gossip(method=)`.
 
     Attributes:
-      prepare: `prepare(topology) -> topology`: the graph to talk over, or a `ValueError` that says why it cannot work.
-      init: `init(params, topology) -> state`: one worker's, made without any communication.
-      step: `step(turn) -> Turned`.
+      prepare: `prepare(topology) -> topology`: the graph to communicate over. Raises `ValueError` for a graph on which
+        the method cannot work.
+      init: `init(params, topology) -> state` of one worker, made without communication.
+      step: `step(context) -> StepResult`.
     """
 
     prepare: Callable[[Topology], Topology]
     init: Callable[[PyTree, Topology], State]
-    step: Callable[[Turn], Turned]
+    step: Callable[[StepContext], StepResult]
 
 
-def in_turns(turn: Turn, interval: int, talk: Callable[..., Any], silent: Callable[..., Any], *operands: PyTree) -> Any:
-    """`talk(turn, *operands)` in every `interval`-th step, whose `count` is that of the talks; else `silent(...)`."""
-    if interval == 1 or turn.told:
-        return talk(turn, *operands)
-    numbered = turn._replace(count=turn.count // interval)
+def every_n_steps(
+    context: StepContext, interval: int, communicate: Callable[..., Any], skip: Callable[..., Any], *operands: PyTree
+) -> Any:
+    """Communicates in every `interval`-th step and skips the steps between.
+
+    Args:
+      context: of this step.
+      interval: the number of steps from one communication to the next.
+      communicate: `communicate(context, *operands)`, where `context.count` counts communications instead of steps, so
+        that a topology that changes goes on by one round with each.
+      skip: `skip(comm, *operands)`, with a result of the same types.
+      *operands: pytrees of arrays.
+
+    Returns:
+      The result of `communicate` or of `skip`.
+    """
+    if interval == 1 or context.static_round:
+        return communicate(context, *operands)
+    numbered = context._replace(count=context.count // interval)
     return comms.cond(
-        turn.count % interval == interval - 1,
-        lambda comm, *xs: talk(numbered._replace(comm=comm), *xs),
-        lambda comm, *xs: silent(comm, *xs),
-        turn.comm,
+        context.count % interval == interval - 1,
+        lambda comm, *xs: communicate(numbered._replace(comm=comm), *xs),
+        lambda comm, *xs: skip(comm, *xs),
+        context.comm,
         *operands,
     )
 
 
 def check_interval(interval: int) -> None:
-    """Raises unless it is a number of steps."""
+    """Checks that `interval` is a positive number of steps."""
     if interval < 1:
-        raise ValueError(f"interval must be at least 1, every so many steps neighbors talk; got {interval}")
+        raise ValueError(f"interval must be at least 1 (the steps from one communication to the next), got {interval}")
 
 
-def empty(params: PyTree, topology: Topology) -> Any:
-    """The state of a method that keeps nothing."""
+def init_nothing(params: PyTree, topology: Topology) -> tuple[()]:
+    """Returns the state of a method that has none."""
     del params, topology
     return ()
+
+
+def cast_like(tree: Updates, like: Updates) -> Updates:
+    """Casts each leaf of `tree` to the dtype of the same leaf of `like`."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

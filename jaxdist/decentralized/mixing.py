@@ -1,6 +1,7 @@
-"""One step of gossip: each worker's average of its own model and those of its neighbors."""
+"""Averages of each worker's model with those of its neighbors, and the checks of topologies that methods share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,28 +13,28 @@ from ..comm.base import Comm
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic, is_symmetric
 from ..wire.mixing import change_at
-from .method import Turn, check_interval
+from .method import StepContext, check_interval
 
 
-def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better.
 
-    One message for each dtype and neighbor, however many leaves. What is sent has the dtypes of `like`, those of
-    `tree` if it is left out; the mean over workers stays even if that is rounded.
+    One message for each dtype and neighbor, whatever the number of leaves. Leaves are sent in the dtypes of `like`, by
+    default in those of `tree`; rounding them does not change the mean over workers.
 
     Args:
-      turn: what the `step` of a method was given.
-      tree: that of this worker; a tuple of trees travels as one message.
+      context: the argument of a method's `step`.
+      tree: of this worker; a tuple of trees is sent as one message.
       like: the dtypes on the wire.
 
     Returns:
-      The average, typed as differing between workers.
+      The average, typed as per-worker.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
-      >>> from jaxdist.transforms import Method, Turned, mix
-      >>> def step(turn):  # no step at all
-      ...     return Turned(mix(turn, turn.params), turn.adapt(turn.gradients)[1], ())
+      >>> from jaxdist.decentralized import Method, StepResult, mix
+      >>> def step(context):  # mixing only
+      ...     return StepResult(mix(context, context.params), context.adapt(context.gradients)[1], ())
       >>> method = Method(lambda topology: topology, lambda params, topology: (), step)
       >>> tx = jd.gossip(optax.identity(), jd.topology.ring(3), method=method)
       >>> jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="data")(jnp.array([0.0, 3.0, 6.0])).tolist()
@@ -42,59 +43,59 @@ def mix(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     References:
       Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
-    return plus(tree, change(turn, tree, like=like))
+    return plus(tree, mixing_delta(context, tree, like=like))
 
 
-def change(turn: Turn, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
-    """What `mix` adds to this worker's tree, `Σ_j W_ij (x_j - x_i)`.
+def mixing_delta(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+    """`Σ_j W_ij (x_j - x_i)`, the difference that `mix` adds to this worker's tree.
 
-    Of differences, since weights like 1/3 are rounded and would let models drift where they agree; with the rounded
-    own model in them, so that low precision on the wire keeps the mean.
+    A sum of differences, since weights like 1/3 are rounded and a sum of models would drift where they are equal. Its
+    own model is rounded as it was sent, so that low precision on the wire keeps the mean.
     """
-    return change_at(turn.comm, turn.topology, turn.count, tree, like=like)
+    return change_at(context.comm, context.topology, context.count, tree, like=like)
 
 
 def check_doubly_stochastic(topology: Topology) -> None:
-    """Raises unless mixing keeps the mean and ends in it."""
+    """Checks that mixing keeps the mean and converges to it."""
     if not is_doubly_stochastic(topology):
         raise ValueError(
-            f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not agree on their "
-            "mean: use method=sgp() for graphs that are directed and irregular"
+            f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not converge to "
+            "their mean: use method=sgp() for graphs that are directed and irregular"
         )
 
 
-def check_static(topology: Topology, what: str) -> None:
-    """Raises if the graph changes with the step."""
+def check_static(topology: Topology, method: str) -> None:
+    """Checks that the graph is the same in every step."""
     if len(topology.rounds) > 1:
         raise ValueError(
-            f"{what} needs the same neighbors in every step, got {topology.name}, which has {len(topology.rounds)} "
+            f"{method} needs the same neighbors in every step, got {topology.name}, which has {len(topology.rounds)} "
             "different rounds: use a static topology, such as ring, torus or hypercube"
         )
 
 
-def check_symmetric(topology: Topology, what: str) -> None:
-    """Raises unless both ends of each link give each other the same weight."""
+def check_symmetric(topology: Topology, method: str) -> None:
+    """Checks that both ends of each link give each other the same weight."""
     check_doubly_stochastic(topology)
     if not is_symmetric(topology):
         raise ValueError(
-            f"{what} needs symmetric weights, and those of {topology.name} are not: use ring, torus, hypercube, or "
+            f"{method} needs symmetric weights, and those of {topology.name} are not: use ring, torus, hypercube, or "
             "another undirected graph"
         )
 
 
 def due_round(step: int, topology: Topology, *, interval: int = 1) -> int | None:
-    """The round of a topology that a step uses: what a host passes to `gossip` as the static `round=`.
+    """The round of a topology that a step uses, for the static argument `round=` of `gossip`'s update.
 
     Args:
       step: the number of the step, from 0.
       topology: the graph.
-      interval: that of the method.
+      interval: the method's.
 
     Returns:
-      The number of the round, or `None` in a step in which nobody talks: then leave `round` out.
+      The number of the round, or `None` in a step without communication: then leave `round` out.
 
     Raises:
-      ValueError: the interval is not positive.
+      ValueError: `interval` is not positive.
 
     Example:
       >>> import jaxdist as jd
@@ -103,40 +104,42 @@ def due_round(step: int, topology: Topology, *, interval: int = 1) -> int | None
       [None, 0, None, 1, None, 0]
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     check_interval(interval)
     return None if (step + 1) % interval else topology.order[step // interval % len(topology.order)]
 
 
-def only(topology: Topology, round: Any) -> Topology:
-    """The topology in one of its rounds."""
+def select_round(topology: Topology, round: Any) -> Topology:
+    """Returns the static topology of one round."""
     if isinstance(round, jax.Array):
-        raise ValueError("round chooses the program, so it must be static: distribute(..., static_argnames=('round',))")
+        raise ValueError("round selects the program, so it must be static: distribute(..., static_argnames=('round',))")
     if not 0 <= round < len(topology.rounds):
-        raise ValueError(f"round must be one of the {len(topology.rounds)} of {topology.name}, from 0, got {round}")
+        raise ValueError(
+            f"round must be from 0 to {len(topology.rounds) - 1}, the last round of {topology.name}, got {round}"
+        )
     return topology._replace(rounds=(topology.rounds[round],), order=(0,))
 
 
-def carried(outer: Comm, inner: Comm) -> Comm:
-    """`outer`, whose messages the `inner.size` members of each group send in equal parts, and gather after.
+def split_messages(outer: Comm, inner: Comm) -> Comm:
+    """Returns `outer` with messages that the `inner.size` members of each group send in equal parts and then gather.
 
-    Members hold the same values. Over `outer` each sends `1/inner.size` of the bytes.
+    Members have equal values. Over `outer` each sends `1/inner.size` of the bytes.
     """
-
-    def part(x: Array) -> Array:
-        return jnp.pad(x.ravel(), (0, -x.size % inner.size)).reshape(inner.size, -1)[inner.index]
-
-    def whole(part: Array, like: Array) -> Array:
-        return inner.all_gather(part).ravel()[: like.size].reshape(like.shape)
-
-    def in_parts(collective: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        return lambda tree, *rest: jax.tree.map(lambda x: whole(collective(part(x), *rest), x), tree)
-
     return outer._replace(
-        mean=in_parts(outer.mean),
-        ppermute=in_parts(outer.ppermute),
+        mean=partial(_in_parts, outer.mean, inner),
+        ppermute=partial(_in_parts, outer.ppermute, inner),
         ledger=None,
         uncounted=None,
-        remake=lambda wrap: carried(wrap(outer), wrap(inner)),
+        remake=lambda wrap: split_messages(wrap(outer), wrap(inner)),
     )
+
+
+def _in_parts(collective: Callable[..., Array], inner: Comm, tree: PyTree, *args: Any) -> PyTree:
+    """Runs a collective on this member's part of each leaf, and gathers the parts of the results."""
+
+    def communicate_part(x: Array) -> Array:
+        part = jnp.pad(x.ravel(), (0, -x.size % inner.size)).reshape(inner.size, -1)[inner.index]
+        return inner.all_gather(collective(part, *args)).ravel()[: x.size].reshape(x.shape)
+
+    return jax.tree.map(communicate_part, tree)

@@ -1,4 +1,7 @@
-"""Quasi-global momentum: from what the models did after mixing, not from what one worker's gradients say."""
+"""Quasi-global momentum and Adam: moments that follow the change of the mixed model, not one worker's gradients."""
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +9,11 @@ import optax
 
 from .._core.checks import check_range
 from .._core.trees import minus, plus, wide
-from .._core.types import Array, Updates
+from .._core.types import Array, PyTree, Updates
+from ..topology.base import Topology
 from ..transforms.common import LearningRate, moving_average, rate_at
 from .d_psgd import doubly_stochastic
-from .method import Method, Turn, Turned
+from .method import Method, StepContext, StepResult, cast_like
 from .mixing import mix
 
 
@@ -20,25 +24,25 @@ def quasi_global_momentum(
     decay: float | int | None = None,
     nesterov: bool = False,
 ) -> Method:
-    """Momentum that follows the mean model: a worker's own gradients do not enter it, only where mixing led.
+    """Momentum that follows the mean model: it is computed from the change after mixing, not from local gradients.
 
     With the inner rate `γ` and the step `u(m) = -γ m` of the inner optimizer, plain SGD:
 
         m = β m̂ + g,   x' = W (x + u(m)),   m̂ <- μ m̂ + (1 - μ) (x - x') / γ
 
-    with `u(g + β m)` for Nesterov. Where data differ, the momentum of each worker by itself drives them apart; this
-    does not.
+    with `u(g + β m)` for Nesterov. Where data differ, the momentum of local gradients drives workers apart; this does
+    not.
 
     *On the wire*: one model for each neighbor, as `d_psgd`.
 
-    *State*: per worker one model, `m̂`, in float32.
+    *State*: per-worker, one model, `m̂`, in float32.
 
     Args:
-      learning_rate: `γ`, that of `inner`, a number or a schedule; if it is left out, the update needs `learning_rate=`.
-        Where it is 0, `m̂` stays.
+      learning_rate: `γ`, the rate of `inner`, a number or a schedule; if it is left out, the update needs
+        `learning_rate=`. Where it is 0, `m̂` does not change.
       momentum: `β`.
       decay: `μ`; `β` by default, as in the paper.
-      nesterov: look ahead. The paper's experiments do.
+      nesterov: use Nesterov momentum, as the paper's experiments do.
 
     Returns:
       The method, for any doubly stochastic topology, with `optax.sgd(learning_rate)` inside.
@@ -57,36 +61,60 @@ def quasi_global_momentum(
 
     References:
       Lin, Karimireddy, Stich, Jaggi, "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous
-      Data", arXiv 2102.04761, 2021.
+      Data", arXiv:2102.04761, 2021.
     """
     check_range("momentum", momentum, 0, 1)
-    kept = momentum if decay is None else decay
-    check_range("decay", kept, 0, 1)
+    decay = momentum if decay is None else decay
+    check_range("decay", decay, 0, 1)
+    cfg = _Momentum(learning_rate, momentum, decay, nesterov)
+    return Method(doubly_stochastic, _init_momentum, partial(_momentum_step, cfg))
 
-    def init(params, topology):
-        del topology
-        return jax.tree.map(jnp.zeros_like, params)
 
-    def step(turn: Turn) -> Turned:
-        gradient = wide(turn.gradients)
-        velocity = jax.tree.map(lambda m, g: momentum * m + g, turn.state, gradient)
-        direction = jax.tree.map(lambda m, g: g + momentum * m, velocity, gradient) if nesterov else velocity
-        steps, inner = turn.adapt(_as(direction, turn.gradients))
-        params = mix(turn, plus(turn.params, steps), like=turn.params)
-        rate = _rate(turn, learning_rate)
-        moved = minus(turn.params, params)
+class _Momentum(NamedTuple):
+    learning_rate: LearningRate | None
+    momentum: float | int
+    decay: float | int
+    nesterov: bool
 
-        def follow(old: Array, x: Array) -> Array:
-            own = rate.astype(x.dtype)
-            return jnp.where(own > 0, kept * old + (1 - kept) * x / jnp.where(own > 0, own, 1), old)
 
-        return Turned(params, inner, jax.tree.map(follow, turn.state, moved))
+def _init_momentum(params: PyTree, topology: Topology) -> PyTree:
+    del topology
+    return jax.tree.map(jnp.zeros_like, params)
 
-    return Method(doubly_stochastic, init, step)
+
+def _momentum_step(cfg: _Momentum, context: StepContext) -> StepResult:
+    beta, mu = cfg.momentum, cfg.decay
+    # m = β m̂ + g. Each step starts from the quasi-global m̂, so `m` itself is not kept.
+    gradient = wide(context.gradients)
+    velocity = jax.tree.map(lambda m, g: beta * m + g, context.state, gradient)
+    direction = jax.tree.map(lambda m, g: g + beta * m, velocity, gradient) if cfg.nesterov else velocity
+    # x' = W (x + u(m))
+    steps, inner = context.adapt(cast_like(direction, context.gradients))
+    params = mix(context, plus(context.params, steps), like=context.params)
+    # m̂ <- μ m̂ + (1 - μ) (x - x') / γ, and m̂ where γ is 0.
+    rate = _learning_rate(cfg, context)
+    change = minus(context.params, params)
+
+    def follow_change(old: Array, x: Array) -> Array:
+        gamma = rate.astype(x.dtype)
+        return jnp.where(gamma > 0, mu * old + (1 - mu) * x / jnp.where(gamma > 0, gamma, 1), old)
+
+    return StepResult(params, inner, jax.tree.map(follow_change, context.state, change))
+
+
+def _learning_rate(cfg: _Momentum, context: StepContext) -> Array:
+    if context.learning_rate is not None:
+        return context.learning_rate
+    if cfg.learning_rate is None:
+        raise ValueError(
+            "quasi-global momentum divides by the rate of the inner optimizer, and there is none: give "
+            "quasi_global_momentum(learning_rate), or learning_rate= to the update"
+        )
+    return rate_at(cfg.learning_rate, context.count)
 
 
 def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int = 1e-8) -> Method:
-    """Adam whose moments follow the mean model: both are averages of the normed difference that a step has made.
+    """Adam whose moments follow the mean model: both are averages of the normalized change of the model in a step.
 
     With `d = x - x'` after mixing and `d̂ = d / |d|` over the whole model:
 
@@ -97,7 +125,7 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
 
     *On the wire*: one model for each neighbor, as `d_psgd`.
 
-    *State*: per worker two models, in float32.
+    *State*: per-worker, two models, in float32.
 
     Args:
       b1: `β1`.
@@ -120,51 +148,46 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
 
     References:
       Lin, Karimireddy, Stich, Jaggi, "Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous
-      Data", arXiv 2102.04761, 2021.
+      Data", arXiv:2102.04761, 2021.
     """
     check_range("b1", b1, 0, 1)
     check_range("b2", b2, 0, 1)
     check_range("eps", eps, 0)
-
-    def init(params, topology):
-        del topology
-        return {"first": jax.tree.map(jnp.zeros_like, params), "second": jax.tree.map(jnp.zeros_like, params)}
-
-    def step(turn: Turn) -> Turned:
-        gradient = wide(turn.gradients)
-        first = moving_average(turn.state["first"], gradient, b1)
-        second = moving_average(turn.state["second"], jax.tree.map(jnp.square, gradient), b2)
-        steps_done = turn.count.astype(jnp.float32) + 1
-        corrected = [1 - jnp.asarray(b, jnp.float32) ** steps_done for b in (b1, b2)]
-
-        def one(m: Array, v: Array) -> Array:
-            by_first, by_second = (c.astype(m.dtype) for c in corrected)
-            return m / by_first / (jnp.sqrt(v / by_second) + eps)
-
-        steps, inner = turn.adapt(_as(jax.tree.map(one, first, second), turn.gradients))
-        params = mix(turn, plus(turn.params, steps), like=turn.params)
-        moved = minus(turn.params, params)
-        norm = optax.tree.norm(moved)
-        moved = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), moved)
-        state = {
-            "first": moving_average(turn.state["first"], moved, b1),
-            "second": moving_average(turn.state["second"], jax.tree.map(jnp.square, moved), b2),
-        }
-        return Turned(params, inner, state)
-
-    return Method(doubly_stochastic, init, step)
+    return Method(doubly_stochastic, _init_adam, partial(_adam_step, _Adam(b1, b2, eps)))
 
 
-def _rate(turn: Turn, learning_rate: LearningRate | None) -> Array:
-    if turn.learning_rate is not None:
-        return turn.learning_rate
-    if learning_rate is None:
-        raise ValueError(
-            "quasi-global momentum divides by the rate of the inner optimizer, and there is none: give "
-            "quasi_global_momentum(learning_rate), or learning_rate= to the update"
-        )
-    return rate_at(learning_rate, turn.count)
+class _Adam(NamedTuple):
+    b1: float | int
+    b2: float | int
+    eps: float | int
 
 
-def _as(tree: Updates, like: Updates) -> Updates:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+def _init_adam(params: PyTree, topology: Topology) -> dict[str, PyTree]:
+    del topology
+    return {"first": jax.tree.map(jnp.zeros_like, params), "second": jax.tree.map(jnp.zeros_like, params)}
+
+
+def _adam_step(cfg: _Adam, context: StepContext) -> StepResult:
+    first, second = _update_moments(cfg, context, wide(context.gradients))
+    # Bias corrections 1 - β^t.
+    t = context.count.astype(jnp.float32) + 1
+    corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (cfg.b1, cfg.b2)]
+
+    def adam_direction(m: Array, v: Array) -> Array:
+        of_first, of_second = (c.astype(m.dtype) for c in corrections)
+        return m / of_first / (jnp.sqrt(v / of_second) + cfg.eps)
+
+    steps, inner = context.adapt(cast_like(jax.tree.map(adam_direction, first, second), context.gradients))
+    params = mix(context, plus(context.params, steps), like=context.params)
+    # d̂ = d / |d|; the small number keeps a step of zero finite.
+    change = minus(context.params, params)
+    norm = optax.tree.norm(change)
+    change = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), change)
+    first, second = _update_moments(cfg, context, change)
+    return StepResult(params, inner, {"first": first, "second": second})
+
+
+def _update_moments(cfg: _Adam, context: StepContext, x: Updates) -> tuple[Updates, Updates]:
+    """`β1 m̂ + (1 - β1) x` and `β2 v̂ + (1 - β2) x²`."""
+    first = moving_average(context.state["first"], x, cfg.b1)
+    return first, moving_average(context.state["second"], jax.tree.map(jnp.square, x), cfg.b2)

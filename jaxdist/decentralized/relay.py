@@ -1,4 +1,4 @@
-"""RelaySGD: models are passed on along a tree, so that everybody averages over all workers, some of them a bit late."""
+"""RelaySGD: models are relayed along a tree, so that each worker averages over all workers, with a delay for some."""
 
 from typing import NamedTuple
 
@@ -7,42 +7,43 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.trees import plus
+from .._core.types import Array, PyTree
 from ..topology.base import Topology, matrix
 from ..topology.coloring import color_edges
 from ..wire.flat import fused
-from .method import Method, Turn, Turned
+from .method import Method, StepContext, StepResult
 from .mixing import check_static
 
 
-class _Link(NamedTuple):
-    """One color of the tree's edges: who talks to whom, and how many workers stand behind the partner of each."""
+class _Color(NamedTuple):
+    """One color of the tree's edges: the pairs of workers, and the number of workers behind the partner of each."""
 
     pairs: tuple[tuple[int, int], ...]
     behind: tuple[int, ...]
 
 
 def relay_sgd() -> Method:
-    """Along each edge of a tree goes the mean of all models on this side of it; each worker averages over all `W`.
+    """Each worker sends along an edge of a tree the mean of all models on its side, and averages over all `W` workers.
 
     With `n_ji` the number of workers behind the edge from `j` to `i`, and `m_ji` what came over it:
 
         h_i = x_i + u_i;   m_ij = (h_i + Σ_{k ≠ j} n_ki m_ki) / n_ij, sent;   x_i = (h_i + Σ_j n_ji m_ji) / W
 
-    The model of a worker at distance `d` enters as it was `d - 1` steps ago, and each counts exactly once: there is no
-    bias of data that differ, and no spectral gap. The paper passes sums and counts on, with `x_0` for those who have
-    not been heard of yet; means that start at `x_0` are the same without counts.
+    The model of a worker at distance `d` enters as it was `d - 1` steps ago, and each counts exactly once: different
+    data cause no bias, and the spectral gap does not matter. The paper relays sums and counts, with `x_0` for workers
+    whose model has not arrived yet; means that start at `x_0` are the same without counts.
 
     *On the wire*: one model for each neighbor.
 
-    *State*: per worker what came over each edge, in float32: as many models as the busiest worker has neighbors (two
-    in a path, three in a binary tree; a star has `W-1`, on all workers). All must start from one model, as
+    *State*: per-worker, the last message of each edge, in float32: as many models as the busiest worker has neighbors
+    (two in a path, three in a binary tree; a star has `W-1`, on all workers). All must start from one model, as
     `init_state` and `place` make them.
 
     Returns:
-      The method, for trees: `topology.path`, `binary_tree`, or one of your own; weights do not matter.
+      The method, for trees: `topology.path`, `binary_tree`, or another one; weights do not matter.
 
     Raises:
-      ValueError: by `gossip`, the topology is no tree, or changes.
+      ValueError: by `gossip`, the topology is not a tree, or changes.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -59,75 +60,78 @@ def relay_sgd() -> Method:
 
     References:
       Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
-      Data", arXiv 2110.04175, 2021.
+      Data", arXiv:2110.04175, 2021.
     """
-
-    def prepare(topology: Topology) -> Topology:
-        _links(topology)
-        return topology
-
-    def init(params, topology):
-        return [params] * len(_links(topology))
-
-    def step(turn: Turn) -> Turned:
-        comm, workers = turn.comm, turn.topology.workers
-        steps, inner = turn.adapt(turn.gradients)
-        half = plus(turn.params, steps)
-        leaves, structure = jax.tree.flatten(half)
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(turn.params)]
-        links = _links(turn.topology)
-        heard = [jax.tree.leaves(one) for one in turn.state]
-        behind = [jnp.asarray(np.array(link.behind, np.float32))[comm.index] for link in links]
-
-        def sum_of(*, but: int | None, messages) -> list:
-            out = list(leaves)
-            for color, (number, message) in enumerate(zip(behind, messages, strict=True)):
-                if color != but:
-                    out = [x + number.astype(x.dtype) * m for x, m in zip(out, message, strict=True)]
-            return out
-
-        arrived = []
-        for color, link in enumerate(links):
-            number = workers - behind[color]
-            mean = [x / number.astype(x.dtype) for x in sum_of(but=color, messages=heard)]
-            sent = [x.astype(dtype) for x, dtype in zip(mean, dtypes, strict=True)]
-            got = fused(lambda x, pairs=link.pairs: comm.ppermute(x, pairs), sent)
-            arrived.append([x.astype(leaf.dtype) for x, leaf in zip(got, leaves, strict=True)])
-        params = [x / workers for x in sum_of(but=None, messages=arrived)]
-        return Turned(structure.unflatten(params), inner, [structure.unflatten(one) for one in arrived])
-
-    return Method(prepare, init, step)
+    return Method(_prepare, _init, _step)
 
 
-def _links(topology: Topology) -> list[_Link]:
-    """The edges of a tree by colors, or a `ValueError` if it is none."""
+def _prepare(topology: Topology) -> Topology:
+    _colors(topology)
+    return topology
+
+
+def _init(params: PyTree, topology: Topology) -> list[PyTree]:
+    return [params] * len(_colors(topology))
+
+
+def _step(context: StepContext) -> StepResult:
+    comm, workers = context.comm, context.topology.workers
+    steps, inner = context.adapt(context.gradients)
+    own, structure = jax.tree.flatten(plus(context.params, steps))
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(context.params)]
+    colors = _colors(context.topology)
+    last_messages = [jax.tree.leaves(message) for message in context.state]
+    # n_ji of each color, on this worker; 0 where it has no edge of that color.
+    behind = [jnp.asarray(np.array(color.behind, np.float32))[comm.index] for color in colors]
+    messages = []
+    for i, color in enumerate(colors):
+        # m_ij = (h_i + Σ_{k ≠ j} n_ki m_ki) / n_ij: without the message that came over the same edge.
+        total = _weighted_sum(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
+        count = workers - behind[i]
+        sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
+        received = fused(lambda x, pairs=color.pairs: comm.ppermute(x, pairs), sent)
+        messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
+    # x_i = (h_i + Σ_j n_ji m_ji) / W
+    params = [x / workers for x in _weighted_sum(own, behind, messages)]
+    return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
+
+
+def _weighted_sum(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:
+    """`own + Σ counts · messages`, leaf by leaf."""
+    total = list(own)
+    for count, message in zip(counts, messages, strict=True):
+        total = [x + count.astype(x.dtype) * m for x, m in zip(total, message, strict=True)]
+    return total
+
+
+def _colors(topology: Topology) -> list[_Color]:
+    """Returns the edges of a tree by color; raises `ValueError` if the topology is not a tree."""
     check_static(topology, "relay_sgd")
-    joined = matrix(topology) != 0
+    adjacent = matrix(topology) != 0
     workers = topology.workers
-    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(joined, 1)), strict=True)]
-    reached, new = {0}, [0]
-    while new:
-        new = [j for i in new for j in np.nonzero(joined[i])[0].tolist() if j not in reached]
-        reached |= set(new)
-    if (joined != joined.T).any() or len(edges) != workers - 1 or len(reached) != workers:
+    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(adjacent, 1)), strict=True)]
+    # A tree has W - 1 edges, and all workers can be reached from worker 0.
+    reached = _reachable(adjacent, 0, set())
+    if (adjacent != adjacent.T).any() or len(edges) != workers - 1 or len(reached) != workers:
         raise ValueError(
-            f"relay_sgd needs a tree, on which there is one way from each worker to each, and {topology.name} is none: "
-            "use topology.binary_tree, topology.path, or from_edges"
+            f"relay_sgd needs a tree (exactly one path between any two workers), and {topology.name} is not: use "
+            "topology.binary_tree, topology.path, or from_edges"
         )
-    links = []
+    colors = []
     for group in color_edges(edges):
         behind = [0] * workers
         for i, j in group:
-            behind[i], behind[j] = _side(joined, j, i), _side(joined, i, j)
-        links.append(_Link(tuple(sorted([*group, *((j, i) for i, j in group)])), tuple(behind)))
-    return links
+            behind[i], behind[j] = len(_reachable(adjacent, j, {i})), len(_reachable(adjacent, i, {j}))
+        colors.append(_Color(tuple(sorted([*group, *((j, i) for i, j in group)])), tuple(behind)))
+    return colors
 
 
-def _side(joined: np.ndarray, first: int, other: int) -> int:
-    """How many workers are on the side of `first` of its edge to `other`."""
-    seen, left = {first, other}, [first]
-    while left:
-        left_here = [j for j in np.nonzero(joined[left.pop()])[0].tolist() if j not in seen]
-        seen |= set(left_here)
-        left += left_here
-    return len(seen) - 1
+def _reachable(adjacent: np.ndarray, start: int, barred: set[int]) -> set[int]:
+    """The workers that can be reached from `start` without passing through the `barred` ones."""
+    reached, frontier = {start}, [start]
+    while frontier:
+        neighbors = np.nonzero(adjacent[frontier.pop()])[0].tolist()
+        new = [j for j in neighbors if j not in reached and j not in barred]
+        reached |= set(new)
+        frontier += new
+    return reached
