@@ -1,4 +1,4 @@
-"""How workers average: exactly, or by rounds of consensus over a graph; alike, or each by its examples."""
+"""Averages over workers: exact or by rounds of consensus over a graph, uniform or weighted by examples."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ Weights = Literal["batch", "uniform"]
 
 
 def check_averaging(topology: Topology | None, rounds: int, weights: str) -> None:
-    """Raises unless these can be the arguments of an averaging."""
+    """Checks the arguments of `average`."""
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
     if rounds < 1:
@@ -26,39 +26,39 @@ def check_averaging(topology: Topology | None, rounds: int, weights: str) -> Non
         raise ValueError(f"without a topology the mean is exact after one round, so rounds must be 1, got {rounds}")
     if topology is not None and not is_doubly_stochastic(topology):
         raise ValueError(
-            f"the mixing matrices of {topology.name} must be doubly stochastic, or workers do not agree on the mean: "
-            "take an undirected graph, or a directed one in which all workers have as many neighbors"
+            f"the mixing matrices of {topology.name} are not doubly stochastic, so workers would not converge to the "
+            "mean: use an undirected graph, or a directed one in which all workers have the same number of neighbors"
         )
 
 
 def average(
     tree: PyTree,
     examples: Array | None,
-    skipped: PyTree,
+    fallback: PyTree,
     comm: Comm,
     topology: Topology | None,
     rounds: int,
     count: Int[Array, ""],
 ) -> PyTree:
-    """The mean of everybody's tree, or what `rounds` rounds of consensus make of it.
+    """The mean of all workers' trees, or its approximation after `rounds` rounds of consensus.
 
     Args:
-      tree: this worker's, in float32 or better.
-      examples: `b`, how many examples it counts for; `None`: all count alike. The pair `(b tree, b)` is averaged and
-        divided, which is the pooled mean as far as the averaging is exact.
-      skipped: what a worker takes that hears of no examples at all.
-      comm: the group.
+      tree: of this worker, in float32 or better.
+      examples: `b`, the number of examples that it counts for; `None`: all workers count alike. The pair `(b tree, b)`
+        is averaged and divided, which is the pooled mean if the averaging is exact.
+      fallback: the result where all examples that a worker receives number 0.
+      comm: the workers.
       topology: the graph; `None`: an exact mean.
       rounds: of consensus; round `k` of this step is step `count · rounds + k` of a graph that changes.
-      count: of the steps so far.
+      count: the number of steps so far.
 
     Returns:
-      The tree; agreed if the mean is exact and `skipped` is.
+      The tree; replicated if the mean is exact and `fallback` is replicated.
     """
     if topology is not None and topology.workers != comm.size:
         raise ValueError(
-            f"{topology.name} is a graph of {topology.workers} workers, but there are {comm.size} along the axis: make "
-            f"it for {comm.size}"
+            f"the topology {topology.name} has {topology.workers} workers, but the axis has {comm.size}: make the "
+            f"topology for {comm.size}"
         )
     message = tree if examples is None else (jax.tree.map(lambda x: _times(x, examples), tree), examples)
     if topology is None:
@@ -69,15 +69,15 @@ def average(
             message = plus(message, change_at(comm, topology, count * rounds + k, message))
     if examples is None:
         return message
-    tree, heard = message
-    some = heard > 0
+    tree, number = message
+    has_examples = number > 0
 
-    def divide(x, stay):
-        return jnp.where(some, x / jnp.where(some, heard, 1).astype(x.dtype), stay)
+    def divide(x, otherwise):
+        return jnp.where(has_examples, x / jnp.where(has_examples, number, 1).astype(x.dtype), otherwise)
 
-    return jax.tree.map(divide, tree, skipped)
+    return jax.tree.map(divide, tree, fallback)
 
 
 def _times(x: Array, examples: Array) -> Array:
-    # 0 examples count for nothing, whatever is there.
+    # Selected and not only multiplied, since 0 times NaN is NaN.
     return jnp.where(examples > 0, x * examples.astype(x.dtype), 0)

@@ -1,14 +1,18 @@
-"""The `Geometry`: how far apart two models are, and the step that this distance makes."""
+"""Geometries of mirror descent: a distance generator, its Bregman divergence, and the step that they define.
+
+`euclidean` (gradient descent) with the projections `ball` and `box`; `diagonal` (AdaGrad's metric); `entropy`
+(exponentiated gradients, Kivinen and Warmuth); `p_norm` (Gentile; Beck and Teboulle).
+"""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.dtypes import working_dtype
 from .._core.types import Array, PyTree, Updates
 from ..state.marks import named
 
@@ -16,13 +20,13 @@ from ..state.marks import named
 class Geometry(NamedTuple):
     """A distance generator `R`, 1-strongly convex in some norm, over a convex set `X`, as functions of parameter trees.
 
-    Its Bregman divergence is `D(x, y) = R(x) - R(y) - <∇R(y), x - y>`. A geometry of one's own is any `NamedTuple` of
-    these functions; they compute in the dtype that they get (float32 or better) and do not communicate.
+    Its Bregman divergence is `D(x, y) = R(x) - R(y) - <∇R(y), x - y>`. The functions compute in the dtype of their
+    arguments (float32 or better) and do not communicate.
 
     Attributes:
       step: `step(y, gradient, rate) -> argmin over x in X of <gradient, x> + D(x, y) / rate`.
       divergence: `divergence(x, y) -> D(x, y)`, a scalar: never negative, 0 where they are equal.
-      check: `check(params)` raises a `ValueError` for shapes that it cannot serve.
+      check: `check(params)` raises `ValueError` for shapes that the geometry does not support.
     """
 
     step: Callable[[PyTree, Updates, Array], PyTree]
@@ -30,27 +34,12 @@ class Geometry(NamedTuple):
     check: Callable[[PyTree], None] = lambda params: None
 
 
-def wide(tree: PyTree) -> PyTree:
-    """In float32 or better."""
-    return jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), tree)
-
-
-def total(terms: PyTree) -> Array:
-    """The sum of all entries of all leaves."""
-    return sum((jnp.sum(x) for x in jax.tree.leaves(terms)), jnp.zeros(()))
-
-
-def cast_like(rate: Array, x: Array) -> Array:
-    """A rate in the dtype of an array."""
-    return rate.astype(x.dtype)
-
-
 def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
     """`R = |x|²/2`: mirror descent is gradient descent, `x = Π(y - η g)`.
 
     Args:
       project: the projection `Π` onto a convex set: `ball(radius)`, `box(low, high)`, a function of
-        `optax.projections`, or your own `tree -> tree`. `None`: all of space.
+        `optax.projections`, or another `tree -> tree`. `None`: the whole space.
 
     Returns:
       The geometry; the norm of `R` is that of the whole tree as one vector.
@@ -58,7 +47,7 @@ def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.euclidean(jd.online.ball(1.0))
-      >>> geometry.step(jnp.zeros(2), jnp.array([-3.0, -4.0]), jnp.asarray(1.0)).tolist()  # (3, 4), brought back
+      >>> geometry.step(jnp.zeros(2), jnp.array([-3.0, -4.0]), jnp.asarray(1.0)).tolist()  # (3, 4), projected
       [0.6000000238418579, 0.800000011920929]
 
     References:
@@ -66,24 +55,24 @@ def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
     """
 
     def step(y, gradient, rate):
-        x = jax.tree.map(lambda y, g: y - cast_like(rate, y) * g, y, gradient)
+        x = jax.tree.map(lambda y, g: y - _cast(rate, y) * g, y, gradient)
         return x if project is None else project(x)
 
     def divergence(x, y):
-        return total(jax.tree.map(lambda x, y: jnp.square(x - y), x, y)) / 2
+        return _total(jax.tree.map(lambda x, y: jnp.square(x - y), x, y)) / 2
 
     return Geometry(step, divergence)
 
 
-def ball(radius: float | int, *, centre: PyTree | None = None) -> Callable[[PyTree], PyTree]:
-    """The projection onto the models within `radius` of `centre`, in the norm of the whole tree.
+def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTree], PyTree]:
+    """The projection onto the models within `radius` of `center`, in the norm of the whole tree.
 
     Args:
-      radius: how far from the centre.
-      centre: a tree like the parameters; `None`: the origin.
+      radius: the largest distance from the center.
+      center: a tree like the parameters; `None`: the origin.
 
     Returns:
-      The function.
+      The projection, a function `tree -> tree`.
 
     Raises:
       ValueError: `radius` is not positive.
@@ -100,14 +89,15 @@ def ball(radius: float | int, *, centre: PyTree | None = None) -> Callable[[PyTr
         raise ValueError(f"radius must be positive, got {radius}")
 
     def project(tree):
-        middle = jax.tree.map(jnp.zeros_like, tree) if centre is None else centre
-        away = jax.tree.map(lambda x, c: x - jnp.asarray(c, x.dtype), tree, middle)
-        largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(away) if x.size]).max()
-        unit = jnp.where(largest > 0, largest, 1)  # so that no square overflows
-        norm = unit * jnp.sqrt(total(jax.tree.map(lambda x: jnp.square(x / cast_like(unit, x)), away)))
+        origin = jax.tree.map(jnp.zeros_like, tree) if center is None else center
+        offset = jax.tree.map(lambda x, c: x - jnp.asarray(c, x.dtype), tree, origin)
+        # Divided by the largest entry, so that no square overflows.
+        largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(offset) if x.size]).max()
+        unit = jnp.where(largest > 0, largest, 1)
+        norm = unit * jnp.sqrt(_total(jax.tree.map(lambda x: jnp.square(x / _cast(unit, x)), offset)))
         inside = norm <= radius
-        shrink = radius / jnp.where(inside, radius, norm)
-        return jax.tree.map(lambda x, d: jnp.where(inside, x, x - d + cast_like(shrink, d) * d), tree, away)
+        scale = radius / jnp.where(inside, radius, norm)
+        return jax.tree.map(lambda x, d: jnp.where(inside, x, x - d + _cast(scale, d) * d), tree, offset)
 
     return project
 
@@ -116,11 +106,11 @@ def box(low: float | int, high: float | int) -> Callable[[PyTree], PyTree]:
     """The projection onto entries in `[low, high]`.
 
     Args:
-      low: the least; `-inf` for none.
-      high: the largest; `inf` for none.
+      low: the lower bound; `-inf` for none.
+      high: the upper bound; `inf` for none.
 
     Returns:
-      The function.
+      The projection, a function `tree -> tree`.
 
     Raises:
       ValueError: `low` is not below `high`.
@@ -141,15 +131,15 @@ def box(low: float | int, high: float | int) -> Callable[[PyTree], PyTree]:
 def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | int = math.inf) -> Geometry:
     """`R = Σ h x²/2`: `x = clip(y - η g / h, low, high)`, which is the exact step, since the metric is diagonal.
 
-    All workers must have the same `h`, or they would not minimize the same thing: it is fixed here. AdaGrad's own `h`,
-    the root of this worker's summed squares, comes from optax:
+    All workers must have the same `h`, or they would minimize different functions, so it is fixed here. For AdaGrad's
+    `h`, the root of the local summed squares, use optax:
     `optax.chain(jd.transforms.per_worker(optax.scale_by_rss()), mirror_descent(euclidean(box(low, high)), ...))` is the
-    same step with `h` from this worker's gradients.
+    same step with `h` from the local gradients.
 
     Args:
-      curvature: `h`, positive: a tree of arrays like the parameters. An entry that bends more moves less.
-      low: the least that an entry may be.
-      high: the largest.
+      curvature: `h`, positive: a tree of arrays like the parameters. Entries with more curvature move less.
+      low: the lower bound of entries.
+      high: the upper bound of entries.
 
     Returns:
       The geometry, 1-strongly convex in the norm `sqrt(Σ h x²)`.
@@ -170,51 +160,49 @@ def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | i
     if not low < high:
         raise ValueError(f"low must be below high, got low={low} and high={high}")
     for path, h in jax.tree_util.tree_flatten_with_path(curvature)[0]:
-        least = float(jnp.min(h)) if jnp.size(h) else 1.0
-        if not least > 0:
+        smallest = float(jnp.min(h)) if jnp.size(h) else 1.0
+        if not smallest > 0:
             where = f" of {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(f"curvature must be positive, but the least entry{where} is {least}")
+            raise ValueError(f"curvature must be positive, but the smallest entry{where} is {smallest}")
 
     def step(y, gradient, rate):
-        def one(y, g, h):
-            return jnp.clip(y - cast_like(rate, y) * g / jnp.asarray(h, y.dtype), low, high)
-
-        return jax.tree.map(one, y, gradient, curvature)
+        moved = jax.tree.map(lambda y, g, h: y - _cast(rate, y) * g / jnp.asarray(h, y.dtype), y, gradient, curvature)
+        return jax.tree.map(lambda x: jnp.clip(x, low, high), moved)
 
     def divergence(x, y):
-        return total(jax.tree.map(lambda x, y, h: jnp.asarray(h, x.dtype) * jnp.square(x - y), x, y, curvature)) / 2
+        return _total(jax.tree.map(lambda x, y, h: jnp.asarray(h, x.dtype) * jnp.square(x - y), x, y, curvature)) / 2
 
-    def check(params):
-        if jax.tree.structure(params) != jax.tree.structure(curvature):
+    return Geometry(step, divergence, partial(_check_curvature, curvature))
+
+
+def _check_curvature(curvature: PyTree, params: PyTree) -> None:
+    if jax.tree.structure(params) != jax.tree.structure(curvature):
+        raise ValueError(
+            f"curvature must be a tree like the parameters, {jax.tree.structure(params)}, got "
+            f"{jax.tree.structure(curvature)}"
+        )
+    for (path, x), h in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(curvature), strict=True):
+        if jnp.shape(h) != x.shape:
             raise ValueError(
-                f"curvature must be a tree like the parameters, {jax.tree.structure(params)}, got "
-                f"{jax.tree.structure(curvature)}"
+                f"curvature{jax.tree_util.keystr(path)} must have the shape {x.shape} of the parameter, got "
+                f"{jnp.shape(h)}"
             )
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(curvature), strict=True)
-        for (path, _), (x, h) in zip(jax.tree_util.tree_flatten_with_path(params)[0], pairs, strict=True):
-            if jnp.shape(h) != x.shape:
-                raise ValueError(
-                    f"curvature{jax.tree_util.keystr(path)} must have the shape {x.shape} of the parameter, got "
-                    f"{jnp.shape(h)}"
-                )
-
-    return Geometry(step, divergence, check)
 
 
 def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
     """`R = Σ x log x` on the simplex: `x ∝ y exp(-η g)`, multiplicative weights. No projection is needed.
 
-    `D(x, y)` is the Kullback-Leibler divergence. Each line of a leaf along `axis` is a distribution: not negative,
-    and of sum 1. Start from the uniform one: `x = 0` is never left again, and an entry that falls by more than `1e7` in
-    one step rounds to 0 beside the sum. Where the best model changes with time, `share` keeps all entries in play.
+    `D(x, y)` is the Kullback-Leibler divergence. Each slice of a leaf along `axis` is a distribution: not negative,
+    with sum 1. Start from the uniform one: an entry that is 0 remains 0, and an entry that falls by more than `1e7` in
+    one step rounds to 0. If the best model changes with time, use `share`, which keeps all entries positive.
 
     Args:
       axis: the dimension along which entries sum to 1.
-      share: `γ`: after the step `x = (1 - γ) x + γ / n` (fixed share). 0 for a comparator that stays; the rate of its
-        changes per round, 0.001 to 0.05, for one that moves. Too high keeps the model near uniform.
+      share: `γ`: after the step `x = (1 - γ) x + γ / n` (fixed share). 0 for a fixed comparator; for one that changes,
+        the rate of changes per round, 0.001 to 0.05. Too high keeps the model near uniform.
 
     Returns:
-      The geometry, 1-strongly convex in the sum of absolute values. With `share` its step is not an argmin any more.
+      The geometry, 1-strongly convex in the sum of absolute values. With `share` its step is no longer an argmin.
 
     Raises:
       ValueError: `share` is not in `[0, 1)`; at trace time, if a parameter lacks the dimension.
@@ -223,7 +211,7 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.entropy()
       >>> x = geometry.step(jnp.array([0.2, 0.3, 0.5]), jnp.array([1.0, 0.0, -1.0]), jnp.asarray(0.1))
-      >>> [round(float(one), 4) for one in x]
+      >>> [round(float(entry), 4) for entry in x]
       [0.1751, 0.2903, 0.5346]
 
     References:
@@ -234,21 +222,10 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
         raise ValueError(f"share must be in [0, 1), got {share}")
 
     def step(y, gradient, rate):
-        def one(y, g):
-            logits = jnp.log(y) - cast_like(rate, y) * g
-            x = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis, keepdims=True)))
-            x = x / jnp.sum(x, axis, keepdims=True)
-            return (1 - share) * x + share / x.shape[axis] if share else x
-
-        return jax.tree.map(one, y, gradient)
+        return jax.tree.map(lambda y, g: _multiplicative_step(y, _cast(rate, y) * g, axis, share), y, gradient)
 
     def divergence(x, y):
-        def one(x, y):
-            # 0 log 0 = 0, and x > 0 = y is infinitely far; x - y, so that lines of other sums count too.
-            ratio = jnp.where(x > 0, x, 1) / jnp.where(x > 0, y, 1)
-            return jnp.where(x > 0, x * jnp.log(ratio), 0) - x + y
-
-        return total(jax.tree.map(one, x, y))
+        return _total(jax.tree.map(_kullback_leibler, x, y))
 
     def check(params):
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -261,17 +238,32 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
     return Geometry(step, divergence, check)
 
 
+def _multiplicative_step(y: Array, step: Array, axis: int, share: float | int) -> Array:
+    # x ∝ y exp(-step), as a softmax: the largest logit is subtracted so that no exponential overflows.
+    logits = jnp.log(y) - step
+    x = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis, keepdims=True)))
+    x = x / jnp.sum(x, axis, keepdims=True)
+    return (1 - share) * x + share / x.shape[axis] if share else x
+
+
+def _kullback_leibler(x: Array, y: Array) -> Array:
+    """The terms `x log(x/y) - x + y`: the last two vanish for distributions, and keep other sums at a distance too."""
+    # 0 log 0 = 0, and x > 0 = y is infinitely far.
+    ratio = jnp.where(x > 0, x, 1) / jnp.where(x > 0, y, 1)
+    return jnp.where(x > 0, x * jnp.log(ratio), 0) - x + y
+
+
 def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
     """`R = |x|_p² / (2(p-1))`, `1 < p <= 2`: steps in the dual norm `q = p/(p-1)`, which favor few large entries.
 
         x = ∇R⁻¹(∇R(y) - η g),   ∇R(x)_j = sign(x_j) |x_j|^(p-1) |x|_p^(2-p) / (p-1)
 
-    `p = 2` is gradient descent. For `n` parameters of which few matter `p = 1 + 1/(2 ln n - 1)` gives a regret that
-    grows with `log n` as that of exponentiated gradients, for parameters of any sign and size.
+    `p = 2` is gradient descent. For `n` parameters of which few matter, `p = 1 + 1/(2 ln n - 1)` gives a regret that
+    grows with `log n`, as with exponentiated gradients, for parameters of any sign and size.
 
     Args:
-      p: the norm. Nearer to 1: sparser models. Start with 2, then with the value above.
-      radius: keeps `|x|_p` within it; the Bregman projection onto that ball is a scaling. `None`: all of space.
+      p: the norm. Nearer to 1 gives sparser models. Start with 2, then try the value above.
+      radius: the largest `|x|_p`; the Bregman projection onto that ball is a scaling. `None`: the whole space.
 
     Returns:
       The geometry, 1-strongly convex in the p-norm of the whole tree as one vector.
@@ -297,40 +289,42 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
     q = p / (p - 1)
 
     def step(y, gradient, rate):
-        dual = jax.tree.map(lambda m, g: m - cast_like(rate, m) * (p - 1) * g, _link(y, p), gradient)
-        x = _link(dual, q)
+        # x = ∇R⁻¹(∇R(y) - η g); with R (p-1) for R, so that the inverse is the same map in the dual norm.
+        dual = jax.tree.map(lambda m, g: m - _cast(rate, m) * (p - 1) * g, _gradient_of_square(y, p), gradient)
+        x = _gradient_of_square(dual, q)
         if radius is None:
             return x
         norm = _norm(x, p)
-        shrink = jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
-        return jax.tree.map(lambda x: x * cast_like(shrink, x), x)
+        scale = jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
+        return jax.tree.map(lambda x: x * _cast(scale, x), x)
 
     def divergence(x, y):
-        inner = total(jax.tree.map(lambda m, x, y: m * (x - y), _link(y, p), x, y))
+        inner = _total(jax.tree.map(lambda m, x, y: m * (x - y), _gradient_of_square(y, p), x, y))
         return ((jnp.square(_norm(x, p)) - jnp.square(_norm(y, p))) / 2 - inner) / (p - 1)
 
     return Geometry(step, divergence)
 
 
+def _cast(scalar: Array, x: Array) -> Array:
+    """Casts a number to the dtype of an array."""
+    return scalar.astype(x.dtype)
+
+
+def _total(terms: PyTree) -> Array:
+    """The sum of all entries of all leaves."""
+    return sum((jnp.sum(x) for x in jax.tree.leaves(terms)), jnp.zeros(()))
+
+
 def _norm(tree: PyTree, power: float) -> Array:
-    largest = _largest(tree)
+    # Divided by the largest entry, so that no power overflows.
+    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(tree)]).max()
     unit = jnp.where(largest > 0, largest, 1)
-    return largest * total(jax.tree.map(lambda x: (jnp.abs(x) / cast_like(unit, x)) ** power, tree)) ** (1 / power)
+    return largest * _total(jax.tree.map(lambda x: (jnp.abs(x) / _cast(unit, x)) ** power, tree)) ** (1 / power)
 
 
-def _largest(tree: PyTree) -> Array:
-    return jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(tree)]).max()
-
-
-def _link(tree: PyTree, power: float) -> PyTree:
-    """`∇(|x|²/2)` in the norm of that power: `sign(x) |x|^(power-1) |x|^(2-power)`, 0 at 0.
-
-    As `norm · (|x|/norm)^(power-1)`, since `power` may be 30 and more.
-    """
+def _gradient_of_square(tree: PyTree, power: float) -> PyTree:
+    """`∇(‖x‖²/2)` in the norm `‖x‖` of that power: `sign(x) |x|^(power-1) ‖x‖^(2-power)`, 0 at 0."""
     norm = _norm(tree, power)
     unit = jnp.where(norm > 0, norm, 1)
-
-    def one(x):
-        return jnp.sign(x) * cast_like(norm, x) * (jnp.abs(x) / cast_like(unit, x)) ** (power - 1)
-
-    return jax.tree.map(one, tree)
+    # As ‖x‖ (|x|/‖x‖)^(power-1), since `power` may be 30 and more.
+    return jax.tree.map(lambda x: jnp.sign(x) * _cast(norm, x) * (jnp.abs(x) / _cast(unit, x)) ** (power - 1), tree)

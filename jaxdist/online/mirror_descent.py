@@ -1,5 +1,6 @@
 """Distributed any-batch mirror descent: a mirror step on each worker, and an average of models."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,8 +9,8 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
-from .._core.trees import choose, next_count
-from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
+from .._core.trees import choose, next_count, wide
+from .._core.types import Array, AxisNames, Int, PyTree, UInt, Updates
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
@@ -17,16 +18,19 @@ from ..topology.base import Topology
 from ..transforms.common import LearningRate, check_per_worker, rate_at
 from ..transforms.local_gradients import check_leaves, check_local
 from .averaging import Weights, average, check_averaging
-from .geometries import Geometry, wide
+from .geometries import Geometry
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 
 
 class MirrorDescentState(NamedTuple):
-    """`count` of steps and the bytes `sent` by one worker on average, as (high, low) words (agreed).
+    """The state of `mirror_descent`.
 
-    Per worker, with `combine_then_adapt` and weights by batch: the `examples` behind the last step, which is what the
-    next message counts for.
+    Attributes:
+      count: the number of steps (replicated).
+      sent: the bytes that one worker has sent on average, as (high, low) words (replicated).
+      examples: with `combine_then_adapt` and weights by batch, the number of examples of the last step, which weighs
+        the next message (per-worker).
     """
 
     count: Int[Array, ""]
@@ -46,28 +50,29 @@ def mirror_descent(
     order: Order = "adapt_then_combine",
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Any-batch mirror descent: workers learn from however many examples they got through, and average their models.
+    """Any-batch mirror descent: workers process different numbers of examples per round, and average their models.
 
-    In round `t` worker `i` has got through `b_i` examples in a fixed time, all at its model `x_i`, mean gradient `g_i`:
+    In round `t` worker `i` processes `b_i` examples in a fixed time, all at its model `x_i`, with mean gradient `g_i`:
 
         z_i = argmin over x in X of <g_i, x> + D(x, x_i) / η_t,     x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j
 
-    Nobody waits for slow workers: they count for less. A worker with `b_i = 0` takes no step and counts for nothing; if
-    nobody that it hears of has an example, it stays. `weights="uniform"` averages with `W` alone. With
-    `"combine_then_adapt"` the step follows the average, from it, with the gradient at `x_i` as before; the message then
-    is ready before the gradient is, and may travel meanwhile.
+    No worker waits for slow ones: they have less weight. A worker with `b_i = 0` takes no step and has no weight; if
+    its neighbors have no examples either, its model does not change. `weights="uniform"` averages with `W` alone. With
+    `"combine_then_adapt"` the step starts from the average, with the gradient at `x_i` as before; the message does not
+    depend on the gradient and may be sent while that is computed.
 
     *On the wire*: with a topology `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4
-    bytes more in each; without one, an all-reduce of as much. They do not depend on `b`.
+    bytes more in each; without one, an all-reduce of the same size. They do not depend on `b`.
 
-    *State*: agreed, a count; per worker at most one number.
+    *State*: replicated, a count; per-worker, at most one number.
 
     Args:
-      geometry: `euclidean(...)`, `entropy(...)`, `p_norm(...)`, `diagonal(...)`, or your own.
-      learning_rate: `η`, or a schedule from the number of the step. Noise falls with `Σ b`, so that a rate tuned at one
-        speed of the workers is not the best at another. `η/√t` for a comparator that stays.
-      topology: who talks to whom, also changing with the step. `None`: an exact mean, and parameters stay agreed.
-      rounds: of consensus in each step. More bring workers closer, by the factor `ρ` of the topology each.
+      geometry: `euclidean(...)`, `entropy(...)`, `p_norm(...)`, `diagonal(...)`, or another `Geometry`.
+      learning_rate: `η`, or a schedule from the number of the step. Noise falls with `Σ b`, so a rate tuned at one
+        speed of the workers is not the best at another. `η/√t` for a fixed comparator.
+      topology: the graph over workers; it may change with the step. `None`: an exact mean, and parameters stay
+        replicated.
+      rounds: of consensus in each step. Each brings workers closer by the factor `ρ` of the topology.
       weights: `"batch"` pools all examples: least variance when workers draw from the same source. `"uniform"` counts
         workers alike: unbiased for the mean of their losses when their sources differ.
       order: `"adapt_then_combine"` or `"combine_then_adapt"`.
@@ -75,13 +80,14 @@ def mirror_descent(
 
     Returns:
       A gradient transformation for local gradients; it needs `params`, comes last in a chain, and its updates lead to
-      `x` of the set. With a topology, or `combine_then_adapt`, parameters differ: `PerWorker(params)` in the train
-      state, and `jd.consensus` for the one to evaluate. Its `update` takes `examples=`, this worker's `b`; without it
-      all count alike.
+      an `x` of the set. With a topology, or `combine_then_adapt`, parameters differ: `PerWorker(params)` in the train
+      state, and `jd.consensus` for the model to evaluate. Its `update` takes `examples=`, this worker's `b`; without it
+      all workers have the same weight.
 
     Raises:
-      ValueError: an argument is out of range, or the topology not doubly stochastic; at trace time, if it is for
-        another number of workers, `params` are missing or not marked `PerWorker`, or the geometry cannot serve them.
+      ValueError: an argument is out of range, or the topology is not doubly stochastic; at trace time, the topology has
+        another number of workers, `params` are missing or not marked `PerWorker`, or the geometry does not support
+        them.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -95,57 +101,82 @@ def mirror_descent(
     References:
       Eshraghi, Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror Descent",
       ICML 2020 (the weights and the two orders are ours). Shahrampour, Jadbabaie, "Distributed Online Optimization in
-      Dynamic Environments Using Mirror Descent", arXiv 1609.02845, 2018.
+      Dynamic Environments Using Mirror Descent", arXiv:1609.02845, 2018.
     """
     check_averaging(topology, rounds, weights)
     if order not in ("adapt_then_combine", "combine_then_adapt"):
         raise ValueError(f'order must be "adapt_then_combine" or "combine_then_adapt", got {order!r}')
-    combine_first = order == "combine_then_adapt"
-    remembers = combine_first and weights == "batch"
-
-    def init(params) -> State:
-        check_leaves(params)
-        geometry.check(params)
-        examples = bind(PerWorker(jnp.ones((), jnp.float32)), axis) if remembers else None
-        return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
-
-    def update(updates, state, params=None, *, examples: Any = None, **extra_args) -> tuple[Updates, State]:
-        del extra_args
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        check_leaves(updates)
-        check_local(updates, axis)
-        if topology is not None or combine_first:
-            check_per_worker(params, axis)
-        ledger: list[comms.Sent] = []
-        comm = comms.counted(over(axis), ledger)
-        heard = None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
-        some = None if heard is None else heard > 0
-        weigh = weights == "batch"
-
-        def combine(models: PyTree, counts: Array | None, stay: PyTree) -> PyTree:
-            return average(models, counts, stay, comm, topology, rounds, state.count)
-
-        def adapt(models: PyTree) -> PyTree:
-            moved = geometry.step(models, wide(updates), rate_at(learning_rate, state.count))
-            return moved if some is None else choose(some, moved, models)
-
-        with jax.named_scope("mirror_descent"):
-            old = wide(params)
-            if combine_first:
-                new = adapt(combine(old, state.examples.value if remembers else None, old))
-            else:
-                new = combine(adapt(comm.varying(old)), heard if weigh else None, old)
-        counted = comm.varying(jnp.ones((), jnp.float32)) if heard is None else heard
-        return leading_to(new, params), MirrorDescentState(
-            count=next_count(state.count),
-            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-            examples=with_value(state.examples, counted) if remembers else None,
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    cfg = _Config(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
-def leading_to(new: PyTree, params: PyTree) -> Updates:
+class _Config(NamedTuple):
+    geometry: Geometry
+    learning_rate: LearningRate
+    topology: Topology | None
+    rounds: int
+    weights: Weights
+    combine_first: bool
+    axis: AxisNames
+
+    @property
+    def keeps_examples(self) -> bool:
+        """Whether the next message is weighted by the examples of this step."""
+        return self.combine_first and self.weights == "batch"
+
+
+def _init(cfg: _Config, params: PyTree) -> MirrorDescentState:
+    check_leaves(params)
+    cfg.geometry.check(params)
+    examples = bind(PerWorker(jnp.ones((), jnp.float32)), cfg.axis) if cfg.keeps_examples else None
+    return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
+
+
+def _update(
+    cfg: _Config,
+    updates: Updates,
+    state: MirrorDescentState,
+    params: PyTree | None = None,
+    *,
+    examples: Any = None,
+    **extra_args: Any,
+) -> tuple[Updates, MirrorDescentState]:
+    del extra_args
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    check_leaves(updates)
+    check_local(updates, cfg.axis)
+    if cfg.topology is not None or cfg.combine_first:
+        check_per_worker(params, cfg.axis)
+    ledger: list[comms.Sent] = []
+    comm = comms.counted(over(cfg.axis), ledger)
+    number = None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
+    with jax.named_scope("mirror_descent"):
+        old = wide(params)
+        if cfg.combine_first:
+            last = state.examples.value if cfg.keeps_examples else None
+            new = average(old, last, old, comm, cfg.topology, cfg.rounds, state.count)
+            new = _mirror_step(cfg, new, updates, number, state.count)
+        else:
+            new = _mirror_step(cfg, comm.varying(old), updates, number, state.count)
+            by_examples = number if cfg.weights == "batch" else None
+            new = average(new, by_examples, old, comm, cfg.topology, cfg.rounds, state.count)
+    weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
+    return updates_to(new, params), MirrorDescentState(
+        count=next_count(state.count),
+        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+        examples=with_value(state.examples, weight) if cfg.keeps_examples else None,
+    )
+
+
+def _mirror_step(
+    cfg: _Config, model: PyTree, gradients: Updates, number: Array | None, count: Int[Array, ""]
+) -> PyTree:
+    """`argmin over x in X of <g, x> + D(x, model) / η_t`; a worker without examples takes no step."""
+    new = cfg.geometry.step(model, wide(gradients), rate_at(cfg.learning_rate, count))
+    return new if number is None else choose(number > 0, new, model)
+
+
+def updates_to(new: PyTree, params: PyTree) -> Updates:
     """The updates from `params` to `new`, in the dtype of the parameters."""
     return jax.tree.map(lambda x, p: (x - p.astype(x.dtype)).astype(p.dtype), new, params)

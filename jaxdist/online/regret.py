@@ -1,4 +1,4 @@
-"""Regret: what online learning has lost beside a comparator. numpy only, over recorded losses."""
+"""Regret: the loss of online learning above that of a comparator, from recorded losses, in NumPy."""
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -9,15 +9,15 @@ from .._core.types import Array
 def dynamic_regret(
     losses: Shaped[Array | np.ndarray, "rounds workers"], best: Shaped[Array | np.ndarray, " same"]
 ) -> Float[np.ndarray, " rounds"]:
-    """`Reg_T = Σ_t (1/W) Σ_i [f_t(x_i,t) - f_t(x_t*)]` for every `T`: beside the best model of each round.
+    """`Reg_T = Σ_t (1/W) Σ_i [f_t(x_i,t) - f_t(x_t*)]` for every `T`: against the best model of each round.
 
     Args:
-      losses: `f_t(x_i,t)`: every worker's model, from before it learnt of round `t`, on the loss of *all* workers'
-        examples of the round, not on its own.
-      best: `min f_t`, what the best model of each round loses.
+      losses: `f_t(x_i,t)`: the loss of each worker's model, before it was updated in round `t`, on the examples of
+        *all* workers in the round, not on its own.
+      best: `min f_t`, the loss of the best model of each round.
 
     Returns:
-      The regret so far, in float64. It falls nowhere, up to how well `best` was found.
+      The regret after each round, in float64. It never decreases, except for errors in `best`.
 
     Raises:
       ValueError: the numbers of rounds differ.
@@ -38,17 +38,17 @@ def dynamic_regret(
 def static_regret(
     losses: Shaped[Array | np.ndarray, "rounds workers"], fixed: Shaped[Array | np.ndarray, "same models"]
 ) -> Float[np.ndarray, " rounds"]:
-    """The regret for every `T` beside the one of some fixed models that was best until then.
+    """The regret for every `T` against the best of some fixed models over the first `T` rounds.
 
-    `Reg_T = Σ_t (1/W) Σ_i f_t(x_i,t) - min_m Σ_t f_t(m)`; the best of all models is found by training on all rounds,
-    and a single column then is the regret beside it.
+    `Reg_T = Σ_t (1/W) Σ_i f_t(x_i,t) - min_m Σ_t f_t(m)`. For the regret against the best fixed model of all, train one
+    on all rounds and pass its losses as a single column.
 
     Args:
       losses: `f_t(x_i,t)`, as for `dynamic_regret`.
       fixed: `f_t(m)`, a column for each model to compare with.
 
     Returns:
-      The regret so far, in float64. It may be negative: a model that moves can beat every fixed one.
+      The regret after each round, in float64. It may be negative: a model that changes can beat every fixed one.
 
     Raises:
       ValueError: the numbers of rounds differ.
@@ -67,7 +67,7 @@ def static_regret(
 
 
 def path_length(best: Shaped[Array | np.ndarray, "rounds size"]) -> Float[np.ndarray, " rounds"]:
-    """`C_T = Σ_t |x_t+1* - x_t*|`: how far the best models have moved, which dynamic regret grows with.
+    """`C_T = Σ_t |x_t+1* - x_t*|`: the length of the path of the best models, with which dynamic regret grows.
 
     With `η ~ sqrt((1 + C_T) / T)` the regret is `O(sqrt(T (1 + C_T)))`.
 
@@ -75,7 +75,7 @@ def path_length(best: Shaped[Array | np.ndarray, "rounds size"]) -> Float[np.nda
       best: the best model of each round, flat.
 
     Returns:
-      The length until each round, in float64, 0 at the first.
+      The length up to each round, in float64, 0 at the first.
 
     Example:
       >>> import numpy as np, jaxdist as jd
