@@ -20,7 +20,7 @@ from jaxdist.compressors.adapt_levels import (
     coordinate_descent,
     expected_loss,
     fit_levels,
-    folded,
+    fold,
     gradient_descent,
     loss_gradient,
     mixture_of,
@@ -84,7 +84,7 @@ def test_magnitudes():
     distribution, ends = normal(0.1, 0.3), (jnp.float32(0.2), jnp.float32(0.7))
     sample = np.clip(scipy_normal(0.1, 0.3).rvs(200_000, random_state=0), -1, 1)
     inside = np.abs(sample)[(np.abs(sample) > 0.2) & (np.abs(sample) < 0.7)]
-    for power, integral in enumerate(folded(distribution)):
+    for power, integral in enumerate(fold(distribution)):
         assert float(integral(*ends)) == pytest.approx((inside**power).sum() / 200_000, rel=0.01)
 
 
@@ -188,7 +188,7 @@ def test_far_and_narrow_distributions_do_not_break_the_solvers(mean, sigma, solv
 @pytest.mark.parametrize("lowest", [-1.0, 0.0])
 def test_adapted_levels_beat_their_starts_on_a_sample(lowest):
     distribution = normal(0.0, 0.02)
-    distribution = folded(distribution) if lowest == 0 else distribution
+    distribution = fold(distribution) if lowest == 0 else distribution
     count = 8
     levels = jax.jit(lambda: fit_levels(distribution, count, lowest=lowest, solver="coordinate"))()
     uniform = jnp.linspace(lowest, 1, count)

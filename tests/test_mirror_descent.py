@@ -258,7 +258,7 @@ def test_what_cannot_work_says_so():
         tx = make(euclidean(), 0.1, topology=ring, axis=None)
         with pytest.raises(ValueError, match="params"):
             tx.update(x, tx.init(x))
-        with pytest.raises(ValueError, match="4 workers, but there are 1 along the axis"):
+        with pytest.raises(ValueError, match="has 4 workers, but the axis has 1"):
             tx.update(x, tx.init(x), x)
         with pytest.raises(ValueError, match="distributions along that dimension"):
             make(entropy(axis=1), 0.1).init(x)

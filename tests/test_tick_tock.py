@@ -200,7 +200,7 @@ def test_refusals():
         wave({"w": jnp.zeros(3)}, (data(0), data(1)))
     with pytest.raises(ValueError, match="begin with the number of layers"):
         wave(params()._replace(layers={"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}), (data(0), data(1)))
-    with pytest.raises(ValueError, match="must return what it is given"):
+    with pytest.raises(ValueError, match="must return the shapes and dtypes"):
         jd.overlap.wavelet(lambda p, x: x[:, :2] @ p["w"][:2], head, embed=lambda p, b: b[0][:, :2])(
             params(), (data(0),) * 2
         )
@@ -208,9 +208,9 @@ def test_refusals():
         jd.overlap.wavelet(layer, lambda p, x, _: x @ p["w"], embed=embed)(params(), (data(0), data(1)))
     with pytest.raises(ValueError, match="no gradient: pass it in the batch"):
         wave(params()._replace(embed=jnp.arange(3)), (data(0), data(1)))
-    with pytest.raises(ValueError, match="is Sharded: wavelet wants whole"):
+    with pytest.raises(ValueError, match="is Sharded, but wavelet needs whole"):
         wave(params()._replace(embed=jd.Sharded(jnp.zeros(3))), (data(0), data(1)))
-    with pytest.raises(ValueError, match="tuple of as many trees"):
+    with pytest.raises(ValueError, match="need a tuple of"):
         jd.overlap.wavelet([layer], head, embed=embed)(params(), (data(0), data(1)))
     with pytest.raises(ValueError, match="leave out tx"):
         jd.overlap.wavelet(layer, head, optax.sgd(0.1))
@@ -223,5 +223,5 @@ def test_refusals():
     with pytest.raises(ValueError, match="at least one layer"):
         jd.overlap.wavelet([], head)
     rolling = jd.overlap.wavelet(layer, head, optax.sgd(0.1), embed=embed, mode="rolling", axis=None)
-    with pytest.raises(ValueError, match="all batches are alike"):
+    with pytest.raises(ValueError, match="all batches must be alike"):
         rolling.step(rolling.init(params(), data(0)), data(0, 4))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxdist import topology as graphs
 from jaxdist.topology.base import matrices
 from jaxdist.topology.coloring import color_arcs, color_edges
-from jaxdist.topology.matcha import _laplacian, expected_square
+from jaxdist.topology.matcha import _laplacian, second_moment
 
 ANY_NUMBER = [
     graphs.ring,
@@ -151,7 +151,7 @@ def test_matcha_on_a_ring_of_four():
     np.testing.assert_allclose(solved.probabilities, 0.5, atol=1e-6)
     assert solved.alpha == pytest.approx(0.5, abs=1e-4)
     laplacians = np.array([_laplacian(4, group) for group in solved.edges])
-    closed = expected_square(laplacians, np.array(solved.probabilities), 0.5)
+    closed = second_moment(laplacians, np.array(solved.probabilities), 0.5)
     counted = np.mean(
         [
             np.linalg.matrix_power(np.eye(4) - 0.5 * np.tensordot(on, laplacians, 1), 2)

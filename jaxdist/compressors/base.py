@@ -1,4 +1,4 @@
-"""The `Compressor`: one array in, packed words out, one array back."""
+"""The `Compressor`: one array to a payload of packed words, and back."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,22 +7,22 @@ from .._core.types import Array, Like, Payload, PRNGKeyArray, Shape
 
 
 class Compressor(NamedTuple):
-    """How one array becomes a payload and an array again. No state, no collectives.
+    """Encodes one array as a payload and decodes it again, without state or collectives.
 
     Attributes:
-      compress: `compress(x, key) -> payload`, a pytree of arrays whose shapes follow from `x.shape` alone.
-        Whatever is narrower than 32 bits travels as u8, u16 or int8 words, since XLA widens the rest.
+      compress: `compress(x, key) -> payload`, a pytree of arrays whose shapes depend on `x.shape` alone. Codes narrower
+        than 32 bits are u8, u16 or int8 words, since XLA widens other dtypes.
       decompress: `decompress(payload, like) -> x`, with the shape and dtype of `like`.
-      summable: payloads may be averaged on the wire (the code is linear), so an all-reduce carries them;
-        otherwise they are gathered and decoded one by one.
+      summable: payloads may be averaged on the wire (the compressor is linear), by an all-reduce; otherwise they are
+        gathered and decoded one by one.
       shared_key: all workers draw the same key (random-k, sketches).
-      variance: ω of an unbiased code, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
+      variance: ω of an unbiased compressor, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
 
-    Both hold for finite entries of any magnitude, but for what an entry loses below the smallest normal number (1.2e-38
-    for float32: compilers flush such numbers to zero); a format with a range of its own says so. Where an unbiased code
-    would decode to more than the largest number of the dtype, it decodes to that number: the error is smaller, and the
-    mean too.
+    Both hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38 for
+    float32: compilers flush such numbers to zero); docstrings state other limits. Where an unbiased compressor would
+    decode to more than the largest number of the dtype, it decodes to that number, with a smaller error and a smaller
+    mean.
     """
 
     compress: Callable[[Array, PRNGKeyArray], Payload]

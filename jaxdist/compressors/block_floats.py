@@ -1,4 +1,4 @@
-"""Short blocks of 4- and 8-bit floats with a scale each."""
+"""Blocks of 4- and 8-bit floats with a scale each: `fp8`, MX formats (`mxfp8`, `mxfp4`), `e3m0` (Streaming DiLoCo)."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .base import Compressor
 from .blocks import BlockPayload, normal_scales
 from .minifloat import BIAS, E2M1, E3M0, E4M3, E5M2, MANTISSA, Minifloat, decode, encode, magnitudes
 from .packing import pack, unpack
-from .rounding import Rounding, check_block, from_buckets, largest_error, sent, to_buckets, with_error
+from .rounding import Rounding, check_block, from_buckets, largest_error, to_buckets, whole_words, with_error
 from .rows import largest_magnitude
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
@@ -24,13 +24,13 @@ NOT_FINITE = 2 * BIAS + 1
 
 
 class Scaling(NamedTuple):
-    """How blocks are scaled to the range of their format.
+    """The scaling of blocks to the range of their format.
 
     Attributes:
-      make: `make(largest) -> (scales, reciprocals)` from the largest magnitudes of blocks; scales as they travel.
-      read: scales as floats again.
-      grid: the magnitudes that the format has, with a last one as far beyond as saturation reaches.
-      lowest: what the largest entry of a block is at least, after scaling.
+      make: `make(largest) -> (scales, reciprocals)` from the largest magnitudes of blocks; scales as they are sent.
+      read: converts sent scales to floats.
+      grid: the magnitudes of the format, and a last one that is as far beyond as saturation reaches.
+      lowest: the smallest value of the largest entry of a block, after scaling.
     """
 
     make: Callable[[Float[Array, "blocks 1"]], tuple[Array, Array]]
@@ -54,13 +54,13 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
     Args:
       block: entries that share a scale, 4 bytes each: 64 to 1024. `cast(float8_e4m3fn)` has one for the whole array.
       format: "e4m3" (3 digits of mantissa), or "e5m2" for entries across more than five orders of magnitude.
-      rounding: "nearest" loses half as much; inside error feedback. "stochastic" is right on average.
+      rounding: "nearest" loses half as much; inside error feedback. "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: `block` is below 1, or there is no such format or rounding.
+      ValueError: `block` is below 1, or `format` or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,7 +79,7 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
 
     To nearest `s = 2^(floor(log2 max|x|) - emax)`, emax = 8 (e5m2: 15), as in the specification; what is then above the
     largest float8, 448 (57344), becomes that and loses up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
-    is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.0035 (e5m2: 0.0125).
+    is the power of two with which nothing is cut off, as the mean requires; ω = 0.0035 (e5m2: 0.0125).
 
     Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
@@ -88,13 +88,13 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
 
     Args:
       format: "e4m3" (3 digits of mantissa), or "e5m2" for entries across more than five orders of magnitude.
-      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+      rounding: "nearest" inside error feedback; "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: there is no such format or rounding.
+      ValueError: `format` or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -113,7 +113,7 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
 
     To nearest `s = 2^(floor(log2 max|x|) - 2)`, as in the specification; what is then above 6 becomes 6 and loses up to
     a quarter. δ = 0.891, attained by one entry of 5 among those of a quarter; for Gaussian entries the loss is 0.013.
-    At random s is the power of two with which nothing is cut off, or the mean would not be right; ω = 0.18.
+    At random s is the power of two with which nothing is cut off, as the mean requires; ω = 0.18.
 
     Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
 
@@ -121,13 +121,13 @@ def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     bits an entry, 7.5 times less than float32.
 
     Args:
-      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+      rounding: "nearest" inside error feedback; "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: there is no such rounding.
+      ValueError: `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -145,7 +145,7 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     """Rounds each block to powers of two of 4 bits: `C(x)_i = ± s 2^e` with e = -2 to 4, or 0, and `s = max|x| / 16`.
 
     Seven magnitudes, each half of the next, down to a 64th of the largest entry: for blocks with entries of very
-    different size, such as what workers have moved in a round of local steps. To nearest, entries from an 85th of the
+    different size, such as the changes of parameters in a round of local steps. To nearest, entries from an 85th of the
     largest on are off by at most a third of themselves, and those below a 128th become 0: δ = 0.89 for blocks of 256
     entries, 0.80 for 4096. For Gaussian entries the loss is 0.038, where `mxfp4` has 0.013. At random ω = 0.124, for
     4096 entries 0.207.
@@ -158,13 +158,13 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     Args:
       block: entries that share a scale, 4 bytes each: 64 to 4096. An outlier costs its neighbors no digits while it
         is less than 64 times as large.
-      rounding: "nearest" inside error feedback; "stochastic" is right on average.
+      rounding: "nearest" inside error feedback; "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: `block` is below 1, or there is no such rounding.
+      ValueError: `block` is below 1, or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -173,8 +173,8 @@ def e3m0(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
       Array([16.  , -4.  ,  0.25,  0.  ], dtype=float32)
 
     References:
-      A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, 2025 (the format; how it
-      is scaled is not said there, and a scale for each block is ours).
+      A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, 2025 (the format; the
+      paper does not say how it is scaled, and a scale for each block is ours).
     """
     return _largest_exact(E3M0, block, rounding)
 
@@ -186,7 +186,7 @@ def _format(name: str) -> Minifloat:
 
 
 def _largest_exact(form: Minifloat, block: int, rounding: Rounding) -> Compressor:
-    """Scales are floats, with which the largest entry of a block becomes the largest number of the format."""
+    """Float scales that map the largest entry of a block to the largest number of the format."""
     check_block(block, rounding)
     grid = magnitudes(form)
     most = float(grid[-1])
@@ -219,7 +219,7 @@ def _mx(form: Minifloat, rounding: Rounding) -> Compressor:
 
     if rounding == "stochastic":
         return _floats(form, MX_BLOCK, rounding, Scaling(make, read, grid, most / 2.0))
-    # What lies beyond the largest number, up to the next power of two, is rounded down: half of an interval.
+    # Entries beyond the largest number, up to the next power of two, are rounded down: half of an interval.
     beyond = 2.0 * 2.0 ** (form.emax + 1) - most
     return _floats(form, MX_BLOCK, rounding, Scaling(make, read, np.append(grid, beyond), 2.0**form.emax))
 
@@ -229,7 +229,7 @@ def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -
         blocks = to_buckets(x, block)
         scales, reciprocals = scaling.make(largest_magnitude(blocks))
         codes = encode(blocks * reciprocals, form, rounding, key).reshape(-1)
-        return BlockPayload(pack(codes[: sent(x.size, form.bits)], form.bits), scales[:, 0])
+        return BlockPayload(pack(codes[: whole_words(x.size, form.bits)], form.bits), scales[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:
         codes = unpack(payload.codes, form.bits, math.prod(like.shape))

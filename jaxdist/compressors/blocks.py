@@ -1,4 +1,4 @@
-"""Short blocks with a scale each: integers of 4 and 8 bits."""
+"""Integers of 4 and 8 bits: in blocks with a scale each (`int8`, `int4`), or from minimum to maximum (BAGUA)."""
 
 import math
 from typing import NamedTuple
@@ -11,15 +11,36 @@ from .._core.dtypes import saturated
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .packing import pack, unpack
-from .rounding import Rounding, check_block, from_buckets, largest_error, sent, to_buckets, to_integers, with_error
+from .rounding import (
+    Rounding,
+    check_block,
+    from_buckets,
+    largest_error,
+    to_buckets,
+    to_integers,
+    whole_words,
+    with_error,
+)
 from .rows import TINY, from_unit, largest_magnitude, powers_below
+
+# The factor by which 256 steps exceed the range, so that no rounding error makes a 257th code.
+WIDER = 1.0 + 2.0**-20
+# The smallest range, as a share of the largest magnitude, with which all codes are whole numbers in float32.
+NARROWEST = 2.0**-15
 
 
 class BlockPayload(NamedTuple):
-    """Packed codes, and what the numbers of each block that they stand for are multiplied by."""
+    """Packed codes, and the scale of each block."""
 
     codes: UInt[Array, " bytes"]
     scales: Float[Array, " blocks"]
+
+
+class MinMaxPayload(NamedTuple):
+    """Codes, and the smallest and the largest entry."""
+
+    codes: UInt[Array, " entries"]
+    ends: Float[Array, " 2"]
 
 
 def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
@@ -37,13 +58,13 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
 
     Args:
       block: entries that share a scale. Smaller is more exact and costs 4 bytes per block: 64 to 1024.
-      rounding: "nearest" loses half as much; inside error feedback, or as it is. "stochastic" is right on average.
+      rounding: "nearest" loses half as much, with or without error feedback; "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: `block` is below 1, or there is no such rounding.
+      ValueError: `block` is below 1, or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -75,13 +96,13 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
 
     Args:
       block: entries that share a scale. Smaller is more exact and costs 4 bytes per block: 16 to 256.
-      rounding: "nearest" loses half as much and wants error feedback; "stochastic" is right on average.
+      rounding: "nearest" loses half as much and needs error feedback; "stochastic" is unbiased.
 
     Returns:
       A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
 
     Raises:
-      ValueError: `block` is below 1, or there is no such rounding.
+      ValueError: `block` is below 1, or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -97,56 +118,14 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
     return _integers(4, block, rounding)
 
 
-def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
-    check_block(block, rounding)
-    most = 2 ** (bits - 1) - 1
-    offset = 2 ** (bits - 1)
-
-    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
-        blocks = to_buckets(x, block)
-        scales = normal_scales(largest_magnitude(blocks), most)
-        levels = to_integers(blocks * (1.0 / scales), rounding, key)
-        # The clip: rounding errors at random, and whatever NaN becomes, must stay inside their bits.
-        codes = (jnp.clip(levels, -most, most) + offset).astype(jnp.uint8)
-        return BlockPayload(pack(codes.reshape(-1)[: sent(x.size, bits)], bits), scales[:, 0])
-
-    def decompress(payload: BlockPayload, like: Like) -> Array:
-        codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
-        levels = to_buckets((codes - offset).astype(jnp.float32), block)
-        return from_buckets(levels, payload.scales, like)
-
-    def error(shape: Shape) -> float:
-        return largest_error(np.arange(most + 1.0), float(most), min(block, math.prod(shape)), rounding)
-
-    return with_error(Compressor(compress, decompress), error, rounding)
-
-
-def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[Array, "*shape"]:
-    """`largest / most`, or the smallest normal number: one below is flushed to zero, and the block with it."""
-    return jnp.maximum(largest / most, TINY)
-
-
-# The steps are wider than the range by this, so that no rounding error makes 257 of 256 codes.
-WIDER = 1.0 + 2.0**-20
-# The least range, as a part of the largest magnitude: with it all codes are whole numbers in float32.
-NARROWEST = 2.0**-15
-
-
-class MinMaxPayload(NamedTuple):
-    """Codes, and the smallest and the largest entry."""
-
-    codes: UInt[Array, " entries"]
-    ends: Float[Array, " 2"]
-
-
 def min_max_uint8() -> Compressor:
     """Rounds each entry to one of 256 multiples of a step, `C(x)_i = h round(x_i / h)`, `h = (max x - min x) / 255`.
 
     Codes count down from `round(max x / h)`; zero is a multiple where it is in the range. An entry is off
     by at most h/2, so `δ = 1 - d / (d + 2·255² - 2)` for d entries, attained by two ends of ±127.5 h among entries of
-    h/2. For entries on both sides of zero `int8` with blocks is as exact and robust to outliers; this code is for
-    arrays on one side, and the one of BAGUA, which adds 1e-7 to the range where this one widens it by a millionth:
-    arrays of any magnitude keep their digits.
+    h/2. For entries on both sides of zero `int8` with blocks is as exact and robust to outliers; this compressor is for
+    arrays on one side of zero. It is BAGUA's, which adds 1e-7 to the range; here the range is widened by a millionth,
+    so that arrays of any magnitude keep their digits.
 
     Arithmetic is float32 whatever the dtype of x. An array with NaN or infinity decodes to NaN.
 
@@ -168,7 +147,7 @@ def min_max_uint8() -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> MinMaxPayload:
         del key
-        # XLA must not know the entries: it would reorder the products, and one of them may overflow.
+        # A barrier, or XLA would reorder the products of constant entries, and one of them may overflow.
         flat = jax.lax.optimization_barrier(x.reshape(-1).astype(jnp.float32))
         ends = jnp.stack([jnp.min(flat, initial=jnp.inf), jnp.max(flat, initial=-jnp.inf)])
         _, inverse = powers_below(jnp.max(jnp.abs(ends)))
@@ -192,8 +171,37 @@ def min_max_uint8() -> Compressor:
     return Compressor(compress, decompress, contraction=contraction)
 
 
+def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
+    check_block(block, rounding)
+    most = 2 ** (bits - 1) - 1
+    offset = 2 ** (bits - 1)
+
+    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
+        blocks = to_buckets(x, block)
+        scales = normal_scales(largest_magnitude(blocks), most)
+        levels = to_integers(blocks * (1.0 / scales), rounding, key)
+        # Clipped, since stochastic rounding errors, and integers made of NaN, must not exceed their bits.
+        codes = (jnp.clip(levels, -most, most) + offset).astype(jnp.uint8)
+        return BlockPayload(pack(codes.reshape(-1)[: whole_words(x.size, bits)], bits), scales[:, 0])
+
+    def decompress(payload: BlockPayload, like: Like) -> Array:
+        codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
+        levels = to_buckets((codes - offset).astype(jnp.float32), block)
+        return from_buckets(levels, payload.scales, like)
+
+    def error(shape: Shape) -> float:
+        return largest_error(np.arange(most + 1.0), float(most), min(block, math.prod(shape)), rounding)
+
+    return with_error(Compressor(compress, decompress), error, rounding)
+
+
+def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[Array, "*shape"]:
+    """`largest / most`, at least the smallest normal number: a smaller scale would flush the block to zero."""
+    return jnp.maximum(largest / most, TINY)
+
+
 def _steps(ends: Float[Array, " 2"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The step, and how many of them the code 0 stands for; of ends near 1, so that no step is too small to be kept."""
+    """The step, and the multiple of it that code 0 represents; from ends near 1, so that no step is flushed to zero."""
     span = jnp.maximum(ends[1] - ends[0], NARROWEST * jnp.max(jnp.abs(ends)))
     step = jnp.where(span == 0, 1.0, span * (WIDER / 255))
     return step, jnp.rint(ends[1] / step) - 255

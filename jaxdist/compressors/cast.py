@@ -1,4 +1,4 @@
-"""The plain codes: nothing at all, and a narrower float."""
+"""Uncompressed arrays (`identity`), and narrower floats (`cast`)."""
 
 import math
 
@@ -51,13 +51,13 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
     infinite (8-bit: the array becomes NaN), so that a check for them behind the mean still sees them.
 
     With p significant bits (bfloat16 8, float16 11, e4m3 4, e5m2 3) an entry changes by at most `2^-p |x_i|`, hence
-    δ = 1 - 4^-p. For float16 and bfloat16 this holds for arrays whose nonzero entries lie between the dtype's smallest
-    normal number (6e-5 for float16) and its largest (65504): smaller ones lose digits, down to all of them. The
+    δ = 1 - 4^-p. For float16 and bfloat16 this holds for arrays whose nonzero entries are between the dtype's smallest
+    normal number (6e-5 for float16) and its largest (65504): smaller ones lose digits, up to all of them. The
     8-bit floats are scaled, so only entries far below the largest one underflow, and δ accounts for them:
     `δ = 1 - 4^-p - d (t / max)²` for d entries and t half of the smallest subnormal, for arrays of any magnitude.
 
-    At random an entry becomes one of the two bfloat16 around it, right on average, ω = 2^-16: for a running average
-    that is kept in bfloat16, which to nearest stands still where it moves by less than a 512th in a step.
+    At random an entry becomes one of the two bfloat16 around it, unbiased, ω = 2^-16: for a running average in
+    bfloat16, which with rounding to nearest would not change where a step moves it by less than a 512th.
 
     On the wire: 2 bytes an entry, as an array of `dtype` (summable); 8-bit: 1 byte an entry and 4 for the scale.
 
@@ -70,7 +70,7 @@ def cast(dtype: DTypeLike, *, rounding: Rounding = "nearest") -> Compressor:
       A compressor; the 16-bit ones are summable.
 
     Raises:
-      ValueError: there is no code for the dtype, or none with such rounding.
+      ValueError: the dtype is not supported, or not with this rounding.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -104,11 +104,11 @@ def _cast16(dtype: jnp.dtype) -> Compressor:
         return saturated(wide, dtype, jnp.isfinite(wide))
 
     contraction = 1.0 - float(jnp.finfo(dtype).eps / 2) ** 2
-    return Compressor(compress, _widened, summable=True, contraction=lambda shape: contraction)
+    return Compressor(compress, _widen, summable=True, contraction=lambda shape: contraction)
 
 
-def _widened(payload: Array, like: Like) -> Array:
-    # To float16, of which the largest number may have been rounded up to a bfloat16 beyond, saturating too.
+def _widen(payload: Array, like: Like) -> Array:
+    # Saturates too: the largest float16 may have been rounded up to a bfloat16 beyond its range.
     wide = payload.astype(working_dtype(like.dtype))
     return saturated(wide, like.dtype, jnp.isfinite(wide)).reshape(like.shape)
 
@@ -119,13 +119,13 @@ def _bfloat16_at_random() -> Compressor:
     def compress(x: Array, key: PRNGKeyArray) -> Array:
         wide = x.astype(jnp.float32)
         clipped = jnp.where(jnp.isfinite(wide), jnp.clip(wide, -largest, largest), 0.0)
-        # The 16 bits that go, plus 16 random ones: what is carried rounds up, with the probability of the fraction.
+        # Adds 16 random bits to the 16 that are dropped: the carry rounds up, with the probability of the fraction.
         bits = jax.lax.bitcast_convert_type(clipped, jnp.uint32) + (hash_words(key, x.shape) >> 16)
         rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
         return jnp.where(jnp.isfinite(wide), rounded, wide.astype(jnp.bfloat16))
 
-    # Of 1 + 2^-8, the worst: halfway between two that are 2^-7 apart.
-    return Compressor(compress, _widened, summable=True, variance=lambda shape: 2.0**-16)
+    # ω is that of the worst entry, 1 + 2^-8: halfway between two bfloat16 that are 2^-7 apart.
+    return Compressor(compress, _widen, summable=True, variance=lambda shape: 2.0**-16)
 
 
 def _cast8(dtype: jnp.dtype) -> Compressor:

@@ -1,7 +1,9 @@
-"""Makes an unbiased code a contraction."""
+"""Compressors made of others: `scaled` makes a contraction (EF21), `chained` sparsifies and quantizes (Qsparse)."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,16 @@ from .base import Compressor
 
 
 def scaled(compressor: Compressor) -> Compressor:
-    """Multiplies what an unbiased code decodes to by `1 / (1 + ω)`: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
+    """Shrinks the decoded arrays of an unbiased compressor: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
 
-    What an unbiased code cuts off at the largest float is shrunk with the rest, so such entries lose more than δ says.
+    Error feedback needs a contraction, and an unbiased compressor with ω > 1 enlarges its input on average. Shrinking
+    makes it biased, which the feedback corrects. Entries that an unbiased compressor cuts off at the largest float are
+    shrunk as well, and lose more than δ says.
 
-    Error feedback needs a contraction, and an unbiased code with ω > 1 enlarges what it is fed. Shrinking it costs the
-    unbiasedness, which the feedback makes up for.
-
-    On the wire: what `compressor` sends.
+    On the wire: the payload of `compressor`.
 
     Args:
-      compressor: an unbiased code, which states its `variance` ω.
+      compressor: unbiased, with its `variance` ω.
 
     Returns:
       A biased compressor with the payload of `compressor`.
@@ -41,7 +42,7 @@ def scaled(compressor: Compressor) -> Compressor:
     if variance is None:
         raise ValueError(
             f"scaled() needs an unbiased compressor that states its variance, got variance=None in {compressor}; "
-            "a compressor with a contraction goes into error feedback as it is"
+            "pass a compressor with a contraction to error feedback as it is"
         )
 
     def decompress(payload: Payload, like: Like) -> Array:
@@ -51,31 +52,32 @@ def scaled(compressor: Compressor) -> Compressor:
         decoded = compressor.decompress(payload, wide)
         return saturated(decoded * factor, like.dtype, jnp.isfinite(decoded))
 
-    def contraction(shape: Shape) -> Any:  # a traced ω gives a traced δ
+    # A traced ω gives a traced δ.
+    def contraction(shape: Shape) -> Any:
         return 1.0 / (1.0 + variance(shape))
 
     return compressor._replace(decompress=decompress, variance=None, contraction=contraction)
 
 
 def chained(sparse: Compressor, dense: Compressor) -> Compressor:
-    """Sparsifies, then codes the kept values: `C(x) = D_sparse(positions, C_dense(values))`.
+    """Sparsifies, then compresses the kept values: `C(x) = D_sparse(positions, C_dense(values))`.
 
-    With δ, ω of the sparse code for d entries and δ', ω' of the dense one for its k values:
+    With δ, ω of the sparse compressor for d entries and δ', ω' of the dense one for its k values:
 
-    - contraction, then contraction: `δ δ'`, since the error of the values lies where the dropped entries do not;
-    - contraction, then unbiased: `(1 - ω') δ`; from ω' = 1 on the dense code is shrunk by `1 / (1 + ω')`, for
+    - contraction, then contraction: `δ δ'`, since the error of the values and the dropped entries are disjoint;
+    - contraction, then unbiased: `(1 - ω') δ`; from ω' = 1 on the dense compressor is shrunk by `1 / (1 + ω')`, for
       `δ / (1 + ω')`;
     - unbiased, then unbiased: ω'' = `(1 + ω) (1 + ω') - 1`.
 
-    An unbiased sparse code with a biased dense one would be neither, and is refused.
+    An unbiased sparse compressor with a biased dense one would be neither, and is refused.
 
-    On the wire: the positions of the sparse code, and what the dense one sends for k values: `chained(top_k(0.01),
-    qsgd(4))` takes 12 to 13 bits for an entry, where `top_k` takes 40.
+    On the wire: the positions of the sparse compressor, and the payload of the dense one for k values:
+    `chained(top_k(0.01), qsgd(4))` takes 12 to 13 bits for an entry, where `top_k` takes 40.
 
     Args:
       sparse: has a payload with `values`; a biased one keeps entries as they are: `top_k`, `block_top_k`, `random_k`,
         `gspar`.
-      dense: any code for the values: `qsgd(4)` to start, `two_means()` for fewer bits, `cast(jnp.bfloat16)` for
+      dense: any compressor, for the values: `qsgd(4)` to start, `two_means()` for fewer bits, `cast(jnp.bfloat16)` for
         hardly any loss.
 
     Returns:
@@ -95,59 +97,75 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
       D. Basu, D. Data, C. Karakus, S. Diggavi, "Qsparse-local-SGD: distributed SGD with quantization, sparsification,
       and local computations", arXiv:1906.02367, 2019.
     """
-    if not hasattr(_payload_of(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values"):
+    if not hasattr(_payload_like(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values"):
         raise ValueError(
-            "chained() needs a sparse code first, whose payload has `values` for the second code (top_k, block_top_k, "
-            f"random_k, gspar), got {sparse}"
+            "chained() needs a sparse compressor first, whose payload has `values` (top_k, block_top_k, random_k, "
+            f"gspar), got {sparse}"
         )
     if sparse.variance is not None and dense.variance is None:
         raise ValueError(
-            "an unbiased sparse code and a biased dense one are neither unbiased nor a contraction together: give the "
-            "biased form of the sparse code (top_k, random_k(density)), or an unbiased dense code"
+            "an unbiased sparse compressor and a biased dense one are neither unbiased nor a contraction together: "
+            "give the biased form of the sparse one (top_k, random_k(density)), or an unbiased dense one"
         )
     # Both or neither: an average of values needs one seed, and one of the values' codes.
     summable = sparse.summable and dense.summable
-
-    def kept_values(like: Like) -> Like:
-        return _payload_of(sparse, like).values
-
-    def carrier(values: Like) -> Compressor:
-        """The dense code in the form that suits so many values."""
-        if sparse.contraction is not None and dense.variance is not None and dense.variance(values.shape) >= 1:
-            return scaled(dense)
-        return dense
-
-    def compress(x: Array, key: PRNGKeyArray) -> Payload:
-        left, right = jax.random.split(key)
-        payload = sparse.compress(x, left)
-        return payload._replace(values=dense.compress(payload.values, right))
-
-    def decompress(payload: Payload, like: Like) -> Array:
-        values = kept_values(like)
-        decoded = carrier(values).decompress(payload.values, values)
-        return sparse.decompress(payload._replace(values=decoded), like)
-
-    def shapes(shape: Shape) -> Shape:
-        return kept_values(jax.ShapeDtypeStruct(shape, jnp.float32)).shape
-
-    delta, omega, dense_delta, dense_omega = sparse.contraction, sparse.variance, dense.contraction, dense.variance
-    laws: dict[str, Any] = {}
-    if omega is not None and dense_omega is not None:
-        laws["variance"] = lambda shape: (1.0 + omega(shape)) * (1.0 + dense_omega(shapes(shape))) - 1.0
-    elif delta is not None and dense_omega is not None:
-        laws["contraction"] = lambda shape: delta(shape) * _part(dense_omega(shapes(shape)))
-    elif delta is not None and dense_delta is not None:
-        laws["contraction"] = lambda shape: delta(shape) * dense_delta(shapes(shape))
-    return Compressor(compress, decompress, summable, summable and sparse.shared_key, **laws)
+    pair = _Pair(sparse, dense)
+    return Compressor(
+        partial(_compress, pair),
+        partial(_decompress, pair),
+        summable=summable,
+        shared_key=summable and sparse.shared_key,
+        **_laws(pair),
+    )
 
 
-def _part(omega: float) -> float:
-    """What a code with this variance, shrunk from 1 on, is sure to keep."""
+class _Pair(NamedTuple):
+    sparse: Compressor
+    dense: Compressor
+
+
+def _compress(pair: _Pair, x: Array, key: PRNGKeyArray) -> Payload:
+    left, right = jax.random.split(key)
+    payload = pair.sparse.compress(x, left)
+    return payload._replace(values=pair.dense.compress(payload.values, right))
+
+
+def _decompress(pair: _Pair, payload: Payload, like: Like) -> Array:
+    values = _payload_like(pair.sparse, like).values
+    dense = pair.dense
+    # An unbiased code with ω' >= 1 may keep less than nothing: it is shrunk to a contraction.
+    if pair.sparse.contraction is not None and dense.variance is not None and dense.variance(values.shape) >= 1:
+        dense = scaled(dense)
+    return pair.sparse.decompress(payload._replace(values=dense.decompress(payload.values, values)), like)
+
+
+def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:
+    """The variance or contraction of the chain."""
+    sparse, dense = pair
+
+    def values_shape(shape: Shape) -> Shape:
+        return _payload_like(sparse, jax.ShapeDtypeStruct(shape, jnp.float32)).values.shape
+
+    if sparse.variance is not None and dense.variance is not None:
+        omega, dense_omega = sparse.variance, dense.variance
+        return {"variance": lambda shape: (1.0 + omega(shape)) * (1.0 + dense_omega(values_shape(shape))) - 1.0}
+    delta = sparse.contraction
+    if delta is not None and dense.variance is not None:
+        dense_omega = dense.variance
+        return {"contraction": lambda shape: delta(shape) * _share_kept(dense_omega(values_shape(shape)))}
+    if delta is not None and dense.contraction is not None:
+        dense_delta = dense.contraction
+        return {"contraction": lambda shape: delta(shape) * dense_delta(values_shape(shape))}
+    return {}
+
+
+def _share_kept(omega: float) -> float:
+    """The δ of an unbiased compressor with this variance, shrunk if it is 1 or more."""
     if not math.isfinite(omega):
         return 0.0
     return 1.0 - omega if omega < 1 else 1.0 / (1.0 + omega)
 
 
-def _payload_of(code: Compressor, like: Like) -> Any:
-    """The shapes and dtypes of its payload."""
-    return jax.eval_shape(code.compress, like, jax.random.key(0))
+def _payload_like(compressor: Compressor, like: Like) -> Any:
+    """The shapes and dtypes of a compressor's payload."""
+    return jax.eval_shape(compressor.compress, like, jax.random.key(0))

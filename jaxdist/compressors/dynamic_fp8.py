@@ -1,4 +1,4 @@
-"""Blocks of 8-bit floats whose sign bit goes to the exponent where no entry is negative: for what optimizers keep."""
+"""Blocks of 8-bit floats whose sign bit joins the exponent where no entry is negative, for states of optimizers."""
 
 import math
 
@@ -9,7 +9,7 @@ from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .blocks import BlockPayload
 from .minifloat import BIAS, MANTISSA, Minifloat, decode, encode, magnitudes
-from .rounding import Rounding, check_block, from_buckets, largest_error, sent, to_buckets, with_error
+from .rounding import Rounding, check_block, from_buckets, largest_error, to_buckets, whole_words, with_error
 from .rows import largest_magnitude
 
 # Eight bits of magnitude: 0 to 31/16, four digits of mantissa. Its upper half of codes, 2^8 times larger, is what is
@@ -30,9 +30,9 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
     `1.9 s`, and in it nothing above zero becomes zero, or Adam would divide by it. Both are off by at most a 17th of
     themselves, to nearest by a 33rd.
 
-    Since the scale is a power, the numbers that can be said stay the same while entries of the block change: an average
-    that moves by a thousandth in a step is rounded up or down at random, right on average, and one that stands still is
-    not touched. For `v' = 0.999 v + 0.001 g²` that leaves a standard deviation of about 0.15 v, 7% of Adam's step.
+    Since the scale is a power, the representable numbers stay the same while entries of the block change: an average
+    that moves by a thousandth in a step is rounded up or down at random, unbiased, and one that does not move is not
+    changed. For `v' = 0.999 v + 0.001 g²` that leaves a standard deviation of about 0.15 v, 7% of Adam's step.
 
     Arithmetic is float32 whatever the dtype of x. δ = 0.999. A block with NaN or infinity decodes to such; what
     is above 3.2e38 decodes to that.
@@ -41,16 +41,16 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
     block: 8.25 bits an entry.
 
     Args:
-      block: entries that share a scale, and a byte. Second moments span more than a block can say where entries of
-        very different size share one: 32 to 128.
-      rounding: "stochastic" is right on average but for entries of less than `2^-18 s`; "nearest" loses half as much,
-        and freezes an average that moves by less than half a digit in a step.
+      block: entries that share a scale of one byte. Larger blocks contain second moments of a wider range than a block
+        can represent: 32 to 128.
+      rounding: "stochastic" is unbiased except for entries below `2^-18 s`; "nearest" loses half as much, and freezes
+        an average that moves by less than half a digit in a step.
 
     Returns:
       A compressor; payloads are gathered, not summed.
 
     Raises:
-      ValueError: `block` is below 1, or there is no such rounding.
+      ValueError: `block` is below 1, or `rounding` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,7 +78,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         with_sign = jnp.minimum(codes, SIGN - 1) | jnp.where(blocks < 0, SIGN, 0)
         codes = jnp.where(signed, with_sign, jnp.maximum(codes, (blocks > 0).astype(jnp.int32))).astype(jnp.uint8)
         scales = jnp.where(jnp.isfinite(largest), words | jnp.where(signed, SIGN, 0), NOT_FINITE)
-        return BlockPayload(codes.reshape(-1)[: sent(x.size, 8)], scales.astype(jnp.uint8)[:, 0])
+        return BlockPayload(codes.reshape(-1)[: whole_words(x.size, 8)], scales.astype(jnp.uint8)[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:
         size = math.prod(like.shape)

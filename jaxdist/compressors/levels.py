@@ -13,9 +13,10 @@ from .base import Compressor
 from .optimal_levels import level_below, worst_variance
 from .packing import pack, unpack
 from .random import Noise, uniform_hash
-from .rounding import check_buckets, from_buckets, normalized, sent, to_buckets
+from .rounding import check_buckets, from_buckets, normalize_buckets, to_buckets, whole_words
 
-# Up to so many levels one comparison for each beats a binary search, whose look-ups no CPU does side by side.
+# Up to this number of levels, comparisons with all of them are faster than a binary search, whose look-ups CPUs do not
+# vectorize.
 COMPARED = 16
 
 
@@ -35,7 +36,7 @@ def with_levels(
     zero_level: bool = True,
     noise: Noise = uniform_hash,
 ) -> Compressor:
-    """Rounds each entry of a bucket at random to one of the two levels around it, so that it is right on average.
+    """Rounds each entry of a bucket at random to one of the two levels around it: unbiased.
 
     With `r_i = x_i / norm` between the levels `l <= r_i <= h`: `C(x)_i = norm h` with probability
     `(r_i - l) / (h - l)`, else `norm l`. The variance of an entry is `norm² (h - r_i) (r_i - l)`; `expected_variance`
@@ -44,13 +45,13 @@ def with_levels(
     - "max": `ω = max t - 1`, `2 t = q + sqrt(q² + (d - 1) (l + h)²)`, `q = 1 - (d - 1) l h`; attained
     - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound
 
-    The largest sum of "l2" is that of `(h - l)² / 4` over d intervals, less `(1 - |m|)²`, with m the vector of their
-    middles `(l + h) / 2`: the largest for any choice of them. The bound lets parts of an entry choose. It is attained
-    where all choose the same interval, and else too large by what one entry can matter: with the powers of 1/2 of
-    `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64.
+    The largest sum of "l2" is that of `(h - l)² / 4` over d intervals, minus `(1 - |m|)²`, with m the vector of their
+    middles `(l + h) / 2`, for the best choice of intervals. The bound lets fractions of an entry choose. It is attained
+    where all choose the same interval, and otherwise too large by at most the contribution of one entry: with the
+    powers of 1/2 of `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64.
 
-    The table may be traced: levels can change from step to step without a new trace, and ω is traced then too.
-    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity has such entries afterwards. A bucket
+    The table may be traced: levels can change from step to step without a new trace, and ω is then traced too.
+    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity decodes to such entries. A bucket
     that is longer than the largest float has that for its norm, and a smaller error.
 
     On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
@@ -61,8 +62,8 @@ def with_levels(
         without one a table from -1 to 1, at most `2**bits`, mirrored or not.
       bits: 2, 3, 4 or 8.
       bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
-      norm: "l2", whose ratios crowd around zero, as the levels of the papers do; or "max".
-      zero_level: whether the table is one of magnitudes. Without a zero level an entry of zero is sent as noise.
+      norm: "l2", whose ratios are concentrated around zero, as the levels of the papers are; or "max".
+      zero_level: whether the table contains magnitudes. Without a zero level an entry of zero is sent as noise.
       noise: `(key, shape) -> uniforms`.
 
     Returns:
@@ -88,16 +89,17 @@ def with_levels(
     sign_bit = 2 ** (bits - 1)
 
     def compress(x: Array, key: PRNGKeyArray) -> LevelsPayload:
-        ratios, norms = normalized(x, bucket, norm)
+        ratios, norms = normalize_buckets(x, bucket, norm)
         codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
             codes = codes | jnp.where(ratios < 0, sign_bit, 0)
-        return LevelsPayload(pack(codes.astype(jnp.uint8).reshape(-1)[: sent(x.size, bits)], bits), norms[:, 0])
+        return LevelsPayload(pack(codes.astype(jnp.uint8).reshape(-1)[: whole_words(x.size, bits)], bits), norms[:, 0])
 
     def decompress(payload: LevelsPayload, like: Like) -> Array:
         codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
         values = jnp.asarray(table)[codes & (sign_bit - 1) if zero_level else codes]
-        if zero_level:  # without -0
+        if zero_level:
+            # Zero has no sign, so that it does not decode to -0.
             values = jnp.where((codes >= sign_bit) & (values > 0), -values, values)
         return from_buckets(to_buckets(values, bucket), payload.norms, like)
 
@@ -181,7 +183,7 @@ def powers(count: int, base: Float[Array, ""] | float | int, *, lowest: float | 
 
 
 def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:
-    """The checked table in float32: a NumPy array, which ω is computed from now, unless it is traced."""
+    """Checks the table and returns it in float32: a NumPy array, for a static ω, unless it is traced."""
     try:
         table = np.asarray(levels, np.float32)
     except jax.errors.TracerArrayConversionError:
@@ -196,10 +198,11 @@ def _table(levels: Array | np.ndarray, most: int, first: float) -> Any:
 def _round(
     ratios: Float[Array, "buckets width"], levels: Float[Array, " levels"], uniforms: Float[Array, "buckets width"]
 ) -> Int[Array, "buckets width"]:
-    """The index of the level below each ratio, or of the one above with the probability that makes it right."""
+    """The index of the level below each ratio, or of the one above with the probability that makes it unbiased."""
     count = levels.shape[0]
     if count <= COMPARED:
-        # A ratio passes every threshold between levels below it, none above it, and one in its own interval at random.
+        # The number of intervals whose random threshold is below the ratio: all intervals below it, and its own at
+        # random.
         codes = jnp.zeros(ratios.shape, jnp.int32)
         for low, high in itertools.pairwise(levels):
             codes += (uniforms * (high - low) < ratios - low).astype(jnp.int32)

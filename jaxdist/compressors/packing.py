@@ -1,4 +1,4 @@
-"""Codes of 1 to 32 bits as one stream of bits in bytes, and floats narrower than 32 bits as unsigned words."""
+"""Packs codes of 1 to 32 bits into bytes, and floats narrower than 32 bits into unsigned words."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch by
     if width == 1:
         return jnp.sum(groups.astype(jnp.uint8) << _shifts(groups.shape, bits), axis=-1, dtype=jnp.uint8)
     parts = [groups[..., i].astype(jnp.uint32) for i in range(per_group)]
-    # One strided pass for each byte of a group: as one sum over a table of shifts it is twenty times slower on CPU.
+    # One strided pass for each byte of a group: one sum over a table of shifts is twenty times slower on XLA:CPU.
     joined = jnp.stack([_join(parts, bits, 8, j).astype(jnp.uint8) for j in range(width)], axis=-1)
     return joined.reshape(*batch, groups.shape[-2] * width)[..., : packed_size(size, bits)]
 
@@ -66,9 +66,9 @@ def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Arr
     """Takes `size` codes of `bits` bits out of u8 words: the inverse of `pack`.
 
     Args:
-      words: what `pack` returned.
-      bits: 1 to 32, as it was packed.
-      size: how many codes there were; what follows them is dropped.
+      words: the result of `pack`.
+      bits: 1 to 32, as in `pack`.
+      size: the number of codes; the padding after them is dropped.
 
     Returns:
       Codes of the narrowest unsigned dtype that holds them: u8, u16 or u32.
@@ -127,8 +127,8 @@ def from_words(words: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "
     """The array of `dtype` whose `to_words` is `words`.
 
     Args:
-      words: what `to_words` returned.
-      dtype: the dtype that went into `to_words`.
+      words: the result of `to_words`.
+      dtype: of the argument of `to_words`.
 
     Returns:
       An array of `dtype` with the shape of `words`.
@@ -151,7 +151,7 @@ def _code_dtype(bits: int) -> DTypeLike:
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """The smallest number of codes that fill whole bytes, and how many bytes that is."""
+    """The smallest number of codes that fill whole bytes, and the number of bytes."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
@@ -161,7 +161,7 @@ def _shifts(shape: tuple[int, ...], bits: int) -> UInt[Array, "..."]:
 
 
 def _join(parts: Sequence[Array], width: int, wanted: int, index: int) -> UInt[Array, "..."]:
-    """The bits of number `index` of `wanted` bits each, in a stream of parts of `width` bits each; more above them."""
+    """Item `index` of `wanted` bits in a stream of parts of `width` bits each; higher bits are not cleared."""
     offsets = [width * i - wanted * index for i in range(len(parts))]
     shifted = [
         part << jnp.uint32(offset) if offset >= 0 else part >> jnp.uint32(-offset)

@@ -9,7 +9,7 @@ from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .packing import pack, unpack
 from .random import Noise, uniform_hash
-from .rounding import check_buckets, from_buckets, normalized, sent, to_buckets
+from .rounding import check_buckets, from_buckets, normalize_buckets, to_buckets, whole_words
 
 
 class QuantizedPayload(NamedTuple):
@@ -70,12 +70,12 @@ def qsgd(
     levels = 2 ** (bits - 1) - 1
 
     def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
-        ratios, norms = normalized(x, bucket, norm)
+        ratios, norms = normalize_buckets(x, bucket, norm)
         levelled = jnp.abs(ratios) * levels
         lower = levelled.astype(jnp.int32)
         up = noise(key, ratios.shape) < levelled - lower.astype(jnp.float32)
         codes = (lower + up.astype(jnp.int32)) | ((ratios < 0).astype(jnp.int32) << (bits - 1))
-        flat = codes.astype(jnp.uint8).reshape(-1)[: sent(x.size, bits)]
+        flat = codes.astype(jnp.uint8).reshape(-1)[: whole_words(x.size, bits)]
         return QuantizedPayload(pack(flat, bits), norms[:, 0])
 
     def decompress(payload: QuantizedPayload, like: Like) -> Array:

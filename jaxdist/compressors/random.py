@@ -2,11 +2,11 @@
 
 Threefry at one draw per element costs about ten times what the rest of a codec does. Stochastic rounding needs
 unbiased and uncorrelated noise but no secrecy, so the position of an element and the key, mixed by two rounds of an
-integer finaliser, are enough: nothing is stored and the noise never reaches memory.
+integer finalizer, are enough: nothing is stored and the noise never reaches memory.
 
 References:
   J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-  C. Wellons, "Prospecting for hash functions", 2018 (the constants of the finaliser).
+  C. Wellons, "Prospecting for hash functions", 2018 (the constants of the finalizer).
 """
 
 import math
@@ -41,7 +41,7 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
       >>> abs(float(noise.mean()) - 0.5) < 0.005, bool((noise >= 0).all() & (noise < 1).all())
       (True, True)
     """
-    # By way of int32: the CPU converts signed integers to floats in one instruction, unsigned ones in many.
+    # Through int32: CPUs convert signed integers to floats in one instruction, unsigned ones in many.
     return (hash_words(key, shape) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
@@ -71,7 +71,7 @@ def hash_words(key: PRNGKeyArray, shape: Shape) -> UInt[Array, "..."]:
 
 
 def mix(word: UInt[Array, "..."]) -> UInt[Array, "..."]:
-    """One round of a 32-bit finaliser: a bijection in which each input bit flips each output bit half of the time."""
+    """One round of a 32-bit finalizer: a bijection in which each input bit flips each output bit half of the time."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
     word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
     return word ^ (word >> 16)
@@ -113,8 +113,8 @@ def random_subset(seed: UInt[Array, ""], count: int, size: int) -> UInt[Array, "
     References:
       V. T. Hoang, B. Morris, P. Rogaway, "An enciphering scheme based on a card shuffle", arXiv:1208.1176, 2012.
     """
-    # The seed enters the first carry so that its type (varying or not) is the one of the later carries.
-    # Some more than asked for: XLA:CPU is ten times slower for odd lengths.
+    # The seed enters the first carry so that its type (per-worker or not) is that of the later carries.
+    # A multiple of 8 positions, since XLA:CPU is ten times slower for odd lengths.
     positions = jax.lax.iota(jnp.uint32, count + -count % 8) + (seed & 0)
     rounds = jax.lax.iota(jnp.uint32, SHUFFLE_ROUNDS)
     pairings = mix(mix(2 * rounds) ^ seed) % jnp.uint32(max(size, 1))

@@ -1,4 +1,4 @@
-"""The largest magnitude and the sum of each row, at the speed of memory on the CPU too; rows brought close to 1."""
+"""Rows of float32 entries: their shape, largest magnitude and sum, and exact scaling to magnitudes near 1."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,14 @@ TINY = 2.0**-126
 MANTISSA, BIAS = 23, 127
 
 
+def block_grid(size: int, block: int) -> tuple[int, int]:
+    """The number of blocks that `size` entries fill, and the number of entries of each."""
+    width = min(block, size)
+    return (-(-size // width) if width else 1), width
+
+
 class UnitRows(NamedTuple):
-    """`rows * unit` are the rows themselves; `largest` is the largest magnitude of each of `rows`, below 4."""
+    """Rows as `rows * unit`; `largest` is the largest magnitude of each of `rows`, below 4."""
 
     rows: Float[Array, "rows width"]
     largest: Float[Array, "rows 1"]
@@ -25,11 +31,11 @@ def to_unit(rows: Float[Array, "rows width"]) -> UnitRows:
     """Divides each row by the power of two below its largest magnitude, which is exact.
 
     Sums, squares, differences and quotients of the rows then neither overflow nor vanish, and neither does a reciprocal
-    of their sizes: XLA divides by multiplying, and 1 / 1e38 is flushed to zero. What is computed from them is the same
-    as without, bit for bit, wherever that is right, and `from_unit` brings it back. The largest magnitude is from 1 on,
-    if it is a normal number, and 0 for rows of zeros. A row with NaN or infinity keeps them.
+    of their sizes: XLA divides by multiplying, and 1 / 1e38 is flushed to zero. Results are the same bit for bit as
+    without scaling, wherever those are right; `from_unit` scales them back. The largest magnitude is at least 1 if it
+    was a normal number, and 0 for rows of zeros. A row with NaN or infinity keeps them.
     """
-    # XLA must not know the rows: for a constant c it computes (c r)² as c² r², and c² overflows. This costs nothing.
+    # A barrier, which costs nothing: for a constant c XLA computes (c r)² as c² r², and c² overflows.
     rows = jax.lax.optimization_barrier(rows)
     largest = largest_magnitude(rows)
     unit, inverse = powers_below(largest)
@@ -37,8 +43,8 @@ def to_unit(rows: Float[Array, "rows width"]) -> UnitRows:
 
 
 def from_unit(values: Float[Array, "*shape"], unit: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
-    """`values * unit`, of what was computed from rows close to 1."""
-    # Else XLA multiplies a constant factor of the values by the unit first, and that may be flushed, or overflow.
+    """Scales results of `to_unit` rows back: `values * unit`."""
+    # A barrier, or XLA would first multiply the unit by a constant factor of the values, which may flush or overflow.
     return jax.lax.optimization_barrier(values) * unit
 
 
@@ -61,18 +67,17 @@ def total(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
 
 
 def _by_bits(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
-    """XLA:CPU vectorizes the maximum of integers only, and of short rows only: twenty times faster.
-
-    The bits of floats that are not negative are in the order of the floats, NaN last.
-    """
+    """The largest magnitude as an integer: the bits of floats that are not negative have their order, NaN last."""
+    # XLA:CPU vectorizes only the maximum of integers, and only of short rows: this is twenty times faster.
     bits: Int[Array, "rows width"] = jax.lax.bitcast_convert_type(rows, jnp.int32) & 0x7FFFFFFF
     while bits.shape[1] > STEP and bits.shape[1] % STEP == 0:
         parts = bits.reshape(bits.shape[0], bits.shape[1] // STEP, STEP)
-        # The barrier keeps it from making one reduction of all steps.
+        # The barrier keeps XLA from merging all steps into one reduction.
         bits = jax.lax.optimization_barrier(jnp.max(parts, axis=2))
     return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1, keepdims=True), jnp.float32)
 
 
 def _by_product(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
-    """XLA:CPU vectorizes the sums in a product by a vector from the left, and no others: fifteen times faster."""
+    """The sum of each row as a product with a vector of ones."""
+    # XLA:CPU vectorizes only the sums in a product with a vector from the left: this is fifteen times faster.
     return (jnp.ones(rows.shape[1], rows.dtype) @ rows.T)[:, None]

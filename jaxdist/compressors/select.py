@@ -1,4 +1,4 @@
-"""The k entries of largest magnitude, without a sort."""
+"""Positions of the k entries of largest magnitude: by a search for a threshold, or by `lax.top_k`."""
 
 import math
 from typing import NamedTuple
@@ -14,16 +14,28 @@ from .random import mix
 # Up to this many entries `lax.top_k` is as fast, and compiles faster.
 SMALL = 2**13
 LARGEST_SAMPLE = 2**16
-# Passes that follow the slope; then every second one halves the bracket, so that any data end it.
+# Passes of Newton's method; after these every second one halves the bracket, so that the search ends for any data.
 FREE_PASSES = 8
-# As keys: below the first of them magnitudes count as zero, as backends that flush small numbers compare them.
+# Bits of the smallest normal number and of infinity. Magnitudes below the first count as zero, as on backends that
+# flush small numbers.
 NORMAL, INFINITY = 0x00800000, 0x7F800000
 
 
 class _Bracket(NamedTuple):
-    """For each row `low <= t < high` for the threshold t that is looked for, and the entries from each of them up.
+    """The state of the search: for each row `low <= t < high` for the threshold t, as keys (bits of magnitudes).
 
-    `guess` is tried next, and `slope` tells how many keys it must move for one entry more.
+    Attributes:
+      passes: the number of passes so far.
+      low: the lower end.
+      high: the upper end.
+      low_count: the number of entries from `low` up.
+      high_count: the number of entries from `high` up.
+      low_words: the bitmap of these entries.
+      high_words: the bitmap of these entries.
+      guess: the threshold to try next.
+      slope: the change of the threshold that gives one more entry.
+      tried: the last threshold.
+      found: the number of entries from `tried` up.
     """
 
     passes: Int[Array, ""]
@@ -47,17 +59,17 @@ def largest_by_sorting(x: Float[Array, "rows width"], count: int) -> Int[Array, 
 
 
 def largest_by_threshold(x: Float[Array, "rows width"], count: int, least: int | None = None) -> Int[Array, " kept"]:
-    """The same by counting: what is above a threshold is found in a few passes at the speed of memory.
+    """The same positions by counting entries above a threshold, in a few passes at the speed of memory.
 
     The bits of `|x|` in float32, as an integer, are monotone in it. Newton's method on the number of entries from t up
     starts at a quantile of a small sample and takes about six passes. Ties at the threshold go to the lower index, as
     with `lax.top_k`; infinite entries and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
 
     Args:
-      x: rows that are searched side by side.
-      count: how many of each row.
-      least: end as soon as so many are sure to be among the largest `count`; the other places go to the first entries
-        of the bracket that is left. `None`: all of them.
+      x: rows that are searched at the same time.
+      count: the number of entries of each row.
+      least: end when this number of entries is known to be among the largest `count`; the rest are the first entries of
+        the remaining bracket. `None`: all of them.
 
     Returns:
       Ascending positions in the flat array, `count` of each row.
@@ -70,14 +82,14 @@ def largest_by_threshold(x: Float[Array, "rows width"], count: int, least: int |
     least = count if least is None else least
     target = (least + count) // 2
     found = lax.while_loop(
-        lambda bracket: jnp.any(_open(bracket, count, least)),
-        lambda bracket: _narrowed(bracket, _above(x, bracket.guess), count, target),
+        lambda bracket: jnp.any(_is_open(bracket, count, least)),
+        lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
         _first_bracket(x, target),
     )
     rest = found.low_words & ~found.high_words
     fill = jax.vmap(first_ones)(rest, count - found.high_count)
     places = positions((found.high_words | fill).reshape(-1), rows * count)
-    padded = _padded_width(width)
+    padded = _align_width(width)
     return places if padded == width else places - places // padded * (padded - width)
 
 
@@ -85,7 +97,7 @@ def _row_starts(x: Array) -> Int[Array, "rows 1"]:
     return lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) * x.shape[1]
 
 
-def _padded_width(width: int) -> int:
+def _align_width(width: int) -> int:
     return width + -width % WORD
 
 
@@ -94,15 +106,15 @@ def _keys(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _above(x: Float[Array, "rows width"], threshold: Int[Array, " rows"]) -> UInt[Array, "rows words"]:
-    # Compared as floats and from both sides: XLA would compute |x| or its bits once, before the loop, into memory that
-    # it has to fetch from the system first, which takes longer than all passes. NaN is above everything.
+    # Compared as floats and from both sides: XLA would compute |x| or its bits once, before the loop, into newly
+    # allocated memory, which takes longer than all passes. NaN is above everything.
     ends = lax.bitcast_convert_type(threshold, jnp.float32)[:, None]
     flags = ~((x.astype(jnp.float32) < ends) & (x.astype(jnp.float32) > -ends))
     return to_bitmap(jnp.pad(flags, [(0, 0), (0, -x.shape[1] % WORD)]))
 
 
 def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
-    """Everything; and a guess from a sample of the whole array, one entry drawn from each stretch."""
+    """The whole range, with a guess from a sample of the array, one entry drawn from each stretch."""
     rows, width = x.shape
     size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE)
     stride = x.size // size
@@ -117,8 +129,9 @@ def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
     spread = 2 * math.sqrt(part / size) + 1 / size
     nearby = quantile(part + spread), quantile(max(part - spread, 0.0))
     slope = (nearby[0] - nearby[1]).astype(jnp.float32) / (2 * spread * width)
-    nothing = _keys(x[:, 0]) & 0  # of the input, so that its type is the one of the later carries
-    none = jnp.zeros((rows, _padded_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[:, None]
+    # Zeros computed from the input, so that their type (per-worker or not) is that of the later carries.
+    nothing = _keys(x[:, 0]) & 0
+    none = jnp.zeros((rows, _align_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[:, None]
     return _Bracket(
         passes=jnp.sum(nothing, dtype=jnp.int32),
         low=nothing + NORMAL - 1,
@@ -134,18 +147,20 @@ def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
     )
 
 
-def _open(bracket: _Bracket, count: int, least: int) -> Array:
-    """Rows whose threshold is not settled: neither end gives what is wanted, and keys are left between them."""
+def _is_open(bracket: _Bracket, count: int, least: int) -> Array:
+    """The rows whose threshold is not found: neither end gives enough entries, and there are keys between them."""
     unsettled = (bracket.high_count < least) & (bracket.low_count > count)
     return unsettled & (bracket.high - bracket.low > 1)
 
 
-def _narrowed(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracket:
+def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracket:
+    """Replaces one end by the guess, whose entries are `words`, and makes the next guess."""
     tried, found = bracket.guess, row_sums(ones(words))
     enough = found >= count
     inside = (tried > bracket.low) & (tried < bracket.high)
     up, down = inside & enough, inside & ~enough
     low, high = jnp.where(up, tried, bracket.low), jnp.where(down, tried, bracket.high)
+    # Newton's step with the secant through the last two thresholds, kept inside the bracket.
     moved = (found != bracket.found) & (bracket.passes > 0)
     change = (tried - bracket.tried).astype(jnp.float32)
     slope = jnp.where(moved, change / (found - bracket.found).astype(jnp.float32), bracket.slope)

@@ -1,4 +1,7 @@
-"""Codes that keep the k entries of largest magnitude and drop the rest."""
+"""Sparse compressors: `top_k` of an array (Stich et al.), `block_top_k` (SparseLoCo, DeMo) and `random_k`.
+
+`top_k` sends the largest entries and their positions, `random_k` entries at positions that all workers draw alike.
+"""
 
 import math
 from typing import Literal, NamedTuple
@@ -11,43 +14,48 @@ from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .indices import decode_positions, encode_positions
 from .random import key_words, random_subset
+from .rows import block_grid
 from .select import largest_by_sorting, largest_by_threshold
 
 Method = Literal["threshold", "sampled", "exact"]
-# "sampled" sends at least this part of the k largest, and so many entries in all.
+# "sampled" sends at least this share of the k largest entries.
 SURE = 0.9
+# Bytes of a seed.
+SEED_WORDS = 4
 
 
 class SparsePayload(NamedTuple):
-    """The kept entries, in the order of the array, and where they were in it, coded."""
+    """The kept entries, in the order of the array, and their encoded positions."""
 
     values: Float[Array, " kept"]
     indices: UInt[Array, " words"]
 
 
-def kept(density: float, size: int) -> int:
-    """How many of `size` entries are sent: `max(1, round(density * size))`, none of an empty array."""
-    return min(size, max(1, round(density * size)))
+class SubsetPayload(NamedTuple):
+    """The kept entries, and the seed of their positions as bytes that survive an average of floats."""
+
+    values: Float[Array, " kept"]
+    seed: Float[Array, " 4"]
 
 
 def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     """Keeps the entries of largest magnitude: `C(x)_i = x_i` for the k largest `|x_i|`, else 0.
 
-    `k = max(1, round(density d))`, δ = k/d (attained where all magnitudes are equal), and far better for gradients,
+    `k = max(1, round(density d))`, δ = k/d (attained where all magnitudes are equal), and much larger for gradients,
     whose magnitudes are uneven. Biased: without error feedback the small entries are never sent. Ties go to the lower
     index; magnitudes are compared in float32.
 
     "threshold" and "exact" select the same entries. "sampled" stops at a threshold with at least `s = ceil(0.9 k)` of
-    the k largest above it, and fills up with the first entries below: δ = s/d.
+    the k largest above it, and adds the first entries below it: δ = s/d.
 
     On the wire: k values in the dtype of x, and their positions: `k b + k + ((d - k) >> b)` bits with the best b (near
     `log2(d / k)`; both parts in whole bytes), up to a density of 0.5 at most 0.56 bits an entry above the entropy of k
     positions; or 2 bytes each (up to 65,536 entries) or 4 where that is smaller. At a density of 0.01 that is 1 byte.
 
     Args:
-      density: the part that is kept, in (0, 1]. Start at 0.01; 0.001 with a warm-up; above 0.25 an 8-bit code
+      density: the share that is kept, in (0, 1]. Start at 0.01; 0.001 with a warm-up; above 0.25 an 8-bit code
         is both smaller and more exact. Workers keep different entries, so W workers receive up to W k of them.
-      method: "threshold" counts what is above a threshold until it has k; "sampled" is about twice as fast on large
+      method: "threshold" counts entries above a threshold until they are k; "sampled" is about twice as fast on large
         arrays; "exact" is `lax.top_k`, the reference, many times slower.
 
     Returns:
@@ -74,144 +82,34 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         del key
-        row, count = x.reshape(1, x.size), kept(density, x.size)
+        row, count = x.reshape(1, x.size), num_kept(density, x.size)
         if method == "exact":
             where = largest_by_sorting(row, count)
         else:
-            where = largest_by_threshold(row, count, sure(count) if method == "sampled" else None)
-        return gathered(x.reshape(-1), where)
+            where = largest_by_threshold(row, count, sure_count(count) if method == "sampled" else None)
+        return gather_entries(x.reshape(-1), where)
 
     def contraction(shape: Shape) -> float:
         size = math.prod(shape)
-        return sure(kept(density, size)) / size if method == "sampled" and size else kept_part(density, shape)
+        return (
+            sure_count(num_kept(density, size)) / size if method == "sampled" and size else share_kept(density, shape)
+        )
 
     return Compressor(compress, decompress, contraction=contraction)
-
-
-def decompress(payload: SparsePayload, like: Like) -> Array:
-    """The kept entries in their places, and zeros."""
-    where = decode_positions(payload.indices, payload.values.shape[0], math.prod(like.shape))
-    return scatter(payload.values, where, like)
-
-
-def gathered(flat: Float[Array, " size"], where: Int[Array, " kept"]) -> SparsePayload:
-    """The payload of the entries at ascending positions."""
-    values = flat.at[where].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
-    return SparsePayload(values, encode_positions(where, flat.shape[0]))
-
-
-def scatter(values: Float[Array, " kept"], where: Int[Array, " kept"] | UInt[Array, " kept"], like: Like) -> Array:
-    """The values in their places of an array of zeros."""
-    flat = jnp.zeros(math.prod(like.shape), like.dtype)
-    # Signed indices: JAX would widen u16 ones and u32 ones differently.
-    scattered = flat.at[where.astype(jnp.int32)].set(
-        values.astype(like.dtype), mode="promise_in_bounds", unique_indices=True
-    )
-    return scattered.reshape(like.shape)
-
-
-def check_density(density: float) -> None:
-    """Raises unless the density is in (0, 1]."""
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}")
-
-
-def kept_part(density: float, shape: Shape) -> float:
-    """k/d, or 1 for an empty array."""
-    size = math.prod(shape)
-    return kept(density, size) / size if size else 1.0
-
-
-def sure(count: int) -> int:
-    """How many of the `count` largest "sampled" is sure to send."""
-    return math.ceil(SURE * count)
-
-
-SEED_WORDS = 4
-
-
-class SubsetPayload(NamedTuple):
-    """The kept entries, and the seed of their positions as bytes that survive an average of floats."""
-
-    values: Float[Array, " kept"]
-    seed: Float[Array, " 4"]
-
-
-def random_k(density: float, *, unbiased: bool = False) -> Compressor:
-    """Keeps a random k of d entries, the same ones on all workers, so that an all-reduce carries them.
-
-    `C(x)_i = x_i` for i in S, else 0, with S uniform among the subsets of `k = max(1, round(density d))` entries.
-    `E|C(x) - x|² = (1 - k/d) |x|²`: δ = k/d. With `unbiased`, what is kept is multiplied by d/k and
-    `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1. Where the product is above the largest number of the dtype it is that
-    number: finite, with a smaller error, and no longer right on average.
-
-    On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
-    from the seed, which travels as four floats of one byte each, so that the average of equal seeds is the seed.
-
-    Args:
-      density: the part that is kept, in (0, 1]. Start at 0.1: it needs about ten times the density of `top_k`, but
-        costs the same for any number of workers and no search for the largest.
-      unbiased: multiply by d/k; for use without error feedback.
-
-    Returns:
-      A summable compressor whose key all workers share.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> code, x = random_k(0.5), jnp.arange(1.0, 5.0)
-      >>> int((code.decompress(code.compress(x, jax.random.key(0)), x) == x).sum())
-      2
-
-    References:
-      S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", arXiv:1809.07599, 2018.
-    """
-    check_density(density)
-
-    def compress(x: Array, key: PRNGKeyArray) -> SubsetPayload:
-        flat = x.reshape(-1)
-        seed, _ = key_words(key)
-        positions = random_subset(seed, kept(density, flat.size), flat.size)
-        values = flat.at[positions].get(mode="promise_in_bounds", unique_indices=True)
-        return SubsetPayload(values, _seed_to_floats(seed))
-
-    def decompress(payload: SubsetPayload, like: Like) -> Array:
-        size = math.prod(like.shape)
-        values = payload.values
-        if unbiased:
-            wide = values.astype(working_dtype(values.dtype))
-            values = saturated(wide * (size / max(values.size, 1)), like.dtype, jnp.isfinite(wide))
-        return scatter(values, random_subset(_floats_to_seed(payload.seed), values.size, size), like)
-
-    def contraction(shape: Shape) -> float:
-        return kept_part(density, shape)
-
-    laws = {"variance": lambda shape: 1.0 / contraction(shape) - 1.0} if unbiased else {"contraction": contraction}
-    return Compressor(compress, decompress, summable=True, shared_key=True, **laws)
-
-
-def _seed_to_floats(seed: UInt[Array, ""]) -> Float[Array, " 4"]:
-    shifts = 8 * jax.lax.iota(jnp.uint32, SEED_WORDS)
-    return ((seed >> shifts) & 0xFF).astype(jnp.int32).astype(jnp.float32)
-
-
-def _floats_to_seed(words: Float[Array, " 4"]) -> UInt[Array, ""]:
-    # Rounded: the sum over the workers, divided by their number, may be off by a rounding error.
-    parts = jnp.round(words).astype(jnp.uint32) << (8 * jax.lax.iota(jnp.uint32, SEED_WORDS))
-    return jnp.sum(parts, dtype=jnp.uint32)
 
 
 def block_top_k(density: float, *, block: int = 4096) -> Compressor:
     """Keeps the k largest `|x_i|` of each block of `block` entries: `k = max(1, round(density block))`.
 
     δ = k / block (of an array that is shorter than a block: its own k/d), attained where all magnitudes are equal. No
-    part of an array is starved, and blocks can be coded and read apart; `top_k` sends larger entries at equal bytes.
+    part of an array is starved, and blocks can be decoded separately; `top_k` sends larger entries for the same bytes.
 
     On the wire: `K = k ceil(d / block)` values in the dtype of x, and their positions as in `top_k`: K of
-    `block ceil(d / block)`, 8 bits each for 64 of 4096, where indices within the block take 12. The places that the
-    last block lacks are sent as zeros.
+    `block ceil(d / block)`, 8 bits each for 64 of 4096, where indices within the block take 12. The
+    padding of the last block is sent as zeros.
 
     Args:
-      density: the part that is kept, in (0, 1]; 32 or 64 of 4096 entries is what is common.
+      density: the share that is kept, in (0, 1]; 32 or 64 of 4096 entries are common.
       block: entries that compete with each other. Smaller is more even, and nearer to a random choice.
 
     Returns:
@@ -237,24 +135,124 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         del key
-        rows, width = _rows(x.shape, block)
+        rows, width = block_grid(x.size, block)
         flat = jnp.pad(x.reshape(-1), (0, rows * width - x.size))
-        return gathered(flat, largest_by_threshold(flat.reshape(rows, width), kept(density, width)))
+        return gather_entries(flat, largest_by_threshold(flat.reshape(rows, width), num_kept(density, width)))
 
     def decode(payload: SparsePayload, like: Like) -> Array:
-        rows, width = _rows(like.shape, block)
+        rows, width = block_grid(math.prod(like.shape), block)
         padded = decompress(payload, jax.ShapeDtypeStruct((rows * width,), like.dtype))
         return padded[: math.prod(like.shape)].reshape(like.shape)
 
     def contraction(shape: Shape) -> float:
-        _, width = _rows(shape, block)
-        return kept(density, width) / width if width else 1.0
+        _, width = block_grid(math.prod(shape), block)
+        return num_kept(density, width) / width if width else 1.0
 
     return Compressor(compress, decode, contraction=contraction)
 
 
-def _rows(shape: Shape, block: int) -> tuple[int, int]:
-    """How many blocks there are, and how many entries each has."""
+def random_k(density: float, *, unbiased: bool = False) -> Compressor:
+    """Keeps a random k of d entries, the same ones on all workers, so that they can be all-reduced.
+
+    `C(x)_i = x_i` for i in S, else 0, with S uniform among the subsets of `k = max(1, round(density d))` entries.
+    `E|C(x) - x|² = (1 - k/d) |x|²`: δ = k/d. With `unbiased`, kept entries are multiplied by d/k and
+    `E|C(x) - x|² = (d/k - 1) |x|²`: ω = d/k - 1. A product above the largest number of the dtype becomes that number:
+    finite, with a smaller error, and no longer unbiased.
+
+    On the wire: k values in the dtype of x, and 16 bytes of seed. Positions are not sent: each worker computes them
+    from the seed, which is sent as four floats of one byte each, so that the average of equal seeds is the seed.
+
+    Args:
+      density: the share that is kept, in (0, 1]. Start at 0.1: it needs about ten times the density of `top_k`, but
+        costs the same for any number of workers and no search for the largest.
+      unbiased: multiply by d/k; for use without error feedback.
+
+    Returns:
+      A summable compressor whose key all workers share.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> code, x = random_k(0.5), jnp.arange(1.0, 5.0)
+      >>> int((code.decompress(code.compress(x, jax.random.key(0)), x) == x).sum())
+      2
+
+    References:
+      S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", arXiv:1809.07599, 2018.
+    """
+    check_density(density)
+
+    def compress(x: Array, key: PRNGKeyArray) -> SubsetPayload:
+        flat = x.reshape(-1)
+        seed, _ = key_words(key)
+        positions = random_subset(seed, num_kept(density, flat.size), flat.size)
+        values = flat.at[positions].get(mode="promise_in_bounds", unique_indices=True)
+        return SubsetPayload(values, _seed_to_floats(seed))
+
+    def decompress(payload: SubsetPayload, like: Like) -> Array:
+        size = math.prod(like.shape)
+        values = payload.values
+        if unbiased:
+            wide = values.astype(working_dtype(values.dtype))
+            values = saturated(wide * (size / max(values.size, 1)), like.dtype, jnp.isfinite(wide))
+        return scatter(values, random_subset(_floats_to_seed(payload.seed), values.size, size), like)
+
+    def contraction(shape: Shape) -> float:
+        return share_kept(density, shape)
+
+    laws = {"variance": lambda shape: 1.0 / contraction(shape) - 1.0} if unbiased else {"contraction": contraction}
+    return Compressor(compress, decompress, summable=True, shared_key=True, **laws)
+
+
+def decompress(payload: SparsePayload, like: Like) -> Array:
+    """Puts the kept entries at their positions, and zeros elsewhere."""
+    where = decode_positions(payload.indices, payload.values.shape[0], math.prod(like.shape))
+    return scatter(payload.values, where, like)
+
+
+def gather_entries(flat: Float[Array, " size"], where: Int[Array, " kept"]) -> SparsePayload:
+    """Returns the payload of the entries at ascending positions."""
+    values = flat.at[where].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+    return SparsePayload(values, encode_positions(where, flat.shape[0]))
+
+
+def scatter(values: Float[Array, " kept"], where: Int[Array, " kept"] | UInt[Array, " kept"], like: Like) -> Array:
+    """Writes the values at their positions into zeros."""
+    flat = jnp.zeros(math.prod(like.shape), like.dtype)
+    # Signed indices, since JAX would widen u16 and u32 differently.
+    scattered = flat.at[where.astype(jnp.int32)].set(
+        values.astype(like.dtype), mode="promise_in_bounds", unique_indices=True
+    )
+    return scattered.reshape(like.shape)
+
+
+def num_kept(density: float, size: int) -> int:
+    """The number of entries that are sent of `size`: `max(1, round(density * size))`, none of an empty array."""
+    return min(size, max(1, round(density * size)))
+
+
+def check_density(density: float) -> None:
+    """Checks that the density is in (0, 1]."""
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}")
+
+
+def share_kept(density: float, shape: Shape) -> float:
+    """k/d, or 1 for an empty array."""
     size = math.prod(shape)
-    width = min(block, size)
-    return (-(-size // width) if width else 1), width
+    return num_kept(density, size) / size if size else 1.0
+
+
+def sure_count(count: int) -> int:
+    """The number of the `count` largest entries that "sampled" sends in every case."""
+    return math.ceil(SURE * count)
+
+
+def _seed_to_floats(seed: UInt[Array, ""]) -> Float[Array, " 4"]:
+    shifts = 8 * jax.lax.iota(jnp.uint32, SEED_WORDS)
+    return ((seed >> shifts) & 0xFF).astype(jnp.int32).astype(jnp.float32)
+
+
+def _floats_to_seed(words: Float[Array, " 4"]) -> UInt[Array, ""]:
+    # Rounded: the sum over the workers, divided by their number, may be off by a rounding error.
+    parts = jnp.round(words).astype(jnp.uint32) << (8 * jax.lax.iota(jnp.uint32, SEED_WORDS))
+    return jnp.sum(parts, dtype=jnp.uint32)

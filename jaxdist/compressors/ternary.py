@@ -1,4 +1,4 @@
-"""Minus the largest entry, nothing, or plus the largest entry: two bits."""
+"""TernGrad: two bits an entry, for minus the largest entry, zero, or plus the largest entry (Wen et al.)."""
 
 import math
 
@@ -18,10 +18,10 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     mean first, which for one entry, or equal ones, leaves a σ of 0). C is right on average for y,
     `E|C(x) - y|² = m |y|₁ - |y|²`, at most `ω |y|²` with `ω = (sqrt(d) - 1) / 2` for d entries that share m.
 
-    Clipping bounds the noise whatever the size of the array, `E|C(x) - y|² <= c |x|₂ |y|₂ - |y|²`, and costs the
-    largest entries what is above c σ, at every step: there is no ω for x itself. Nor is there a δ: for one large and
-    many small entries `E|C(x) - x|²` exceeds `|x|²`. So error feedback refuses a clipped code; take `clip=None` there,
-    in small buckets, or `qsgd`.
+    Clipping bounds the noise whatever the size of the array, `E|C(x) - y|² <= c |x|₂ |y|₂ - |y|²`, and cuts off the
+    part of the largest entries above c σ, in every step: there is no ω for x itself. Nor is there a δ: for one large
+    and many small entries `E|C(x) - x|²` exceeds `|x|²`. So error feedback refuses it with clipping; use `clip=None`
+    with small buckets there, or `qsgd`.
 
     On the wire: 2 bits an entry (in whole 32-bit words where there are several buckets) and 4 bytes per bucket; up to
     16 times less than float32.
@@ -53,14 +53,11 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     if bucket is not None and bucket < 1:
         raise ValueError(f"bucket must be at least 1, or None for the whole array, got {bucket}")
 
-    def one_level(shape: Shape) -> Compressor:
-        return qsgd(2, bucket=max(math.prod(shape), 1) if bucket is None else bucket)
-
     def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
-        return one_level(x.shape).compress(x if clip is None else _clipped(x, clip), key)
+        return _one_level(bucket, x.shape).compress(x if clip is None else _clip(x, clip), key)
 
     def decompress(payload: QuantizedPayload, like: Like) -> Array:
-        return one_level(like.shape).decompress(payload, like)
+        return _one_level(bucket, like.shape).decompress(payload, like)
 
     def variance(shape: Shape) -> float:
         size = max(math.prod(shape), 1)
@@ -69,7 +66,12 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     return Compressor(compress, decompress, variance=variance if clip is None else None)
 
 
-def _clipped(x: Array, clip: float | int) -> Array:
+def _one_level(bucket: int | None, shape: Shape) -> Compressor:
+    """QSGD with two bits has one level per sign, the largest magnitude: TernGrad's code."""
+    return qsgd(2, bucket=max(math.prod(shape), 1) if bucket is None else bucket)
+
+
+def _clip(x: Array, clip: float | int) -> Array:
     scaled = to_unit(to_buckets(x, max(x.size, 1)))
     limit = norms_of(scaled, "l2") * (clip / math.sqrt(max(x.size, 1)))
     return from_unit(jnp.clip(scaled.rows, -limit, limit), scaled.unit).reshape(x.shape)

@@ -14,7 +14,7 @@ from .._core.trees import wide
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..topology.base import Message, Topology
+from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
 from ..wire.flat import fused
 from ..wire.mixing import weight_of
@@ -171,7 +171,7 @@ def sharpness_aware(
     return value_and_grad_nearby
 
 
-def _weights_of_destinations(message: Message) -> tuple[float, ...]:
+def _weights_of_destinations(message: Permutation) -> tuple[float, ...]:
     """The weight `W_ij` of the worker `j` that each worker `i` sends to, since weights are symmetric; else 0."""
     destination = dict(message.pairs)
     return tuple(message.weights[destination[i]] if i in destination else 0.0 for i in range(len(message.weights)))
@@ -201,7 +201,7 @@ class _CrossGradients(NamedTuple):
     comm: Comm
     value: Any
     own: Updates
-    neighbors: list[tuple[Message, Updates, Updates | None]]
+    neighbors: list[tuple[Permutation, Updates, Updates | None]]
 
 
 def _cross_gradients(

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 from .. import comm as comms
 from .._core.types import Array, Float
-from ..compressors.adapt_levels import best_multiplier, bucket_sums, fit_levels, folded, mixture_of, truncated_normals
+from ..compressors.adapt_levels import (
+    best_multiplier,
+    bucket_sums,
+    fit_levels,
+    fold,
+    mixture_of,
+    truncated_normals,
+)
 from ..compressors.base import Compressor
 from ..compressors.combinators import scaled
 from ..compressors.levels import powers, with_levels
@@ -138,7 +145,7 @@ def alq(
         if solver == "exact":
             return optimal_levels(grid(bucket, magnitudes=symmetric), statistics / jnp.sum(statistics), count)[0]
         distribution = truncated_normals(mixture_of(statistics))
-        return fit_levels(folded(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
+        return fit_levels(fold(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
 
     first = powers(count, jnp.float32(0.5), lowest=lowest)
     return _with_contraction(_Plan("alq", first, statistics, fit, code, due, seed))

@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.compat import shard_map
 from .._core.types import AxisNames, PyTree, State
-from ..overlap.rolling import with_skip_checks
 from ..state.marks import OnHost, PerWorker, axis_tuple, bind, map_marked
 from ..state.placement import workers
 from ..transforms.optax_wrappers import wrapped_communication
+from ..transforms.skip_nonfinite import with_skip_checks
 from .agreement import with_value_checks
 from .worker_view import as_weak_as, check_agreed, check_same, close_state, manual_specs, open_state, run_step
 

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
-from ..overlap.rolling import with_skip_checks
 from ..state.marks import axis_tuple, bind
 from ..transforms.optax_wrappers import wrapped_communication
+from ..transforms.skip_nonfinite import with_skip_checks
 from .worker_view import as_weak_as, check_same, close_state, manual_specs, open_state, run_step
 
 

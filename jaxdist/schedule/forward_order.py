@@ -14,7 +14,7 @@ from .._core.types import PyTree
 FORMS = RESHAPES | {"convert_element_type", "transpose", "copy", "pvary", "slice"}
 
 
-class Layers(NamedTuple):
+class LayerSplit(NamedTuple):
     """Parameters taken apart: one dict from entry to subtree for each layer, and how to put them together again."""
 
     parts: tuple[dict[Any, PyTree], ...]
@@ -58,7 +58,7 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
     return tuple(sorted(opened(params)[0], key=lambda name: (name not in first, first.get(name, ()))))
 
 
-def take_apart(params: PyTree, layers: Sequence[Any] | None) -> Layers:
+def split_layers(params: PyTree, layers: Sequence[Any] | None) -> LayerSplit:
     """The layers of a tree of parameters.
 
     Args:
@@ -83,7 +83,7 @@ def take_apart(params: PyTree, layers: Sequence[Any] | None) -> Layers:
     def join(parts):
         return close({name: subtree for part in parts for name, subtree in part.items()})
 
-    return Layers(tuple({name: entries[name] for name in group} for group in groups), join)
+    return LayerSplit(tuple({name: entries[name] for name in group} for group in groups), join)
 
 
 def _is_dict(tree: PyTree) -> bool:

@@ -1,6 +1,6 @@
 """Graphs over the workers, for decentralized training. numpy only, no devices."""
 
-from .base import Message as Message
+from .base import Permutation as Permutation
 from .base import Round as Round
 from .base import Topology as Topology
 from .base import from_edges as from_edges

@@ -1,4 +1,4 @@
-"""Who sends to whom and with what weight: a graph over the workers as messages that permutations carry."""
+"""Graphs over the workers, as permutations of messages with mixing weights."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,15 @@ from .coloring import color_arcs, color_edges
 
 TOLERANCE = 1e-6
 
+Edge = tuple[int, int]
 
-class Message(NamedTuple):
-    """What travels at once: every worker sends at most one message and gets at most one.
+
+class Permutation(NamedTuple):
+    """Messages that are sent at once: every worker sends at most one and receives at most one.
 
     Attributes:
-      pairs: `(source, destination)` of those that send.
-      weights: what each of the `W` workers gives to the model that arrives; 0 where none does.
+      pairs: `(source, destination)` of each message.
+      weights: the weight that each of the `W` workers gives to the model it receives; 0 where it receives none.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -24,19 +26,24 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One step of gossip: the messages, and what each worker gives to its own model."""
+    """One step of gossip.
 
-    messages: tuple[Message, ...]
+    Attributes:
+      messages: the permutations along which models are sent, one after the other.
+      self_weights: the weight that each worker gives to its own model.
+    """
+
+    messages: tuple[Permutation, ...]
     self_weights: tuple[float, ...]
 
 
 class Topology(NamedTuple):
-    """A graph over the workers, the same in every step or changing with it. Plain numbers: hashable, and static.
+    """A graph over the workers, the same in every step or changing with it. It is static and hashable.
 
     Attributes:
-      name: what it is, for messages and plots.
+      name: for messages and plots.
       workers: their number `W`.
-      rounds: the different steps of gossip that there are; a compiled program holds each once.
+      rounds: the different steps of gossip; a compiled program contains each once.
       order: the round of step `t` is `rounds[order[t % len(order)]]`.
     """
 
@@ -47,11 +54,11 @@ class Topology(NamedTuple):
 
 
 def matrix(topology: Topology, step: int = 0) -> Float[np.ndarray, "w w"]:
-    """The mixing matrix of a step: row `i` has the weights that worker `i` gives to each model.
+    """The mixing matrix of a step: row `i` contains the weights that worker `i` gives to each model.
 
     Args:
       topology: the graph.
-      step: any number; the rounds repeat.
+      step: the number of the step; rounds repeat.
 
     Returns:
       `W [w, w]` in float64: one step of gossip is `x <- W x`.
@@ -67,54 +74,61 @@ def matrix(topology: Topology, step: int = 0) -> Float[np.ndarray, "w w"]:
     return _matrix_of(topology.rounds[topology.order[step % len(topology.order)]])
 
 
-def _matrix_of(one: Round) -> np.ndarray:
-    out = np.diag(np.array(one.self_weights, float))
-    for message in one.messages:
+def _matrix_of(round: Round) -> np.ndarray:
+    out = np.diag(np.array(round.self_weights, float))
+    for message in round.messages:
         for source, destination in message.pairs:
             out[destination, source] += message.weights[destination]
     return out
 
 
 def matrices(topology: Topology) -> list[np.ndarray]:
-    """Those of all different rounds."""
-    return [_matrix_of(one) for one in topology.rounds]
+    """The mixing matrices of all different rounds."""
+    return [_matrix_of(round) for round in topology.rounds]
 
 
-def in_turn(name: str, workers: int, rounds: Sequence[Round]) -> Topology:
-    """The rounds one after the other; equal ones are kept once."""
+def cycle_rounds(name: str, workers: int, rounds: Sequence[Round]) -> Topology:
+    """Returns the topology that goes through the rounds one after the other; equal rounds are kept once."""
     different = tuple(dict.fromkeys(rounds))
-    return Topology(name, workers, different, tuple(different.index(one) for one in rounds))
+    return Topology(name, workers, different, tuple(different.index(round) for round in rounds))
 
 
-def check_workers(workers: int, least: int = 1) -> None:
-    """Raises unless it is a number of workers."""
-    if workers < least:
-        raise ValueError(f"workers must be at least {least}, got {workers}")
+def check_workers(workers: int, smallest: int = 1) -> None:
+    """Checks that there are enough workers."""
+    if workers < smallest:
+        raise ValueError(f"workers must be at least {smallest}, got {workers}")
 
 
-def shifts(workers: int, moves: Sequence[Sequence[int]]) -> Round:
-    """Everybody sends along each permutation, `moves[k][i]` being where `i` sends; all weights are equal."""
+def check_rounds(rounds: int) -> None:
+    """Checks that at least one round is drawn."""
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+
+
+def permutation_round(workers: int, moves: Sequence[Sequence[int]]) -> Round:
+    """The round in which worker `i` sends to `moves[k][i]` for every `k`, with equal weights."""
     different = [move for move in dict.fromkeys(map(tuple, moves)) if move != tuple(range(workers))]
     weight = 1 / (len(different) + 1)
-    return Round(tuple(Message(tuple(enumerate(move)), (weight,) * workers) for move in different), (weight,) * workers)
+    messages = tuple(Permutation(tuple(enumerate(move)), (weight,) * workers) for move in different)
+    return Round(messages, (weight,) * workers)
 
 
 def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "custom") -> Topology:
-    """The graph of a mixing matrix of one's own, with the fewest messages that carry it.
+    """The graph of any mixing matrix, with the fewest messages.
 
-    Arcs are colored so that no worker sends two messages of a color or gets two: as many colors as the worker with
-    most neighbors has, which is the least there can be.
+    Arcs are colored so that no worker sends or receives two messages of a color. The number of colors is the largest
+    number of neighbors of a worker, which is the minimum.
 
     Args:
-      weights: `[w, w]`; entry `[i, j]` is what worker `i` gives to the model of `j`. Rows must sum to 1 (averaging) or
-        columns (push-sum, for `sgp`); both for all methods but `sgp`.
+      weights: `[w, w]`; entry `[i, j]` is the weight that worker `i` gives to the model of `j`. Rows must sum to 1
+        (averaging) or columns (push-sum, for `sgp`); both for all methods except `sgp`.
       name: for messages and plots.
 
     Returns:
       A static topology.
 
     Raises:
-      ValueError: it is not square, not finite, or neither rows nor columns sum to 1.
+      ValueError: `weights` is not square or not finite, or neither rows nor columns sum to 1.
 
     Example:
       >>> import numpy as np
@@ -127,6 +141,7 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
       Kőnig, "Über Graphen und ihre Anwendung auf Determinantentheorie und Mengenlehre", 1916 (the coloring).
     """
     weights = np.asarray(weights, float)
+    # Checks: a finite square matrix, stochastic in at least one direction.
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or not weights.size:
         raise ValueError(f"the mixing matrix must be square, got shape {weights.shape}")
     if not np.isfinite(weights).all():
@@ -141,26 +156,26 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
     arcs = [(j, i) for i in range(count) for j in range(count) if i != j and weights[i, j]]
     messages = []
     for pairs in color_arcs(arcs):
-        given = np.zeros(count)
+        received = np.zeros(count)
         for source, destination in pairs:
-            given[destination] = weights[destination, source]
-        messages.append(Message(tuple(pairs), tuple(given.tolist())))
-    return in_turn(name, count, [Round(tuple(messages), tuple(np.diag(weights).tolist()))])
+            received[destination] = weights[destination, source]
+        messages.append(Permutation(tuple(pairs), tuple(received.tolist())))
+    return cycle_rounds(name, count, [Round(tuple(messages), tuple(np.diag(weights).tolist()))])
 
 
-def from_edges(workers: int, edges: Sequence[tuple[int, int]], *, name: str = "custom") -> Topology:
+def from_edges(workers: int, edges: Sequence[Edge], *, name: str = "custom") -> Topology:
     """Any undirected graph, with Metropolis weights: `W_ij = 1 / (1 + max(d_i, d_j))` for degrees `d`.
 
     Args:
       workers: their number `W`.
-      edges: the pairs that talk, in either direction.
+      edges: the pairs of neighbors, in either direction.
       name: for messages and plots.
 
     Returns:
       A static topology whose matrix is symmetric and doubly stochastic.
 
     Raises:
-      ValueError: an edge names a worker that there is not, or joins one with itself.
+      ValueError: an edge names a worker that does not exist, or joins a worker with itself.
 
     Example:
       >>> from jaxdist import topology
@@ -171,34 +186,29 @@ def from_edges(workers: int, edges: Sequence[tuple[int, int]], *, name: str = "c
       Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", 2007 (Metropolis weights).
     """
     check_workers(workers)
-    joined = unique_edges(workers, edges)
-    degrees = np.bincount(np.array(joined, int).reshape(-1), minlength=workers)
-    weights = {(i, j): 1 / (1 + max(degrees[i], degrees[j])) for i, j in joined}
-    return from_matchings(name, workers, [(pairs, weights) for pairs in color_edges(joined)])
+    edges = unique_edges(workers, edges)
+    degrees = np.bincount(np.array(edges, int).reshape(-1), minlength=workers)
+    weights = {(i, j): 1 / (1 + max(degrees[i], degrees[j])) for i, j in edges}
+    matchings = [(matching, weights) for matching in color_edges(edges)]
+    return cycle_rounds(name, workers, [matching_round(workers, matchings)])
 
 
-def from_matchings(
-    name: str, workers: int, matchings: Sequence[tuple[Sequence[tuple[int, int]], dict[tuple[int, int], float]]]
-) -> Topology:
-    """A static topology of matchings with a weight for each edge."""
-    return in_turn(name, workers, [matched(workers, matchings)])
-
-
-def matched(workers: int, matchings: Sequence[tuple[Sequence[tuple[int, int]], dict[tuple[int, int], float]]]) -> Round:
-    """One round: each matching is a message in which both ends of an edge send."""
-    messages, left = [], np.ones(workers)
+def matching_round(workers: int, matchings: Sequence[tuple[Sequence[Edge], dict[Edge, float]]]) -> Round:
+    """The round of some matchings with a weight for each edge: both ends of an edge send to each other."""
+    messages, self_weights = [], np.ones(workers)
     for edges, weights in matchings:
-        given = np.zeros(workers)
+        received = np.zeros(workers)
         for i, j in edges:
-            given[[i, j]] = weights[i, j]
-        left -= given
+            received[[i, j]] = weights[i, j]
+        # Rows sum to 1: each worker gives to its own model what remains.
+        self_weights -= received
         pairs = sorted([(i, j) for i, j in edges] + [(j, i) for i, j in edges])
-        messages.append(Message(tuple(pairs), tuple(given.tolist())))
-    return Round(tuple(messages), tuple(left.tolist()))
+        messages.append(Permutation(tuple(pairs), tuple(received.tolist())))
+    return Round(tuple(messages), tuple(self_weights.tolist()))
 
 
-def unique_edges(workers: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Each once, the smaller number first."""
+def unique_edges(workers: int, edges: Sequence[Edge]) -> list[Edge]:
+    """Returns each edge once, with the smaller number first."""
     for i, j in edges:
         if not (0 <= i < workers and 0 <= j < workers) or i == j:
             raise ValueError(f"an edge joins two of the {workers} workers, numbered from 0, got {(i, j)}")

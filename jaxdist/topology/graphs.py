@@ -1,28 +1,28 @@
-"""Graphs that stay the same in every step."""
+"""Graphs that are the same in every step."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from .base import Topology, check_workers, from_edges, from_matrix, in_turn, shifts
+from .base import Topology, check_workers, cycle_rounds, from_edges, from_matrix, permutation_round
 
 
 def ring(workers: int, *, directed: bool = False) -> Topology:
-    """Everybody talks to the two next to it: `1/3` each; with `directed` only to the next: `1/2` each.
+    """Each worker averages with the two next to it: `1/3` each; with `directed` it sends to the next: `1/2` each.
 
     *Sent* in a step: 2 models (1 with `directed`, and with two workers), whatever `W`. It mixes slowly: the spectral
     gap falls as `1/W²`, .2 for 8 workers and .05 for 16.
 
     Args:
-      workers: their number `W`; 1 talks to nobody.
-      directed: send to the next one alone. Its matrix is not symmetric: not for `d2` and codes.
+      workers: their number `W`; a single worker has no neighbors.
+      directed: send only to the next one. The matrix is not symmetric: not for `d2` and compressed methods.
 
     Returns:
       A static topology; `λ_min` is `-1/3` for an even number of workers.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -30,15 +30,15 @@ def ring(workers: int, *, directed: bool = False) -> Topology:
       0.8047
 
     References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers)
     moves = [shift(workers, 1)] if directed else [shift(workers, 1), shift(workers, -1)]
-    return in_turn("directed ring" if directed else "ring", workers, [shifts(workers, moves)])
+    return cycle_rounds("directed ring" if directed else "ring", workers, [permutation_round(workers, moves)])
 
 
 def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
-    """A grid whose borders are joined: everybody talks to the next ones along each dimension.
+    """A grid whose borders are joined: each worker averages with the next ones along each dimension.
 
     *Sent* in a step: 2 models for each dimension (1 where it has two workers), 4 in the plane.
 
@@ -50,7 +50,7 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
       A static topology.
 
     Raises:
-      ValueError: `shape` does not hold the workers, or `W` has no factors to make a plane of.
+      ValueError: the product of `shape` is not `W`, or `W` is prime and `shape` is not given.
 
     Example:
       >>> from jaxdist import topology
@@ -58,7 +58,7 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
       0.6
 
     References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers, 4)
     if shape is None:
@@ -69,16 +69,16 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
     sides = tuple(shape)
     if math.prod(sides) != workers or min(sides) < 2 or len(sides) < 2:
         raise ValueError(
-            f"the shape of a torus of {workers} workers has two sides or more, each at least 2, whose product is "
+            f"the shape of a torus of {workers} workers must have two sides or more, each at least 2, with the product "
             f"{workers}, got {sides}"
         )
     grid = np.arange(workers).reshape(sides)
     moves = [np.roll(grid, step, axis).reshape(-1).tolist() for axis in range(len(sides)) for step in (-1, 1)]
-    return in_turn("torus " + " x ".join(map(str, sides)), workers, [shifts(workers, moves)])
+    return cycle_rounds("torus " + " x ".join(map(str, sides)), workers, [permutation_round(workers, moves)])
 
 
 def hypercube(workers: int) -> Topology:
-    """Everybody talks to those whose number differs in one bit: `log2 W` neighbors.
+    """Each worker averages with those whose number differs in one bit: `log2 W` neighbors.
 
     *Sent* in a step: `log2 W` models. `ρ = (d-1)/(d+1)` for `d = log2 W`.
 
@@ -89,7 +89,7 @@ def hypercube(workers: int) -> Topology:
       A static topology.
 
     Raises:
-      ValueError: `W` is no power of two.
+      ValueError: `W` is not a power of two.
 
     Example:
       >>> from jaxdist import topology
@@ -98,21 +98,22 @@ def hypercube(workers: int) -> Topology:
 
     References:
       Nedić, Olshevsky, Rabbat, "Network Topology and Communication-Computation Tradeoffs in Decentralized
-      Optimization", arXiv 1709.08765, 2018.
+      Optimization", arXiv:1709.08765, 2018.
     """
     check_workers(workers)
     if workers & (workers - 1):
         raise ValueError(
-            f"a hypercube needs a power of two of workers, got {workers}: exponential({workers}) has as many neighbors"
+            f"a hypercube needs a power of two of workers, got {workers}: use exponential({workers}), with the same "
+            "number of neighbors"
         )
     moves = [[i ^ (1 << bit) for i in range(workers)] for bit in range(workers.bit_length() - 1)]
-    return in_turn("hypercube", workers, [shifts(workers, moves)])
+    return cycle_rounds("hypercube", workers, [permutation_round(workers, moves)])
 
 
 def complete(workers: int) -> Topology:
-    """Everybody talks to everybody: one step is the mean. `gossip` then runs a single all-reduce.
+    """Each worker averages with all others: one step is the mean. `gossip` then runs a single all-reduce.
 
-    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a message of its own.
+    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a separate message.
 
     Args:
       workers: their number `W`.
@@ -121,7 +122,7 @@ def complete(workers: int) -> Topology:
       A static topology, `ρ = 0`.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -129,17 +130,19 @@ def complete(workers: int) -> Topology:
       0.0
 
     References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers)
-    return in_turn("complete", workers, [shifts(workers, [shift(workers, step) for step in range(1, workers)])])
+    return cycle_rounds(
+        "complete", workers, [permutation_round(workers, [shift(workers, step) for step in range(1, workers)])]
+    )
 
 
 def exponential(workers: int) -> Topology:
-    """Everybody sends to those 1, 2, 4, 8, ... places ahead.
+    """Each worker sends to those 1, 2, 4, 8, ... places ahead.
 
     *Sent* in a step: `ceil(log2 W)` models. It mixes as well as a hypercube, for any number of workers; its matrix is
-    doubly stochastic but not symmetric: not for `d2` and codes.
+    doubly stochastic but not symmetric: not for `d2` and compressed methods.
 
     Args:
       workers: their number `W`.
@@ -148,7 +151,7 @@ def exponential(workers: int) -> Topology:
       A static topology.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -156,18 +159,20 @@ def exponential(workers: int) -> Topology:
       0.6
 
     References:
-      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv
-      2110.13363, 2021.
+      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+      arXiv:2110.13363, 2021.
     """
     check_workers(workers)
-    return in_turn("exponential", workers, [shifts(workers, [shift(workers, step) for step in powers(workers)])])
+    return cycle_rounds(
+        "exponential", workers, [permutation_round(workers, [shift(workers, step) for step in powers(workers)])]
+    )
 
 
 def star(workers: int) -> Topology:
-    """Worker 0 talks to all others, and they to nobody else (Metropolis weights).
+    """Worker 0 averages with all others, and each of them only with worker 0 (Metropolis weights).
 
-    *Sent* in a step: `W-1` models by worker 0, one by the others, one after the other: a tree of smaller degree is
-    nearly always better.
+    *Sent* in a step: `W-1` models by worker 0, one after the other, and one by each other worker: a tree of smaller
+    degree is nearly always better.
 
     Args:
       workers: their number `W`.
@@ -176,7 +181,7 @@ def star(workers: int) -> Topology:
       A static topology, `ρ = 1 - 1/W`.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -185,16 +190,16 @@ def star(workers: int) -> Topology:
 
     References:
       Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
-      Data", arXiv 2110.04175, 2021 (trees for relaying).
+      Data", arXiv:2110.04175, 2021 (trees for relaying).
     """
     check_workers(workers)
     return from_edges(workers, [(0, i) for i in range(1, workers)], name="star")
 
 
 def path(workers: int) -> Topology:
-    """A ring with one link left out (Metropolis weights): the tree of least degree, for `relay_sgd`.
+    """A ring with one link left out (Metropolis weights): the tree of smallest degree, for `relay_sgd`.
 
-    *Sent* in a step: 2 models, 1 at the ends. For gossip it is the slowest graph there is; for relaying the delay
+    *Sent* in a step: 2 models, 1 at the ends. For gossip it is the slowest connected graph; for relaying the delay
     between two workers is their distance, up to `W-1` steps.
 
     Args:
@@ -204,7 +209,7 @@ def path(workers: int) -> Topology:
       A static topology.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -212,14 +217,14 @@ def path(workers: int) -> Topology:
       0.9493
 
     References:
-      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv 2110.04175, 2021.
+      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021.
     """
     check_workers(workers)
     return from_edges(workers, [(i, i + 1) for i in range(workers - 1)], name="path")
 
 
 def binary_tree(workers: int) -> Topology:
-    """Worker `i` talks to `2i+1`, `2i+2` and its parent (Metropolis weights): for `relay_sgd`.
+    """Worker `i` averages with `2i+1`, `2i+2` and its parent (Metropolis weights): for `relay_sgd`.
 
     *Sent* in a step: up to 3 models. For relaying the delay between two workers is at most `2 log2 W` steps.
 
@@ -230,7 +235,7 @@ def binary_tree(workers: int) -> Topology:
       A static topology.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -238,17 +243,17 @@ def binary_tree(workers: int) -> Topology:
       3
 
     References:
-      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv 2110.04175, 2021.
+      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021.
     """
     check_workers(workers)
     return from_edges(workers, [((i - 1) // 2, i) for i in range(1, workers)], name="binary tree")
 
 
 def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digraph") -> Topology:
-    """Any directed graph, each worker cutting its model into equal shares for itself and those it sends to.
+    """Any directed graph; each worker divides its model into equal shares for itself and its destinations.
 
-    The matrix is column-stochastic, and the mean of all models is kept; only `sgp`, which weighs what has arrived,
-    turns that into an average.
+    The matrix is column-stochastic, so the mean of all models is kept; `sgp` weighs the models that arrive, and is the
+    only method that turns them into an average.
 
     Args:
       workers: their number `W`.
@@ -259,7 +264,7 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
       A static topology.
 
     Raises:
-      ValueError: an arc names a worker that there is not, or joins one with itself.
+      ValueError: an arc names a worker that does not exist, or joins a worker with itself.
 
     Example:
       >>> from jaxdist import topology
@@ -267,14 +272,14 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
       [0.33, 0.5, 0.5]
 
     References:
-      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv 1811.10792, 2019.
+      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
     """
     check_workers(workers)
     weights = np.eye(workers)
     for source, destination in arcs:
         if not (0 <= source < workers and 0 <= destination < workers) or source == destination:
             raise ValueError(
-                f"an arc leads from one of the {workers} workers, numbered from 0, to another, got "
+                f"an arc must lead from one of the {workers} workers, numbered from 0, to another, got "
                 f"{(source, destination)}"
             )
         weights[destination, source] = 1
@@ -282,10 +287,10 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
 
 
 def shift(workers: int, step: int) -> list[int]:
-    """Where each sends who sends so many places ahead."""
+    """The destination of each worker that sends `step` places ahead."""
     return [(i + step) % workers for i in range(workers)]
 
 
 def powers(workers: int) -> list[int]:
-    """1, 2, 4, ... below `W`. In integers: logarithms of floats lose some."""
+    """1, 2, 4, ... below `W`. In integers, since rounded logarithms would miss some."""
     return [1 << bit for bit in range((workers - 1).bit_length())]

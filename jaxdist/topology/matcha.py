@@ -1,22 +1,21 @@
-"""MATCHA: the matchings of a graph, each switched on so often that the whole mixes best for the messages it costs."""
+"""MATCHA: random matchings of a graph, with the probabilities that mix best for the bytes sent."""
 
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from .base import Round, Topology, in_turn, matched, matrix
+from .base import Round, Topology, check_rounds, cycle_rounds, matching_round, matrix
 from .coloring import color_edges
-from .varying import check_rounds
 
 
 class Matchings(NamedTuple):
-    """What `matcha` solves for.
+    """The solution of MATCHA's optimization.
 
     Attributes:
       edges: the matchings of the base graph.
-      probabilities: how often each is switched on.
-      alpha: the weight of an edge that is.
+      probabilities: of each to be active in a step.
+      alpha: the weight of an active edge.
     """
 
     edges: tuple[tuple[tuple[int, int], ...], ...]
@@ -25,21 +24,21 @@ class Matchings(NamedTuple):
 
 
 def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed: int = 0) -> Topology:
-    """Splits a graph into matchings and switches each on at random, those that the mixing depends on more often.
+    """Splits a graph into matchings and activates each at random, more often those that matter for mixing.
 
-    With the Laplacians `L_j` of the `M` matchings, on with probability `p_j` independently:
+    With the Laplacians `L_j` of the `M` matchings, each active with probability `p_j` independently (`B_j` is 1 or 0):
 
         W = I - α Σ_j B_j L_j;   p maximizes λ_2(Σ_j p_j L_j) with Σ_j p_j <= budget · M;
         α minimizes ‖E[W'W] - J‖, E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j), L = Σ_j p_j L_j
 
-    *Sent* in a step: `budget · M` models on average. The draws are made here, so all workers know them: in some steps
-    nobody sends.
+    *Sent* in a step: `budget · M` models on average. The draws are made here and are the same on all workers; in some
+    steps none sends.
 
     Args:
       base: a static undirected graph; its weights do not matter.
-      budget: the share of the matchings that is on, on average, in (0, 1].
-      rounds: how many steps are drawn; they repeat after that. Different ones are in the compiled program once each, at
-        most `2^M`.
+      budget: the mean share of active matchings, in (0, 1].
+      rounds: the number of steps that are drawn; they repeat after that. A compiled program contains each different one
+        once, at most `2^M`.
       seed: of the draw.
 
     Returns:
@@ -54,21 +53,23 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
       4
 
     References:
-      Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", arXiv
-      1905.09435, 2019.
+      Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
+      arXiv:1905.09435, 2019.
     """
     check_rounds(rounds)
     solved = matchings(base, budget=budget)
-    on = np.random.default_rng(seed).random((rounds, len(solved.edges))) < np.array(solved.probabilities)
-    return in_turn(f"MATCHA on {base.name}", base.workers, [_round(base.workers, solved, flags) for flags in on])
+    active = np.random.default_rng(seed).random((rounds, len(solved.edges))) < np.array(solved.probabilities)
+    return cycle_rounds(
+        f"MATCHA on {base.name}", base.workers, [_round(base.workers, solved, flags) for flags in active]
+    )
 
 
 def matchings(base: Topology, *, budget: float | int = 0.5) -> Matchings:
-    """The matchings of a graph, how often MATCHA has each of them on, and the weight of its edges.
+    """The matchings of a graph, the probability of each in MATCHA, and the weight of its edges.
 
     Args:
       base: a static undirected graph; its weights do not matter.
-      budget: the share of the matchings that is on, on average, in (0, 1].
+      budget: the mean share of active matchings, in (0, 1].
 
     Returns:
       Matchings, probabilities and weight.
@@ -82,23 +83,26 @@ def matchings(base: Topology, *, budget: float | int = 0.5) -> Matchings:
       0.5
 
     References:
-      Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", arXiv
-      1905.09435, 2019.
+      Wang, Sahu, Yang, Joshi, Kar, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
+      arXiv:1905.09435, 2019.
     """
     if not 0 < budget <= 1:
         raise ValueError(f"budget must be in (0, 1], got {budget}")
     if len(base.rounds) > 1:
-        raise ValueError(f"matcha needs a graph that stays the same, got {base.name}, which has {len(base.rounds)}")
-    joined = matrix(base) != 0
-    if (joined != joined.T).any():
-        raise ValueError(f"matcha needs an undirected graph, got {base.name}: both ends of an edge send")
-    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(joined, 1)))]
+        raise ValueError(
+            f"matcha needs a graph that stays the same, got {base.name}, which has {len(base.rounds)} rounds"
+        )
+    adjacent = matrix(base) != 0
+    if (adjacent != adjacent.T).any():
+        raise ValueError(f"matcha needs an undirected graph, got {base.name}: both ends of an edge must send")
+    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(adjacent, 1)))]
     groups = tuple(map(tuple, color_edges(edges)))
     if not groups:
         return Matchings((), (), 0.0)
     laplacians = np.array([_laplacian(base.workers, group) for group in groups])
+    # A graph is connected if the second eigenvalue of its Laplacian is positive.
     if np.linalg.eigvalsh(laplacians.sum(0))[1] < 1e-9:
-        raise ValueError(f"matcha needs a connected graph, got {base.name}: its parts would never agree")
+        raise ValueError(f"matcha needs a connected graph, got {base.name}: its components would never reach consensus")
     probabilities = _most_connected(laplacians, budget * len(groups))
     return Matchings(groups, tuple(probabilities.tolist()), _best_weight(laplacians, probabilities))
 
@@ -112,18 +116,19 @@ def _laplacian(workers: int, edges: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 
 def _most_connected(laplacians: np.ndarray, total: float) -> np.ndarray:
-    """`p` in [0, 1] with sum `total` that maximizes `λ_2(Σ p_j L_j)`, concave in `p`: ascent along supergradients."""
+    """`p` in [0, 1] with sum `total` that maximizes `λ_2(Σ p_j L_j)`."""
+    # The maximum of a concave function, by ascent along supergradients.
     p = np.full(len(laplacians), total / len(laplacians))
-    best, found = -1.0, p
+    best, best_p = -1.0, p
     for step in range(400):
         values, vectors = np.linalg.eigh(np.tensordot(p, laplacians, 1))
         if values[1] > best + 1e-12:
-            best, found = values[1], p
+            best, best_p = values[1], p
         # The eigenvalue is often multiple; the mean over its space has the symmetry of the graph.
         space = vectors[:, 1:][:, values[1:] < values[1] + 1e-6]
         gradient = np.einsum("ik,jil,lk->j", space, laplacians, space) / space.shape[1]
         p = _to_simplex(p + 0.3 / np.sqrt(step + 1) * gradient, total)
-    return found
+    return best_p
 
 
 def _to_simplex(p: np.ndarray, total: float) -> np.ndarray:
@@ -135,7 +140,7 @@ def _to_simplex(p: np.ndarray, total: float) -> np.ndarray:
     return np.clip(p - high, 0, 1)
 
 
-def expected_square(
+def second_moment(
     laplacians: Float[np.ndarray, "m w w"], probabilities: Float[np.ndarray, " m"], alpha: float
 ) -> np.ndarray:
     """`E[W'W]`, in closed form."""
@@ -145,19 +150,20 @@ def expected_square(
 
 
 def _best_weight(laplacians: np.ndarray, probabilities: np.ndarray) -> float:
-    """The `α` that mixes best: its criterion is convex, so golden section finds it."""
-    centre = np.full(laplacians.shape[1:], 1 / laplacians.shape[1])
+    """The `α` that mixes best, by golden section, since the criterion is convex."""
+    mean_matrix = np.full(laplacians.shape[1:], 1 / laplacians.shape[1])
 
-    def left(alpha: float) -> float:
-        return np.linalg.eigvalsh(expected_square(laplacians, probabilities, alpha) - centre)[-1]
+    def error(alpha: float) -> float:
+        # ‖E[W'W] - J‖
+        return np.linalg.eigvalsh(second_moment(laplacians, probabilities, alpha) - mean_matrix)[-1]
 
     low, high, golden = 0.0, 2.0, (5**0.5 - 1) / 2
     for _ in range(60):
         first, second = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, second) if left(first) < left(second) else (first, high)
+        low, high = (low, second) if error(first) < error(second) else (first, high)
     return (low + high) / 2
 
 
 def _round(workers: int, solved: Matchings, flags: np.ndarray) -> Round:
-    on = [(edges, dict.fromkeys(edges, solved.alpha)) for edges, flag in zip(solved.edges, flags) if flag]
-    return matched(workers, on)
+    active = [(edges, dict.fromkeys(edges, solved.alpha)) for edges, flag in zip(solved.edges, flags) if flag]
+    return matching_round(workers, active)

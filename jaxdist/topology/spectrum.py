@@ -1,17 +1,18 @@
-"""How fast a graph mixes."""
+"""The spectrum of mixing matrices: how fast a graph mixes, and the properties that methods need."""
 
 import numpy as np
 
 from .base import TOLERANCE, Topology, matrices, matrix
 
+# Products of mixing matrices below this are rounding errors of zero.
 ROUNDING = 1e-13
 
 
 def mixing_rate(topology: Topology) -> float:
-    """`ρ`: the consensus error shrinks by this factor in a step, on average over one turn of the rounds.
+    """`ρ`: the factor by which the consensus error shrinks in a step, on average over one cycle of the rounds.
 
     For one matrix `‖W - J‖_2`, `J` the matrix of the mean; for several `‖Π_t W_t - J‖_2^(1/T)`. 0: exact after one
-    turn; 1: never. Of a matrix that is only column-stochastic (push-sum), the second largest eigenvalue.
+    cycle; 1: no consensus. For a matrix that is only column-stochastic (push-sum), the second largest eigenvalue.
 
     Args:
       topology: the graph.
@@ -27,30 +28,32 @@ def mixing_rate(topology: Topology) -> float:
     References:
       Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
-    workers, turn = topology.workers, len(topology.order)
+    workers, cycle = topology.workers, len(topology.order)
     if workers == 1:
         return 0.0
     if not is_doubly_stochastic(topology):
-        product = np.linalg.multi_dot([np.eye(workers), *(matrix(topology, t) for t in reversed(range(turn)))])
-        return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2] ** (1 / turn))
-    centre, left, logarithm = np.full((workers, workers), 1 / workers), np.eye(workers), 0.0
-    different = [one - centre for one in matrices(topology)]
-    for which in topology.order:  # (W - J)(V - J) = WV - J; scaled on the way, since the product underflows
-        left = different[which] @ left
-        norm = np.linalg.norm(left, 2)
+        product = np.linalg.multi_dot([np.eye(workers), *(matrix(topology, t) for t in reversed(range(cycle)))])
+        return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2] ** (1 / cycle))
+    mean_matrix = np.full((workers, workers), 1 / workers)
+    deviations = [weights - mean_matrix for weights in matrices(topology)]
+    # (W - J)(V - J) = WV - J. Normalized after each factor, since the product underflows.
+    product, logarithm = np.eye(workers), 0.0
+    for i in topology.order:
+        product = deviations[i] @ product
+        norm = np.linalg.norm(product, 2)
         if norm < ROUNDING:
             return 0.0
-        left, logarithm = left / norm, logarithm + np.log(norm)
-    return float(np.exp(logarithm / turn))
+        product, logarithm = product / norm, logarithm + np.log(norm)
+    return float(np.exp(logarithm / cycle))
 
 
 def expected_mixing_rate(topology: Topology) -> float:
-    """`√λ_max(E[W'W] - J)`: the factor on the consensus error if each step draws a round, at most.
+    """`√λ_max(E[W'W] - J)`: an upper bound of the factor on the consensus error if each step draws a round.
 
-    That is how papers state the rate of random graphs. For a single matrix it is `mixing_rate`.
+    Papers state the rate of random graphs in this form. For a single matrix it is `mixing_rate`.
 
     Args:
-      topology: the graph; its rounds stand for the draws.
+      topology: the graph; each of its rounds is a draw.
 
     Returns:
       A number in [0, 1].
@@ -64,14 +67,14 @@ def expected_mixing_rate(topology: Topology) -> float:
       Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
     """
     different = matrices(topology)
-    squares = np.array([one.T @ one for one in different])
+    squares = np.array([weights.T @ weights for weights in different])
     counts = np.bincount(topology.order, minlength=len(different)) / len(topology.order)
-    centre = np.full(squares.shape[1:], 1 / topology.workers)
-    return float(np.sqrt(max(np.linalg.eigvalsh(np.tensordot(counts, squares, 1) - centre)[-1], 0.0)))
+    mean_matrix = np.full(squares.shape[1:], 1 / topology.workers)
+    return float(np.sqrt(max(np.linalg.eigvalsh(np.tensordot(counts, squares, 1) - mean_matrix)[-1], 0.0)))
 
 
 def spectral_gap(topology: Topology) -> float:
-    """`1 - ρ`: 1 for the complete graph, near 0 for a long ring. The larger, the faster workers agree.
+    """`1 - ρ`: 1 for the complete graph, near 0 for a long ring. The larger, the faster workers reach consensus.
 
     Args:
       topology: the graph.
@@ -91,7 +94,7 @@ def spectral_gap(topology: Topology) -> float:
 
 
 def smallest_eigenvalue(topology: Topology) -> float:
-    """`λ_min`, over all rounds. `d2` needs more than `-1/3`.
+    """`λ_min`, the smallest eigenvalue over all rounds. `d2` needs more than `-1/3`.
 
     Args:
       topology: a graph with symmetric weights.
@@ -108,21 +111,23 @@ def smallest_eigenvalue(topology: Topology) -> float:
       -0.5
 
     References:
-      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv 1803.07068, 2018.
+      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018.
     """
     if not is_symmetric(topology):
-        raise ValueError(f"only symmetric weights have ordered eigenvalues: those of {topology.name} are not")
-    return float(min(np.linalg.eigvalsh(one)[0] for one in matrices(topology)))
+        raise ValueError(
+            f"only symmetric weights have ordered eigenvalues, and those of {topology.name} are not symmetric"
+        )
+    return float(min(np.linalg.eigvalsh(weights)[0] for weights in matrices(topology)))
 
 
 def is_symmetric(topology: Topology) -> bool:
-    """Whether what `i` gives to `j` is what `j` gives to `i`, in every round.
+    """Checks whether `W_ij = W_ji` in every round.
 
     Args:
       topology: the graph.
 
     Returns:
-      The answer.
+      True if all matrices are symmetric.
 
     Example:
       >>> from jaxdist import topology
@@ -130,19 +135,19 @@ def is_symmetric(topology: Topology) -> bool:
       (True, False)
 
     References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
-    return all(np.allclose(one, one.T, rtol=0, atol=TOLERANCE) for one in matrices(topology))
+    return all(np.allclose(weights, weights.T, rtol=0, atol=TOLERANCE) for weights in matrices(topology))
 
 
 def is_doubly_stochastic(topology: Topology) -> bool:
-    """Whether all rows and columns sum to 1 in every round: mixing then keeps the mean and ends in it.
+    """Checks whether rows and columns sum to 1 in every round, so that mixing keeps the mean and converges to it.
 
     Args:
       topology: the graph.
 
     Returns:
-      The answer.
+      True if all matrices are doubly stochastic.
 
     Example:
       >>> from jaxdist import topology
@@ -150,19 +155,20 @@ def is_doubly_stochastic(topology: Topology) -> bool:
       False
 
     References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056, 2017.
+      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
-    return all(np.allclose(one.sum(axis), 1, rtol=0, atol=TOLERANCE) for one in matrices(topology) for axis in (0, 1))
+    sums = [weights.sum(axis) for weights in matrices(topology) for axis in (0, 1)]
+    return all(np.allclose(x, 1, rtol=0, atol=TOLERANCE) for x in sums)
 
 
 def lazy(topology: Topology) -> Topology:
-    """`(I + W) / 2` in place of `W`: half as fast, and no eigenvalue below 0.
+    """`(I + W) / 2` in place of `W`: it mixes half as fast, and has no eigenvalue below 0.
 
     Args:
       topology: the graph.
 
     Returns:
-      The same messages with other weights.
+      A topology with the same messages and other weights.
 
     Example:
       >>> from jaxdist import topology
@@ -170,10 +176,10 @@ def lazy(topology: Topology) -> Topology:
       [0.667, 0.167, 0.0, 0.167]
 
     References:
-      Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv 1702.05122, 2019.
+      Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
     """
     rounds = []
-    for one in topology.rounds:
-        messages = tuple(m._replace(weights=tuple(w / 2 for w in m.weights)) for m in one.messages)
-        rounds.append(one._replace(messages=messages, self_weights=tuple((1 + w) / 2 for w in one.self_weights)))
+    for round in topology.rounds:
+        messages = tuple(m._replace(weights=tuple(w / 2 for w in m.weights)) for m in round.messages)
+        rounds.append(round._replace(messages=messages, self_weights=tuple((1 + w) / 2 for w in round.self_weights)))
     return topology._replace(name=f"lazy {topology.name}", rounds=tuple(rounds))

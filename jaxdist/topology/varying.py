@@ -1,16 +1,16 @@
-"""Graphs that change from step to step: fewer messages each time, and a mean of them that mixes well."""
+"""Graphs that change from step to step: few messages in each, and fast mixing over several."""
 
 import numpy as np
 
-from .base import Topology, check_workers, in_turn, matched, shifts
+from .base import Topology, check_rounds, check_workers, cycle_rounds, matching_round, permutation_round
 from .graphs import powers, shift
 
 
 def one_peer_exponential(workers: int) -> Topology:
-    """In step `t` everybody sends to the one `2^(t mod d)` places ahead, `d = ceil(log2 W)`, and averages.
+    """In step `t` every worker sends to the one `2^(t mod d)` places ahead, `d = ceil(log2 W)`, and averages.
 
-    *Sent* in a step: one model. After `d` steps all models are equal to their mean, exactly, where `W` is a power of
-    two; for other numbers what is left shrinks by some factor each time (.22 for 6 workers, .21 for 12).
+    *Sent* in a step: one model. If `W` is a power of two, all models are equal to their mean, exactly, after `d` steps;
+    for other numbers the consensus error shrinks by some factor in `d` steps (.22 for 6 workers, .21 for 12).
 
     Args:
       workers: their number `W`.
@@ -19,7 +19,7 @@ def one_peer_exponential(workers: int) -> Topology:
       A topology of `d` rounds. It is directed and doubly stochastic.
 
     Raises:
-      ValueError: there are no workers.
+      ValueError: `workers` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -27,20 +27,22 @@ def one_peer_exponential(workers: int) -> Topology:
       [(0, 1), (0, 2), (0, 4)]
 
     References:
-      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv
-      2110.13363, 2021. Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv
-      1811.10792, 2019.
+      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+      arXiv:2110.13363, 2021. Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning",
+      arXiv:1811.10792, 2019.
     """
     check_workers(workers)
     steps = powers(workers) or [0]
-    return in_turn("one-peer exponential", workers, [shifts(workers, [shift(workers, step)]) for step in steps])
+    return cycle_rounds(
+        "one-peer exponential", workers, [permutation_round(workers, [shift(workers, step)]) for step in steps]
+    )
 
 
 def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topology:
-    """In each step the workers meet in pairs, drawn anew, and both take the average.
+    """In each step the workers average in pairs, drawn at random.
 
-    *Sent* in a step: one model. The expected square of the consensus error falls to `½(1 - 1/(W-1))` of it, whatever
-    `W`, and with an odd number, of whom one stays out, to a little more.
+    *Sent* in a step: one model. The expected square of the consensus error shrinks by `½(1 - 1/(W-1))`, or by a little
+    less with an odd number of workers, of which one is left out.
 
     Args:
       workers: their number `W`.
@@ -51,7 +53,7 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
       A topology of `rounds` rounds, symmetric.
 
     Raises:
-      ValueError: there are no workers, or no rounds.
+      ValueError: `workers` or `rounds` is below 1.
 
     Example:
       >>> from jaxdist import topology
@@ -64,32 +66,32 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     check_workers(workers)
     check_rounds(rounds)
     rng = np.random.default_rng(seed)
-    drawn = []
+    drawn_rounds = []
     for _ in range(rounds):
         seats = rng.permutation(workers).tolist()
         edges = sorted((min(pair), max(pair)) for pair in zip(seats[::2], seats[1::2], strict=False))
-        drawn.append(matched(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
-    return in_turn("random matchings", workers, drawn)
+        drawn_rounds.append(matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
+    return cycle_rounds("random matchings", workers, drawn_rounds)
 
 
 def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
     """A ring whose workers change places in every step.
 
-    *Sent* in a step: two models, as in a ring. It mixes as a graph of far more neighbors: the consensus error falls
-    to .49 of it in each step for 8 workers, .54 for 16 and .56 for 32, where the ring at rest has .80, .95 and .99.
+    *Sent* in a step: two models, as in a ring. It mixes as a graph with far more neighbors: the consensus error shrinks
+    by .49 in each step for 8 workers, .54 for 16 and .56 for 32; for the fixed ring by .80, .95 and .99.
 
     Args:
       workers: their number `W`.
       rounds: how many orders are drawn; they repeat after that. Each is in the compiled program once.
       seed: of the draw.
-      halves: even workers change places with even ones alone, and odd ones with odd ones: all rounds together are
-        bipartite then, as `asynchronous.rules.ad_psgd` needs them. It mixes a little more slowly.
+      halves: even workers change places only with even ones, and odd ones with odd ones: then all rounds together are
+        bipartite, as `asynchronous.rules.ad_psgd` needs them. It mixes a little more slowly.
 
     Returns:
       A topology of `rounds` rounds, symmetric.
 
     Raises:
-      ValueError: there are no workers, or no rounds; `halves` with an odd number of workers.
+      ValueError: `workers` or `rounds` is below 1; `halves` with an odd number of workers.
 
     Example:
       >>> from jaxdist import topology
@@ -104,24 +106,26 @@ def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bo
     if halves and workers % 2:
         raise ValueError(f"a ring of two halves needs an even number of workers, got {workers}")
     rng = np.random.default_rng(seed)
-    drawn = []
+    drawn_rounds = []
     for _ in range(rounds):
         seats = rng.permutation(workers)
         if halves:
+            # Even and odd workers alternate along the ring.
             seats = np.stack([seats[seats % 2 == 0], seats[seats % 2 == 1]], axis=1).reshape(-1)
         moves = []
         for step in (1, -1):
+            # The worker in one seat sends to the worker in the next.
             move = np.empty(workers, int)
             move[seats] = np.roll(seats, -step)
             moves.append(move.tolist())
-        drawn.append(shifts(workers, moves))
-    return in_turn("relabelled ring", workers, drawn)
+        drawn_rounds.append(permutation_round(workers, moves))
+    return cycle_rounds("relabelled ring", workers, drawn_rounds)
 
 
 def shift_one(workers: int) -> Topology:
-    """The first half of the workers meets the second, moved by one place in each step; both take the average.
+    """Each worker of the first half averages with one of the second half, which shifts by one place in each step.
 
-    In step `s` worker `r < W/2` meets `W/2 + (s + r) mod W/2`.
+    In step `s` worker `r < W/2` averages with `W/2 + (s + r) mod W/2`.
 
     *Sent* in a step: one model.
 
@@ -140,7 +144,7 @@ def shift_one(workers: int) -> Topology:
       ((0, 3), (1, 2), (2, 1), (3, 0))
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     check_workers(workers)
     half = workers // 2
@@ -148,14 +152,8 @@ def shift_one(workers: int) -> Topology:
         raise ValueError(
             f"shift_one needs an even number of workers, got {workers}: random_matchings works with any number"
         )
-    drawn = []
+    matching_rounds = []
     for step in range(max(half, 1)):
         edges = [(r, half + (step + r) % half) for r in range(half)]
-        drawn.append(matched(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
-    return in_turn("shift one", workers, drawn)
-
-
-def check_rounds(rounds: int) -> None:
-    """Raises unless something is drawn."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+        matching_rounds.append(matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
+    return cycle_rounds("shift one", workers, matching_rounds)

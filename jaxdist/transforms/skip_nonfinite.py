@@ -1,5 +1,6 @@
 """A step that would leave NaN or Inf anywhere does not happen, on any worker."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from .._core.dtypes import working_dtype
 from .._core.errors import Portable
@@ -163,6 +165,29 @@ def check_skips(state: State) -> int:
             if left < 0:
                 raise TooManySkips(consecutive)
     return left
+
+
+def with_skip_checks(run: Any) -> Any:
+    """Wraps a compiled step to raise `TooManySkips` before a call whose state has skipped too many steps.
+
+    A check waits for the previous step, so it is made only when the limit may have been reached: in every
+    `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
+    """
+    calls_to_wait = 0
+
+    @functools.wraps(run)
+    def run_with_checks(state, batch, **static):
+        nonlocal calls_to_wait
+        if calls_to_wait:
+            calls_to_wait -= 1
+        elif not any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+            calls_to_wait = check_skips(state)
+        return run(state, batch, **static)
+
+    # Callers expect the attributes of a compiled function.
+    for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
+        setattr(run_with_checks, name, getattr(run, name))
+    return run_with_checks
 
 
 def _here(counts: PyTree) -> list[np.ndarray]:
