@@ -16,7 +16,8 @@ from typing import Any
 
 import optax
 
-from jaxdist._cli.spellings import parse, replayed
+from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import Rule, durations, links, replay, rules
 
 SGD = optax.sgd(0.02)
@@ -42,7 +43,7 @@ def timing(name: str, rule: Rule, workers: int, gradients: int) -> dict[str, Any
 
 def real(name: str, rule: Rule, workers: int, each: int, batch: int) -> dict[str, Any]:
     """A run in which every worker computes about `each` gradients, from compiling to the last evaluation."""
-    task = replayed.task(parse.parse_workload("digits", "convnet:8"), batch=batch, seed=0, workers=workers)
+    task = asynchronous.make_task(parse.parse_workload("digits", "convnet:8"), batch=batch, seed=0, workers=workers)
     began = time.perf_counter()
     run = replay.run(rule, task, durations=LAW, workers=workers, gradients=workers * each, evaluate_every=each / 20)
     seconds = time.perf_counter() - began

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from jaxdist._cli.models.digits import Digits, splits
-from jaxdist._cli.spellings import parse, replayed
+from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.asynchronous.durations import constant
 
@@ -31,7 +32,7 @@ WORKERS, FACTOR, TARGET, PERSIST = 3, 5.0, 0.5, 2
 
 
 def made(name: str, rate: float) -> Any:
-    return replayed.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
+    return rules.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
 
 
 def best_rate(name: str, task: replay.Task) -> float:
@@ -133,7 +134,7 @@ def main() -> None:
     given = parser.parse_args()
     workload = parse.parse_workload("digits", given.model)
     sizes = {"batch": given.batch, "workers": WORKERS}
-    *tasks, other = [replayed.task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
+    *tasks, other = [asynchronous.make_task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
     file = given.out / "processes.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     found["settings"] = {"model": given.model, "factor": FACTOR, "target": TARGET, "cores": os.cpu_count()} | sizes

@@ -32,7 +32,8 @@ import optax
 
 from jaxdist._cli.models.digits import Digits, splits
 from jaxdist._cli.models.partition import dirichlet_partition
-from jaxdist._cli.spellings import parse, replayed
+from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import Rule, durations, links, replay
 
 BATCH, GRADIENT, SPREAD, FACTOR = 16, 5e-3, 0.2, 6
@@ -111,7 +112,7 @@ def problem_of(workers: int, skew: float | None, size: int = BATCH) -> Problem:
 def network(workers: int, size: int) -> Problem:
     """A convolutional net on all digits."""
     workload = parse.parse_workload("digits", "convnet:8")
-    plain = replayed.task(workload, batch=size, seed=0, workers=workers)
+    plain = asynchronous.make_task(workload, batch=size, seed=0, workers=workers)
     _, held = splits()
     accuracy = jax.jit(lambda model: workload.metrics(model, held)["accuracy"])
     return Problem(beside_a_rate(plain), workload.init, accuracy, lambda model: math.nan)
@@ -206,7 +207,7 @@ def run(name: str, rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str
         if scene.skew is None and np.isfinite(to_target(result)):
             break
     reached, gradients = to_target(result), result.trace.gradients
-    staleness = replayed.staleness(name, result.trace)
+    staleness = asynchronous.staleness(name, result.trace)
     counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
     size = BATCH // PIECES.get(rule.name, 1)
     problem, model = problem_of(scene.workers, scene.skew, size), result.params["model"]
@@ -232,7 +233,7 @@ def measure(name: str, scene_name: str, seeds: int) -> dict[str, Any]:
     """The best rate on the tuning seed, then the seeds that count."""
     scene = SCENES[scene_name]
     spelled = name.format(n=scene.workers, m=scene.workers * PIECES.get(name.partition(":")[0], 1))
-    rule = replayed.parse_rule(spelled, by_rate())
+    rule = rules.parse_rule(spelled, by_rate())
     rate, tuning = tuned(rule, scene)
     runs = [run(spelled, rule, scene, rate, seed) for seed in range(seeds)]
     curve = runs[0].pop("curve")

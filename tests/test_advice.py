@@ -15,6 +15,7 @@ from jaxdist import analysis
 from jaxdist._cli import advice
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits
+from jaxdist._cli.spellings import parse, rules
 from jaxdist._cli.training import train
 from jaxdist.analysis import codec_timing, cost
 from jaxdist.analysis.measured import fit
@@ -29,14 +30,14 @@ def workload():
 
 def predict(workload, names, link, workers=4):
     settings = {"optimizer": "adam:1e-3", "workers": workers, "batch_size": 4 * workers, "compute": COMPUTE}
-    return advice.predict(workload, names, link=advice.parse_link(link), **settings)
+    return advice.predict(workload, names, link=rules.parse_link(link), **settings)
 
 
 def test_bytes_are_those_of_the_compiled_step(workload):
     names = ("exact", "two_shot:int8", "local_sgd:H=5")
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     for name, found in zip(names, predict(workload, names, "1gbit"), strict=True):
-        method = advice.methods.parse_method(name, "adam:1e-3")
+        method = parse.parse_method(name, "adam:1e-3")
         run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=16)
         assert found.wire_bytes == pytest.approx(run.wire_bytes - 6)  # less the mean of the loss
 
@@ -149,11 +150,11 @@ def test_initialize_refuses(variables, message, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say --link"),
+        ([], "give one, as in --link"),
         (["--link", "fast"], "such as 100mbit,20ms"),
         (["--link", "1gbit", "--workers", "1"], "--workers must be at least 2"),
         (["--link", "1gbit", "--workers", "5"], "multiple of the 5 workers"),
-        (["--link", "1gbit", "--reducers", "demo:1e-3"], "communicates by itself"),
+        (["--link", "1gbit", "--reducers", "demo:1e-3"], "an optimizer that communicates"),
         (["--link", "1gbit", "--reducers", "gzip"], "gzip"),
     ],
 )
@@ -163,6 +164,6 @@ def test_advise_refuses(arguments, message, capsys):
 
 
 def test_never_and_always():
-    assert advice.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
+    assert rules.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
     twice = advice.Prediction("twice", 20.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     assert advice.recommend([twice._replace(name="exact", wire_bytes=10.0), twice._replace(step=2.0)]).name == "exact"

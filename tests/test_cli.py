@@ -15,7 +15,7 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.options import DEMO
-from jaxdist._cli.spellings import methods, parse, replayed, sync
+from jaxdist._cli.spellings import parse, rules, tables
 from jaxdist._cli.training import train
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
@@ -149,7 +149,7 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
         (["train", "--workload", "digits", "--text", "x"], "--text is for the workload 'text'"),
         (["train", "--text", "/no/such/file"], "no file or folder at /no/such/file"),
         (["train", "--devices", "3"], "the batch must be a positive multiple of the 3 workers, got 32"),
-        (["train", "--devices", "99"], "--devices 99: there are 8"),
+        (["train", "--devices", "99"], "--devices=99 requested, but only 8 devices"),
         (["train", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["compare", "--reducers"], "--reducers needs at least one name"),
         (["compare", "--reducers", "exact", "sing"], "unknown reducer 'sing'"),
@@ -187,7 +187,7 @@ def test_help_lists_the_reducers(command, capsys):
         cli.main([command, "--help"])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in parse.REDUCERS)
+    assert all(name in printed for name in tables.REDUCERS)
     assert "power_sgd:RANK" in printed
 
 
@@ -205,11 +205,11 @@ def test_every_spelling_makes_a_reducer(name):
     + ["qsgd:{[]}", "qsgd:\0", "qsgd:1" + "1" * 900],
 )
 def test_no_spelling_is_too_odd_for_a_short_message(text):
-    parsers = [parse.parse_reducer, parse.parse_code, parse.parse_optimizer, replayed.parse_durations]
-    parsers += [lambda text: methods.parse_method(text, "sgd:0.1"), lambda text: sync.parse_sync(text, "sgd:0.1")]
-    parsers += [lambda text: methods.parse_method("diloco:H=5", text), lambda text: parse.parse_workload("text", text)]
-    parsers += [lambda text: replayed.parse_rule(text, optax.sgd(0.1)), replayed.parse_links]
-    parsers += [lambda text: replayed.parse_factor("--slow", text), lambda text: parse.parse_optimizer("sgd:" + text)]
+    parsers = [parse.parse_reducer, parse.parse_code, parse.parse_optimizer, rules.parse_durations]
+    parsers += [lambda text: parse.parse_method(text, "sgd:0.1"), lambda text: parse.parse_sync(text, "sgd:0.1")]
+    parsers += [lambda text: parse.parse_method("diloco:H=5", text), lambda text: parse.parse_workload("text", text)]
+    parsers += [lambda text: rules.parse_rule(text, optax.sgd(0.1)), rules.parse_links]
+    parsers += [lambda text: rules.parse_factor("--slow", text), lambda text: parse.parse_optimizer("sgd:" + text)]
     for parser in parsers:
         with pytest.raises(ValueError, match=r".") as told:
             parser(text)
@@ -225,7 +225,7 @@ def test_a_hundred_thousand_colons_are_one_line(capsys):
 
 
 def test_any_optax_optimizer():
-    assert {"adamw", "sgd", "lion", "lamb", "adafactor"} <= set(parse.optimizers())
+    assert {"adamw", "sgd", "lion", "lamb", "adafactor"} <= set(parse.list_optimizers())
     transformation = parse.parse_optimizer("sgd:0.5,momentum=0.9")
     updates, _ = transformation.update({"w": np.ones(2)}, transformation.init({"w": np.ones(2)}))
     np.testing.assert_allclose(updates["w"], -0.5)

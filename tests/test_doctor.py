@@ -73,27 +73,27 @@ def test_doctor_says_why_jax_does_not_start(capsys, monkeypatch, error, told):
 
 
 def test_settings_are_shown():
-    found = {line.what: line for line in diagnosis.settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
+    found = {line.what: line for line in diagnosis.list_settings({"XLA_FLAGS": "--xla_dump_to=/x", "HOME": "/root"})}
     assert found["variables"].found == "XLA_FLAGS=--xla_dump_to=/x"
     assert found["compile cache"].verdict == "look"
 
 
 def test_the_allocator_is_told_of_where_it_gives_memory_back(monkeypatch):
     monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: True)
-    (line,) = diagnosis.allocator({"HOME": "/root"})
+    (line,) = diagnosis.check_allocator({"HOME": "/root"})
     assert line.verdict == "look"
     assert "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_ARENA_MAX=1" in line.advice
-    assert diagnosis.allocator(diagnosis.resources.KEEPING)[0].verdict == "good"
-    assert diagnosis.allocator({"MALLOC_ARENA_MAX": "2"}) == [("freed memory", "MALLOC_ARENA_MAX=2", "", "")]
+    assert diagnosis.check_allocator(diagnosis.resources.KEEPING)[0].verdict == "good"
+    assert diagnosis.check_allocator({"MALLOC_ARENA_MAX": "2"}) == [("freed memory", "MALLOC_ARENA_MAX=2", "", "")]
     monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: False)
-    assert diagnosis.allocator({}) == []
+    assert diagnosis.check_allocator({}) == []
 
 
 def test_what_only_concerns_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     jax.config.update("jax_compilation_cache_dir", "/cache")
     try:
-        problems = [line.found for line in diagnosis.devices()]
+        problems = [line.found for line in diagnosis.list_devices()]
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert any("30 s after another" in found for found in problems)

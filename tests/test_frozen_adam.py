@@ -106,8 +106,8 @@ def test_what_each_phase_sends():
 
 
 def test_the_command_line_counts_its_bytes(mesh):
-    method = parse.parse_method("one_bit_adam:1e-3,freeze_step=1", optax.sgd(0.1))
-    run = train.prepare(digits.digits_workload(4), *method, mesh=mesh, batch_size=8)
+    method = parse.parse_method("one_bit_adam:1e-3,freeze_step=1", "sgd:0.1")
+    run = train.prepare(digits.digits_workload(4), **method._asdict(), mesh=mesh, batch_size=8)
     found = [record.wire_bytes for record, _ in train.steps(run, 2)]
     assert found == [2 * 7 / 8 * 4 * run.parameters, 7 * 2 * (-(-run.parameters // 64) + 4)]
 

@@ -9,7 +9,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits, gpt, text
-from jaxdist._cli.spellings import methods
+from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import offloaded, train
 
 WORK = digits.digits_workload(8)
@@ -19,7 +19,7 @@ TINY = ["--workload", "digits", "--model", "convnet:8", "--batch", "8", "--optim
 
 def run(spelling, offload=None, workload=WORK):
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
-    method = methods.parse_method(spelling, OPTIMIZER)
+    method = parse.parse_method(spelling, OPTIMIZER)
     where = offloaded.parse_offload(offload)
     prepared = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8, offload=where)
     losses, state = [], prepared.state

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import main, planning
+from jaxdist._cli import planning
+from jaxdist._cli.main import main
 from jaxdist._cli.models import base as layering
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import PLAIN, Workload
-from jaxdist._cli.plotting import planned_plots
-from jaxdist._cli.spellings import methods, parse
+from jaxdist._cli.plotting import plans
+from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import offloaded, train
 from jaxdist.analysis import Span, base, cost
 
@@ -55,7 +56,7 @@ def test_a_gpt(four):
 
 @pytest.mark.parametrize("spelled", ["ef:power_sgd:2", "zero:3"])
 def test_it_is_the_step_that_train_runs(four, workload, spelled):
-    mesh, method = four(), methods.parse_method(spelled, "adam:1e-3")
+    mesh, method = four(), parse.parse_method(spelled, "adam:1e-3")
     found = planning.plan("own", workload, method, batch_size=8)
     run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8)
     assert found.wire_bytes == run.wire_bytes > 0
@@ -68,23 +69,25 @@ def test_it_is_the_step_that_train_runs(four, workload, spelled):
     assert found.fits
     assert {link.link for link in found.links} == {"network", "NVLink"}
     assert found.compute_seconds + found.exposed_seconds == pytest.approx(found.seconds)
-    assert found.exposed_seconds == pytest.approx(sum(kind.seconds for kind in found.kinds))  # nothing hides on CPU
+    assert found.exposed_seconds == pytest.approx(
+        sum(kind.seconds for kind in found.collectives)
+    )  # nothing hides on CPU
 
 
 def test_rounds_are_spread_over_their_steps(four, workload):
-    method = methods.parse_method("diloco:H=50", "adam:1e-3")
+    method = parse.parse_method("diloco:H=50", "adam:1e-3")
     found = planning.plan("own", workload, method, batch_size=4)
-    in_round = sum(kind.wire_bytes for kind in found.kinds)
+    in_round = sum(kind.wire_bytes for kind in found.collectives)
     assert in_round / 50 <= found.wire_bytes < in_round / 40
     # Between rounds only the mean of the loss is sent.
     loss = base.make_collective("all-reduce", [("float32", 4)], groups=((0, 1, 2, 3),), devices=4, where="")
     always = cost.seconds(cost.crossings(loss, cost.of_mesh("own", jd.make_mesh({"data": 1}))))
-    round_ = sum(kind.seconds for kind in found.kinds)
+    round_ = sum(kind.seconds for kind in found.collectives)
     assert found.exposed_seconds == pytest.approx(always + (round_ - always) / 50)
 
 
 def test_the_host_holds_what_was_offloaded(four, workload):
-    method = methods.parse_method("exact", "adam:1e-3")
+    method = parse.parse_method("exact", "adam:1e-3")
     found = planning.plan("own", workload, method, batch_size=4, offload=offloaded.parse_offload("host"))
     assert found.host_bytes["optimizer state"] == pytest.approx(2 * 4 * found.parameters, rel=0.01)
     assert found.device_bytes["parameters"] == 4 * found.parameters
@@ -102,15 +105,15 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     assert main(arguments) == 1
     said = capsys.readouterr().out
     assert "does not fit" in said
-    assert "--zero 1 cuts" in said
+    assert "--zero 1 shards" in said
 
 
 def test_a_program_that_the_compiler_refuses():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
     held = {"device": {"parameters": 2.0**30}, "pinned_host": {}}
     known = {"target": "v5e:2x2", "devices": 4, "chip": cost.CHIPS["v5e"], "parameters": 1}
-    method = methods.parse_method("exact", "adam:1e-3")
-    found = planning._refused(message, known, held, method, None, 1.0)
+    method = parse.parse_method("exact", "adam:1e-3")
+    found = planning._plan_refused(message, known, held, method, None, 1.0)
     assert not found.fits
     assert found.peak == 20.5 * 2**30
     assert found.device_bytes["temporaries"] == 19.5 * 2**30
@@ -123,10 +126,10 @@ def test_a_program_that_the_compiler_refuses():
         (["--target", "v9:3"], "unknown target 'v9:3'; there are v5e:16x16"),
         (["--target", "v5p:4x4"], "unknown target 'v5p:4x4'"),
         (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
-        (["--target", "v5e:2x2", "--model", "convnet:4"], "--model is gpt:SIZE"),
+        (["--target", "v5e:2x2", "--model", "convnet:4"], "--model must be gpt:SIZE"),
         (["--target", "v5e:2x2", "--zero", "3", "--reducer", "ef:power_sgd:4"], "which ef:power_sgd:4 has not: exact"),
         (["--target", "v5e:2x2", "--reducer", "nothing"], "unknown reducer 'nothing'; known: exact"),
-        (["--target", "h100:2x8", "--slices", "2"], "slices are of TPUs"),
+        (["--target", "h100:2x8", "--slices", "2"], "--slices is for TPUs"),
     ],
 )
 def test_what_cannot_work_is_one_line(capsys, arguments, said):
@@ -137,14 +140,14 @@ def test_what_cannot_work_is_one_line(capsys, arguments, said):
 
 
 def test_what_is_waited_for_is_what_no_computation_covers():
-    assert planned_plots._minus([(0.0, 10.0), (12.0, 13.0)], [(1.0, 2.0), (4.0, 5.0), (9.0, 12.5)]) == [
+    assert plans.subtract_intervals([(0.0, 10.0), (12.0, 13.0)], [(1.0, 2.0), (4.0, 5.0), (9.0, 12.5)]) == [
         (0.0, 1.0),
         (2.0, 4.0),
         (5.0, 9.0),
         (12.5, 13.0),
     ]
     spans = [Span("compute", "a", 0.0, 2.0), Span("compute", "b", 1.0, 3.0), Span("compute", "c", 4.0, 5.0)]
-    assert planned_plots._merged([(span.start, span.end) for span in spans]) == [(0.0, 3.0), (4.0, 5.0)]
+    assert plans.merge_intervals([(span.start, span.end) for span in spans]) == [(0.0, 3.0), (4.0, 5.0)]
 
 
 def test_many_layers_are_a_loop_with_the_same_loss(monkeypatch):

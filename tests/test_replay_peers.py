@@ -11,7 +11,8 @@ from reference import gossip as reference
 from reference import peers
 
 import jaxdist as jd
-from jaxdist._cli.spellings.replayed import parse_rule, staleness
+from jaxdist._cli.spellings.rules import parse_rule
+from jaxdist._cli.training.asynchronous import staleness
 from jaxdist.asynchronous import durations, links, replay, rules
 from jaxdist.asynchronous.rules.peers import neighbors
 

@@ -9,8 +9,9 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.models import digits
+from jaxdist._cli.plotting import losses
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import suite, train
+from jaxdist._cli.training import suites, train
 
 
 def _result(name, loss, wire_bytes, accuracy=0.5):
@@ -20,7 +21,9 @@ def _result(name, loss, wire_bytes, accuracy=0.5):
 
 def _spreads(rows):
     baseline = [_result("exact", 1.0, 100.0), _result("exact", 2.0, 100.0)]
-    return [suite.spread([_result(name, a, sent), _result(name, b, sent)], baseline) for name, a, b, sent in rows]
+    return [
+        suites.collect_seeds([_result(name, a, sent), _result(name, b, sent)], baseline) for name, a, b, sent in rows
+    ]
 
 
 def test_differences_are_taken_seed_by_seed():
@@ -40,20 +43,20 @@ def test_the_front_holds_what_nothing_beats_in_both():
             ("broken", np.nan, 1.0, 0.5),
         ]
     )
-    assert [one.name for one in suite.front(spreads)] == ["tiny", "good", "exact"]
+    assert [one.name for one in suites.pareto_front(spreads)] == ["tiny", "good", "exact"]
 
 
 def test_every_spelling_of_the_suite_can_be_built():
-    names = suite.reducers()
+    names = suites.list_reducers()
     assert names[0] == "exact"
     assert len(set(names)) == len(names)
     for name in names:
-        parse.parse_method(name, optax.sgd(0.1))
+        parse.parse_method(name, "sgd:0.1")
 
 
 def test_the_drawing_survives_a_reducer_that_fails(tmp_path):
     spreads = _spreads([("exact", 1.0, 1.0, 100.0), ("broken", np.nan, np.inf, 10.0), ("fair", 1.1, 1.3, 5.0)])
-    path = suite.draw(spreads, tmp_path / "pareto.png", title="three reducers", unit="nats")
+    path = losses.draw_seeds(spreads, tmp_path / "pareto.png", title="three reducers", unit="nats")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,14 +107,14 @@ def test_bytes_that_differ_from_step_to_step_are_counted(mesh):
 def test_collectives_around_a_code_can_be_spelled():
     assert parse.parse_reducer("ef:two_shot:sign").law == jd.reducers.Law.TELESCOPING
     assert parse.parse_code("top_k:0.1+qsgd:4").contraction is not None
-    with pytest.raises(ValueError, match=r"'power_sgd:4' is no code of one array, as qsgd:4 is"):
+    with pytest.raises(ValueError, match=r"'power_sgd:4' is not a code for one array, such as qsgd:4"):
         parse.parse_reducer("two_shot:power_sgd:4")
 
 
 def test_an_optimizer_that_communicates_takes_the_place_of_both(mesh):
-    method = parse.parse_method("dion:1e-2,rank=2", optax.sgd(0.1))
-    assert method[0] is None
-    run = train.prepare(digits.digits_workload(2), *method, mesh=mesh, batch_size=16)
+    method = parse.parse_method("dion:1e-2,rank=2", "sgd:0.1")
+    assert method.reducer is None
+    run = train.prepare(digits.digits_workload(2), **method._asdict(), mesh=mesh, batch_size=16)
     before = run.evaluate(run.state)["loss"]
     *_, (record, state) = train.steps(run, 8)
     assert run.evaluate(state)["loss"] < before

@@ -9,8 +9,9 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.models import digits
-from jaxdist._cli.spellings import methods, parse, sync
-from jaxdist._cli.training import sweep, train
+from jaxdist._cli.plotting import losses
+from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import suites, train
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
@@ -19,7 +20,7 @@ TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optim
 
 def _prepare(spelling, workers=2, **settings):
     mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
-    method = methods.parse_method(spelling, OPTIMIZER)
+    method = parse.parse_method(spelling, OPTIMIZER)
     return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
 
 
@@ -39,7 +40,7 @@ def trained(any_period):
     ("spelling", "message"),
     [
         ("dilco:H=50", r"unknown sync 'dilco:H=50'; known: local_sgd, post_local_sgd, slowmo, diloco"),
-        ("diloco", r"say how many steps lie between two rounds by name, as in diloco:H=50"),
+        ("diloco", r"give the number of steps between two rounds by name, as in diloco:H=50"),
         ("diloco:50", r"by name, as in diloco:H=50"),
         ("diloco:H=0", r"H must be a positive whole number, got 0"),
         ("diloco:H=many", r"H must be a positive whole number, got 'many'"),
@@ -52,15 +53,15 @@ def trained(any_period):
 )
 def test_spellings_that_cannot_work_say_why(spelling, message):
     with pytest.raises(ValueError, match=message):
-        sync.parse_sync(spelling, OPTIMIZER)
+        parse.parse_sync(spelling, OPTIMIZER)
 
 
 def test_every_cell_of_the_suite_can_be_built():
-    spelled = sweep.spellings(sweep.PERIODS)
+    spelled = suites.list_sweep(suites.PERIODS)
     assert spelled[0] == ("exact", 0, "exact")
     assert {method for method, _, _ in spelled} >= {"Local SGD", "SlowMo", "DiLoCo", "streaming DiLoCo"}
     for _, period, spelling in spelled:
-        assert (methods.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
+        assert (parse.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
 
 
 def test_bytes_are_sent_in_rounds_alone(any_period, trained):
@@ -118,7 +119,7 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
 
     def first():
         params = WORK.init(jax.random.key(0))
-        return train.TrainState(jd.PerWorker(params), methods.parse_method(name, OPTIMIZER).optimizer.init(params))
+        return train.TrainState(jd.PerWorker(params), parse.parse_method(name, OPTIMIZER).optimizer.init(params))
 
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     state = results.restore(tmp_path / "checkpoint", jd.init_state(first, mesh))
@@ -132,7 +133,7 @@ def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_compare_local_suite(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "METHODS", {key: sweep.METHODS[key] for key in ("exact", "Local SGD")})
+    monkeypatch.setattr(suites, "METHODS", {key: suites.METHODS[key] for key in ("exact", "Local SGD")})
     arguments = ["compare", "--suite", "local", *TINY, "--workers", "2", "--periods", "1", "2", "--seeds", "2"]
     assert cli.main([*arguments, "--steps", "8", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "local-2.png").read_bytes().startswith(b"\x89PNG")
@@ -151,7 +152,7 @@ def test_compare_local_suite(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--periods", "0"], "--periods needs positive numbers, got (0,)"),
-        (["--workers", "99"], "--workers 99: there are 8 devices"),
+        (["--workers", "99"], "--workers 99 requested, but only 8 devices"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
     ],
 )
@@ -165,18 +166,18 @@ def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
         found = results.Evaluation(4, 10.0, {"loss": loss})
         records = (train.Record(4, loss, 0.1, 10.0, 1.0, 10.0),)
         one = results.Result(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
-        return sweep.cell(method, period, [one], baseline, any_period)
+        return suites.collect_cell(method, period, [one], baseline, any_period)
 
     exact = cell("exact", 0, 1.0)
     cells = [exact, cell("DiLoCo", 8, np.nan, exact), cell("SlowMo", 8, 1.1, exact)]
     assert cells[2].spread.difference.tolist() == pytest.approx([0.1])
-    path = sweep.draw(cells, tmp_path / "local.png", title="three", unit="nats", counted="images")
+    path = losses.draw_periods(cells, tmp_path / "local.png", title="three", unit="nats", counted="images")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_evaluations_come_after_whole_rounds():
-    assert sweep.evaluate_every(768, (1, 8, 32, 128)) == 96
-    assert sweep.evaluate_every(100, (1, 128)) == 12
+    assert suites.evaluation_interval(768, (1, 8, 32, 128)) == 96
+    assert suites.evaluation_interval(100, (1, 128)) == 12
     assert parse.learning_rate("adamw:3e-4,b2=0.95") == 3e-4
-    assert methods.parse_method("f16", "adam:1e-3").sync_period is None
-    assert isinstance(methods.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)
+    assert parse.parse_method("f16", "adam:1e-3").sync_period is None
+    assert isinstance(parse.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import advice, layers
+from jaxdist._cli import layers
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import gpt
-from jaxdist._cli.spellings import parse
+from jaxdist._cli.spellings import parse, rules
 
 TINY = ["tune", "--model", "gpt:tiny,context=8,width=16,layers=3", "--batch", "8", "--workers", "4"]
 
@@ -100,9 +100,10 @@ def test_what_is_recommended_is_what_was_simulated(capsys, tmp_path, overhead):
     params = jax.eval_shape(workload.init, jax.random.key(0))
     costs = layers.layers_of(workload.loss, params, workload.batch(0, 0, 2))
     # The arguments that the expression has, and the bytes that the reducer sends.
-    options = eval(what, {"jd": SimpleNamespace(exact=lambda: {}, scheduled=lambda _, **options: options)})
+    reducers = SimpleNamespace(partitioned=lambda _, **options: options)
+    options = eval(what, {"jd": SimpleNamespace(exact=lambda: {}, reducers=reducers)})
     options = options or {"layers": [tuple(layer.name for layer in costs)]}
-    link = {"bandwidth": 62.5e6 / 1.5, "overhead": advice.parse_link(f"1gbit,{overhead}").latency, "latency": 3e-5}
+    link = {"bandwidth": 62.5e6 / 1.5, "overhead": rules.parse_link(f"1gbit,{overhead}").latency, "latency": 3e-5}
     profile = layers.profile_from_rate(costs, flops=1e9)
     played = layers.step_of(costs, profile, groups=options.pop("layers"), **options, **link)
     assert 1e3 * played.makespan == pytest.approx(promised, abs=0.006)
@@ -113,7 +114,8 @@ def test_what_is_recommended_is_what_was_simulated(capsys, tmp_path, overhead):
 def test_across_steps_the_promise_is_that_of_pipelined(capsys, tmp_path):
     times, said = tuned(capsys, tmp_path, **{"--overhead": "0us", "--latency": "0us"})
     promised, what = said["across steps"]
-    told = eval(what, {"jd": SimpleNamespace(pipelined=lambda *_, **options: options), "loss": None, "tx": None})
+    overlap = SimpleNamespace(pipelined=lambda *_, **options: options)
+    told = eval(what, {"jd": SimpleNamespace(overlap=overlap), "loss": None, "tx": None})
     assert promised == times[f"pipelined, first {told['defer']} layers deferred"] < said["inside a step"][0]
     assert told["layers"] == ("tokens", "positions", "block_0", "block_1", "block_2", "final_norm", "out")
 

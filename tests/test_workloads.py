@@ -7,7 +7,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import results
 from jaxdist._cli.models import digits, gpt, partition, text
-from jaxdist._cli.plotting import plots
+from jaxdist._cli.plotting import losses
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 
@@ -187,7 +187,7 @@ def test_batch_must_divide_among_workers(writing, mesh):
 def test_evaluation_needs_an_example_for_each_worker(writing, mesh, run):
     few = writing._replace(held_out=lambda size: [writing.held_out(size)[0][:3]])
     with pytest.raises(ValueError, match="fewer held-out examples than the 8 workers"):
-        train._evaluation(few, mesh, 8)(run.state)
+        train._make_evaluation(few, mesh, 8)(run.state)
 
 
 def _result(name, losses, wire_bytes=100.0):
@@ -220,8 +220,8 @@ def test_running_mean_is_centred():
 def test_plots_survive_runs_that_explode(tmp_path):
     runs = [_result("exact", [5.0, 4.0, 3.0] * 4), _result("bad", [5.0, 1e30, float("inf"), float("nan")] * 3, 0.0)]
     for path in (
-        plots.draw_compare(runs, tmp_path / "compare.png", title="two runs"),
-        plots.draw_train(runs[1], runs[0], tmp_path / "train.png", title="one run"),
+        losses.draw_compare(runs, tmp_path / "compare.png", title="two runs"),
+        losses.draw_train(runs[1], runs[0], tmp_path / "train.png", title="one run"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -1,10 +1,10 @@
-"""`python -m jaxdist._cli` is `jaxdist`."""
+"""Runs `jaxdist` as `python -m jaxdist._cli`."""
 
 import sys
 
 
 def run() -> int:
-    """The command, or the extra that is missing in one line."""
+    """Runs the command; exits with one line that names the extras if a package is missing."""
     try:
         from .main import main
     except ModuleNotFoundError as missing:

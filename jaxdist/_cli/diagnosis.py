@@ -1,4 +1,4 @@
-"""What there is to run on, as lines that `jaxdist doctor` prints: each a fact, a word to look at, or a fault."""
+"""The findings of `jaxdist doctor` about software, devices, settings and links, each with a verdict."""
 
 import importlib.metadata
 import os
@@ -19,18 +19,18 @@ from ..processes.self_check import CollectiveError, self_check
 from ..runtime.mesh import groups, make_mesh
 
 SHOWN = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "NPROC")
-# Whose versions matter here, beside those that processes compare: what writes checkpoints, and what runs accelerators.
-ALSO = (
+# Packages beside those that processes compare: for checkpoints, and for accelerators.
+OTHER_PACKAGES = (
     "orbax-checkpoint",
     *(name.format(version) for version in (12, 13) for name in ("jax-cuda{}-plugin", "nvidia-nccl-cu{}")),
     "libtpu",
 )
 TRANSPORT = {"gpu": "NCCL", "tpu": "ICI inside a slice, the hosts' network between slices"}
-CURES = {"gloo/transport/tcp": "this machine's own name does not resolve: write it into /etc/hosts"}
+CURES = {"gloo/transport/tcp": "this machine's own host name does not resolve: add it to /etc/hosts"}
 
 
 class Finding(NamedTuple):
-    """One line of the table."""
+    """A line of the table; the verdict is empty for plain facts."""
 
     what: str
     found: str
@@ -38,10 +38,10 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def software() -> list[Finding]:
-    """Versions."""
+def list_software() -> list[Finding]:
+    """The versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
-    for package in (*PACKAGES, *ALSO):
+    for package in (*PACKAGES, *OTHER_PACKAGES):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -49,21 +49,20 @@ def software() -> list[Finding]:
     return [Finding("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
-def start() -> list[Finding]:
-    """Why JAX does not start; empty where it does."""
+def check_start() -> list[Finding]:
+    """The reason why JAX does not start; empty if it does."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the second where nothing that was asked for is here
+    except (RuntimeError, AssertionError) as error:  # the second if none of JAX_PLATFORMS is available
         text = " ".join(str(error).split()) or f"none for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
-        advice = next(
-            (cure for sign, cure in CURES.items() if sign in text), "install its plugin, or JAX_PLATFORMS=cpu"
-        )
+        cures = [cure for sign, cure in CURES.items() if sign in text]
+        advice = cures[0] if cures else "install its plugin, or set JAX_PLATFORMS=cpu"
         return [Finding("devices", text, "wrong", advice)]
     return []
 
 
-def devices() -> list[Finding]:
-    """What JAX sees, how its processes talk, what is known to be bad there, and what may be left unused."""
+def list_devices() -> list[Finding]:
+    """Devices, processes, memory and transport, known problems, unused GPUs, and too few threads."""
     here, backend = jax.local_devices(), jax.default_backend()
     kinds = sorted({device.device_kind for device in jax.devices()})
     found = [
@@ -79,42 +78,38 @@ def devices() -> list[Finding]:
     threads = int(threads) if threads.isdigit() else os.cpu_count() or 1
     if backend == "cpu" and len(here) > 1 and threads < 2 * len(here):
         text = f"{threads} threads for {len(here)} devices"
-        found.append(
-            Finding("threads", text, "look", "they can wait for each other for ever: jd.runtime.use_cpu_devices(n)")
-        )
+        advice = "collectives can deadlock: jd.runtime.use_cpu_devices(n)"
+        found.append(Finding("threads", text, "look", advice))
     return found
 
 
-def settings(environment: Mapping[str, str]) -> list[Finding]:
-    """Variables and settings that change programs, and the cache of compiled ones."""
-    told = [f"{name}={environment[name]}" for name in SHOWN if environment.get(name)]
+def list_settings(environment: Mapping[str, str]) -> list[Finding]:
+    """Environment variables and settings that change programs, and the compilation cache."""
+    variables = [f"{name}={environment[name]}" for name in SHOWN if environment.get(name)]
     folder = _setting("compilation_cache_dir")
     bits = "64 bits" if _setting("enable_x64") == "True" else "32 bits"
     numbers = f"{bits}, matmul precision {_setting('default_matmul_precision') or 'default'}"
-    found = [Finding("variables", " ".join(told) or "none"), Finding("numbers", numbers)]
-    if folder:
-        return [*found, Finding("compile cache", folder, "good")]
-    return [
-        *found,
-        Finding("compile cache", "not set", "look", "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiling again"),
-    ]
+    found = [Finding("variables", " ".join(variables) or "none"), Finding("numbers", numbers)]
+    advice = "JAX_COMPILATION_CACHE_DIR=FOLDER avoids compiling again"
+    cache = Finding("compile cache", folder, "good") if folder else Finding("compile cache", "not set", "look", advice)
+    return [*found, cache]
 
 
-def allocator(environment: Mapping[str, str]) -> list[Finding]:
-    """Whether the C library of a process on the CPU keeps memory between steps; nothing where it is not glibc."""
+def check_allocator(environment: Mapping[str, str]) -> list[Finding]:
+    """Checks that glibc keeps freed memory between steps on the CPU; empty on other platforms and C libraries."""
     if jax.default_backend() != "cpu" or not resources.is_glibc():
         return []
-    told = " ".join(f"{name}={value}" for name, value in resources.chosen(environment).items())
-    if told:
+    chosen = " ".join(f"{name}={value}" for name, value in resources.chosen(environment).items())
+    if chosen:
         kept = resources.KEEPING.items() <= environment.items()
-        return [Finding("freed memory", told, "good" if kept else "")]
+        return [Finding("freed memory", chosen, "good" if kept else "")]
     variables = " ".join(f"{name}={value}" for name, value in resources.KEEPING.items())
     advice = f"start with jaxdist launch, or with {variables}"
-    return [Finding("freed memory", "given back and cleared in every step", "look", advice)]
+    return [Finding("freed memory", "returned to the system and cleared in every step", "look", advice)]
 
 
 def whole_mesh() -> Mesh:
-    """All devices; where there are groups of them, slow links apart from fast ones."""
+    """A mesh of all devices, with separate axes for slow links between groups of devices and fast links inside."""
     found = groups(jax.devices())
     inside = int(np.gcd.reduce([len(group) for group in found]))
     if len(found) == 1 or inside == 1:
@@ -122,8 +117,8 @@ def whole_mesh() -> Mesh:
     return make_mesh(outer={"between": jax.device_count() // inside}, inner={"inside": inside})
 
 
-def links(mesh: Mesh) -> list[Finding]:
-    """The collectives over each axis, and how fast its links are."""
+def check_links(mesh: Mesh) -> list[Finding]:
+    """Checks the collectives over each axis and measures its links."""
     found = []
     try:
         self_check(mesh)
@@ -135,7 +130,7 @@ def links(mesh: Mesh) -> list[Finding]:
         if workers > 1:
             link = measure_link(mesh, axis=axis)
             speed = f"{workers} workers, {1e6 * link.latency:,.0f} µs a hop, {link.bandwidth / 1e9:.2f} GB/s"
-            found.append(Finding(f"links of axis {axis!r}", speed, "", _advice_on_links()))
+            found.append(Finding(f"links of axis {axis!r}", speed, "", _link_advice()))
     return found
 
 
@@ -144,20 +139,20 @@ def _transport(backend: str) -> str:
     return name if jax.process_count() > 1 else f"{name}, once there are several"
 
 
-def _advice_on_links() -> str:
+def _link_advice() -> str:
     if jax.default_backend() == "cpu" and jax.process_count() == 1:
-        return "the memory of this machine, no network"
-    return "`jaxdist advise` says what pays over them"
+        return "memory of this machine, not a network"
+    return "`jaxdist advise` recommends a method for them"
 
 
 def _setting(name: str) -> str:
-    """What JAX is told; empty for None."""
+    """A setting of JAX; empty for None."""
     value = getattr(jax.config, f"jax_{name}")
     return "" if value is None else str(value)
 
 
 def _memory(device: Any) -> str:
-    """What it has, and what is taken; a CPU device has the host's."""
+    """The memory of a device, and how much is in use; for a CPU device, the memory of the host."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return f"{stats['bytes_limit'] / 2**30:.1f} GiB, {stats.get('bytes_in_use', 0) / 2**30:.1f} in use"

@@ -1,4 +1,4 @@
-"""What each layer of a loss costs, in the order in which the forward pass goes through them."""
+"""The cost of each layer of a loss, in the order of the forward pass."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Layer(NamedTuple):
     """A top-level entry of the parameters.
 
     Attributes:
-      name: its key, as `schedule.forward_order` has it.
-      bytes: of its parameters, and so of its gradient.
-      flops: of its forward pass: matrix products and convolutions.
+      name: its key, as in `schedule.forward_order`.
+      bytes: the size of its parameters, and so of its gradient.
+      flops: operations of its forward pass: matrix products and convolutions.
     """
 
     name: Entry
@@ -34,18 +34,18 @@ class Layer(NamedTuple):
 
 
 def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Layer]:
-    """The layers in the order of the forward pass, from a trace: nothing is computed.
+    """Finds the layers in the order of the forward pass from a trace, without computing anything.
 
-    A layer begins where one of its parameters is used for the first time, and what is computed from there on until the
-    next one begins is its work.
+    A layer begins at the first use of one of its parameters; the computation from there to the beginning of the next
+    layer is its work.
 
     Args:
       loss: `loss(params, batch)`.
       params: arrays, or their shapes.
-      batch: of one worker.
+      batch: the batch of one worker.
 
     Returns:
-      One `Layer` for each top-level entry. Those that the loss does not use come last: their gradients are sent too.
+      One `Layer` for each top-level entry. Unused ones come last: their gradients are sent too.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,6 +65,7 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
     current = None
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in FORMS and isinstance(eqn.invars[0], core.Var) and eqn.invars[0] in owner:
+            # Casts and reshapes of a parameter are not yet a use of it.
             owner[eqn.outvars[0]] = owner[eqn.invars[0]]
             continue
         for var in eqn.invars:
@@ -77,26 +78,23 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
 
 
 def profile_from_rate(layers: list[Layer], *, flops: float | int) -> Profile:
-    """The profile of layers whose backward pass takes twice the forward pass; its sizes are those of the gradient.
+    """Makes the profile of layers whose backward pass takes twice the forward pass.
 
     Args:
       layers: from `layers_of`, for the batch of one worker.
-      flops: what a worker computes in a second.
-
-    Returns:
-      The profile.
+      flops: operations per second of a worker.
     """
     forward = [layer.flops / flops for layer in layers]
     backward = [2 * seconds for seconds in forward]
     return profile_of(forward=forward, backward=backward, sizes=[layer.bytes for layer in layers])
 
 
-def grouped(layers: list[Layer], bucket_bytes: int) -> list[list[int]]:
-    """Neighbors of which the gradients travel together: filled from the last layer on, which is ready first.
+def group_layers(layers: Sequence[Layer], bucket_bytes: int) -> list[list[int]]:
+    """Groups neighbors whose gradients are sent together, starting with the last layer, which is ready first.
 
     Args:
       layers: in forward order.
-      bucket_bytes: what fills a group.
+      bucket_bytes: the size of a full group.
 
     Returns:
       The numbers of the layers of each group, in forward order.
@@ -106,16 +104,16 @@ def grouped(layers: list[Layer], bucket_bytes: int) -> list[list[int]]:
 
 
 def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **options: Any) -> Timeline:
-    """The step of `partitioned(exact(), layers=groups, ...)` on a link, layer by layer.
+    """Simulates the step of `partitioned(exact(), layers=groups, ...)` on a link, layer by layer.
 
     Args:
       layers: in forward order.
-      profile: of these layers.
-      groups: names of layers, and tuples of names that are one layer.
-      options: as for `step_timeline`.
+      profile: the profile of these layers.
+      groups: names of layers, and tuples of names that are sent together.
+      options: those of `step_timeline`.
 
     Returns:
-      The timeline. A message counts as one of the first layer in its group.
+      The timeline. A message is attributed to the first layer of its group.
     """
     number = {layer.name: i for i, layer in enumerate(layers)}
     members = [[number[name] for name in (group if isinstance(group, tuple) else (group,))] for group in groups]
@@ -126,19 +124,19 @@ def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **o
     return Timeline(tuple(done), tuple(messages), tuple(pairwise(ends)), run.makespan)
 
 
-def measured_rate(
-    loss: Callable[..., Any], params: PyTree, batch: Any, layers: list[Layer], *, steps: int = 3
-) -> float:
-    """The floating-point operations a second of forward and backward pass on one device: the fastest of a few."""
+def measure_rate(loss: Callable[..., Any], params: PyTree, batch: Any, layers: list[Layer], *, steps: int = 3) -> float:
+    """Measures the operations per second of forward and backward pass on one device: the fastest of a few."""
     gradient = jax.jit(jax.grad(loss))
+    # The backward pass counts twice the forward pass.
     return 3 * sum(layer.flops for layer in layers) / min(seconds_of(partial(gradient, params, batch), steps))
 
 
 def _flops(eqn: Any) -> float:
-    """Of one equation and those inside it."""
+    """The operations of an equation and of the jaxprs inside it."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
+        # A multiplication and an addition for each product.
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
     if eqn.primitive.name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]

@@ -1,10 +1,11 @@
-"""A run on machines that are not here: what its step takes in memory, bytes and time, by the machines' compilers."""
+"""Predicts memory, bytes and time of a step on machines that are not available here, with their compilers."""
 
 import math
 import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,16 +31,16 @@ _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 
 
-class Sent(NamedTuple):
-    """What crosses one class of links in a step: bytes that one device sends, and seconds of the collectives."""
+class LinkUse(NamedTuple):
+    """The use of one class of links in a step: bytes that one device sends, and seconds of the collectives."""
 
     link: str
     bytes: float
     seconds: float
 
 
-class Kind(NamedTuple):
-    """All collectives of one kind and dtype: how many, the bytes of one device, and how long the step waits."""
+class CollectiveUse(NamedTuple):
+    """All collectives of one kind and dtype: their count, the bytes of one device, and how long the step waits."""
 
     kind: str
     dtype: str
@@ -52,28 +53,28 @@ class Kind(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What a step needs and takes.
+    """Memory, bytes and time of a step. Times and bytes are NaN for a program that the compiler refused.
 
     Attributes:
-      target: as it was asked for, and how many devices that is.
-      devices: of the target.
-      chip: what they are.
-      parameters: of the model.
-      fits: whether the program fits the memory of a device.
-      device_bytes: on each device, by what it is; all that is known of a program that the compiler refused.
-      host_bytes: in the host's memory, of one device's share, by what it is.
-      peak: of the device's memory.
-      wire_bytes: what one worker sends in a step; of a method that meets every few steps, on average.
-      kinds: the collectives of the step (that sends most).
+      target: the spelling of the target.
+      devices: the number of devices of the target.
+      chip: their kind.
+      parameters: the size of the model.
+      fits: true if the program fits the memory of a device.
+      device_bytes: bytes on each device, by purpose.
+      host_bytes: bytes in host memory for each device, by purpose.
+      peak: peak memory of a device.
+      wire_bytes: bytes that one worker sends in a step; on average for methods that synchronize every few steps.
+      collectives: the collectives of the step that sends most.
       links: the same by class of links.
-      seconds: of the step at best, on average where steps differ.
-      compute_seconds: of computation in it.
-      exposed_seconds: of waiting for collectives, on average.
-      flops: of one device's products of matrices.
-      spans: of the step that sends most, for the picture.
-      advice: what to turn on, in words.
-      compile_seconds: what tracing and compiling took.
-      warnings: what could not be read from the program.
+      seconds: the step at best, on average if steps differ.
+      compute_seconds: computation in it.
+      exposed_seconds: waiting for collectives, on average.
+      flops: operations of one device in matrix products.
+      spans: the timeline of the step that sends most.
+      advice: options to turn on.
+      compile_seconds: time to trace and compile.
+      warnings: parts of the program that could not be read.
     """
 
     target: str
@@ -84,39 +85,36 @@ class Planned(NamedTuple):
     device_bytes: Mapping[str, float]
     host_bytes: Mapping[str, float]
     peak: float
-    wire_bytes: float
-    kinds: tuple[Kind, ...]
-    links: tuple[Sent, ...]
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    flops: float
-    spans: tuple[Span, ...]
     advice: tuple[str, ...]
     compile_seconds: float
-    warnings: tuple[str, ...]
+    wire_bytes: float = math.nan
+    collectives: tuple[CollectiveUse, ...] = ()
+    links: tuple[LinkUse, ...] = ()
+    seconds: float = math.nan
+    compute_seconds: float = math.nan
+    exposed_seconds: float = math.nan
+    flops: float = math.nan
+    spans: tuple[Span, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def check_target(target: str, num_slices: int = 1) -> str:
-    """The name of the chip in a target.
-
-    Raises:
-      ValueError: the target is not spelled as those in `TARGETS`.
-    """
+    """Returns the name of the chip in a target; raises ValueError if it is not spelled as in `TARGETS`."""
     found = re.fullmatch(r"(\w+):(\d+)x(\d+)(x\d+)?", target)
     name = found.group(1) if found else ""
+    # v5p has a three-dimensional torus.
     if not found or name not in cost.CHIPS or bool(found.group(4)) != (name == "v5p"):
         raise ValueError(f"unknown target {target!r}; there are {TARGETS}")
     if name in pods.GPUS and num_slices != 1:
-        raise ValueError(f"slices are of TPUs; for {target} say how many nodes, as in {name}:8x8")
+        raise ValueError(f"--slices is for TPUs; for {target} give the number of nodes, as in {name}:8x8")
     return name
 
 
 def mesh_of(target: str, num_slices: int = 1) -> tuple[Chip, jax.sharding.Mesh]:
-    """The chip and the mesh, along one axis of workers, of a target such as `"v5e:16x16"` or `"h100:4x8"`.
+    """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh with one axis over its devices.
 
     Raises:
-      ValueError: the target is not known, or what compiles for it is not installed.
+      ValueError: the target is unknown, or its compiler is not installed.
     """
     name = check_target(target, num_slices)
     if name in pods.GPUS:
@@ -135,82 +133,78 @@ def plan(
     num_slices: int = 1,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Planned:
-    """Compiles the step of `train.prepare` for a target, and says what it takes.
+    """Compiles the step of `train.prepare` for a target and reads memory, bytes and time from the program.
 
     Args:
-      target: `"v5e:16x16"`, `"h100:4x8"`; `TARGETS` has more.
-      workload: what to train.
+      target: `"v5e:16x16"`, `"h100:4x8"`; see `TARGETS`.
+      workload: the model and the data.
       method: how workers learn from each other.
-      offload: where the optimizer's state lies; on disk, nothing is planned for the part between two steps.
+      offload: where the optimizer state is kept; a disk is refused, since nothing is compiled for it.
       batch_size: examples in a step, all workers together; by default one for each.
-      num_slices: of TPUs.
+      num_slices: number of TPU slices.
       compiler_options: flags of XLA.
 
     Returns:
-      A `Planned`; one that does not fit says so.
+      A `Planned`; `fits` is false for a program that does not fit.
 
     Raises:
-      ValueError: the target is not known or its compiler not installed, or the method cannot work.
+      ValueError: the target is unknown, its compiler not installed, or the method cannot work.
     """
     chip, mesh = mesh_of(target, num_slices)
     batch_size = mesh.size if batch_size is None else batch_size
     check_batch(batch_size, mesh.size)
     if offload is not None and offload.folder is not None:
         raise ValueError("--offload nvme works between the steps, where nothing is compiled: plan with --offload host")
-    one = one_worker(workload, method, offload, axis=AXIS)
+    worker = one_worker(workload, method, offload, axis=AXIS)
     rows = workload.batch(0, 0, batch_size)
     start = time.perf_counter()
-    make_state = lambda: one.make_state(0)  # noqa: E731
-    shapes, batch = pods.abstract(make_state, rows, mesh, axis=AXIS)
-    held = _held(shapes, batch)
+    shapes, batch = pods.abstract(partial(worker.make_state, 0), rows, mesh, axis=AXIS)
+    arguments = _argument_bytes(shapes, batch)
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
     known |= {"parameters": parameters_of(workload)}
-    lowered = distribute(one.step, mesh, axis=AXIS).lower(shapes, batch)
+    lowered = distribute(worker.step, mesh, axis=AXIS).lower(shapes, batch)
     try:
         compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _refused(str(error), known, held, method, offload, time.perf_counter() - start)
-    took = time.perf_counter() - start
-    where = cost.of_mesh(chip.name, mesh)
-    most = overlap(compiled, where, branch="max")
+        return _plan_refused(str(error), known, arguments, method, offload, time.perf_counter() - start)
+    compile_seconds = time.perf_counter() - start
+    cluster = cost.of_mesh(chip.name, mesh)
+    # One step of a round takes the branch that sends most, the others the one that sends least.
+    most = overlap(compiled, cluster, branch="max")
     period = method.sync_period or 1
-    least = overlap(compiled, where, branch="min") if period > 1 else most
-
-    def mean(name: str) -> float:
-        low, high = getattr(least, name), getattr(most, name)
-        return low + (high - low) / period
-
+    least = overlap(compiled, cluster, branch="min") if period > 1 else most
+    averaged = ("wire_bytes", "seconds", "compute_seconds", "exposed_seconds")
+    lows, highs = ([getattr(found, name) for name in averaged] for found in (least, most))
+    means = [low + (high - low) / period for low, high in zip(lows, highs)]
     used = memory(compiled)
-    device = dict(held["device"]) | {"temporaries": float(used.temporary)}
-    host = dict(held[HOST]) | {"temporaries": float(used.host_temporary)}
+    device = arguments["device"] | {"temporaries": float(used.temporary)}
+    host = arguments[HOST] | {"temporaries": float(used.host_temporary)}
     fits = used.peak <= chip.memory
     return Planned(
         **known,
         fits=fits,
-        device_bytes=_kept(device),
-        host_bytes=_kept(host),
+        device_bytes=_drop_zeros(device),
+        host_bytes=_drop_zeros(host),
         peak=float(used.peak),
-        wire_bytes=mean("wire_bytes"),
-        kinds=_kinds(most),
-        links=_links(most, where),
-        seconds=mean("seconds"),
-        compute_seconds=mean("compute_seconds"),
-        exposed_seconds=mean("exposed_seconds"),
+        advice=advise(device, chip, method, offload, most, fits),
+        compile_seconds=compile_seconds,
+        **dict(zip(averaged, means)),
+        collectives=_group_collectives(most),
+        links=_group_links(most, cluster),
         flops=most.flops,
         spans=most.spans,
-        advice=advise(device, chip, method, offload, most, fits),
-        compile_seconds=took,
         warnings=most.warnings,
     )
 
 
-def _held(state: Any, batch: Any) -> dict[str, dict[str, float]]:
-    """Bytes of the arguments on one device, by memory and by what they are."""
+def _argument_bytes(state: Any, batch: Any) -> dict[str, dict[str, float]]:
+    """Bytes of the step's arguments on one device, by memory and by purpose."""
     found: dict[str, dict[str, float]] = {"device": defaultdict(float), HOST: defaultdict(float)}
     for name, tree in (("parameters", state.params), ("optimizer state", state.opt_state), ("batch", batch)):
         for leaf in jax.tree.leaves(tree):
+            # Typed keys have no item size; they are made of 32-bit words.
             itemsize = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(np.uint32).itemsize
             size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
             place = HOST if leaf.sharding.memory_kind == HOST else "device"
@@ -218,49 +212,41 @@ def _held(state: Any, batch: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def _kept(sizes: Mapping[str, float]) -> dict[str, float]:
+def _drop_zeros(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: float(size) for name, size in sizes.items() if size > 0}
 
 
-def _refused(
+def _plan_refused(
     message: str,
     known: dict[str, Any],
-    held: dict[str, dict[str, float]],
+    arguments: dict[str, dict[str, float]],
     method: Method,
     offload: Offload | None,
-    took: float,
+    compile_seconds: float,
 ) -> Planned:
-    """The plan of a program that the compiler did not finish, since it does not fit."""
+    """The plan of a program that the compiler refused because it does not fit."""
     found = _USED.search(message)
-    arguments = sum(held["device"].values())
-    peak = float(found.group(1)) * _UNITS[found.group(2)] if found else arguments
-    device = dict(held["device"]) | {"temporaries": max(0.0, peak - arguments)}
+    total = sum(arguments["device"].values())
+    peak = float(found.group(1)) * _UNITS[found.group(2)] if found else total
+    device = arguments["device"] | {"temporaries": max(0.0, peak - total)}
     return Planned(
         **known,
         fits=False,
-        device_bytes=_kept(device),
-        host_bytes=_kept(held[HOST]),
+        device_bytes=_drop_zeros(device),
+        host_bytes=_drop_zeros(arguments[HOST]),
         peak=peak,
-        wire_bytes=math.nan,
-        kinds=(),
-        links=(),
-        seconds=math.nan,
-        compute_seconds=math.nan,
-        exposed_seconds=math.nan,
-        flops=math.nan,
-        spans=(),
         advice=advise(device, known["chip"], method, offload, None, False),
-        compile_seconds=took,
-        warnings=(),
+        compile_seconds=compile_seconds,
     )
 
 
-def _kinds(found: Overlap) -> tuple[Kind, ...]:
-    merged: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
+def _group_collectives(found: Overlap) -> tuple[CollectiveUse, ...]:
+    """Collectives by kind, dtype and group size, the most bytes first."""
+    groups: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for op in found.ops:
-        merged[op.collective.kind, dtype_name(op.collective), op.collective.group_size].append(op)
-    kinds = [
-        Kind(
+        groups[op.collective.kind, dtype_name(op.collective), op.collective.group_size].append(op)
+    uses = [
+        CollectiveUse(
             *key,
             count=sum(op.collective.count for op in ops),
             wire_bytes=float(sum(op.collective.wire_bytes for op in ops)),
@@ -268,19 +254,19 @@ def _kinds(found: Overlap) -> tuple[Kind, ...]:
             seconds=float(sum(op.seconds * op.collective.count for op in ops)),
             exposed_seconds=float(sum(op.exposed_seconds for op in ops)),
         )
-        for key, ops in merged.items()
+        for key, ops in groups.items()
     ]
-    return tuple(sorted(kinds, key=lambda kind: -kind.wire_bytes))
+    return tuple(sorted(uses, key=lambda use: -use.wire_bytes))
 
 
-def _links(found: Overlap, where: cost.Cluster) -> tuple[Sent, ...]:
+def _group_links(found: Overlap, cluster: cost.Cluster) -> tuple[LinkUse, ...]:
     totals: dict[str, list[float]] = {}
     for op in found.ops:
-        for crossing in cost.crossings(op.collective, where):
+        for crossing in cost.crossings(op.collective, cluster):
             total = totals.setdefault(crossing.link, [0.0, 0.0])
             total[0] += crossing.bytes * op.collective.count
             total[1] += crossing.seconds * op.collective.count
-    return tuple(Sent(link, *total) for link, total in totals.items())
+    return tuple(LinkUse(link, *total) for link, total in totals.items())
 
 
 def advise(
@@ -291,28 +277,26 @@ def advise(
     found: Overlap | None,
     fits: bool,
 ) -> tuple[str, ...]:
-    """What to turn on, the largest gain first."""
+    """Options to turn on, the largest gain first."""
     lines = []
-    cut = method.sync_period is None and method.reducer is not None
+    can_shard = method.sync_period is None and method.reducer is not None
     state = device.get("parameters", 0) + device.get("optimizer state", 0)
     if not fits:
-        if cut and method.stage == 0:
-            lines.append("--zero 1 cuts the optimizer's state over the workers, --zero 3 the parameters too")
-        elif cut and method.stage < 3:
-            lines.append("--zero 3 cuts the parameters too")
+        if can_shard and method.stage == 0:
+            lines.append("--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too")
+        elif can_shard and method.stage < 3:
+            lines.append("--zero 3 shards the parameters too")
         if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
-            lines.append("--offload host keeps the optimizer's state in the host's memory")
+            lines.append("--offload host keeps the optimizer state in host memory")
         if device.get("temporaries", 0) > state:
             lines.append("temporaries are the larger part: fewer examples on each device (--batch), or more devices")
         if not lines:
-            lines.append("more devices, or ones with more memory")
+            lines.append("more devices, or devices with more memory")
     elif found is not None and found.exposed_seconds > 0.2 * found.seconds:
         if method.reducer is not None and method.stage == 0:
-            lines.append("communication is not hidden: a --reducer with fewer bytes, or --sync diloco:H=50")
-        elif method.stage:
-            lines.append(
-                "communication is not hidden: more examples on each device (--batch), or --reducer two_shot:int8"
-            )
+            cure = "a --reducer with fewer bytes, or --sync diloco:H=50"
         else:
-            lines.append("communication is not hidden: more examples on each device (--batch), or a larger H")
+            other = "--reducer two_shot:int8" if method.stage else "a larger H"
+            cure = f"more examples on each device (--batch), or {other}"
+        lines.append(f"communication is not hidden: {cure}")
     return tuple(lines)

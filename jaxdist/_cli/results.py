@@ -1,4 +1,4 @@
-"""What a run leaves behind: one line of JSON a step, and a summary."""
+"""The results of a run: a log with one line of JSON per step, a summary, and checkpoints."""
 
 import json
 import platform
@@ -19,12 +19,12 @@ LAST_SHARE = 10  # the final loss is the mean over the last tenth of the steps
 
 
 class Evaluation(NamedTuple):
-    """What the model could do on the way.
+    """An evaluation during training.
 
     Attributes:
-      step: after how many.
-      total_wire_bytes: sent by one worker until then.
-      held_out: what the evaluation reported.
+      step: the number of steps before it.
+      total_wire_bytes: bytes sent by one worker until then.
+      held_out: the metrics.
     """
 
     step: int
@@ -36,12 +36,12 @@ class Result(NamedTuple):
     """A finished run.
 
     Attributes:
-      name: the reducer as it was spelled.
+      name: the spelling of the method.
       records: one for each step.
-      held_out: what the evaluation reported, `"loss"` first.
-      wire_bytes: sent by one worker in one step, on average.
-      compile_seconds: what tracing and compiling took.
-      evaluations: those before the end, if any were asked for.
+      held_out: the metrics of the last evaluation, `"loss"` first.
+      wire_bytes: bytes sent by one worker in a step, on average.
+      compile_seconds: time to trace and compile.
+      evaluations: the evaluations before the end.
     """
 
     name: str
@@ -53,20 +53,20 @@ class Result(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A `Result` in numbers, beside the baseline (None where none was run).
+    """A `Result` in numbers, compared with the baseline; comparisons are None without one.
 
     Attributes:
-      name: the reducer as it was spelled.
-      steps: how many.
-      wire_bytes_per_step: sent by one worker.
-      times_fewer_bytes: the baseline's bytes over these.
+      name: the spelling of the method.
+      steps: the number of steps.
+      wire_bytes_per_step: bytes sent by one worker.
+      times_fewer_bytes: the baseline's bytes divided by these.
       train_loss: mean over the last tenth of the steps.
-      held_out_loss: on text or images never trained on.
-      difference: `held_out_loss` less the baseline's: above zero is worse.
-      step_milliseconds: median wall clock.
-      units_per_second: median.
-      compile_seconds: what tracing and compiling took.
-      held_out: everything that the evaluation reported.
+      held_out_loss: loss on data that were never trained on.
+      difference: `held_out_loss` minus the baseline's: above zero is worse.
+      step_milliseconds: median wall-clock time.
+      units_per_second: median throughput.
+      compile_seconds: time to trace and compile.
+      held_out: all metrics of the evaluation.
     """
 
     name: str
@@ -83,15 +83,7 @@ class Summary(NamedTuple):
 
 
 def summarize(result: Result, baseline: Result | None = None) -> Summary:
-    """Puts a run into numbers.
-
-    Args:
-      result: a run of one step or more.
-      baseline: the run to compare with: same seed, same steps, plain all-reduce.
-
-    Returns:
-      A `Summary`.
-    """
+    """Summarizes a run; the baseline is a run of plain all-reduce with the same seed and steps."""
     losses = np.array([record.loss for record in result.records])
     seconds = float(np.median([record.seconds for record in result.records]))
     last = max(1, len(losses) // LAST_SHARE)
@@ -114,7 +106,7 @@ def summarize(result: Result, baseline: Result | None = None) -> Summary:
 
 
 def header(run: Run, **settings: Any) -> dict[str, Any]:
-    """The first line of a run's log: what was asked for, and on what it ran."""
+    """The first line of a run's log: its settings and the machine."""
     return {
         "kind": "run",
         **settings,
@@ -134,58 +126,41 @@ def write_line(log: TextIO, line: dict[str, Any]) -> None:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a log, as dictionaries."""
+    """Reads the lines of a log."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """The mean over a window around each value, so that nothing is delayed.
+    """The mean over a window centered at each value, so that nothing is delayed.
 
-    At the start the window shrinks on both sides (the first loss stays what it is); at the end it loses its right side.
+    At the start the window shrinks on both sides (the first loss is kept as it is); at the end it loses its right side.
     """
     sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, np.float64)]))
     places = np.arange(len(sums) - 1)
     left = np.minimum(window // 2, places)
     right = np.minimum(left, places[::-1])
-    with np.errstate(invalid="ignore"):  # a run that overflowed: not a number from there on
+    with np.errstate(invalid="ignore"):  # a run that overflowed: NaN from there on
         return (sums[places + right + 1] - sums[places - left]) / (left + right + 1)
 
 
 def save(directory: str | Path, state: State) -> Path:
-    """Writes a state; an older one in the same place is replaced.
-
-    Args:
-      directory: a folder to make.
-      state: any pytree of arrays and typed keys, marks included.
-
-    Returns:
-      The absolute path of the folder.
-    """
+    """Writes a state in place of an older one, and returns the absolute path of the folder."""
     return checkpoint.save(directory, state, step=0).parent
 
 
 @contextmanager
-def saving(directory: str | Path) -> Iterator[Callable[[State, int], None]]:
-    """As `save`, beside the training, with the number of steps that the state has behind it: `save(state, steps)`."""
+def background_saver(directory: str | Path) -> Iterator[Callable[[State, int], None]]:
+    """Saves during training: yields `save(state, steps)`, with the number of steps that led to the state."""
     with checkpoint.writing(directory) as writer:
         yield lambda state, steps: writer.save(state, 0, data={"steps": steps})
 
 
 def restore(directory: str | Path, like: State) -> State:
-    """Reads a state that `save` wrote.
-
-    Args:
-      directory: the folder.
-      like: a state with the same tree and dtypes, as arrays or as `ShapeDtypeStruct`s; its shardings say where the
-        leaves go.
-
-    Returns:
-      The state, equal in every bit.
-    """
+    """Reads a state that `save` wrote, equal in every bit; `like` has its tree, dtypes and shardings."""
     return checkpoint.restore(directory, like)
 
 
-def gone_on(directory: str | Path, run: Run) -> Run:
-    """The run from where it was saved, on as many workers as it has now; from its beginning where nothing was."""
+def resume_run(directory: str | Path, run: Run) -> Run:
+    """Continues a run from its checkpoint, on any number of workers; returns it unchanged if there is none."""
     found = checkpoint.resume(directory, run.state)
     return run._replace(state=found.state, first=found.data["steps"] if found.data else run.first)

@@ -1,4 +1,4 @@
-"""`jaxdist doctor`: what there is to run on, and whether it works."""
+"""`jaxdist doctor`: the devices and software of this job, and whether they work."""
 
 import os
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ...runtime.mesh import use_cpu_devices
 from .. import diagnosis
 from ..running import new_console
 
-COLOURS = {"good": "green", "look": "yellow", "wrong": "red", "": ""}
+COLORS = {"good": "green", "look": "yellow", "wrong": "red", "": ""}
 
 
 @dataclass(frozen=True)
@@ -21,37 +21,37 @@ class Doctor:
     """The options of `jaxdist doctor`."""
 
     devices: int | None = None
-    """How many devices to make of a CPU; the default is those that there are."""
+    """How many devices to make of a CPU; the default is the existing ones."""
     timeout: int = 60
     """Seconds to wait for the other processes of this job."""
 
 
-def doctor(chosen: Doctor) -> int:
-    """Prints a table; 1 if something is wrong. With several processes, process 0 prints."""
+def run_doctor(chosen: Doctor) -> int:
+    """Prints a table and returns 1 if something is wrong. With several processes, process 0 prints."""
     if chosen.devices is not None:
         use_cpu_devices(chosen.devices)
-    found = diagnosis.software()
+    found = diagnosis.list_software()
     try:
         initialize(timeout_seconds=chosen.timeout)
     except AgreementError as error:
         found.append(diagnosis.Finding("processes", "do not agree", "wrong", str(error)))
     else:
-        if failed := diagnosis.start():
-            found += failed + diagnosis.settings(os.environ)
+        if failed := diagnosis.check_start():
+            found += failed + diagnosis.list_settings(os.environ)
         else:
-            found += diagnosis.devices() + diagnosis.settings(os.environ) + diagnosis.allocator(os.environ)
-            found += diagnosis.links(diagnosis.whole_mesh())
+            found += diagnosis.list_devices() + diagnosis.list_settings(os.environ)
+            found += diagnosis.check_allocator(os.environ) + diagnosis.check_links(diagnosis.whole_mesh())
             if jax.process_index() > 0:
-                return _code(found)
+                return _exit_code(found)
     table = Table("", "found", "", "what to do", box=None, pad_edge=False)
     for line in found:
-        table.add_row(*map(escape, line), style=COLOURS[line.verdict])
+        table.add_row(*map(escape, line), style=COLORS[line.verdict])
     console = new_console()
     console.print(table)
     wrong, look = (sum(line.verdict == verdict for line in found) for verdict in ("wrong", "look"))
     console.print(f"\n{wrong or 'nothing'} wrong, {look or 'nothing'} to look at")
-    return _code(found)
+    return _exit_code(found)
 
 
-def _code(found: list[diagnosis.Finding]) -> int:
+def _exit_code(found: list[diagnosis.Finding]) -> int:
     return int(any(line.verdict == "wrong" for line in found))

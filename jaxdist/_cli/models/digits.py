@@ -1,4 +1,4 @@
-"""Real images that every machine has: scikit-learn's 1797 handwritten digits of 8 by 8 pixels."""
+"""Images that need no download: scikit-learn's 1797 handwritten digits of 8 by 8 pixels."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 def splits() -> tuple[Digits, Digits]:
-    """Training and held-out images; which is which never changes."""
+    """Training and held-out images, in a fixed split."""
     raw = load_digits()
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(raw.target))
     images = (raw.images[order, :, :, None] / 16).astype(np.float32)
@@ -55,8 +55,8 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
 
     Args:
       width: channels of the first convolution; the model has about `80 * width**2` parameters.
-      workers: with `concentration`, how many there are: each then has images of its own, always the same.
-      concentration: how alike the workers' labels are, as in `dirichlet_partition`: 0.1 is very different. None: every
+      workers: with `concentration`, the number of workers; each then has its own fixed set of images.
+      concentration: similarity of the workers' labels, as in `dirichlet_partition`: 0.1 is very different. None: every
         batch is drawn from all images.
 
     Returns:
@@ -69,11 +69,11 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
-    train, held = splits()
+    train, held_out_images = splits()
     model = ConvNet(width)
-    mine = None
+    draw_own = None
     if concentration is not None:
-        mine = own_batches(dirichlet_partition(train.labels, workers, concentration=concentration))
+        draw_own = own_batches(dirichlet_partition(train.labels, workers, concentration=concentration))
 
     def init(key: PRNGKeyArray) -> PyTree:
         return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
@@ -89,16 +89,15 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
         }
 
     def batch(seed: int, step: int, size: int) -> Digits:
-        if mine is None:
-            chosen = np.random.default_rng((seed, step)).integers(0, len(train.labels), size)
+        if draw_own is None:
+            rows = np.random.default_rng((seed, step)).integers(0, len(train.labels), size)
         else:
-            chosen = mine(seed, step, size)
-        return Digits(train.images[chosen], train.labels[chosen])
+            rows = draw_own(seed, step, size)
+        return Digits(train.images[rows], train.labels[rows])
 
     def held_out(size: int) -> list[Digits]:
         whole = max(1, HELD_OUT_IMAGES // size)
-        return [
-            Digits(held.images[n * size : (n + 1) * size], held.labels[n * size : (n + 1) * size]) for n in range(whole)
-        ]
+        slices = [slice(n * size, (n + 1) * size) for n in range(whole)]
+        return [Digits(held_out_images.images[rows], held_out_images.labels[rows]) for rows in slices]
 
     return Workload("digits", init, loss, metrics, batch, held_out, unit="images", units_per_example=1)

@@ -22,7 +22,7 @@ class GPTConfig(NamedTuple):
       layers: number of transformer blocks.
       width: size of the residual stream; a multiple of `heads`.
       heads: attention heads.
-      context: the most tokens that one prediction may look back on.
+      context: the largest number of tokens that a prediction can see.
       vocabulary: number of tokens; 256 for bytes.
     """
 
@@ -39,7 +39,7 @@ SIZES = {
     "small": GPTConfig(layers=6, width=256, heads=8, context=256),
     "medium": GPTConfig(layers=12, width=512, heads=8, context=512),
     "large": GPTConfig(layers=12, width=768, heads=12, context=1024),
-    # By their parameters, for machines that have the memory: twelve width² a layer, and hardly more for bytes.
+    # Named by their parameters: 12 width² per layer, and little more for a vocabulary of bytes.
     "125m": GPTConfig(layers=18, width=768, heads=12, context=2048),
     "350m": GPTConfig(layers=28, width=1024, heads=16, context=2048),
     "1b": GPTConfig(layers=20, width=2048, heads=16, context=2048),
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, `config.layers` blocks, a norm and the output layer, each to be had with its own parameters alone."""
+    """Embeddings, `config.layers` blocks, a norm and the output layer; each can be applied separately."""
 
     config: GPTConfig
 
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def embed(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length width"]:
-        """Where the residual stream begins."""
+        """The start of the residual stream."""
         position = self.param("positions", nn.initializers.normal(0.02), (self.config.context, self.config.width))
         return self.tokens(tokens) + position[None, : tokens.shape[1]]
 
@@ -118,7 +118,7 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
 
     Example:
       >>> import jax
-      >>> from jaxdist._cli import gpt
+      >>> from jaxdist._cli.models import gpt
       >>> params = gpt.init(gpt.GPTConfig(layers=1, width=16, heads=2, context=8), jax.random.key(0))
       >>> sum(leaf.size for leaf in jax.tree.leaves(params))
       11520
@@ -135,10 +135,10 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = P
       config: the sizes that `params` were drawn with.
       params: from `init`; or with the blocks in `"blocks"`, as `layers.alike` takes them.
       batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
-      layers: how to go through the embedding, the blocks and the head.
+      layers: how the embedding, the blocks and the head are applied.
 
     Returns:
-      The mean over all positions; `log(256) = 5.545` for a model that knows nothing.
+      The mean over all positions; `log(256) = 5.545` for uniform predictions.
     """
     if batch.shape[1] > config.context + 1:
         raise ValueError(
@@ -146,15 +146,15 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = P
         )
     tokens = jnp.asarray(batch, jnp.int32)
 
-    def end(method: Callable, *names: str) -> Callable[[Array], Array]:
+    def bind_end(method: Callable, *names: str) -> Callable[[Array], Array]:
         f = layers.one(lambda params, x: GPT(config).apply({"params": params}, x, method=method))
         return lambda x: f({name: params[name] for name in names}, x)
 
-    def block(params: PyTree, x: Array) -> Array:
+    def apply_block(params: PyTree, x: Array) -> Array:
         return Block(config).apply({"params": params}, x)
 
-    x = end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
+    x = bind_end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
     blocks = params.get("blocks") or [params[f"block_{number}"] for number in range(config.layers)]
-    x = layers.alike(block, blocks, x)
-    logits = end(GPT.head, "final_norm", "out")(x).astype(jnp.float32)
+    x = layers.alike(apply_block, blocks, x)
+    logits = bind_end(GPT.head, "final_norm", "out")(x).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))

@@ -1,4 +1,4 @@
-"""Which worker has which examples, when they may not be pooled."""
+"""Divides examples among workers whose data differ."""
 
 from collections.abc import Callable
 
@@ -6,20 +6,20 @@ import numpy as np
 
 
 def dirichlet_partition(labels: np.ndarray, workers: int, *, concentration: float, seed: int = 0) -> list[np.ndarray]:
-    """Deals examples to workers so that each has its own mixture of labels, all of them equally many.
+    """Divides examples equally among workers, with a different mixture of labels for each.
 
-    Each worker draws its mixture from a Dirichlet distribution around the labels' frequencies and then takes examples
-    by it until it has its share; a label that has run out is left out from then on.
+    Each worker draws its mixture from a Dirichlet distribution around the labels' frequencies and then draws examples
+    from it until it has its share; labels that are used up are skipped.
 
     Args:
       labels: `[n]` integers.
-      workers: how many; each gets `n // workers` examples.
-      concentration: the smaller, the more different the workers: 0.1 leaves one to three labels each, 100 is nearly the
-        same mixture for all.
+      workers: number of workers; each gets `n // workers` examples.
+      concentration: smaller values make workers more different: 0.1 leaves one to three labels each, 100 gives nearly
+        the same mixture to all.
       seed: draws the mixtures and the examples.
 
     Returns:
-      For each worker the indices of its examples; no example twice.
+      For each worker the indices of its examples, without repetition.
 
     Raises:
       ValueError: `concentration` is not positive, or there are fewer examples than workers.
@@ -43,25 +43,25 @@ def dirichlet_partition(labels: np.ndarray, workers: int, *, concentration: floa
     stock = [list(rng.permutation(np.flatnonzero(labels == name))) for name in names]
     parts = []
     for _ in range(workers):
-        # No label at zero: the last workers have to live with the labels that are left.
+        # No label at zero, since the last workers get the labels that are left.
         mixture = rng.dirichlet(concentration * len(names) * counts / len(labels)) + 1e-12
-        mine = []
+        own = []
         for _ in range(len(labels) // workers):
-            left = mixture * np.array([len(one) > 0 for one in stock])
-            mine.append(stock[rng.choice(len(names), p=left / left.sum())].pop())
-        parts.append(np.array(mine))
+            chances = mixture * np.array([len(left) > 0 for left in stock])
+            own.append(stock[rng.choice(len(names), p=chances / chances.sum())].pop())
+        parts.append(np.array(own))
     return parts
 
 
 def own_batches(parts: list[np.ndarray]) -> Callable[[int, int, int], np.ndarray]:
-    """Batches in which each worker's rows are its own.
+    """Makes batches in which each worker's rows come from its own examples.
 
     Args:
       parts: the indices of each worker's examples.
 
     Returns:
       `rows(seed, step, size)`: `[size]` indices, drawn with replacement; the first `size / workers` of them belong to
-      worker 0, and so on, as `distribute` and `simulate` hand them out.
+      worker 0, and so on, as `distribute` and `simulate` divide them.
 
     Example:
       >>> import numpy as np

@@ -1,8 +1,9 @@
-"""Real text that every machine has: the source of Python's standard library."""
+"""Text that needs no download: the source of Python's standard library."""
 
 import functools
 import sysconfig
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from . import gpt
 from .base import PLAIN, Workload
 
-# Tests, tables and bundled programs: not there on every installation, or not worth reading.
+# Tests, tables and bundled programs: missing from some installations, or unlike other source.
 SKIPPED = frozenset(
     {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
     | {"site-packages", "dist-packages", "__pycache__"}
@@ -21,7 +22,7 @@ HELD_OUT_SHARE = 10  # one file in ten; the last tenth of a single file
 
 
 class Corpus(NamedTuple):
-    """Bytes to train on and bytes to judge by, from different files where there are several.
+    """Bytes for training and for evaluation, from different files if there are several.
 
     Attributes:
       train: `[n]` uint8.
@@ -39,20 +40,20 @@ class Corpus(NamedTuple):
 def standard_library() -> dict[str, bytes]:
     """Reads the standard library's modules: name to source, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # `_sysconfigdata_*` is written by each machine's own build.
+    # `_sysconfigdata_*` differs between machines.
     paths = (
         p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts) and "_sysconfigdata" not in p.name
     )
     files = _read(root, paths)
     if not files:
-        raise ValueError(f"no standard library source under {root}; name a text of your own with --text")
+        raise ValueError(f"no standard library source under {root}; pass your own text with --text")
     return files
 
 
 def files_under(path: str | Path) -> dict[str, bytes]:
     """Reads one file, or every text file of a folder: name to content, in the order of their names.
 
-    Hidden files and files with a zero byte in them (not text) are left out.
+    Hidden files and files that contain a zero byte (not text) are skipped.
     """
     path = Path(path)
     if path.is_file():
@@ -68,7 +69,8 @@ def files_under(path: str | Path) -> dict[str, bytes]:
     return files
 
 
-def _read(root: Path, paths) -> dict[str, bytes]:
+def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
+    """Reads files in the order of their names, up to `MAX_BYTES`, without empty ones."""
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     files, size = {}, 0
     for name, path in named:
@@ -84,8 +86,8 @@ def _read(root: Path, paths) -> dict[str, bytes]:
 def corpus(path: str | Path | None = None) -> Corpus:
     """Reads the text and splits it.
 
-    The split is a hash of each file's name, so that it stays when files are added; a single file gives its last
-    tenth.
+    The split is by a hash of each file's name, so that it is stable when files are added; of a single file the last
+    tenth is held out.
 
     Args:
       path: a file or a folder; None for the standard library's source.
@@ -114,24 +116,21 @@ def _bytes(files: dict[str, bytes], names: list[str]) -> np.ndarray:
 
 
 def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Cuts `[batch, length]` windows out of `text` at `starts`."""
+    """Returns the `[batch, length]` windows of `text` at `starts`."""
     return text[starts[:, None] + np.arange(length)[None, :]]
 
 
 def text_workload(
     config: gpt.GPTConfig = gpt.SIZES["demo"], *, path: str | Path | None = None, held_out_examples: int = 256
 ) -> Workload:
-    """A byte-level GPT on the standard library's source, or on a text of one's own.
+    """A byte-level GPT on the standard library's source, or on another text.
 
-    A batch is `[size, context + 1]` uint8, cut at places drawn from `(seed, step)`.
+    A batch is `[size, context + 1]` uint8, at positions drawn from `(seed, step)`.
 
     Args:
       config: the model's sizes. Start with the default: it runs a few steps a second on two cores.
       path: a file or a folder to read instead; it must hold more than ten windows of `context + 1` bytes.
-      held_out_examples: how many windows an evaluation reads; more is steadier and slower.
-
-    Returns:
-      A `Workload`.
+      held_out_examples: number of windows in an evaluation; more is steadier and slower.
 
     Example:
       >>> from jaxdist._cli.models.text import text_workload
@@ -153,7 +152,7 @@ def text_workload(
         return windows(text.train, starts, length)
 
     def held_out(size: int) -> list[np.ndarray]:
-        # Evenly spread over the held-out files and without overlap, as many whole batches as there are.
+        # Evenly spread over the held-out files without overlap, in whole batches.
         available = min(held_out_examples, text.held_out.size // length)
         starts = np.linspace(0, text.held_out.size - length, available).astype(np.int64)
         whole = available - available % size if available >= size else available

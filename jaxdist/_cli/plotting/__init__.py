@@ -1,1 +1,1 @@
-"""The figures that commands draw."""
+"""The figures that the commands draw."""

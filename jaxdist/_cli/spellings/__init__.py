@@ -1,1 +1,1 @@
-"""Command-line spellings and the objects they stand for."""
+"""The spellings of reducers, optimizers, methods, models and rules on a command line."""

@@ -1,1 +1,1 @@
-"""Training runs: one worker, sharded, offloaded, and series of them."""
+"""Training runs: the step of one worker, the loop, offloading, and suites of runs."""

@@ -1,4 +1,4 @@
-"""Where the optimizer of a run works: on the device, whole or cut, on the host, or beside its state on disk."""
+"""The optimizer of a run: on the device, replicated or sharded, in host memory, or streamed from a disk."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,35 +8,35 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ... import offload
-from ..._core.types import State, Updates
+from ..._core.types import AxisNames, PyTree, State, Updates
+from ...offload import Store, Streamed, host, nvme
 from ...transforms.all_reduce import all_reduce
 from ...zero.base import zero_redundancy
 from ..models.base import Method
 
 
 class Offload(NamedTuple):
-    """Where the optimizer's state lies: in this folder, or, without one, in the host's memory."""
+    """The place of the optimizer state: a folder on disk, or host memory if there is none."""
 
     folder: Path | None = None
 
 
-class Gradients(NamedTuple):
-    """In place of an optimizer's state: the mean gradients of this step, and the state of what averaged them."""
+class MeanGradients(NamedTuple):
+    """Replaces the optimizer state inside the step: the mean gradients, and the state of the reducer."""
 
     means: Updates
     state: State
 
 
-class Optimizer(NamedTuple):
-    """The part of it inside the compiled step, and, where it is not all of it, the part between two steps."""
+class SplitOptimizer(NamedTuple):
+    """An optimizer as the part inside the compiled step and, with a disk, the part between two steps."""
 
     transformation: optax.GradientTransformationExtraArgs
-    streamed: offload.Streamed | None
+    streamed: Streamed | None
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Makes what `--offload` spells.
+    """Parses the value of `--offload`.
 
     Example:
       >>> from jaxdist._cli.training.offloaded import parse_offload
@@ -47,59 +47,62 @@ def parse_offload(text: str | None) -> Offload | None:
         return None if text is None else Offload()
     kind, _, folder = text.partition(":")
     if kind != "nvme" or not folder:
-        raise ValueError(f"--offload is host or nvme:FOLDER, got {text!r}")
+        raise ValueError(f"--offload must be host or nvme:FOLDER, got {text!r}")
     return Offload(Path(folder))
 
 
-def arrange(method: Method, where: Offload | None, *, axis: str) -> Optimizer:
-    """The optimizer of a run, the reducer before it included.
+def split_optimizer(method: Method, offload: Offload | None, *, axis: AxisNames) -> SplitOptimizer:
+    """Makes the optimizer of a run, including the reducer before it.
 
     Args:
       method: how workers learn from each other.
-      where: what `parse_offload` made.
-      axis: that of the workers.
+      offload: the place of the optimizer state; None: on the device.
+      axis: the mesh axis of the workers.
 
     Raises:
-      ValueError: only a whole state, or that of cut parameters, can lie on disk.
+      ValueError: a state that is sharded while its parameters are not cannot be kept on disk.
     """
-    if where is not None and where.folder is not None:
+    if offload is not None and offload.folder is not None:
         if method.reducer is None or method.stage in (1, 2):
             raise ValueError(
-                "--offload nvme needs a reducer, or --zero 3: a whole state, or parts that lie with their parameters"
+                "--offload nvme needs a reducer, or --zero 3: it cannot shard the state of replicated parameters"
             )
-        # The gradients of parameters that are cut are means already.
+        # The gradients of sharded parameters are means already.
         means = all_reduce(method.reducer, axis=axis) if method.stage == 0 else optax.identity()
-        store = offload.Store(where.folder)
-        return Optimizer(_kept(means), offload.nvme(method.optimizer, store, master_dtype=jnp.float32))
+        streamed = nvme(method.optimizer, Store(offload.folder), master_dtype=jnp.float32)
+        return SplitOptimizer(_keep_means(means), streamed)
     transformation = optax.with_extra_args_support(method.optimizer)
     if method.stage:
         reducers = {} if method.stage == 3 else {"reducer": method.reducer}
         transformation = zero_redundancy(transformation, stage=2 if method.stage == 2 else 1, axis=axis, **reducers)
     elif method.reducer is not None:
         transformation = optax.chain(all_reduce(method.reducer, axis=axis), transformation)
-    return Optimizer(transformation if where is None else offload.host(transformation), None)
+    return SplitOptimizer(transformation if offload is None else host(transformation), None)
 
 
-def _kept(means: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keeps the mean gradients in the state, for who applies them after the step."""
+def _keep_means(means: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Keeps the mean gradients in the state, to be applied after the step."""
 
-    def init(params) -> State:
-        return Gradients(jax.tree.map(jnp.zeros_like, params), means.init(params))
+    def init_fn(params: PyTree) -> State:
+        return MeanGradients(jax.tree.map(jnp.zeros_like, params), means.init(params))
 
-    def update(updates, state, params=None, **_) -> tuple[Updates, State]:
-        updates, new = means.update(updates, state.state, params)
-        return jax.tree.map(jnp.zeros_like, updates), Gradients(updates, new)
+    def update_fn(
+        updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Updates, State]:
+        del extra_args
+        updates, inner = means.update(updates, state.state, params)
+        return jax.tree.map(jnp.zeros_like, updates), MeanGradients(updates, inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def around(step: Callable[..., Any], streamed: offload.Streamed | None) -> Callable[..., Any]:
-    """`step(state, batch)`, and after it the update of the parameters on the host."""
+def apply_after(step: Callable[..., Any], streamed: Streamed | None) -> Callable[..., Any]:
+    """Adds the update of the parameters on the host after `step(state, batch)`."""
     if streamed is None:
         return step
 
-    def both(state: Any, batch: Any) -> tuple[Any, Any]:
+    def step_and_apply(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = step(state, batch)
         return state._replace(params=streamed.apply(state.params, state.opt_state.means)), metrics
 
-    return both
+    return step_and_apply

@@ -1,4 +1,4 @@
-"""One worker's part of a run: the state and the step, before any mesh or device."""
+"""A run as one worker sees it: the state and the step, independent of meshes and devices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +13,15 @@ from ...state.marks import PerWorker
 from ...transforms.local_value_and_grad import local_value_and_grad
 from ...zero.gathered import gathered, gathered_scan, shard
 from ..models.base import PLAIN, Layers, Method, Workload
-from .offloaded import Offload, arrange
+from .offloaded import Offload, split_optimizer
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on.
+    """All that is needed to resume a run.
 
     Attributes:
-      params: the model; `PerWorker` where each worker steps by itself.
-      opt_state: the optimizer's state, residuals and keys of the reducer included.
+      params: the model; `PerWorker` if workers take local steps.
+      opt_state: the optimizer state, with residuals and keys of the reducer.
     """
 
     params: PyTree
@@ -29,13 +29,13 @@ class TrainState(NamedTuple):
 
 
 class OneWorker(NamedTuple):
-    """A run as one worker sees it: what `distribute`, `simulate` and `analysis.pods` take.
+    """The functions of one worker, for `distribute`, `simulate` and `analysis.pods`.
 
     Attributes:
-      make_state: `make_state(seed)`, the state as one worker means it, for `init_state`.
-      step: `step(state, batch, **asked) -> (state, {"loss": ...})`.
-      metrics: `metrics(params, batch)`, the workload's.
-      streamed: what is kept on disk between steps; None if nothing is.
+      make_state: `make_state(seed)`, for `init_state`.
+      step: `step(state, batch, **extra_args) -> (state, {"loss": ...})`.
+      metrics: `metrics(params, batch)`.
+      streamed: the optimizer on disk between steps; None if there is none.
     """
 
     make_state: Callable[[int], TrainState]
@@ -47,38 +47,36 @@ class OneWorker(NamedTuple):
 def one_worker(
     workload: Workload, method: Method, offload: Offload | None = None, *, axis: AxisNames = "data"
 ) -> OneWorker:
-    """Puts a workload and a method together.
+    """Combines a workload and a method.
 
     Args:
-      workload: what to train.
+      workload: the model and the data.
       method: how workers learn from each other.
-      offload: where the optimizer's state lies, if not on the device.
-      axis: the axis of the workers.
-
-    Returns:
-      A `OneWorker`.
+      offload: the place of the optimizer state; None: on the device.
+      axis: the mesh axis of the workers.
 
     Example:
       >>> import jaxdist as jd, optax
-      >>> from jaxdist._cli import base, digits
-      >>> one = one_worker(digits.digits_workload(4), base.Method(jd.exact(), optax.adam(1e-3)))
-      >>> step = jd.simulate(one.step, workers=2)
+      >>> from jaxdist._cli.models import base, digits
+      >>> from jaxdist._cli.training.one_worker import one_worker
+      >>> worker = one_worker(digits.digits_workload(4), base.Method(jd.exact(), optax.adam(1e-3)))
+      >>> step = jd.simulate(worker.step, workers=2)
     """
-    transformation, streamed = arrange(method, offload, axis=axis)
-    layers, cut = PLAIN, method.stage == 3
-    if cut:
+    transformation, streamed = split_optimizer(method, offload, axis=axis)
+    layers, sharded = PLAIN, method.stage == 3
+    if sharded:
         layers = Layers(*(partial(f, axis=axis, reducer=method.reducer) for f in (gathered, gathered_scan)))
 
     def make_state(seed: int) -> TrainState:
         params = workload.init(jax.random.key(seed))
-        params = shard(params, smallest=0) if cut else params
-        held = PerWorker(params, resize="mean") if method.sync_period else params
-        return TrainState(held, transformation.init(params))
+        params = shard(params, smallest=0) if sharded else params
+        marked = PerWorker(params, resize="mean") if method.sync_period else params
+        return TrainState(marked, transformation.init(params))
 
-    def step(state: TrainState, batch: Any, **asked: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Any, **extra_args: Any) -> tuple[TrainState, Metrics]:
         loss_fn = partial(workload.loss, layers=layers)
         loss, gradients = local_value_and_grad(loss_fn, axis=axis)(state.params, batch)
-        updates, opt_state = transformation.update(gradients, state.opt_state, state.params, **asked)
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params, **extra_args)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, axis)}
 
     return OneWorker(make_state, step, partial(workload.metrics, layers=layers), streamed)

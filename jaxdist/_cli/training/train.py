@@ -1,4 +1,4 @@
-"""The training loop that the command line, the examples and the benchmarks share."""
+"""The training loop of the command line and the benchmarks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from ...runtime.mesh import global_batch
 from ...state.placement import init_state
 from ...transforms.stats import stats
 from ..models.base import Method, Workload, check_batch, parameters_of
-from .offloaded import Offload, around
+from .offloaded import Offload, apply_after
 from .one_worker import TrainState as TrainState
 from .one_worker import one_worker
 
@@ -30,21 +30,21 @@ class Run(NamedTuple):
     """A workload, a reducer and an optimizer, compiled for a mesh.
 
     Attributes:
-      step: `step(state, batch) -> (state, metrics)`, compiled; it takes over the state that it is given.
-      state: the state to start from.
-      batch: `batch(n) -> Batch`, the batch of step `n`, already on the mesh.
+      step: `step(state, batch) -> (state, metrics)`, compiled; it donates the state.
+      state: the initial state.
+      batch: `batch(n) -> Batch`, the batch of step `n`, on the mesh.
       evaluate: `evaluate(state) -> {"loss": float, ...}`, the mean over the held-out split.
-      workers: how many there are.
-      parameters: how many numbers the model has.
-      wire_bytes: what one worker sends in one step, read from the compiled program: the mean over a round, where
-        workers meet every so many steps; the worst one, where the program decides from step to step.
-      sent: `sent(state, n)`, what one worker has sent in all after `n` steps; counted step by step where it differs.
+      workers: number of workers.
+      parameters: size of the model.
+      wire_bytes: bytes that one worker sends in a step, read from the compiled program: the mean over a round for
+        methods that synchronize every `H` steps, and the maximum if the program decides from step to step.
+      sent: `sent(state, n)`, bytes that one worker has sent in `n` steps; counted step by step if they differ.
       units_per_step: tokens or images in a step, all workers together.
-      first: steps that the state has behind it: those of an earlier run, where it lay on disk.
-      compile_seconds: what tracing and compiling took.
-      close: ends the use of what the run has on disk.
-      with_seed: `with_seed(n) -> Run`, the same compiled step from other parameters and on other batches.
-      with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None where `H` is fixed.
+      first: number of steps already done, by an earlier run whose state was on disk.
+      compile_seconds: time to trace and compile.
+      close: releases the files of the run.
+      with_seed: `with_seed(n) -> Run`, the same compiled step with other parameters and batches.
+      with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None if `H` is fixed.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
@@ -64,15 +64,15 @@ class Run(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One step as it was measured.
+    """The measurements of one step.
 
     Attributes:
-      step: from 1.
+      step: its number, from 1.
       loss: mean over all workers, before the step's update.
-      seconds: wall clock of the step, its batch's placing and the wait for the result.
-      units_per_second: tokens or images.
-      wire_bytes: sent by one worker in this step.
-      total_wire_bytes: sent by one worker until now.
+      seconds: wall-clock time of the step, with placing the batch and waiting for the result.
+      units_per_second: tokens or images per second.
+      wire_bytes: bytes sent by one worker in this step.
+      total_wire_bytes: bytes sent by one worker until now.
     """
 
     step: int
@@ -96,30 +96,28 @@ def prepare(
     any_period: bool = False,
     offload: Offload | None = None,
 ) -> Run:
-    """Builds and compiles one run. How workers agree is the only thing that differs between runs that are compared.
+    """Builds and compiles a run. Runs that are compared differ only in how workers exchange gradients or models.
 
     Args:
-      workload: what to train.
-      reducer: how the workers agree on the mean gradient; None if the optimizer communicates by itself.
-      optimizer: any optax transformation; it sees the agreed mean.
+      workload: the model and the data.
+      reducer: averages the gradients; None if the optimizer communicates.
+      optimizer: any optax transformation of the mean gradients.
       mesh: a mesh with an axis `"data"`.
       batch_size: examples in a step, all workers together; a multiple of the number of workers.
       seed: draws the parameters and the batches.
-      sync_period: `H`, if the optimizer lets workers step by themselves and meet every `H` steps: each then has
-        parameters of its own, and the model that is evaluated is the one that they agreed on last.
-      stage: of ZeRO: 1 and 2 cut the optimizer's state over the workers, 3 the parameters too, gathered layer by layer.
+      sync_period: `H`, if workers take local steps and synchronize every `H` steps: parameters are then per-worker, and
+        the last global parameters are evaluated.
+      stage: of ZeRO: 1 and 2 shard the optimizer state over the workers, 3 the parameters too, gathered layer by layer.
         The reducer then needs a reduce-scatter form.
       any_period: makes `H` an argument of the compiled step, for `with_period`. The optimizer must take `sync_period=`
         in its update, as `local_steps` with a single fragment does.
-      offload: keep the optimizer's state in the host's memory or on disk. A folder that holds the state of an earlier
-        run of the same model is gone on with.
-
-    Returns:
-      A `Run`.
+      offload: keep the optimizer state in host memory or on disk. A folder with the state of an earlier run of the same
+        model is resumed.
 
     Example:
       >>> import jaxdist as jd, optax
-      >>> from jaxdist._cli import digits, train
+      >>> from jaxdist._cli.models import digits
+      >>> from jaxdist._cli.training import train
       >>> mesh = jd.make_mesh({"data": 1})
       >>> run = train.prepare(digits.digits_workload(4), jd.exact(), optax.adam(1e-3), mesh=mesh, batch_size=8)
       >>> [record.step for record, state in train.steps(run, 2)]
@@ -134,7 +132,7 @@ def prepare(
         state = init_state(lambda: make_state(seed), mesh, axis=AXIS)
         return state if streamed is None else state._replace(params=streamed.init(state.params))
 
-    def train_step_of_any_period(state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, dict[str, Any]]:
+    def step_with_period(state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, dict[str, Any]]:
         return train_step(state, batch[0], sync_period=batch[1])
 
     def batch(seed: int, step: int) -> Any:
@@ -144,7 +142,7 @@ def prepare(
     state, rows = first_state(seed), batch(seed, 0)
     if any_period:
         specs = jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
-        distributed = distribute(train_step_of_any_period, mesh, axis=AXIS, batch_specs=specs)
+        distributed = distribute(step_with_period, mesh, axis=AXIS, batch_specs=specs)
         compiled = distributed.lower(state, (rows, np.int32(1))).compile()
     else:
         compiled = distribute(train_step, mesh, axis=AXIS).lower(state, rows).compile()
@@ -153,13 +151,18 @@ def prepare(
     counted = most > least and "bytes" in stats(state.opt_state)
     if most > least and not counted and not sync_period:
         if reducer is None:
-            raise ValueError("the bytes of this optimizer differ from step to step, and it does not count them")
+            raise ValueError(
+                "this optimizer sends different numbers of bytes in different steps and does not count them"
+            )
+        # Compiles again, with a reducer that counts.
         sizes = {"mesh": mesh, "batch_size": batch_size, "seed": seed}
         return prepare(workload, with_stats(reducer), optimizer, **sizes, stage=stage, offload=offload)
-    evaluation = _evaluation(workload._replace(metrics=metrics_fn), mesh, batch_size, local=sync_period is not None)
+    evaluation = _make_evaluation(
+        workload._replace(metrics=metrics_fn), mesh, batch_size, local=sync_period is not None
+    )
 
-    def run_of(state: TrainState, seed: int, sync_period: int | None) -> Run:
-        # Each fragment of the model meets once in a round; between rounds there is the least.
+    def make_run(state: TrainState, seed: int, sync_period: int | None) -> Run:
+        # Each fragment is synchronized once in a round; the other steps send the least.
         wire_bytes = most if sync_period is None else least + (most - least) / sync_period
         period = None if sync_period is None else np.int32(sync_period)
 
@@ -167,7 +170,9 @@ def prepare(
             return float(stats(state.opt_state)["bytes"]) if counted else count * wire_bytes
 
         return Run(
-            step=(lambda state, rows: compiled(state, (rows, period))) if any_period else around(compiled, streamed),
+            step=(lambda state, rows: compiled(state, (rows, period)))
+            if any_period
+            else apply_after(compiled, streamed),
             state=state,
             batch=partial(batch, seed),
             evaluate=evaluation,
@@ -179,22 +184,22 @@ def prepare(
             first=0 if streamed is None else streamed.stats().step,
             compile_seconds=compile_seconds,
             close=(lambda: None) if streamed is None else streamed.close,
-            with_seed=lambda seed: run_of(first_state(seed), seed, sync_period),
-            with_period=(lambda period: run_of(first_state(seed), seed, period)) if any_period else None,
+            with_seed=lambda seed: make_run(first_state(seed), seed, sync_period),
+            with_period=(lambda period: make_run(first_state(seed), seed, period)) if any_period else None,
         )
 
-    return run_of(state, seed, sync_period)
+    return make_run(state, seed, sync_period)
 
 
 def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
     """Trains, and yields each step's record and state.
 
-    The step donates its state: a state that was yielded is gone once the next one is asked for.
+    The step donates its state: a state that was yielded is invalid after the next step.
 
     Args:
-      run: from `prepare`; `run.state` is where it starts, and is gone afterwards.
-      count: how many steps.
-      first: the step before the first one: a restored run goes on with the batches that it would have had.
+      run: from `prepare`; `run.state` is the initial state, and is invalid afterwards.
+      count: number of steps.
+      first: number of steps already done, so that a resumed run gets the batches that follow.
 
     Yields:
       `(Record, TrainState)`.
@@ -210,24 +215,26 @@ def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, Tra
         before = total
 
 
-def _evaluation(
+def _make_evaluation(
     workload: Workload, mesh: jax.sharding.Mesh, batch_size: int, *, local: bool = False
 ) -> Callable[[TrainState], dict[str, float]]:
+    """Makes `evaluate(state)`, the mean over the held-out batches."""
     workers = mesh.shape[AXIS]
 
-    def of_one_worker(state: TrainState, batch: Any) -> dict[str, Any]:
-        return jax.lax.pmean(workload.metrics(_agreed(state) if local else state.params, batch), AXIS)
+    def evaluate_worker(state: TrainState, batch: Any) -> dict[str, Any]:
+        return jax.lax.pmean(workload.metrics(_global_params(state) if local else state.params, batch), AXIS)
 
-    metrics = evaluate(of_one_worker, mesh, axis=AXIS)
+    metrics = evaluate(evaluate_worker, mesh, axis=AXIS)
 
-    def held_out() -> Iterator[Any]:
+    def place_batches() -> Iterator[Any]:
         for batch in workload.held_out(batch_size):
+            # Drop the rows that do not divide among the workers.
             rows = len(jax.tree.leaves(batch)[0]) // workers * workers
             if rows:
                 yield _place(jax.tree.map(lambda x, rows=rows: x[:rows], batch), mesh)
 
     def mean_over_batches(state: TrainState) -> dict[str, float]:
-        results = [metrics(state, batch) for batch in held_out()]
+        results = [metrics(state, batch) for batch in place_batches()]
         if not results:
             raise ValueError(f"fewer held-out examples than the {workers} workers")
         return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
@@ -235,15 +242,15 @@ def _evaluation(
     return mean_over_batches
 
 
-def _agreed(state: TrainState) -> PyTree:
-    """The one model of workers that step by themselves, as one of them sees it: what they agreed on last."""
+def _global_params(state: TrainState) -> PyTree:
+    """The last global parameters of workers that take local steps, or the mean if they are only ever paired."""
     try:
         return global_params(state.opt_state)
-    except ValueError:  # only pairs of workers ever agree
+    except ValueError:  # NoLoCo has no global parameters
         return jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), state.params)
 
 
 def _place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Every process has the whole batch, so that all agree on it, and places its own rows."""
+    """Places this process's rows of the batch, which is computed in full by every process."""
     count, index = jax.process_count(), jax.process_index()
     return global_batch(jax.tree.map(lambda rows: np.array_split(rows, count)[index], batch), mesh, axis=AXIS)

@@ -1,0 +1,101 @@
+"""What all figures share: colors, empty panels, axes of bytes, labels, and the file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, NullFormatter
+
+# Okabe and Ito's palette, safe for all kinds of color vision; black is the first run: the baseline.
+COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31")
+GREY = "#6E6E6E"
+MARKERS = "osD^vPX*"
+
+
+def color_of(number: int) -> str:
+    """The color of the curve with this number."""
+    return COLORS[number % len(COLORS)]
+
+
+def marker_of(number: int) -> str:
+    """The marker of the series with this number."""
+    return MARKERS[number % len(MARKERS)]
+
+
+def new_figure(title: str, width: float, height: float) -> Figure:
+    """An empty figure with a small grey title at the top left."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
+    return figure
+
+
+def two_panels(title: str) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with two empty panels side by side."""
+    figure = new_figure(title, 11.5, 4.6)
+    panels = figure.subplots(1, 2)
+    for axes in panels:
+        open_axes(axes, grid="y")
+    return figure, panels
+
+
+def open_axes(axes: Axes, *, grid: str = "", color: str = "#E6E6E6", left: bool = True) -> None:
+    """Removes the frame at the top and the right (and the left, for lanes), and draws a light grid."""
+    axes.spines[["top", "right", *([] if left else ["left"])]].set_visible(False)
+    if not left:
+        axes.tick_params(axis="y", length=0)
+    if grid:
+        axes.grid(axis=grid, color=color, linewidth=0.8)
+        axes.set_axisbelow(True)
+
+
+def scale_by_log_bytes(axes: Axes, label: str) -> None:
+    """Makes the x axis a logarithmic one of bytes."""
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    count_bytes(axes.xaxis)
+    axes.set_xlabel(label)
+
+
+def count_bytes(axis: Axis) -> None:
+    """Labels the ticks of an axis with kB, MB and so on."""
+    axis.set_major_formatter(EngFormatter(unit="B"))
+
+
+def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: str) -> None:
+    """Draws the mean over seeds as a point and their range as a bar."""
+    mean = values.mean()
+    bar = [[mean - values.min()], [values.max() - mean]]
+    axes.errorbar(x, mean, yerr=bar, markersize=markersize, linewidth=0.9, **style)
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Writes each (height, text, color) at the right edge, moved apart so that no label covers another."""
+    low, high = axes.get_ylim()
+    gap = 0.062 * (high - low)
+    order = sorted(range(len(ends)), key=lambda n: ends[n][0])
+    heights = np.clip([np.nan_to_num(ends[n][0], nan=high, posinf=high) for n in order], low, high)
+    for n in range(1, len(heights)):
+        heights[n] = max(heights[n], heights[n - 1] + gap)
+    overflow = heights[-1] - high
+    if overflow > 0:
+        heights -= overflow
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+    for n, height in zip(order, heights, strict=True):
+        _, text, color = ends[n]
+        axes.annotate(text, (1.0, height), fontsize=9, color=color, annotation_clip=False, **place)
+
+
+def in_bytes(count: float) -> str:
+    """A readable number of bytes: `158.4 kB`."""
+    return EngFormatter(unit="B", places=1 if count >= 1000 else 0)(count)
+
+
+def write(figure: Figure, path: str | Path) -> Path:
+    """Writes the PNG and returns its path."""
+    path = Path(path)
+    figure.savefig(path, dpi=150)
+    return path

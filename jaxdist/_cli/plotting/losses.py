@@ -1,0 +1,203 @@
+"""Loss against bytes: one run beside its baseline, several runs, several seeds, and several sync periods."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
+
+from ..results import Result, running_mean
+from ..training.suites import Cell, Spread, pareto_front, shown_period
+from . import figures
+from .figures import COLORS, GREY, color_of, in_bytes, marker_of
+
+
+def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, unit: str = "nats per byte") -> Path:
+    """Draws the training loss of several runs against bytes sent and against steps; the first run is black.
+
+    Args:
+      results: the runs.
+      path: the PNG to write.
+      title: a line above the panels.
+      unit: the unit of the loss.
+
+    Returns:
+      The path.
+    """
+    figure, (by_bytes, by_step) = figures.two_panels(title)
+    ends = []
+    for number, result in enumerate(results):
+        color, loss = color_of(number), _smooth(result)
+        sent = [record.total_wire_bytes for record in result.records]
+        if sent[-1] > 0:
+            by_bytes.plot(sent, loss, color=color, linewidth=1.8)
+            by_bytes.plot(sent[-1], loss[-1], "o", color=color, markersize=6)
+        by_step.plot([record.step for record in result.records], loss, color=color, linewidth=1.8)
+        ends.append((loss[-1], f"{result.name}   {in_bytes(result.wire_bytes)} a step", color))
+    figures.scale_by_log_bytes(by_bytes, "sent by each worker so far")
+    by_bytes.set_ylabel(f"training loss ({unit})")
+    by_bytes.set_title("loss against bytes", loc="left")
+    by_step.set_xlabel("step")
+    by_step.set_title("loss against steps", loc="left")
+    by_step.tick_params(labelleft=False)
+    _limit_to_start(by_bytes, results)
+    by_step.set_ylim(by_bytes.get_ylim())
+    figures.label_ends(by_step, ends)
+    return figures.write(figure, path)
+
+
+def draw_train(
+    result: Result, baseline: Result | None, path: str | Path, *, title: str, unit: str = "nats per byte"
+) -> Path:
+    """Draws the loss of one run and the bytes that it sent, beside its baseline; arguments as for `draw_compare`."""
+    figure, (by_loss, by_bytes) = figures.two_panels(title)
+    runs = [(result, COLORS[1])] if baseline is None else [(baseline, COLORS[0]), (result, COLORS[1])]
+    ends = []
+    for run, color in runs:
+        steps = [record.step for record in run.records]
+        by_loss.plot(steps, [record.loss for record in run.records], color=color, linewidth=0.6, alpha=0.25)
+        label = f"{run.name}, held-out loss {run.held_out['loss']:.3f}"
+        by_loss.plot(steps, _smooth(run), color=color, linewidth=1.8, label=label)
+        sent = [record.total_wire_bytes for record in run.records]
+        by_bytes.plot(steps, sent, color=color, linewidth=1.8)
+        ends.append((sent[-1], f"{run.name}   {in_bytes(sent[-1])}", color))
+    by_loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)
+    by_loss.set_xlabel("step")
+    by_loss.set_ylabel(f"training loss ({unit})")
+    by_loss.set_title("loss", loc="left")
+    _limit_to_start(by_loss, [run for run, _ in runs])
+    figures.count_bytes(by_bytes.yaxis)
+    by_bytes.set_ylim(0, None)
+    by_bytes.set_xlabel("step")
+    by_bytes.set_title("sent by each worker so far", loc="left")
+    figures.label_ends(by_bytes, ends)
+    return figures.write(figure, path)
+
+
+def _smooth(result: Result) -> np.ndarray:
+    return running_mean([record.loss for record in result.records], max(1, len(result.records) // 12))
+
+
+def _limit_to_start(axes: Axes, results: Sequence[Result]) -> None:
+    """Shows losses from the best to those at the start; runs that diverge leave the panel instead of flattening it."""
+    losses = np.concatenate([_smooth(result) for result in results])
+    starts = np.array([result.records[0].loss for result in results])
+    finite, starts = losses[np.isfinite(losses)], starts[np.isfinite(starts)]
+    if finite.size and starts.size and starts.max() > finite.min():
+        margin = 0.05 * (starts.max() - finite.min())
+        axes.set_ylim(finite.min() - margin, starts.max() + margin)
+
+
+def draw_seeds(spreads: Sequence[Spread], path: str | Path, *, title: str, unit: str) -> Path:
+    """Draws the held-out loss, and every other metric, against the bytes of a step.
+
+    A point is the mean over the seeds, its bar the range. A line joins the reducers on the Pareto front.
+
+    Args:
+      spreads: the reducers; the first is the baseline, with a dotted line at its level.
+      path: the PNG to write.
+      title: a line above the panels.
+      unit: the unit of the loss.
+
+    Returns:
+      The path.
+    """
+    keys = sorted(spreads[0].held_out, key=lambda key: key != "loss")
+    height = max(8.2, 0.235 * len(spreads) + 1.2)
+    figure = figures.new_figure(title, 7.2 * len(keys) + 2.4, height)
+    panels = figure.subplots(1, len(keys), squeeze=False)[0]
+    families = list(dict.fromkeys(spread.family for spread in spreads))
+    for axes, key in zip(panels, keys):
+        _draw_metric(axes, spreads, key, families)
+        axes.set_ylabel(f"held-out loss ({unit})" if key == "loss" else f"held-out {key}")
+    _number_reducers(panels[-1], spreads, families)
+    return figures.write(figure, path)
+
+
+def _draw_metric(axes: Axes, spreads: Sequence[Spread], key: str, families: list[str]) -> None:
+    figures.open_axes(axes, grid="both", color="#EEEEEE")
+    best = pareto_front(spreads, key)
+    sizes, means = [spread.wire_bytes for spread in best], [spread.held_out[key].mean() for spread in best]
+    axes.plot(sizes, means, color=GREY, linewidth=1.0)
+    axes.axhline(spreads[0].held_out[key].mean(), color=GREY, linewidth=0.8, linestyle=":")
+    for number, spread in enumerate(spreads):
+        values, family = spread.held_out[key], families.index(spread.family)
+        if not np.isfinite(values).all():
+            continue
+        figures.draw_range(axes, spread.wire_bytes, values, color=color_of(family), marker=marker_of(family))
+        at = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": 7.5, "color": color_of(family)}
+        axes.annotate(str(number + 1), (spread.wire_bytes, values.mean()), **at)
+    # A reducer that fails leaves the panel instead of flattening the others: show the best 85 percent.
+    means = np.array([spread.held_out[key].mean() for spread in spreads])
+    low, high = np.quantile(means[np.isfinite(means)], [0.0, 0.85] if key == "loss" else [0.15, 1.0])
+    margin = max(0.15 * (high - low), 1e-3)
+    axes.set_ylim(low - margin, high + margin)
+    figures.scale_by_log_bytes(axes, "sent by one worker in a step")
+
+
+def _number_reducers(axes: Axes, spreads: Sequence[Spread], families: list[str]) -> None:
+    """Lists the number and the name of each reducer at the right, in the color of its family."""
+    for number, spread in enumerate(spreads):
+        color = color_of(families.index(spread.family))
+        text = f"{number + 1:>2}  {spread.name}   {in_bytes(spread.wire_bytes)}"
+        place = (1.02, 1.0 - number / max(len(spreads), 24))
+        axes.annotate(text, place, xycoords="axes fraction", fontsize=8.5, va="top", color=color, annotation_clip=False)
+
+
+def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: str, counted: str) -> Path:
+    """Draws the held-out loss against all bytes that a worker sent, and against tokens for one `H`.
+
+    Args:
+      cells: one method at one `H` each; the baseline first.
+      path: the PNG to write.
+      title: a line above the panels.
+      unit: the unit of the loss.
+      counted: what a step consumes, `"tokens"` or `"images"`.
+
+    Returns:
+      The path.
+    """
+    figure, (by_bytes, by_tokens) = figures.two_panels(title)
+    colors = {method: color_of(n) for n, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
+    periods = sorted({cell.period for cell in cells if cell.period})
+    markers = {0: "*"} | {period: marker_of(n) for n, period in enumerate(periods)}
+    for method, color in colors.items():
+        own = [cell for cell in cells if cell.method == method]
+        sent = [cell.spread.wire_bytes * cell.steps[-1] for cell in own]
+        losses = [cell.spread.held_out["loss"] for cell in own]
+        by_bytes.plot(sent, [values.mean() for values in losses], color=color, linewidth=1.2)
+        for cell, total, values in zip(own, sent, losses, strict=True):
+            style = {"color": color, "marker": markers[cell.period], "markersize": 6 if cell.period else 10}
+            figures.draw_range(by_bytes, total, values, **style)
+    by_bytes.axhline(cells[0].spread.held_out["loss"].mean(), color=GREY, linewidth=0.8, linestyle=":")
+    figures.scale_by_log_bytes(by_bytes, "sent by each worker in the whole run")
+    by_bytes.set_ylabel(f"held-out loss ({unit})")
+    by_bytes.set_title("loss against bytes", loc="left")
+    names = {period: f"H = {period}" if period else "every step, gradients" for period in markers}
+    handles = [Line2D([], [], color=GREY, marker=markers[n], linestyle="", label=names[n]) for n in markers]
+    by_bytes.legend(handles=handles, framealpha=0.9, edgecolor="none", fontsize=8, labelcolor=GREY)
+
+    period = shown_period(periods)
+    curves = [cell for cell in cells if cell.period in (0, period)]
+    for cell in curves:
+        by_tokens.plot(cell.steps * cell.units, cell.losses, color=colors[cell.method], linewidth=1.8)
+    by_tokens.xaxis.set_major_formatter(EngFormatter())
+    by_tokens.set_xlabel(f"{counted}, all workers together")
+    by_tokens.set_title(f"loss against {counted}, H = {period}", loc="left")
+    by_tokens.tick_params(labelleft=False)
+    for axes in (by_bytes, by_tokens):
+        axes.set_ylim(_limits_of_ends(cells))
+    figures.label_ends(by_tokens, [(cell.losses[-1], cell.method, colors[cell.method]) for cell in curves])
+    return figures.write(figure, path)
+
+
+def _limits_of_ends(cells: Sequence[Cell]) -> tuple[float, float]:
+    """From the best loss to the ends of nine in ten; worse runs leave the panel."""
+    ends = np.array([cell.spread.held_out["loss"].mean() for cell in cells])
+    ends = ends[np.isfinite(ends)]
+    starts = cells[0].losses[np.isfinite(cells[0].losses)]
+    low, high = ends.min(), max(np.quantile(ends, 0.9), starts.max(initial=-np.inf))
+    margin = max(0.06 * (high - low), 1e-3)
+    return low - margin, high + margin

@@ -1,0 +1,199 @@
+"""All names that a command line knows, with their factories; the arguments are read from the signatures."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+
+from ... import compressors, local_sgd, optimizers, recipes, reducers, topology
+from ...asynchronous import durations, rules
+from ...asynchronous.protocol import Rule
+from ...topology.base import Topology
+from ...topology.varying import relabelled_ring
+from .grammar import Spelling
+
+FEEDBACK = {
+    "ef": Spelling(reducers.error_feedback, "keeps what was not sent and adds it to the next gradient"),
+    "ef21": Spelling(reducers.ef21, "workers send the compressed change since their last estimate"),
+    "loco": Spelling(reducers.loco, "adds a moving average of what was not sent, kept in 8 bits"),
+}
+COLLECTIVES = {
+    "ring": Spelling(reducers.ring, "encoded partial sums around a ring, an error at each hop; compare with two_shot"),
+    "two_shot": Spelling(reducers.two_shot, "encoded reduce-scatter and all-gather: the bytes of an all-reduce"),
+}
+# Reducers, and compressors of one array.
+REDUCERS = {
+    "exact": Spelling(reducers.exact, "plain all-reduce in float32"),
+    "f16": Spelling(partial(compressors.cast, jnp.float16), "float16 on the wire"),
+    "bf16": Spelling(partial(compressors.cast, jnp.bfloat16), "bfloat16 on the wire"),
+    "fp8": Spelling(compressors.fp8, "8-bit floats, a scale for each block; use with ef:"),
+    "mxfp8": Spelling(compressors.mxfp8, "8-bit floats in MX blocks; use with ef:"),
+    "mxfp4": Spelling(compressors.mxfp4, "4-bit floats in MX blocks; use with ef:"),
+    "e3m0": Spelling(compressors.e3m0, "4-bit powers of two; use with ef:"),
+    "int8": Spelling(compressors.int8, "8-bit integers, a scale for each block"),
+    "int4": Spelling(compressors.int4, "4-bit integers, a scale for each block; use with ef:"),
+    "min_max_uint8": Spelling(compressors.min_max_uint8, "8-bit integers between the extremes of each array"),
+    "natural": Spelling(compressors.natural, "unbiased rounding to powers of two, 9 bits"),
+    "qsgd": Spelling(compressors.qsgd, "unbiased rounding to 2, 3, 4 or 8 bits"),
+    "nuqsgd": Spelling(compressors.nuqsgd, "unbiased rounding to powers of 1/2"),
+    "random_k": Spelling(compressors.random_k, "the same random entries on all workers; use with ef:"),
+    "block_top_k": Spelling(compressors.block_top_k, "the largest entries of each block; use with ef:"),
+    "dgc": Spelling(reducers.dgc, "the largest entries of an accumulated momentum; use with plain sgd"),
+    "gspar": Spelling(compressors.gspar, "random entries, large ones always; unbiased"),
+    "sign": Spelling(compressors.scaled_sign, "one bit per entry; use with ef:"),
+    "drive": Spelling(compressors.drive, "one bit per entry after a random rotation; use with ef:"),
+    "terngrad": Spelling(compressors.terngrad, "0 or plus or minus the largest entry; unbiased"),
+    "top_k": Spelling(compressors.top_k, "the largest entries of each array; use with ef:"),
+    "alq": Spelling(reducers.alq, "levels adapted to the gradients"),
+    "amq": Spelling(reducers.amq, "levels that are powers of a fitted number"),
+    "majority": Spelling(reducers.majority_vote, "workers vote on each sign; use a small learning rate"),
+    "intsgd": Spelling(reducers.intsgd, "sums of integers of 8 or 32 bits with an adaptive scale"),
+    "integer_sum": Spelling(reducers.integer_sum, "sums of integers, scaled by the largest entry"),
+    "power_sgd": Spelling(reducers.power_sgd, "low-rank factors of each matrix; use with ef:"),
+}
+# Optimizers that communicate: they replace both the reducer and --optimizer.
+OPTIMIZERS = {
+    "demo": Spelling(optimizers.demo, "the strongest frequencies of each worker's momentum; replaces --optimizer"),
+    "dion": Spelling(optimizers.dion, "orthonormal low-rank updates of matrices; replaces --optimizer"),
+    "one_bit_adam": Spelling(optimizers.one_bit_adam, "Adam, then the signs of its momentum; replaces --optimizer"),
+    "qadam": Spelling(optimizers.qadam, "Adam, then its momentum in 8 bits; replaces --optimizer"),
+}
+# Methods whose workers step locally and synchronize every H steps.
+SYNCS = {
+    "local_sgd": Spelling(local_sgd.local_sgd, "averages the workers' models every H steps"),
+    "post_local_sgd": Spelling(local_sgd.post_local_sgd, "plain all-reduce for switch_step steps, then local_sgd"),
+    "slowmo": Spelling(local_sgd.slowmo, "local_sgd with a slow momentum, one step of it per round"),
+    "diloco": Spelling(local_sgd.diloco, "an outer Nesterov step every H steps"),
+    "streaming_diloco": Spelling(
+        local_sgd.streaming_diloco, "diloco in fragments that are synchronized at different steps"
+    ),
+    "sparse_loco": Spelling(
+        local_sgd.sparse_loco, "the largest entries of each block, in 2 bits with feedback; no outer momentum"
+    ),
+    "noloco": Spelling(local_sgd.noloco, "diloco in random pairs instead of all workers together"),
+    "palsgd": Spelling(local_sgd.palsgd, "diloco whose workers are pulled toward the last global parameters"),
+    "muloco": Spelling(
+        local_sgd.muloco, "diloco with Muon at learning_rate for matrices and Adam at the rate of --optimizer"
+    ),
+    "async_model_average": Spelling(
+        recipes.bagua.async_model_average, "local_sgd whose mean arrives late; workers keep the steps made meanwhile"
+    ),
+}
+GRAPHS: dict[str, Callable[[int], Topology]] = {
+    "ring": topology.ring,
+    "directed-ring": partial(topology.ring, directed=True),
+    "torus": topology.torus,
+    "hypercube": topology.hypercube,
+    "complete": topology.complete,
+    "exponential": topology.exponential,
+    "one-peer-exponential": topology.one_peer_exponential,
+    "random-matchings": topology.random_matchings,
+    "relabelled-ring": topology.relabelled_ring,
+    "matcha-ring": lambda workers: topology.matcha(topology.ring(workers)),
+    "matcha-complete": lambda workers: topology.matcha(topology.complete(workers)),
+    "shift-one": topology.shift_one,
+    "star": topology.star,
+    "path": topology.path,
+    "binary-tree": topology.binary_tree,
+}
+
+
+def find_graph(name: str) -> Callable[[int], Topology]:
+    """Returns the factory of a topology; raises ValueError if the name is unknown."""
+    if name not in GRAPHS:
+        raise ValueError(f"unknown graph {name!r}; known: {', '.join(GRAPHS)}")
+    return GRAPHS[name]
+
+
+def _hop(
+    graph: str = "ring",
+    *,
+    tokens: int | None = None,
+    backup: int = 0,
+    staleness: int = 0,
+    skip: int = 0,
+    optimizer: optax.GradientTransformation,
+) -> Rule:
+    return rules.hop(find_graph(graph), optimizer, tokens=tokens, backup=backup, staleness=staleness, skip=skip)
+
+
+def _prague(
+    group_size: int,
+    groups: Literal["smart", "random", "static"] = "smart",
+    *,
+    max_lag: float = 4,
+    optimizer: optax.GradientTransformation,
+) -> Rule:
+    return rules.prague(optimizer, group_size=group_size, groups=groups, max_lag=max_lag)
+
+
+def _even_ring(workers: int) -> Topology:
+    # AD-PSGD needs a bipartite graph, and a ring is one only if it is even: drop a link from an odd ring.
+    return GRAPHS["path" if workers % 2 else "ring"](workers)
+
+
+def _ad_psgd(
+    graph: str | None = None,
+    *,
+    optimizer: optax.GradientTransformation,
+    rank: int | None = None,
+    group: int = 1,
+    choice: Literal["uniform", "in_turn"] = "uniform",
+) -> Rule:
+    if graph is None:
+        make_graph = _even_ring
+    elif graph == "relabelled-ring":
+        # Only the variant of two halves has no odd cycles.
+        make_graph = partial(relabelled_ring, halves=True)
+    else:
+        make_graph = find_graph(graph)
+    settings: dict[str, Any] = {"choice": choice, "exchange": None if rank is None else rules.power_gossip(rank)}
+    if group == 1:
+        return rules.ad_psgd(make_graph, optimizer, **settings)
+    return rules.hierarchical_ad_psgd(make_graph, optimizer, group_size=group, **settings)
+
+
+def _d_psgd(
+    graph: str = "ring",
+    *,
+    optimizer: optax.GradientTransformation,
+    order: Literal["adapt_then_combine", "combine_then_adapt"] = "adapt_then_combine",
+) -> Rule:
+    return rules.d_psgd(find_graph(graph), optimizer, order=order)
+
+
+# Rules of asynchronous training. Those that average models send no gradients that could be compressed.
+AVERAGING = ("hop", "prague", "ad_psgd", "d_psgd", "delay_by_one")
+RULES = {
+    "bsp": Spelling(rules.bsp, "synchronous: an all-reduce that waits for the slowest worker"),
+    "backup_workers": Spelling(rules.backup_workers, "synchronous, without the SPARE slowest gradients of each step"),
+    "asgd": Spelling(rules.asgd, "applies every gradient, however old"),
+    "staleness_aware": Spelling(
+        partial(rules.asgd, rate=rules.staleness_aware()), "asgd with a rate that falls with the age of a gradient"
+    ),
+    "dc_asgd": Spelling(rules.dc_asgd, "asgd that corrects old gradients"),
+    "ssp": Spelling(rules.ssp, "limits how many iterations workers may be ahead of the slowest"),
+    "rennala": Spelling(rules.rennala, "a step for every BATCH gradients at one model"),
+    "malenia": Spelling(rules.malenia, "rennala for data that differ between workers"),
+    "ringmaster": Spelling(rules.ringmaster, "asgd that discards gradients older than MAX_DELAY"),
+    "ringleader": Spelling(rules.ringleader, "asynchronous, with equal weight for every worker"),
+    "dude": Spelling(rules.dude, "the latest gradient of every worker in every step"),
+    "ad_psgd": Spelling(_ad_psgd, "averages with one neighbor at a time, without waiting"),
+    "d_psgd": Spelling(_d_psgd, "averages with all neighbors and waits for them only"),
+    "delay_by_one": Spelling(rules.delay_by_one, "synchronous; averages models while the gradient is computed"),
+    "hop": Spelling(_hop, "sends models to neighbors in a graph; queues bound how far workers drift apart"),
+    "prague": Spelling(_prague, "averages models in changing groups"),
+    "pipe_sgd": Spelling(rules.pipe_sgd, "synchronous, with all-reduces hidden behind the next computations"),
+    "local_sgd": Spelling(rules.local_sgd, "local steps, averaged every sync_period"),
+    "dasgd": Spelling(rules.dasgd, "local_sgd whose averages arrive after delay local steps"),
+    "lasgd": Spelling(rules.lasgd, "local steps, averaged in the background without waiting"),
+    "palsgd": Spelling(rules.palsgd, "local_sgd with pulls toward the last average"),
+    "any_batch": Spelling(rules.any_batch, "rounds of WINDOW seconds, with however many gradients are ready"),
+    "task_allocation": Spelling(rules.task_allocation, "synchronous, with shares by measured speed"),
+}
+LAWS = {
+    name: Spelling(getattr(durations, name), "")
+    for name in ("constant", "exponential", "shifted_exponential", "lognormal")
+}

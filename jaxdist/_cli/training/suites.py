@@ -1,0 +1,201 @@
+"""The suites of `jaxdist compare`: the compression family, and the methods that synchronize every `H` steps."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..models.base import Workload
+from ..results import Result
+from ..spellings.parse import parse_method
+from .train import Run, prepare
+
+# The spellings of each family. `exact` is the baseline and comes first.
+COMPRESSION: dict[str, tuple[str, ...]] = {
+    "plain": ("exact", "f16", "bf16"),
+    "blocks": ("int8", "fp8", "mxfp8", "min_max_uint8", "int4:rounding=stochastic", "ef:mxfp4", "natural"),
+    "levels": ("qsgd:8", "qsgd:4", "qsgd:3", "qsgd:2", "nuqsgd:4", "alq:3", "amq:3", "terngrad"),
+    "signs": ("sign", "ef:sign", "ef:drive"),
+    "sparse": (
+        "top_k:0.01",
+        "ef:top_k:0.1",
+        "ef:top_k:0.01",
+        "ef:block_top_k:0.01",
+        "ef:top_k:0.02+qsgd:4",
+        "ef:random_k:0.05",
+        "gspar:0.1",
+    ),
+    "low rank": (
+        "power_sgd:2",
+        "ef:power_sgd:1",
+        "ef:power_sgd:2",
+        "ef:power_sgd:4",
+        "ef:power_sgd:2,one_sided=True",
+    ),
+    "sums": ("two_shot:qsgd:8", "two_shot:qsgd:4", "ef:two_shot:sign", "loco:int4", "intsgd:8", "integer_sum:8"),
+    "optimizers": (
+        "demo:1e-3",
+        "dion:3e-2,rank=4",
+        "one_bit_adam:1e-3,freeze_step=50",
+        "qadam:1e-3,warmup_steps=50",
+    ),
+}
+PERIODS = (1, 8, 32, 128)
+# The spelling of each method with a place for H, and the shortest H that it takes. The baseline comes first.
+METHODS: dict[str, tuple[str, int]] = {
+    "exact": ("exact", 0),
+    "Local SGD": ("local_sgd:H={H}", 1),
+    "SlowMo": ("slowmo:H={H},momentum=0.5,buffers=maintain", 1),
+    "DiLoCo": ("diloco:H={H},learning_rate=0.4", 1),
+    "streaming DiLoCo": ("streaming_diloco:H={H},fragments=4,delay=1,merge_alpha=0.5", 4),
+    "DiLoCo, 4 bits": ("diloco:H={H},learning_rate=0.4/two_shot:qsgd:4", 1),
+    "SparseLoCo": ("sparse_loco:H={H}", 1),
+}
+
+
+class Spread(NamedTuple):
+    """The numbers of one reducer over several seeds.
+
+    Attributes:
+      name: the spelling.
+      family: the key in `COMPRESSION`; empty outside the suite.
+      wire_bytes: bytes sent by one worker in a step.
+      held_out: each metric of the evaluation, with one value for each seed.
+      difference: held-out loss minus the baseline's of the same seed.
+      milliseconds: the median step of all seeds.
+    """
+
+    name: str
+    family: str
+    wire_bytes: float
+    held_out: dict[str, np.ndarray]
+    difference: np.ndarray
+    milliseconds: float
+
+
+class Cell(NamedTuple):
+    """One method at one `H`.
+
+    Attributes:
+      method: a key of `METHODS`.
+      period: `H`; 0 for the baseline.
+      spread: the numbers over the seeds.
+      steps: the steps of the evaluations during training.
+      losses: held-out loss at each of them, mean over the seeds.
+      units: tokens or images in a step.
+    """
+
+    method: str
+    period: int
+    spread: Spread
+    steps: np.ndarray
+    losses: np.ndarray
+    units: int
+
+
+def list_reducers() -> tuple[str, ...]:
+    """All spellings of the compression suite."""
+    return tuple(name for family in COMPRESSION.values() for name in family)
+
+
+def collect_seeds(results: Sequence[Result], baseline: Sequence[Result]) -> Spread:
+    """Collects the runs of one reducer, one for each seed, and those of the baseline in the same order."""
+    name = results[0].name
+    held_out = {key: np.array([result.held_out[key] for result in results]) for key in results[0].held_out}
+    exact = np.array([result.held_out["loss"] for result in baseline])
+    seconds = [record.seconds for result in results for record in result.records]
+    return Spread(
+        name=name,
+        family=next((family for family, names in COMPRESSION.items() if name in names), ""),
+        wire_bytes=float(np.mean([result.wire_bytes for result in results])),
+        held_out=held_out,
+        difference=held_out["loss"] - exact,
+        milliseconds=1e3 * float(np.median(seconds)),
+    )
+
+
+def pareto_front(spreads: Sequence[Spread], key: str = "loss") -> list[Spread]:
+    """The reducers that no other beats in both bytes and the mean of `key`, from the fewest bytes to the most."""
+    best, kept = np.inf, []
+    for spread in sorted(spreads, key=lambda spread: (spread.wire_bytes, _cost(spread, key))):
+        if _cost(spread, key) < best:
+            best = _cost(spread, key)
+            kept.append(spread)
+    return kept
+
+
+def _cost(spread: Spread, key: str) -> float:
+    """The mean if lower is better, as for a loss, and minus the mean otherwise; NaN is worst."""
+    mean = float(spread.held_out[key].mean())
+    return np.inf if np.isnan(mean) else mean if key == "loss" else -mean
+
+
+def check_sweep(periods: Sequence[int], workers: Sequence[int], seeds: int) -> None:
+    """Raises ValueError if the options of `--suite local` are not positive."""
+    if not periods or min(periods) < 1:
+        raise ValueError(f"--periods needs positive numbers, got {tuple(periods)}")
+    if not workers or min(workers) < 1:
+        raise ValueError(f"--workers needs positive numbers, got {tuple(workers)}")
+    if seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+
+
+def evaluation_interval(steps: int, periods: Sequence[int]) -> int:
+    """About an eighth of the run, in whole rounds of the `H` that is drawn if the run has at least four of them."""
+    shown = shown_period(sorted(periods))
+    return max(shown, steps // 8 // shown * shown) if steps >= 4 * shown else max(1, steps // 8)
+
+
+def shown_period(periods: Sequence[int]) -> int:
+    """The `H` of the loss curves: 32, or the one in the middle."""
+    return 32 if 32 in periods else periods[len(periods) // 2]
+
+
+def list_sweep(periods: Sequence[int]) -> list[tuple[str, int, str]]:
+    """Method, `H` and spelling of all runs.
+
+    Example:
+      >>> from jaxdist._cli.training.suites import list_sweep
+      >>> list_sweep([8])[:2]
+      [('exact', 0, 'exact'), ('Local SGD', 8, 'local_sgd:H=8')]
+    """
+    found = []
+    for method, (template, least) in METHODS.items():
+        possible = [period for period in sorted(periods) if period >= least] if least else [0]
+        found += [(method, period, template.format(H=period)) for period in possible]
+    return found
+
+
+def prepare_sweep(
+    workload: Workload, optimizer: str, periods: Sequence[int], **settings: Any
+) -> Iterator[tuple[str, int, str, Run]]:
+    """Prepares one run after the other; a method without fragments is compiled once for all `H`.
+
+    Args:
+      workload: the model and the data.
+      optimizer: the spelling of each worker's optimizer.
+      periods: the values of `H`.
+      **settings: `mesh`, `batch_size`, `seed` of `prepare`.
+
+    Yields:
+      `(method, H, spelling, Run)`.
+    """
+    shared: tuple[str, Run] | None = None
+    for method, period, spelling in list_sweep(periods):
+        if shared and shared[0] == method and shared[1].with_period:
+            run = shared[1].with_period(period)
+        else:
+            any_period = bool(period) and "fragments" not in spelling
+            run = prepare(workload, **parse_method(spelling, optimizer)._asdict(), any_period=any_period, **settings)
+            shared = (method, run)
+        yield method, period, spelling, run
+
+
+def collect_cell(method: str, period: int, results: Sequence[Result], baseline: Cell | None, run: Run) -> Cell:
+    """Collects the runs of one method at one `H`, one for each seed."""
+    spread = collect_seeds(results, results)
+    if baseline is not None:
+        spread = spread._replace(difference=spread.held_out["loss"] - baseline.spread.held_out["loss"])
+    losses = np.array([[evaluation.held_out["loss"] for evaluation in result.evaluations] for result in results])
+    steps = np.array([evaluation.step for evaluation in results[0].evaluations])
+    return Cell(method, period, spread, steps, losses.mean(axis=0), run.units_per_step)
