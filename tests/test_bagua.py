@@ -204,7 +204,7 @@ def test_async_model_average_of_equal_models_changes_nothing():
         (lambda: bagua.bytegrad(optax.sgd(1.0), bucket_bytes=0), "bucket_bytes must be"),
         (lambda: bagua.bytegrad(optax.sgd(1.0), hierarchical=True), "the names of both, slow first"),
         (lambda: bagua.low_precision_decentralized(optax.sgd(1.0), 4, hierarchical=True), "got 'data'"),
-        (lambda: bagua.async_model_average(optax.sgd(1.0), sync_period=4, delay=0), "needs a delay of at least 1"),
+        (lambda: bagua.async_model_average(optax.sgd(1.0), sync_period=4, delay=0), "needs delay >= 1"),
         (lambda: bagua.async_model_average(optax.sgd(1.0), sync_period=2, delay=2), "delay"),
     ],
 )

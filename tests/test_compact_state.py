@@ -127,7 +127,7 @@ def test_each_worker_has_its_own_inside_local_steps():
     assert (np.asarray(found[0][0]) != found[0][1]).any()
     assert (np.asarray(found[1]) == 0).all()
     assert np.isfinite(jd.local_sgd.global_params(state.opt)["w"]).all()
-    with pytest.raises(ValueError, match="cannot average what quantized_state has coded"):
+    with pytest.raises(ValueError, match="cannot average the encoded arrays of quantized_state"):
         jd.simulate(make(local("average")), 2)(state, batches(1)[0])
 
 

@@ -73,8 +73,10 @@ def test_divisors():
     gradients, examples = np.arange(8, dtype=np.float32) + 1, np.array([1, 2, 0, 1, 4, 0, 1, 1])
     wanted = {"active": np.average(gradients, weights=examples), "workers": (gradients * (examples > 0)).sum() / 8}
     reducers = {"plain": jd.exact(), "coded": jd.compressed(jd.compressors.identity())}
-    options: Any = [{"divisor": divisor} for divisor in wanted]
-    txs = {(name, given["divisor"]): jd.all_reduce(reducers[name], **given) for name in reducers for given in options}
+    options: Any = [{"normalize_by": divisor} for divisor in wanted]
+    txs = {
+        (name, given["normalize_by"]): jd.all_reduce(reducers[name], **given) for name in reducers for given in options
+    }
 
     def one(g, n):
         return {kind: tx.update(g, tx.init(g), examples=n) for kind, tx in txs.items()}
@@ -85,7 +87,7 @@ def test_divisors():
         np.testing.assert_allclose(found[kind][0], wanted[kind[1]], rtol=1e-6)
         assert not none[kind][0].any()
         assert none[kind][1].empty.tolist() == [1] * 8
-    unknown: Any = {"divisor": "both"}
+    unknown: Any = {"normalize_by": "both"}
     with pytest.raises((ValueError, TypeError), match="both"):
         jd.all_reduce(jd.exact(), **unknown)
 

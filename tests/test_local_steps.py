@@ -366,7 +366,7 @@ def test_the_host_may_choose_the_program(options):
         ({"sync_period": 4, "merge_alpha": 1.0}, r"merge_alpha must be in \[0, 1\), got 1.0"),
         ({"sync_period": 4, "buffers": "average", "delay": 1}, "cannot go with a delay"),
         ({"sync_period": 4, "buffers": "reset", "fragments": 2}, "needs a single fragment"),
-        ({"sync_period": 4, "fragments": 5}, "5 fragments cannot each meet once in sync_period=4"),
+        ({"sync_period": 4, "fragments": 5}, "sync_period=4 must be at least the number of fragments .5."),
         ({"sync_period": lambda count: 4, "fragments": 2}, "sync_period must then be a number"),
     ],
 )
@@ -385,7 +385,7 @@ def test_what_update_refuses():
             tx.update(jnp.zeros(2), state, jnp.zeros(2), sync_period=given)
     with pytest.raises(ValueError, match="slow_momentum divides the drift by the rate"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"sync names the fragments that talk, of 1, got \(1,\)"):
+    with pytest.raises(ValueError, match=r"sync must name fragments to synchronize, 0 to 0, got \(1,\)"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=(1,))
     with pytest.raises(ValueError, match="sync chooses the program, so it must be static"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))

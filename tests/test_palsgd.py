@@ -128,7 +128,7 @@ def test_simulation_equals_the_mesh(name):
 def test_what_is_missing_is_named():
     tx = pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
     x = jnp.zeros(2)
-    with pytest.raises(ValueError, match="needs the anchor, which local_steps gives it"):
+    with pytest.raises(ValueError, match="needs anchor=, which local_steps passes"):
         tx.update(x, tx.init(x), x, learning_rate=0.1)
     with pytest.raises(ValueError, match="pass learning_rate= to the update"):
         tx.update(x, tx.init(x), x, anchor=x)

@@ -132,7 +132,7 @@ def test_without_a_limit_it_goes_on():
     state: Any = tx.init(jnp.ones(2))
     assert jd.transforms.check_skips(state._replace(consecutive=jnp.int32(10**9))) > 10**9
     for limit in (0, -1):
-        with pytest.raises(ValueError, match=f"max_consecutive must be at least 1, or None for no end, got {limit}"):
+        with pytest.raises(ValueError, match=f"max_consecutive must be at least 1, or None for no limit, got {limit}"):
             jd.skip_nonfinite(optax.sgd(0.1), max_consecutive=limit)
 
 

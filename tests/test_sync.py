@@ -48,7 +48,7 @@ def trained(any_period):
         ("diloco:H=50/nothing", r"unknown reducer 'nothing'; known: exact"),
         ("post_local_sgd:H=50", r"missing a required (keyword-only )?argument: 'switch_step'"),
         ("slowmo:H=2,momentum=2.0", r"momentum must be in \[0, 1\), got 2.0"),
-        ("streaming_diloco:H=2,fragments=4", r"4 fragments cannot each meet once in sync_period=2"),
+        ("streaming_diloco:H=2,fragments=4", r"sync_period=2 must be at least the number of fragments \(4\)"),
     ],
 )
 def test_spellings_that_cannot_work_say_why(spelling, message):

@@ -1,6 +1,7 @@
-"""Workers step by themselves and meet every `H` steps: the transformation."""
+"""Local steps: each worker optimizes by itself, and workers synchronize every `H` steps."""
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,36 @@ import optax
 from .. import comm as comms
 from .._core.checks import NO_PARAMS, check_range
 from .._core.dtypes import working_dtype
-from .._core.trees import choose, next_count
-from .._core.types import Array, AxisNames, State, Updates
+from .._core.trees import next_count
+from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.base import Law, Reducer
 from ..reducers.exact import exact
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import check_per_worker, inner_step
+from ..transforms.common import LearningRate, check_per_worker, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
 from ..transforms.optax_wrappers import check_outer
-from .fragments import Fragments, SyncPeriod, as_fragments, check_period, first_round, is_due, merge, part, period_at
-from .state import Buffers, LocalStepsState, average, reset
-from .synchronize import Group, one_round, set_anchor, take_over, told_to_talk, warm_mean
+from .fragments import Fragments, SyncPeriod, as_fragments, check_period, first_round, is_due, merge, period_at, split
+from .state import Buffers, LocalStepsState, merge_state, split_state, update_buffers
+from .synchronize import Fragment, merge_anchor, parse_sync_override, set_anchor, synchronize_fragment, warm_mean
+
+
+class _Config(NamedTuple):
+    """The checked arguments of `local_steps`; `first_rounds` are the lengths of the fragments' first rounds."""
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformationExtraArgs
+    carrier: Reducer
+    fragments: Fragments
+    first_rounds: list[int]
+    sync_period: SyncPeriod
+    delay: int
+    merge_alpha: float | int
+    overlap_correction: bool
+    buffers: Buffers
+    warmup_steps: int
+    axis: AxisNames
 
 
 def local_steps(
@@ -39,57 +57,57 @@ def local_steps(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Each worker takes `H` steps on its own data; then the mean of how far they got is one step of an outer optimizer.
+    """Takes `H` steps on each worker's own data, then one step of an outer optimizer along the mean change.
 
     With the anchor `a`, the model that a round starts from: `p_w = a`, then `H` inner steps `p_w += inner(g_w)`; the
-    drift `Δ_w = a - p_w` is averaged, `Δ = reduce(Δ_w)`, and `a += outer(Δ)`, `p_w = a`. What is averaged is the
-    difference, in float32, never the parameters: in bfloat16 these would lose it.
+    drift `Δ_w = a - p_w` is averaged, `Δ = reduce(Δ_w)`, and `a += outer(Δ)`, `p_w = a`. The drift is averaged in
+    float32, rather than the parameters: in bfloat16 these would lose it.
 
     **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
     model to evaluate is `jd.local_sgd.global_params(opt_state)`. After a round parameters agree with it up to rounding.
 
-    *On the wire*: in a round what the reducer sends for the leaves of the fragment, for `exact()` one all-reduce,
-    `2(W-1)/W · 4` bytes an entry; on all other steps nothing: the collective stands in a condition on agreed counts.
-    With `examples`, four bytes more; with `buffers="average"`, the buffers too. Warm-up steps send the gradients, the
-    last one the parameters as well.
+    *On the wire*: in a round the reducer's collectives for the leaves of the fragment, for `exact()` one all-reduce,
+    `2(W-1)/W · 4` bytes an entry; on all other steps nothing: the collective is inside a condition on replicated
+    counts. With `examples`, four bytes more; with `buffers="average"`, the buffers too. Warm-up steps send the
+    gradients, the last one the parameters as well.
 
-    *State*: agreed, the anchor and that of `outer`, in float32; per worker that of `inner`, and with
-    `overlap_correction` the parameters that were sent; that of the reducer.
+    *State*: replicated, the anchor and the state of `outer`, in float32; per worker the state of `inner`, and with
+    `overlap_correction` the parameters that were sent; the state of the reducer.
 
     Args:
-      inner: the optimizer of each worker. It is also passed `anchor=` and `step=`. It may communicate over other,
-        faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
+      inner: the optimizer of each worker. Its `update` also receives `anchor=` and `step=`. It may itself communicate,
+        over other, faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
         `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`.
-      outer: gets the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
+      outer: receives the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
         nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
-      sync_period: `H`, or a schedule from the step to `H`. More sends less, and workers drift further apart: 8 to 64
-        for plain averaging, up to 500 with DiLoCo. Schedules count inner steps.
-      offset: the first round ends after so many steps instead of `H`.
-      fragments: groups of leaves that meet at steps of their own, `H/P` apart: `balanced(P)` (or just `P`) or
+      sync_period: `H`, or a schedule from the step to `H`. A longer one sends less, and workers drift further apart: 8
+        to 64 for plain averaging, up to 500 with DiLoCo. Schedules count inner steps.
+      offset: the length of the first round, if not `H`.
+      fragments: groups of leaves that are synchronized at different steps, `H/P` apart: `balanced(P)` (or just `P`) or
         `strided(P)`. The busiest step sends the largest fragment, not the model.
       delay: with `d > 0` the drift after a step is sent during the next one, whose gradient does not wait for it, and
-        what comes back is merged at the end of the `d`-th step.
-      merge_alpha: `α`: workers keep a part of their own, `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
-      overlap_correction: workers keep what they have moved since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
-      buffers: what a round does to the momentum of `inner`: `"maintain"`, `"reset"` to zero (schedules go on counting),
-        or `"average"` over workers.
-      warmup_steps: so many first steps average gradients instead, exactly, and workers stay equal.
-      reducer: what carries the drift; by default `exact()`.
+        the result is merged at the end of the `d`-th step.
+      merge_alpha: `α`, the weight of a worker's own parameters, `p_w = α p_w + (1-α) a`. 0.5 goes with a delay.
+      overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
+      buffers: the treatment of `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero (schedules go on
+        counting), or `"average"` over workers.
+      warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params` and comes last in a chain. Its `update` takes:
-      `learning_rate=`, the agreed rate of this step, of which outer optimizer and reducer get the mean over the round;
-      `examples=`, how many examples of this worker are behind the gradient: drifts are weighted by their number in the
-      round; `active=`, a boolean of this worker: false for a step that it does not take; `sync_period=`, an agreed `H`
-      instead of that of the schedule; and `sync=`, a static boolean, or the numbers of the fragments that talk in this
-      step, where the host chooses the program (`due_fragments` says when): it then holds the collective without any
-      condition, or none at all, warm-up included.
+      `learning_rate=`, the replicated rate of this step; outer optimizer and reducer receive its mean over the round.
+      `examples=`, the number of this worker's examples behind the gradient; drifts are weighted by their sum over the
+      round. `active=`, a boolean of this worker; false for a step that it does not take. `sync_period=`, a replicated
+      `H` instead of that of the schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in
+      this step, where the host chooses the program (`due_fragments` says when): the program then contains the
+      collective without any condition, or none at all, warm-up included.
 
     Raises:
-      ValueError: arguments are out of range or do not go together; in `init`, `outer` wants more than a drift (a loss),
-        or `inner` keeps what is cut or differs over the same axis; at trace time, if `params` are missing or not marked
-        `PerWorker`, and what `all_reduce` raises.
+      ValueError: arguments are out of range or do not go together; in `init`, `outer` needs more than a drift (a loss),
+        or `inner` keeps state that is sharded or differs over the same axis; at trace time, if `params` are missing or
+        not marked `PerWorker`, and what `all_reduce` raises.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -112,148 +130,174 @@ def local_steps(
       Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging",
       arXiv 2006.00441, 2020 (overlap_correction).
     """
-    dealt = as_fragments(fragments)
-    number = dealt.number
-    check_period(sync_period, offset, delay, number)
+    partition = as_fragments(fragments)
+    check_period(sync_period, offset, delay, partition.number)
     check_range("merge_alpha", merge_alpha, 0, 1)
     check_range("warmup_steps", warmup_steps, 0)
-    _check_buffers(buffers, number, delay)
+    _check_buffers(buffers, partition.number, delay)
     if overlap_correction and not delay:
-        raise ValueError(
-            "overlap_correction is for what workers do while the drift travels: it needs a delay of at least 1"
-        )
-    firsts = [first_round(sync_period, offset, i, number) for i in range(number)]
-    carrier = exact() if reducer is None else reducer
-    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
-
-    def init(params) -> State:
-        check_leaves(params)
-        # A copy, since parameters and optimizer state may both be donated.
-        held = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
-        check_outer(outer, held)
-        groups = dealt.assign(held)
-        parts = [part(held, groups, i) for i in range(number)]
-        return LocalStepsState(
-            count=jnp.zeros((), jnp.int32),
-            since=jnp.zeros(number, jnp.int32),
-            rounds=jnp.zeros(number, jnp.int32),
-            rates=jnp.zeros(number, jnp.float32),
-            sent=jnp.zeros(2, jnp.uint32),
-            anchor=held,
-            outer=tuple(outer.init(one) for one in parts),
-            inner=bind(PerWorker(inner.init(params)), axis),
-            examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), axis),
-            reducer=tuple(bind(carrier.init(one), axis) for one in parts),
-            sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if overlap_correction else ()), axis),
-        )
-
-    def update(
-        updates,
-        state,
-        params=None,
-        *,
-        learning_rate=None,
-        examples=None,
-        active=None,
-        sync=None,
-        sync_period: Any = sync_period,
-        **extra_args,
-    ) -> tuple[Updates, State]:
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        check_leaves(updates)
-        check_local(updates, axis)
-        check_per_worker(params, axis)
-        if carrier.law != Law.MEAN:
-            refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
-        ledger: list[comms.Sent] = []
-        comm = comms.counted(over(axis), ledger)
-        groups = dealt.assign(state.anchor)
-        told = told_to_talk(sync, number)
-        warm = False if told is not None or not warmup_steps else state.count < warmup_steps
-        period = jnp.maximum(period_at(sync_period, state.count), delay + 1)  # what was sent must arrive
-
-        def due(state):
-            if told is not None:
-                return [i in told for i in range(number)]
-            late = [is_due(state.since[i], state.rounds[i], period, firsts[i]) for i in range(number)]
-            return [flag & ~jnp.asarray(warm) for flag in late]
-
-        def meet(state, local):
-            """The state after the rounds that are due, and which these are."""
-            happened = due(state)
-            met = [
-                one_round(
-                    comm,
-                    happened[i],
-                    carrier,
-                    outer,
-                    Group(part(state.anchor, groups, i), state.outer[i], state.reducer[i]),
-                    part(local, groups, i),
-                    examples=None if examples is None else state.examples.value[i],
-                    learning_rate=None if learning_rate is None else state.rates[i] / jnp.maximum(state.since[i], 1),
-                )
-                for i in range(number)
-            ]
-            flags = jnp.stack([jnp.asarray(flag) for flag in happened])
-            sent_from = state.sent_from
-            if overlap_correction:
-                now, before = ([part(tree, groups, i) for i in range(number)] for tree in (local, sent_from.value))
-                sent_from = with_value(sent_from, merge(list(map(choose, happened, now, before)), groups))
-            return state._replace(
-                since=jnp.where(flags, 0, state.since),
-                rounds=jnp.where(flags, next_count(state.rounds), state.rounds),
-                rates=jnp.where(flags, 0, state.rates),
-                anchor=merge([group.anchor for group in met], groups),
-                outer=tuple(group.outer for group in met),
-                reducer=tuple(group.reducer for group in met),
-                examples=with_value(state.examples, jnp.where(flags, 0, state.examples.value)),
-                sent_from=sent_from,
-            ), happened
-
-        with jax.named_scope("local_steps"):
-            anchor = comm.varying(state.anchor)  # with a delay, inner steps do not wait for the new one
-            if delay:
-                state, _ = meet(state, params)
-            passed = _given(learning_rate=learning_rate, examples=examples)
-            passed = {"step": state.count, **extra_args, **passed, "anchor": anchor}
-            gradients = warm_mean(comm, warm, updates, examples)
-            steps, inner_state, local = inner_step(inner, gradients, state.inner.value, params, active=active, **passed)
-
-            counts = (~jnp.asarray(warm)).astype(jnp.int32)
-            state = state._replace(
-                count=next_count(state.count),
-                since=state.since + counts,
-                rates=state.rates + counts * _number(learning_rate),
-                examples=with_value(state.examples, state.examples.value + counts * _number(examples)),
-            )
-            if delay:
-                arrived = [(state.rounds[i] > 0) & (state.since[i] == delay) for i in range(number)]
-            else:
-                state, arrived = meet(state, local)
-            if buffers == "average":
-                inner_state = average(comm, arrived[0], inner, inner_state, params)
-            if buffers == "reset":
-                inner_state = choose(arrived[0], reset(inner, inner_state, params), inner_state)
-            if warm is not False:
-                state = state._replace(anchor=set_anchor(comm, state.count == warmup_steps, state.anchor, local))
-            trees = [state.anchor, local, params, steps, *([state.sent_from.value] if overlap_correction else [])]
-            steps = [
-                take_over(arrived[i], merge_alpha, *(part(tree, groups, i) for tree in trees)) for i in range(number)
-            ]
-        return merge(steps, groups), state._replace(
-            inner=with_value(state.inner, comm.varying(inner_state)),
-            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
+    cfg = _Config(
+        inner=optax.with_extra_args_support(inner),
+        outer=optax.with_extra_args_support(outer),
+        carrier=exact() if reducer is None else reducer,
+        fragments=partition,
+        first_rounds=[first_round(sync_period, offset, i, partition.number) for i in range(partition.number)],
+        sync_period=sync_period,
+        delay=delay,
+        merge_alpha=merge_alpha,
+        overlap_correction=overlap_correction,
+        buffers=buffers,
+        warmup_steps=warmup_steps,
+        axis=axis,
+    )
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
-def _given(**extras: Any) -> dict[str, Any]:
+def _init(cfg: _Config, params: PyTree) -> State:
+    check_leaves(params)
+    # A copy, since parameters and optimizer state may both be donated.
+    anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+    check_outer(cfg.outer, anchor)
+    number = cfg.fragments.number
+    parts = split(anchor, cfg.fragments.assign(anchor), number)
+    return LocalStepsState(
+        count=jnp.zeros((), jnp.int32),
+        since=jnp.zeros(number, jnp.int32),
+        rounds=jnp.zeros(number, jnp.int32),
+        rates=jnp.zeros(number, jnp.float32),
+        sent=jnp.zeros(2, jnp.uint32),
+        anchor=anchor,
+        outer=tuple(cfg.outer.init(part) for part in parts),
+        inner=bind(PerWorker(cfg.inner.init(params)), cfg.axis),
+        examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
+        reducer=tuple(bind(cfg.carrier.init(part), cfg.axis) for part in parts),
+        sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
+    )
+
+
+def _update(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    learning_rate: Any = None,
+    examples: Any = None,
+    active: Any = None,
+    sync: Any = None,
+    sync_period: Any = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    """Takes one inner step and the rounds that are due.
+
+    A round synchronizes the models after the inner step; with a delay, those that the previous step has left.
+    """
+    _check_update(cfg, updates, params)
+    ledger: list[comms.Sent] = []
+    comm = comms.counted(over(cfg.axis), ledger)
+    override = parse_sync_override(sync, cfg.fragments.number)
+    warm = False if override is not None or not cfg.warmup_steps else state.count < cfg.warmup_steps
+    # A round starts only after the previous one has arrived.
+    period = jnp.maximum(period_at(cfg.sync_period if sync_period is None else sync_period, state.count), cfg.delay + 1)
+    has_extras = {"has_rate": learning_rate is not None, "has_examples": examples is not None}
+
+    def synchronize_due(state: LocalStepsState, local: PyTree) -> tuple[LocalStepsState, list[Flag]]:
+        labels = cfg.fragments.assign(state.anchor)
+        fragments, models = split_state(state, labels), split(local, labels, cfg.fragments.number)
+        if override is None:
+            due = _due_fragments(cfg, fragments, period, warm)
+        else:
+            due = [i in override for i in range(cfg.fragments.number)]
+        after = [
+            synchronize_fragment(comm, flag, cfg.carrier, cfg.outer, fragment, model, **has_extras)
+            for flag, fragment, model in zip(due, fragments, models, strict=True)
+        ]
+        return merge_state(state, after, labels), due
+
+    with jax.named_scope("local_steps"):
+        # The inner step sees the anchor of before, so that with a delay it need not wait for the new one.
+        anchor = comm.varying(state.anchor)
+        if cfg.delay:
+            state, _ = synchronize_due(state, params)
+
+        gradients = warm_mean(comm, warm, updates, examples)
+        passed = {"step": state.count, **extra_args, **_drop_none(learning_rate=learning_rate, examples=examples)}
+        passed["anchor"] = anchor
+        steps, inner_state, local = inner_step(cfg.inner, gradients, state.inner.value, params, active=active, **passed)
+        state = _advance_counts(state, warm, learning_rate, examples)
+
+        if cfg.delay:
+            arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
+        else:
+            state, arrived = synchronize_due(state, local)
+        inner_state = update_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
+        if warm is not False:
+            state = state._replace(anchor=set_anchor(comm, state.count == cfg.warmup_steps, state.anchor, local))
+        steps = _merge_anchors(cfg, arrived, state, local, params, steps)
+    return steps, state._replace(
+        inner=with_value(state.inner, comm.varying(inner_state)),
+        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+    )
+
+
+def with_rate(
+    tx: optax.GradientTransformationExtraArgs, learning_rate: LearningRate
+) -> optax.GradientTransformationExtraArgs:
+    """Passes `learning_rate=` to the update of `local_steps`, from a number or a schedule that counts its steps."""
+
+    def update_fn(updates, state, params=None, **extra_args):
+        extras = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
+        return tx.update(updates, state, params, **extras)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def _check_update(cfg: _Config, updates: Updates, params: PyTree | None) -> None:
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    check_leaves(updates)
+    check_local(updates, cfg.axis)
+    check_per_worker(params, cfg.axis)
+    if cfg.carrier.law != Law.MEAN:
+        refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
+
+
+def _due_fragments(cfg: _Config, fragments: list[Fragment], period: Array, warm: Flag) -> list[Flag]:
+    """Returns a flag for each fragment, from the replicated counts; none is due during the warm-up."""
+    flags = [
+        is_due(fragment.since, fragment.rounds, period, first)
+        for fragment, first in zip(fragments, cfg.first_rounds, strict=True)
+    ]
+    return [flag & ~jnp.asarray(warm) for flag in flags]
+
+
+def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Any) -> LocalStepsState:
+    """Counts one step; warm-up steps belong to no round."""
+    local_step = (~jnp.asarray(warm)).astype(jnp.int32)
+    return state._replace(
+        count=next_count(state.count),
+        since=state.since + local_step,
+        rates=state.rates + local_step * _as_number(learning_rate),
+        examples=with_value(state.examples, state.examples.value + local_step * _as_number(examples)),
+    )
+
+
+def _merge_anchors(
+    cfg: _Config, arrived: list[Flag], state: LocalStepsState, local: PyTree, params: PyTree, steps: Updates
+) -> Updates:
+    """Merges the anchor of each fragment that has arrived into this worker's parameters."""
+    labels = cfg.fragments.assign(state.anchor)
+    trees = [state.anchor, local, params, steps, *([state.sent_from.value] if cfg.overlap_correction else [])]
+    parts = zip(*(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
+    return merge([merge_anchor(flag, cfg.merge_alpha, *part) for flag, part in zip(arrived, parts)], labels)
+
+
+def _drop_none(**extras: Any) -> dict[str, Any]:
     return {name: value for name, value in extras.items() if value is not None}
 
 
-def _number(extra: Any) -> Array:
+def _as_number(extra: Any) -> Array:
     return jnp.asarray(0 if extra is None else extra, jnp.float32)
 
 
@@ -261,9 +305,9 @@ def _check_buffers(buffers: str, fragments: int, delay: int) -> None:
     if buffers not in ("maintain", "reset", "average"):
         raise ValueError(f'buffers must be "maintain", "reset" or "average", got {buffers!r}')
     if buffers != "maintain" and fragments > 1:
-        raise ValueError(f'buffers={buffers!r} needs a single fragment: with several, use buffers="maintain"')
+        raise ValueError(f'buffers={buffers!r} needs a single fragment; with several, use buffers="maintain"')
     if buffers == "average" and delay:
         raise ValueError(
-            'buffers="average" cannot go with a delay, since an old average would undo newer steps: use "maintain" or '
+            'buffers="average" cannot go with a delay, since an old average would undo newer steps; use "maintain" or '
             '"reset"'
         )

@@ -1,4 +1,4 @@
-"""Which leaves meet together: the fragments of streaming DiLoCo."""
+"""Fragments of a model that are synchronized at different steps, and the steps at which each of them is due."""
 
 import math
 import re
@@ -13,11 +13,11 @@ from ..schedule.periods import check_whole
 
 
 class Fragments(NamedTuple):
-    """The leaves of a model dealt out to groups that meet at different steps.
+    """A partition of a model's leaves into fragments that are synchronized at different steps.
 
     Attributes:
-      number: how many groups.
-      assign: `assign(params)` -> a tree like `params` with each leaf's group, `0` to `number - 1`.
+      number: how many fragments.
+      assign: `assign(params)` -> a tree like `params` with the number of each leaf's fragment, `0` to `number - 1`.
     """
 
     number: int
@@ -25,18 +25,18 @@ class Fragments(NamedTuple):
 
 
 def balanced(number: int) -> Fragments:
-    """Groups of about equal bytes: the largest leaf goes first, each to the group that has least so far.
+    """Fragments of about equal bytes: leaves in order of size, largest first, each to the smallest fragment so far.
 
-    The busiest step then sends as little as it can.
+    This keeps the traffic of the busiest step low.
 
     Args:
-      number: how many groups. More lowers the peak of the traffic and its latency matters more.
+      number: how many fragments. More lower the peak of the traffic, but latency matters more.
 
     Returns:
       The fragments.
 
     Raises:
-      ValueError: there is not at least one.
+      ValueError: `number` is below 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,37 +46,37 @@ def balanced(number: int) -> Fragments:
 
     References:
       Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv
-      2501.18512, 2025 (which deals out whole layers: `strided`).
+      2501.18512, 2025 (which assigns whole layers: `strided`).
     """
     _check(number)
 
     def assign(params):
         leaves, tree = jax.tree.flatten(params)
         sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
-        groups, load = [0] * len(leaves), [0] * number
+        labels, load = [0] * len(leaves), [0] * number
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-            groups[i] = min(range(number), key=lambda group: load[group])
-            load[groups[i]] += sizes[i]
-        return tree.unflatten(groups)
+            labels[i] = min(range(number), key=lambda label: load[label])
+            load[labels[i]] += sizes[i]
+        return tree.unflatten(labels)
 
     return Fragments(number, assign)
 
 
 def strided(number: int) -> Fragments:
-    """Layer `l` goes to group `l mod number`; what belongs to no layer (embeddings, head) to group 0.
+    """Layer `l` goes to fragment `l mod number`; leaves outside of layers (embeddings, head) go to fragment 0.
 
     The layer of a leaf is the first number in its path: `params/block_3/kernel` and `layers[3]["kernel"]` are layer 3.
     A leaf that stacks all layers (`nn.scan`) has no layer: use `balanced`, or a `Fragments` of your own.
 
     Args:
-      number: how many groups.
+      number: how many fragments.
 
     Returns:
       The fragments.
 
     Raises:
-      ValueError: there is not at least one; in `assign`, a group would stay empty, which means that the layers have no
-        numbers in their paths or are too few.
+      ValueError: `number` is below 1; in `assign`, a fragment would be empty: the paths of the layers have no numbers,
+        or there are too few layers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -90,7 +90,8 @@ def strided(number: int) -> Fragments:
     """
     _check(number)
 
-    def one(path, _):
+    def label(path, _):
+        # The layer is the first number in the path.
         for key in path:
             found = re.search(r"\d+", jax.tree_util.keystr((key,), simple=True))
             if found:
@@ -98,14 +99,14 @@ def strided(number: int) -> Fragments:
         return 0
 
     def assign(params):
-        groups = jax.tree_util.tree_map_with_path(one, params)
-        empty = set(range(number)) - set(jax.tree.leaves(groups))
+        labels = jax.tree_util.tree_map_with_path(label, params)
+        empty = set(range(number)) - set(jax.tree.leaves(labels))
         if empty and jax.tree.leaves(params):
             raise ValueError(
                 f"fragments {sorted(empty)} of strided({number}) have no leaves: the model has fewer numbered layers; "
-                "take fewer fragments, or balanced(number)"
+                "use fewer fragments, or balanced(number)"
             )
-        return groups
+        return labels
 
     return Fragments(number, assign)
 
@@ -116,34 +117,35 @@ def _check(number: int) -> None:
 
 
 def as_fragments(fragments: "Fragments | int | None") -> Fragments:
-    """A number means that many balanced groups, `None` a single one."""
+    """Converts a number to balanced fragments, and `None` to a single one."""
     return fragments if isinstance(fragments, Fragments) else balanced(1 if fragments is None else fragments)
 
 
-def part(tree: PyTree, groups: PyTree, group: int) -> PyTree:
-    """The leaves of one group; `None` stands for all others."""
-    return jax.tree.map(lambda x, g: x if g == group else None, tree, groups)
+def split(tree: PyTree, labels: PyTree, number: int) -> list[PyTree]:
+    """Returns a tree for each fragment, with `None` in place of the leaves of the others."""
+    return [jax.tree.map(lambda x, label, i=i: x if label == i else None, tree, labels) for i in range(number)]
 
 
-def merge(parts: list[PyTree], groups: PyTree) -> PyTree:
-    """The inverse of `part` over all groups."""
-    tree = jax.tree.structure(groups)
-    leaves = [iter(jax.tree.leaves(one)) for one in parts]
-    return tree.unflatten([next(leaves[group]) for group in jax.tree.leaves(groups)])
+def merge(parts: list[PyTree], labels: PyTree) -> PyTree:
+    """Inverts `split`."""
+    leaves = [iter(jax.tree.leaves(part)) for part in parts]
+    return jax.tree.structure(labels).unflatten([next(leaves[label]) for label in jax.tree.leaves(labels)])
 
 
 SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]
 
 
 def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: int | float, fragments: int) -> None:
-    """Raises for periods, offsets and delays that make no sense together."""
+    """Checks that period, offset, delay and number of fragments go together."""
     check_whole("offset", offset)
     check_whole("delay", delay)
     if offset < 0 or delay < 0:
         raise ValueError(f"offset and delay must not be negative, got {offset} and {delay}")
     if callable(sync_period):
         if fragments > 1:
-            raise ValueError("several fragments share out the steps of a round: sync_period must then be a number")
+            raise ValueError(
+                f"{fragments} fragments divide the steps of a round between them; sync_period must then be a number"
+            )
         return
     check_whole("sync_period", sync_period)
     if sync_period < 1:
@@ -152,46 +154,45 @@ def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: in
         raise ValueError(f"offset must be less than sync_period={sync_period}, got {offset}")
     if delay >= sync_period and delay:
         raise ValueError(
-            f"delay must be less than sync_period={sync_period}, got {delay}: the next round would start before the "
-            "last one has arrived"
+            f"delay must be less than sync_period={sync_period}, got {delay}; otherwise a round would start before the "
+            "previous one has arrived"
         )
     if fragments > sync_period:
-        raise ValueError(
-            f"{fragments} fragments cannot each meet once in sync_period={sync_period} steps at steps of their own"
-        )
+        raise ValueError(f"sync_period={sync_period} must be at least the number of fragments ({fragments})")
 
 
 def period_at(sync_period: Any, count: Int[Array, ""]) -> Int[Array, ""]:
-    """`H` for the round that this step belongs to."""
+    """Returns `H` for the round that this step belongs to."""
     period = jnp.asarray(sync_period(count) if callable(sync_period) else sync_period)
     if not jnp.issubdtype(period.dtype, jnp.integer):
-        raise ValueError(f"sync_period must be a whole number of steps, got {period.dtype}: round it to jnp.int32")
+        raise ValueError(f"sync_period must be a whole number of steps, got {period.dtype}; round it to jnp.int32")
     return jnp.maximum(period.astype(jnp.int32), 1)
 
 
 def first_round(sync_period: SyncPeriod, offset: int, fragment: int, fragments: int) -> int:
-    """After how many steps a fragment meets first; 0: after a whole period."""
+    """Returns the number of steps before the first round of a fragment; 0 means a whole period."""
+    # Rounds of different fragments are H/P steps apart.
     spread = 0 if callable(sync_period) else fragment * sync_period // fragments
     return (offset + spread) if callable(sync_period) else (offset + spread) % sync_period
 
 
 def is_due(since: Int[Array, ""], rounds: Int[Array, ""], period: Int[Array, ""], first: int) -> Bool[Array, ""]:
-    """Whether so many steps since the last of `rounds` rounds are enough."""
+    """Returns whether a fragment is due, `since` steps after the last of its `rounds`."""
     return since >= (jnp.where(rounds == 0, first, period) if first else period)
 
 
 def due_fragments(
     step: int, *, sync_period: int, offset: int = 0, fragments: int = 1, warmup_steps: int = 0, delay: int = 0
 ) -> tuple[int, ...]:
-    """Which fragments talk in a step: what a host passes as the static `sync=`, so that other steps hold no collective.
+    """Returns the fragments that are due in a step, for the static `sync=`: other steps then contain no collective.
 
     Args:
       step: the number of the step, from 0.
       sync_period: as in `local_steps`, a number.
       offset: as in `local_steps`.
       fragments: how many there are.
-      warmup_steps: as in `local_steps`. In these steps leave `sync` out: they average gradients.
-      delay: as in `local_steps`: with a delay, a fragment talks one step later, at the start of the step.
+      warmup_steps: as in `local_steps`. In these steps do not pass `sync`: they average gradients.
+      delay: as in `local_steps`. With a delay, a fragment is sent one step later, at the start of the step.
 
     Returns:
       The numbers of the fragments, in ascending order; `()` for a step without any.

@@ -1,5 +1,6 @@
-"""Slow steps that each worker takes by itself, around an optimizer that mixes models: SlowMo without its average."""
+"""Slow momentum without an average: each worker takes its own outer steps, around an optimizer that mixes models."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,20 +10,22 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Float, Int, State, Updates
+from .._core.types import Array, AxisNames, Float, Int, PyTree, State, Updates
+from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from .fragments import SyncPeriod, check_period, period_at
-from .synchronize import as_held, either, take_over
+from .synchronize import cond_or_static, merge_anchor, round_like
 
 
 class LocalSlowMomentumState(NamedTuple):
-    """What has been agreed on, and what this worker keeps.
+    """The state of `local_slow_momentum`.
 
-    Agreed: `count` of steps, steps `since` the last slow one, the sum of their `rates`. `inner` says of itself. Per
-    worker: the `global_params` that it started the round from, in float32 or better, and the state of `outer`.
+    Replicated: `count` of steps, steps `since` the last slow one, the sum of their learning `rates`. `inner` as that
+    optimizer defines it. Per worker: the `anchor`, its model at the start of the round, in float32 or better, and the
+    state of `outer`.
     """
 
     count: Int[Array, ""]
@@ -40,29 +43,29 @@ def local_slow_momentum(
     sync_period: SyncPeriod,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Every `H` steps each worker takes an outer step along its own drift: slow momentum without any average.
+    """Takes an outer step along each worker's own drift every `H` steps: slow momentum without any average.
 
     With its anchor `a_i` and the model `x_i` after `H` steps of `inner`, which mixes models by itself:
 
         Δ_i = a_i - x_i,   a_i += outer(Δ_i),   x_i = a_i
 
-    Around `gossip` with `sgp()` and `slow_momentum()` this is SGP-SlowMo-noaverage. As all of it is linear, the means
-    over workers follow SlowMo with the average; how far workers are apart is up to `inner`.
+    Around `gossip` with `sgp()` and `slow_momentum()` this is SGP-SlowMo-noaverage. All of it is linear, so the
+    mean over workers follows SlowMo with the average; the distance between workers depends on `inner`.
 
-    *On the wire*: what `inner` sends, and nothing more.
+    *On the wire*: only what `inner` sends.
 
-    *State*: that of `inner`; per worker the anchor and the state of `outer`, in float32.
+    *State*: the state of `inner`; per worker the anchor and the state of `outer`, in float32.
 
     Args:
       inner: a transformation of local gradients that mixes models: `gossip`.
-      outer: gets the drift as its gradient: `slow_momentum()`.
+      outer: receives the drift as its gradient: `slow_momentum()`.
       sync_period: `H`, or a schedule from the step to `H`; the paper has 48.
       axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`, marked `PerWorker` in the train state, and comes
-      last in a chain. Its `update` takes `learning_rate=`, the agreed rate of this step, which `slow_momentum` needs,
-      and hands all it gets to `inner`.
+      last in a chain. Its `update` takes `learning_rate=`, the replicated rate of this step, which `slow_momentum`
+      needs, and passes all extra arguments to `inner`.
 
     Raises:
       ValueError: `sync_period` is not positive; at trace time, if `params` are missing or not marked `PerWorker`.
@@ -87,47 +90,40 @@ def local_slow_momentum(
     check_period(sync_period, 0, 0, 1)
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
 
-    def init(params) -> State:
+    def init_fn(params) -> State:
         check_leaves(params)
         # A copy, since parameters and optimizer state may both be donated.
-        held = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
         return LocalSlowMomentumState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros((), jnp.int32),
             rates=jnp.zeros((), jnp.float32),
             inner=inner.init(params),
-            anchor=bind(PerWorker(held), axis),
-            outer=bind(PerWorker(outer.init(held)), axis),
+            anchor=bind(PerWorker(anchor), axis),
+            outer=bind(PerWorker(outer.init(anchor)), axis),
         )
 
-    def update(updates, state, params=None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
+    def update_fn(updates, state, params=None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
         if params is None:
             raise ValueError(NO_PARAMS)
         check_leaves(updates)
         check_local(updates, axis)
         check_per_worker(params, axis)
         comm = over(axis)
-        given: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
-        steps, inner_state = inner.update(updates, state.inner, params, **extra_args, **given)
+        has_rate = learning_rate is not None
+        passed: dict[str, Any] = {**extra_args, **({"learning_rate": learning_rate} if has_rate else {})}
+        steps, inner_state = inner.update(updates, state.inner, params, **passed)
         local = optax.apply_updates(params, steps)
         since = state.since + 1
-        rates = state.rates + jnp.asarray(0.0 if learning_rate is None else learning_rate, jnp.float32)
+        rates = state.rates + jnp.asarray(learning_rate if has_rate else 0.0, jnp.float32)
         due = since >= period_at(sync_period, state.count)
 
-        def step(comm, local, anchor, outer_state, rate):
-            del comm
-            drift = jax.tree.map(lambda a, p: as_held(a, p) - p.astype(a.dtype), anchor, local)
-            slow, new = outer.update(drift, outer_state, anchor, **({} if learning_rate is None else rate))
-            return jax.tree.map(jnp.add, anchor, slow), new
-
-        def stay(comm, local, anchor, outer_state, rate):
-            del comm, local, rate
-            return anchor, outer_state
-
         with jax.named_scope("local_slow_momentum"):
-            operands = local, state.anchor.value, state.outer.value, {"learning_rate": rates / since}
-            anchor, outer_state = comm.varying(either(due, step, stay, comm, *operands))
-            steps = take_over(due, 0.0, anchor, local, params, steps)
+            # The outer optimizer sees the mean rate of the round.
+            extras = {"learning_rate": rates / since} if has_rate else {}
+            operands = local, state.anchor.value, state.outer.value, extras
+            anchor, outer_state = comm.varying(cond_or_static(due, partial(_slow_step, outer), _skip, comm, *operands))
+            steps = merge_anchor(due, 0.0, anchor, local, params, steps)
         return steps, LocalSlowMomentumState(
             count=next_count(state.count),
             since=jnp.where(due, 0, since),
@@ -137,4 +133,26 @@ def local_slow_momentum(
             outer=with_value(state.outer, outer_state),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _slow_step(
+    outer: optax.GradientTransformationExtraArgs,
+    comm: Comm,
+    local: PyTree,
+    anchor: Updates,
+    outer_state: State,
+    extras: dict[str, Array],
+) -> tuple[Updates, State]:
+    """Returns the anchor after `a += outer(a - x)`, and the state of `outer`."""
+    del comm
+    drift = jax.tree.map(lambda a, p: round_like(a, p) - p.astype(a.dtype), anchor, local)
+    steps, outer_state = outer.update(drift, outer_state, anchor, **extras)
+    return jax.tree.map(jnp.add, anchor, steps), outer_state
+
+
+def _skip(
+    comm: Comm, local: PyTree, anchor: Updates, outer_state: State, extras: dict[str, Array]
+) -> tuple[Updates, State]:
+    del comm, local, extras
+    return anchor, outer_state

@@ -1,4 +1,4 @@
-"""The outer optimizer of SlowMo. Those of Local SGD and DiLoCo are `optax.sgd`."""
+"""The outer optimizer of SlowMo; Local SGD and DiLoCo use `optax.sgd`."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from .._core.types import Updates
 
 
 class SlowMomentumState(NamedTuple):
-    """`momentum` is `u`, shaped like the anchor, in float32 or better (agreed)."""
+    """`momentum` is `u`, shaped like the anchor, in float32 or better (replicated)."""
 
     momentum: Updates
 
@@ -29,7 +29,7 @@ def slow_momentum(
 
     *On the wire*: nothing.
 
-    *State*: `u`, float32, agreed.
+    *State*: `u`, float32, replicated.
 
     Args:
       learning_rate: `α`. The paper always has 1.
@@ -60,26 +60,28 @@ def slow_momentum(
     if not learning_rate > 0:
         raise ValueError(f"learning_rate must be positive, got {learning_rate}")
 
-    def init(params):
+    def init_fn(params):
         return SlowMomentumState(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
 
-    def update(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args):
         del params
-        fast = extra_args.get("learning_rate")
-        if fast is None:
+        rate = extra_args.get("learning_rate")
+        if rate is None:
             raise ValueError(
-                "slow_momentum divides the drift by the rate of the inner steps, and none was passed: give "
+                "slow_momentum divides the drift by the rate of the inner steps, and none was passed; pass "
                 "learning_rate= to the update, or use slowmo(..., learning_rate=)"
             )
-        fast = jnp.asarray(fast, jnp.float32)
-        moves = fast > 0
+        rate = jnp.asarray(rate, jnp.float32)
+        moves = rate > 0
 
-        def slow(u, drift):
-            rate = jnp.where(moves, fast, 1).astype(u.dtype)
-            return jnp.where(moves, momentum * u + drift.astype(u.dtype) / rate, u)
+        # u = β u + Δ/γ, unchanged where γ is 0.
+        def accumulate_drift(u, drift):
+            divisor = jnp.where(moves, rate, 1).astype(u.dtype)
+            return jnp.where(moves, momentum * u + drift.astype(u.dtype) / divisor, u)
 
-        u = jax.tree.map(slow, state.momentum, updates)
-        steps = jax.tree.map(lambda x, u: (-learning_rate * fast.astype(u.dtype) * u).astype(x.dtype), updates, u)
+        u = jax.tree.map(accumulate_drift, state.momentum, updates)
+        # x -= α γ u
+        steps = jax.tree.map(lambda x, u: (-learning_rate * rate.astype(u.dtype) * u).astype(x.dtype), updates, u)
         return steps, SlowMomentumState(u)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,4 +1,4 @@
-"""PALSGD's inner step: now and then a pull to the last agreed model takes the place of a gradient step."""
+"""PALSGD: local steps, some of which are replaced at random by a pull toward the last global parameters."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,15 @@ from .._core.trees import choose, next_count
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
 from ..reducers.base import Reducer
-from ..transforms.common import LearningRate, rate_at
+from ..transforms.common import LearningRate
 from ..wire.encoded import step_key
-from .base import local_steps
+from .base import with_rate
 from .fragments import SyncPeriod
+from .recipes import diloco
 
 
 class PulledState(NamedTuple):
-    """A count of steps and the key of all coins; the state of the `inner` optimizer, which a pull leaves as it is.
+    """A count of steps, the key of the random draws, and the state of `inner`, which a pull does not change.
 
     Inside `local_steps` all of it is marked as differing between workers.
     """
@@ -40,27 +41,27 @@ def pulled(
 ) -> optax.GradientTransformationExtraArgs:
     """With probability `p`, `x -= (γ η / p) (x - a)` in place of a step; otherwise the step of `inner`, over `1 - p`.
 
-    `a` is the anchor, the model that the workers last agreed on, and `γ` the learning rate: without any communication
-    workers stay closer together, and rounds can be longer. On average a step is the gradient's `γ g` and the pull
-    `γ η (x - a)`. Every worker tosses a coin of its own. A pull does not look at the gradient, so its batch is spent;
-    the momentum of `inner` waits.
+    `a` is the anchor, the last global parameters, and `γ` the learning rate: without any communication workers stay
+    closer together, and rounds can be longer. The expected step is the gradient's `γ g` plus the pull `γ η (x - a)`.
+    Workers draw independently. A pull step ignores the gradient, so its batch is discarded and the momentum of `inner`
+    is unchanged.
 
     *On the wire*: nothing.
 
-    *State*: that of `inner`, a count and a key.
+    *State*: the state of `inner`, a count and a key.
 
     Args:
       inner: any optimizer; its whole update is scaled, as if its learning rate were `γ / (1 - p)`.
       probability: `p`, in [0, 1); the paper's code has 0.2. At 0 this is `inner`.
       pull: `η`, at least 0; the code has 0.5. Higher keeps workers closer and slows them down; `γ η / p` must stay well
         below 1.
-      start_step: no pulls, and no scaling, before. With `local_steps(warmup_steps=)` the same number, or workers would
-        part in the warm-up.
-      seed: of the coins.
+      start_step: the first step that may pull or scale. Give `local_steps(warmup_steps=)` the same number; otherwise
+        workers would diverge in the warm-up.
+      seed: draws the pulls.
       axis: the mesh axis of the workers.
 
     Returns:
-      A gradient transformation, to be the inner one of `local_steps`, which gives it `anchor=`; the step passes
+      A gradient transformation for the `inner` of `local_steps`, which passes it `anchor=`; the step passes
       `learning_rate=`.
 
     Raises:
@@ -85,38 +86,39 @@ def pulled(
     check_range("start_step", start_step, 0)
     inner = optax.with_extra_args_support(inner)
 
-    def init(params) -> State:
+    def init_fn(params) -> State:
         return PulledState(jnp.zeros((), jnp.int32), jax.random.key(seed), inner.init(params))
 
-    def update(
+    def update_fn(
         updates, state, params=None, *, anchor=None, learning_rate=None, **extra_args
     ) -> tuple[Updates, PulledState]:
         if params is None:
             raise ValueError(NO_PARAMS)
-        given = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
-        steps, inner_state = inner.update(updates, state.inner, params, anchor=anchor, **given)
+        passed = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
+        steps, inner_state = inner.update(updates, state.inner, params, anchor=anchor, **passed)
         count = next_count(state.count)
         if not probability:
             return steps, PulledState(count, state.key, inner_state)
         if anchor is None:
-            raise ValueError("pulled needs the anchor, which local_steps gives it: local_steps(pulled(inner), outer)")
+            raise ValueError("pulled needs anchor=, which local_steps passes; use local_steps(pulled(inner), outer)")
         if learning_rate is None:
-            raise ValueError("pulled pulls in proportion to the learning rate: pass learning_rate= to the update")
+            raise ValueError("pulled scales its pulls by the learning rate; pass learning_rate= to the update")
         key = step_key(state.key, state.count, over(axis), shared=False)
         started = state.count >= start_step
         pulls = started & jax.random.bernoulli(key, probability)
+        # γ η / p for a pull, 1 / (1 - p) for a step: the expectation is that of both together.
         strength = jnp.asarray(learning_rate, jnp.float32) * (pull / probability)
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
-        def one(step, p, a):
+        def pull_or_scale(step, p, a):
             wide = working_dtype(step.dtype)
-            towards = strength.astype(wide) * (a.astype(wide) - p.astype(wide))
-            return jnp.where(pulls, towards, scale.astype(wide) * step.astype(wide)).astype(step.dtype)
+            toward_anchor = strength.astype(wide) * (a.astype(wide) - p.astype(wide))
+            return jnp.where(pulls, toward_anchor, scale.astype(wide) * step.astype(wide)).astype(step.dtype)
 
-        steps = jax.tree.map(one, steps, params, anchor)
+        steps = jax.tree.map(pull_or_scale, steps, params, anchor)
         return steps, PulledState(count, state.key, choose(pulls, state.inner, inner_state))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def palsgd(
@@ -133,26 +135,26 @@ def palsgd(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """PALSGD: with probability `p` a worker is pulled to the anchor in place of a step, which costs no communication.
+    """PALSGD: DiLoCo whose inner steps are replaced with probability `p` by a pull toward the anchor, as in `pulled`.
 
     Workers stay closer together than in `diloco`, so that rounds can be longer.
 
     *On the wire*: as `diloco`; the warm-up averages gradients.
 
-    *State*: that of `local_steps`, and per worker a key and a count.
+    *State*: the state of `local_steps`, and per worker a key and a count.
 
     Args:
       inner: the optimizer of each worker, with its learning rate inside.
       sync_period: `H`; the paper's code has 100.
-      learning_rate: the inner `γ` once more, a number or a schedule of steps: the pull is `γ η / p (x - a)`. `update`
-        takes `learning_rate=` too.
+      learning_rate: `γ`, the same as that of `inner`, a number or a schedule of steps. `update(..., learning_rate=)`
+        overrides it.
       probability: `p`; at 0 this is `diloco`.
       pull: `η`.
       slow_learning_rate: the outer rate, constant, or a schedule that counts rounds.
       momentum: the outer `μ`.
-      warmup_steps: so many first steps average gradients and pull nobody.
-      seed: of the coins.
-      reducer: what carries the drift; by default `exact()`.
+      warmup_steps: the number of first steps that average gradients and never pull.
+      seed: draws the pulls.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -166,17 +168,13 @@ def palsgd(
       Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
       Data-Parallel Training", arXiv 2504.18454, 2025.
     """
-    tx = local_steps(
+    tx = diloco(
         pulled(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis),
-        optax.sgd(slow_learning_rate, momentum=momentum, nesterov=True),
         sync_period=sync_period,
+        learning_rate=slow_learning_rate,
+        momentum=momentum,
         warmup_steps=warmup_steps,
         reducer=reducer,
         axis=axis,
     )
-
-    def update(updates, state, params=None, **extra_args):
-        given = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
-        return tx.update(updates, state, params, **given)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return with_rate(tx, learning_rate)

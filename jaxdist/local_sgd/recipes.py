@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo and DiLoCo."""
+"""`local_steps` as in the papers: Local SGD, post-local SGD, SlowMo, DiLoCo, streaming DiLoCo and SparseLoCo."""
 
 import optax
 
@@ -9,8 +9,8 @@ from ..compressors.sparse import block_top_k
 from ..reducers.base import Reducer
 from ..reducers.compressed import compressed
 from ..reducers.feedback import error_feedback
-from ..transforms.common import LearningRate, rate_at
-from .base import local_steps
+from ..transforms.common import LearningRate
+from .base import local_steps, with_rate
 from .fragments import Fragments, SyncPeriod
 from .outer import slow_momentum
 from .state import Buffers
@@ -24,17 +24,18 @@ def local_sgd(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Local SGD: `H` steps of each worker by itself, then the mean of the models.
+    """Local SGD: `H` local steps, then the mean of the models.
 
-    *On the wire*: every `H` steps what the reducer sends for the model, `exact()` `2(W-1)/W · 4n` bytes; else nothing.
+    *On the wire*: every `H` steps the reducer's collectives for the model, with `exact()` `2(W-1)/W · 4n` bytes; on all
+    other steps nothing.
 
-    *State*: that of `local_steps`.
+    *State*: as `local_steps`.
 
     Args:
       inner: the optimizer of each worker.
       sync_period: `H`. Start at 8; plain averaging degrades above 16 or so.
       buffers: `"maintain"`, `"reset"` or `"average"`, as in `local_steps`.
-      reducer: what carries the drift; by default `exact()`.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -59,20 +60,20 @@ def post_local_sgd(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Post-local SGD: data parallel until `switch_step`, Local SGD from there on.
+    """Post-local SGD: data parallel until `switch_step`, Local SGD afterwards.
 
     *On the wire*: until the switch one exact all-reduce of the gradients a step, `2(W-1)/W · 4n` bytes, and the model
     once; then a round every `H` steps.
 
-    *State*: that of `local_steps`.
+    *State*: as `local_steps`.
 
     Args:
       inner: the optimizer of each worker.
-      switch_step: how many steps average gradients; the first drop of the learning rate is a good one.
+      switch_step: the number of steps that average gradients; the first drop of the learning rate is a good choice.
       sync_period: `H` after the switch; the paper has 16.
-      offset: the first round ends after so many steps instead of `H`. 1 is PyTorch's `PeriodicModelAverager`, which
+      offset: the length of the first round, if not `H`. 1 is PyTorch's `PeriodicModelAverager`, which
         averages when `(step - warmup_steps) mod period == 0` and so first after a single step.
-      reducer: what carries the drift; by default `exact()`.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -107,22 +108,22 @@ def slowmo(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """SlowMo: Local SGD whose drifts, divided by the learning rate, build up a slow momentum.
+    """SlowMo: Local SGD whose drifts, divided by the learning rate, accumulate in a slow momentum.
 
-    BMUF is `slow_learning_rate=1`; Lookahead one worker with `momentum=0` and `slow_learning_rate < 1`.
+    BMUF is `slow_learning_rate=1`; Lookahead is one worker with `momentum=0` and `slow_learning_rate < 1`.
 
-    *On the wire*: as `local_sgd`: the momentum costs nothing.
+    *On the wire*: as `local_sgd`; the momentum costs nothing.
 
-    *State*: that of `local_steps`, with a momentum in float32.
+    *State*: as `local_steps`, with a momentum in float32.
 
     Args:
-      inner: the optimizer of each worker, with the learning rate in it.
+      inner: the optimizer of each worker, with its learning rate.
       sync_period: `τ`, the steps of a round; the paper has 12.
       learning_rate: that of `inner`, a number or a schedule. `update(..., learning_rate=)` overrides it.
       slow_learning_rate: `α`; leave it at 1.
       momentum: `β`, 0.4 to 0.8; more for more workers.
-      buffers: the paper resets those of SGD and maintains those of Adam.
-      reducer: what carries the drift; by default `exact()`.
+      buffers: as in `local_steps`; the paper resets those of SGD and maintains those of Adam.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -144,12 +145,7 @@ def slowmo(
         reducer=reducer,
         axis=axis,
     )
-
-    def update(updates, state, params=None, **extra_args):
-        given = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
-        return tx.update(updates, state, params, **given)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return with_rate(tx, learning_rate)
 
 
 def diloco(
@@ -162,11 +158,11 @@ def diloco(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo: workers run AdamW by themselves; every `H` steps their mean drift is a step of Nesterov momentum.
+    """DiLoCo: `H` local steps of AdamW, then one step of Nesterov momentum along the mean drift.
 
     *On the wire*: as `local_sgd`.
 
-    *State*: that of `local_steps`: per worker the state of `inner`; agreed, anchor and momentum in float32.
+    *State*: as `local_steps`: per worker the state of `inner`; replicated, anchor and momentum in float32.
 
     Args:
       inner: the optimizer of each worker; the papers have AdamW with clipping at 1.
@@ -174,8 +170,8 @@ def diloco(
       learning_rate: the outer `η`, 0.4 to 0.8, more for more workers and longer rounds; constant. A schedule counts
         rounds.
       momentum: the outer `μ`.
-      warmup_steps: so many first steps average gradients.
-      reducer: what carries the drift; by default `exact()`.
+      warmup_steps: the number of first steps that average gradients.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -213,23 +209,23 @@ def streaming_diloco(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Streaming DiLoCo: fragments of the model meet in turn, what they send arrives later, and workers mix it in.
+    """Streaming DiLoCo: fragments are synchronized in turn, and their result is merged into the local model later.
 
     *On the wire*: over `H` steps as much as `diloco`, but never more than the largest fragment in one step. The paper
     sends 4 bits an entry: `reducer=jd.compressed(jd.compressors.e3m0())`.
 
-    *State*: that of `local_steps`, with one outer state and one state of the reducer for each fragment.
+    *State*: as `local_steps`, with one outer state and one state of the reducer for each fragment.
 
     Args:
       inner: the optimizer of each worker.
       sync_period: `H` of each fragment; the paper has 100.
       fragments: `strided(P)` where layers are numbered, else a number of groups of about equal bytes.
-      delay: `τ`, after how many steps what was sent is merged: 1 to 5.
-      merge_alpha: `α`, the share that workers keep of their own.
+      delay: `τ`, the number of steps until the result is merged: 1 to 5.
+      merge_alpha: `α`, the weight of a worker's own parameters.
       learning_rate: the outer `η`; the paper has 0.4.
       momentum: the outer `μ`.
-      warmup_steps: so many first steps average gradients.
-      reducer: what carries the drift; by default `exact()`.
+      warmup_steps: the number of first steps that average gradients.
+      reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -268,26 +264,27 @@ def sparse_loco(
     warmup_steps: int = 0,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """SparseLoCo: every `H` steps each worker sends its strongest 1 to 3 % of entries, and keeps the rest for later.
+    """SparseLoCo: every `H` steps each worker sends the largest 1 to 3 % of entries, with error feedback for the rest.
 
-    With the drift `Δ_w`: `a_w = β e_w + Δ_w`, `s_w = two_means(block_top_k(a_w))`, `e_w = a_w - s_w`, and the agreed
-    model moves by `-α mean(s_w)`. There is no outer momentum: what was not sent is sent later, which does its part.
+    With the drift `Δ_w`: `a_w = β e_w + Δ_w`, `s_w = two_means(block_top_k(a_w))`, `e_w = a_w - s_w`, and the global
+    parameters move by `-α mean(s_w)`. There is no outer momentum: error feedback takes its place.
 
     *On the wire*: every `H` steps one all-gather. For each whole block of 4096 entries 64 positions of 8 bits and 64
     values of 2 bits, and 8 bytes of means for each 256 values: 10.25 bits for an entry sent, 200 times less than
-    float32, where indices of 12 bits within a block take 14 (146 times). Every worker receives `W-1` of these.
+    float32, where indices of 12 bits within a block make it 14 (146 times less). Every worker receives `W-1` of these.
 
-    *State*: that of `local_steps`; per worker `e_w`, float32, of the size of the model.
+    *State*: as `local_steps`; per worker `e_w`, float32, of the size of the model.
 
     Args:
       inner: the optimizer of each worker; the paper has AdamW.
       sync_period: `H`, 15 to 250.
-      density: the part that is sent, 64 of 4096. Up to 0.03 the loss is that of DiLoCo or better.
-      block: entries that compete with each other, in the order of the leaf. The paper's are 64 by 64 tiles of matrices.
-      values_block: values that share two means.
-      decay: `β`; lower forgets what was not sent sooner.
+      density: the fraction that is sent, 64 of 4096. Up to 0.03 the loss is that of DiLoCo or better.
+      block: the number of entries, in the order of the leaf, among which the largest are selected. The paper has 64 by
+        64 tiles of matrices.
+      values_block: the number of values that share two means.
+      decay: `β`; a lower one forgets unsent drift sooner.
       learning_rate: `α`; constant, or a schedule that counts rounds. A run of 72 billion parameters ended with 0.65.
-      warmup_steps: so many first steps average gradients.
+      warmup_steps: the number of first steps that average gradients.
       axis: the mesh axis of the workers.
 
     Returns:

@@ -1,27 +1,32 @@
-"""What `local_steps` keeps, and the model in it that all workers agree on."""
+"""The state of `local_steps`, its split into fragments, and what a synchronization does to the inner state."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.trees import choose
 from .._core.types import Array, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..reducers.exact import exact
 from ..state.correspondence import NONE, beside
-from ..state.marks import PerWorker
+from ..state.marks import PerWorker, with_value
 from ..transforms.quantized_state import is_coded
-from .synchronize import either
+from .fragments import merge, split
+from .synchronize import Fragment, cond_or_static
 
 
 class LocalStepsState(NamedTuple):
-    """What has been agreed on, and what this worker keeps. A *round* ends when the workers of a fragment meet.
+    """The state of `local_steps`. A *round* ends when the workers synchronize a fragment.
 
-    Agreed: `count` of steps; of each fragment the steps `since` its last round, its `rounds`, the sum of the learning
-    `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `global_params`, the model that all
-    workers started the round from, in float32 or better; the state of the `outer` optimizer for each fragment.
-    Per worker: the state of the `inner` optimizer; `examples` since the last round of each fragment; with
+    Replicated: `count` of steps; for each fragment the steps `since` its last round, its number of `rounds` and the
+    sum of learning `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor` (the global
+    parameters that all workers started the round from), in float32 or better; for each fragment the state of the
+    `outer` optimizer.
+    Per worker: the state of the `inner` optimizer; for each fragment the `examples` since its last round; with
     `overlap_correction`, the parameters that were `sent_from`. `reducer`: as the reducer defines it, for each fragment.
     """
 
@@ -40,8 +45,45 @@ class LocalStepsState(NamedTuple):
     communicates = True
 
 
+def split_state(state: LocalStepsState, labels: PyTree) -> list[Fragment]:
+    """Splits off the part of each fragment; `labels` has the number of each leaf's fragment."""
+    number = len(state.outer)
+    anchors = split(state.anchor, labels, number)
+    keeps_sent = bool(jax.tree.leaves(state.sent_from.value))
+    sent_from = split(state.sent_from.value, labels, number) if keeps_sent else [()] * number
+    return [
+        Fragment(
+            anchors[i],
+            state.outer[i],
+            state.reducer[i],
+            since=state.since[i],
+            rounds=state.rounds[i],
+            rates=state.rates[i],
+            examples=state.examples.value[i],
+            sent_from=sent_from[i],
+        )
+        for i in range(number)
+    ]
+
+
+def merge_state(state: LocalStepsState, fragments: Sequence[Fragment], labels: PyTree) -> LocalStepsState:
+    """Puts the fragments back in place of those of `state`."""
+    keeps_sent = bool(jax.tree.leaves(state.sent_from.value))
+    sent_from = merge([fragment.sent_from for fragment in fragments], labels) if keeps_sent else ()
+    return state._replace(
+        since=jnp.stack([fragment.since for fragment in fragments]),
+        rounds=jnp.stack([fragment.rounds for fragment in fragments]),
+        rates=jnp.stack([fragment.rates for fragment in fragments]),
+        anchor=merge([fragment.anchor for fragment in fragments], labels),
+        outer=tuple(fragment.outer for fragment in fragments),
+        reducer=tuple(fragment.reducer for fragment in fragments),
+        examples=with_value(state.examples, jnp.stack([fragment.examples for fragment in fragments])),
+        sent_from=with_value(state.sent_from, sent_from) if keeps_sent else state.sent_from,
+    )
+
+
 def global_params(opt_state: State) -> PyTree:
-    """The model that the workers of `local_steps` agree on: the one to evaluate and to keep.
+    """Returns the replicated model inside a state of `local_steps`: the one to evaluate and to keep.
 
     Args:
       opt_state: an optimizer state with `local_steps` anywhere inside, placed or as a worker sees it.
@@ -50,7 +92,7 @@ def global_params(opt_state: State) -> PyTree:
       The anchor: a tree like the parameters, in float32 or better.
 
     Raises:
-      ValueError: there is no `local_steps` inside.
+      ValueError: the state contains no `local_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -64,67 +106,80 @@ def global_params(opt_state: State) -> PyTree:
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState)):
         if isinstance(node, LocalStepsState):
             return node.anchor
-    raise ValueError("this optimizer state has no local_steps inside, and so no anchor: evaluate the parameters")
+    raise ValueError("this optimizer state has no local_steps inside, and so no anchor; evaluate the parameters")
 
 
 Buffers = Literal["maintain", "reset", "average"]
 
 
-def reset(inner: optax.GradientTransformation, state: State, params: PyTree) -> State:
-    """Momentum and the like as `init` makes them, with the counts that belong to them; schedules go on counting."""
-    fresh = inner.init(params)
-    return jax.tree.map(lambda own, new, old: new if own else old, _buffers(inner, state, params), fresh, state)
+def update_buffers(
+    mode: Buffers,
+    comm: Comm,
+    due: Flag,
+    inner: optax.GradientTransformation,
+    state: State,
+    params: PyTree,
+) -> State:
+    """Maintains, resets or averages momentum and the like after a round, if it is due.
 
-
-def average(comm: Comm, due: Flag, inner: optax.GradientTransformation, state: State, params: PyTree) -> State:
-    """If it is due: the mean over workers of momentum and the like; of the counts that belong to them the largest.
-
-    *On the wire*: one all-reduce of all buffers, `2(W-1)/W · 4` bytes an entry; one for the counts.
+    *On the wire* for `"average"`: one all-reduce of all buffers, `2(W-1)/W · 4` bytes an entry; one for the counts.
     """
-    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
+    if mode == "maintain":
+        return state
+    if mode == "average" and any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
         raise ValueError(
-            'buffers="average" cannot average what quantized_state has coded: use buffers="maintain" or "reset"'
+            'buffers="average" cannot average the encoded arrays of quantized_state; use buffers="maintain" or "reset"'
         )
-    owned = _buffers(inner, state, params)
+    owned = _find_buffers(inner, state, params)
+    if mode == "average":
+        return cond_or_static(due, partial(_average, owned), _keep_own, comm, state)
+    # As `init` makes them, with the counts that belong to them; schedules go on counting.
+    fresh = jax.tree.map(lambda own, new, old: new if own else old, owned, inner.init(params), state)
+    return choose(due, fresh, state)
 
-    def chosen(floating: bool) -> PyTree:
+
+def _average(owned: PyTree, comm: Comm, state: State) -> State:
+    """Averages buffers over workers; of the counts that belong to them it takes the largest."""
+
+    def select(floating: bool) -> PyTree:
         return jax.tree.map(
             lambda own, x: x if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None, owned, state
         )
 
-    def talk(comm, state):
-        means, largest = exact().reduce(chosen(True), (), comm)[0].mean, comm.max(chosen(False))
+    def replace_leaf(old, mean, largest):
+        return comm.varying(old if mean is None and largest is None else largest if mean is None else mean)
 
-        def one(old, mean, most):
-            return comm.varying(old if mean is None and most is None else most if mean is None else mean)
-
-        return jax.tree.map(one, state, means, largest, is_leaf=lambda x: x is None)
-
-    return either(due, talk, lambda comm, state: comm.varying(state), comm, state)
+    means, largest = exact().reduce(select(True), (), comm)[0].mean, comm.max(select(False))
+    return jax.tree.map(replace_leaf, state, means, largest, is_leaf=lambda x: x is None)
 
 
-def _buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
-    """A tree of booleans: whether a leaf is a buffer shaped like the parameters, or a count that belongs to one.
+def _keep_own(comm: Comm, state: State) -> State:
+    return comm.varying(state)
+
+
+def _find_buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
+    """Returns a tree of booleans: true for buffers shaped like the parameters and for the counts of such buffers.
 
     Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
-    counts steps and must go on. They are told apart by where they stand: in the same NamedTuple as a buffer, or not.
+    counts steps and must go on. A count belongs to a buffer if both are fields of the same NamedTuple.
     """
-    alike = jax.tree.map(lambda k: k != NONE, beside(inner.init, state, params, is_leaf=is_coded))
-    structure = jax.tree.structure(params)
+    like_params = jax.tree.map(lambda k: k != NONE, beside(inner.init, state, params, is_leaf=is_coded))
+    return _flag_counts(state, like_params, jax.tree.structure(params))
 
-    def walk(node: Any, flags: Any) -> Any:
-        if jax.tree_util.all_leaves([node]):
-            return flags
-        children, outside = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-        below = outside.flatten_up_to(flags)
-        if hasattr(node, "_fields") and any(_is_buffer(*pair, structure) for pair in zip(children, below, strict=True)):
-            return jax.tree.map(lambda _: True, flags)
-        return outside.unflatten([walk(*pair) for pair in zip(children, below, strict=True)])
 
-    return walk(state, alike)
+def _flag_counts(node: Any, flags: Any, structure: Any) -> Any:
+    """Extends the flags of buffers to all fields of the NamedTuples that they are in."""
+    if jax.tree_util.all_leaves([node]):
+        return flags
+    # One level down: the children of this node, and the flags below each.
+    children, outside = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    pairs = list(zip(children, outside.flatten_up_to(flags), strict=True))
+    if hasattr(node, "_fields") and any(_is_buffer(*pair, structure) for pair in pairs):
+        return jax.tree.map(lambda _: True, flags)
+    return outside.unflatten([_flag_counts(*pair, structure) for pair in pairs])
 
 
 def _is_buffer(node: Any, flags: Any, structure: Any) -> bool:
-    marked = jax.tree.leaves(flags)
+    found = jax.tree.leaves(flags)
     like_params = jax.tree.structure(node) == structure or not isinstance(node, tuple)
-    return bool(marked) and all(marked) and like_params
+    return bool(found) and all(found) and like_params

@@ -1,6 +1,7 @@
-"""How workers meet: one fragment's round, what a worker takes over from it, and the warm-up before the first."""
+"""One synchronization: a fragment's round, its merge into the local model, and the warm-up before the first round."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,56 +9,93 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.trees import choose
-from .._core.types import Array, Flag, PyTree, State, Updates
+from .._core.trees import choose, next_count
+from .._core.types import Array, Flag, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.base import Extras, Law, Reducer
 from ..reducers.exact import exact
 from ..transforms.local_gradients import reduce_weighted
 
 
-class Group(NamedTuple):
-    """What the round of a fragment changes; the trees hold its leaves, and `None` for the others."""
+class Fragment(NamedTuple):
+    """One fragment's part of a `LocalStepsState`; trees have its leaves, and `None` for those of the others.
+
+    Replicated: `anchor`, the state of the `outer` optimizer, the steps `since` the last round, the number of `rounds`
+    and the sum of learning `rates` since then. Per worker: the `examples` since then, and the parameters that the
+    last round was `sent_from` (`()` where they are not kept).
+    """
 
     anchor: Updates
     outer: State
     reducer: State
+    since: Int[Array, ""]
+    rounds: Int[Array, ""]
+    rates: Float[Array, ""]
+    examples: Float[Array, ""]
+    sent_from: PyTree
 
 
-def one_round(
+def synchronize_fragment(
     comm: Comm,
     due: Flag,
     carrier: Reducer,
     outer: optax.GradientTransformationExtraArgs,
-    group: Group,
+    fragment: Fragment,
     local: PyTree,
     *,
+    has_rate: bool,
+    has_examples: bool,
+) -> Fragment:
+    """Takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts, if the fragment is due."""
+    # Outer optimizer and reducer see one step a round: its rate is the mean over the inner steps.
+    rate = fragment.rates / jnp.maximum(fragment.since, 1) if has_rate else None
+    examples = fragment.examples if has_examples else None
+    communicate = partial(_outer_step, carrier, outer, {} if rate is None else {"learning_rate": rate}, examples)
+    before = fragment.anchor, fragment.outer, fragment.reducer
+    anchor, outer_state, reducer_state = cond_or_static(due, communicate, _skip, comm, before, local)
+    keeps_sent = bool(jax.tree.leaves(fragment.sent_from))
+    return Fragment(
+        anchor,
+        outer_state,
+        reducer_state,
+        since=jnp.where(due, 0, fragment.since),
+        rounds=jnp.where(due, next_count(fragment.rounds), fragment.rounds),
+        rates=jnp.where(due, 0, fragment.rates),
+        examples=jnp.where(due, 0, fragment.examples),
+        sent_from=choose(due, local, fragment.sent_from) if keeps_sent else fragment.sent_from,
+    )
+
+
+def _outer_step(
+    carrier: Reducer,
+    outer: optax.GradientTransformationExtraArgs,
+    agreed: dict[str, Array],
     examples: Array | None,
-    learning_rate: Array | None,
-) -> Group:
-    """If it is due: `a += outer(reduce(a - p_w))`. Nobody moves when no worker had an example."""
-    agreed = {} if learning_rate is None else {"learning_rate": learning_rate}
+    comm: Comm,
+    before: tuple[Updates, State, State],
+    local: PyTree,
+) -> tuple[Updates, State, State]:
+    anchor, outer_state, reducer_state = before
+    # The difference is averaged, in float32: a mean of bfloat16 parameters would lose small drifts.
+    drift = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)) - p.astype(a.dtype), anchor, local)
 
-    def talk(comm, group, local):
-        drift = jax.tree.map(lambda a, p: comm.varying(as_held(a, p)) - p.astype(a.dtype), group.anchor, local)
+    def reduce(updates, state):
+        reduced, state = carrier.reduce(updates, state, comm, Extras(agreed.get("step"), agreed.get("learning_rate")))
+        return reduced.mean, state
 
-        def reduce(updates, state):
-            reduced, state = carrier.reduce(updates, state, comm, Extras(learning_rate=learning_rate))
-            return reduced.mean, state
-
-        mean, state, some = reduce_weighted(reduce, drift, group.reducer, comm, examples, plain=carrier.law == Law.MEAN)
-        steps, outer_state = outer.update(mean, group.outer, group.anchor, **agreed)
-        new = Group(optax.apply_updates(group.anchor, steps), outer_state, state)
-        return new if examples is None else choose(some, new, group)
-
-    def silent(comm, group, local):
-        del comm, local
-        return group
-
-    return either(due, talk, silent, comm, group, local)
+    mean, state, some = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=carrier.law == Law.MEAN)
+    steps, outer_state = outer.update(mean, outer_state, anchor, **agreed)
+    after = optax.apply_updates(anchor, steps), outer_state, state
+    # In a round without any example, momentum alone must not move the anchor.
+    return after if examples is None else choose(some, after, before)
 
 
-def take_over(
+def _skip(comm: Comm, before: tuple[Updates, State, State], local: PyTree) -> tuple[Updates, State, State]:
+    del comm, local
+    return before
+
+
+def merge_anchor(
     due: Flag,
     alpha: float | int,
     anchor: Updates,
@@ -66,52 +104,57 @@ def take_over(
     steps: Updates,
     sent: PyTree | None = None,
 ) -> Updates:
-    """The updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if something arrived, else `steps`.
+    """Returns the updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if due, else `steps`.
 
-    With what was `sent`, to `local + (1 - alpha) (anchor - sent)`: what a worker has moved since stays.
+    With the parameters that were `sent`, to `local + (1 - alpha) (anchor - sent)`: local progress since then is kept.
     """
 
-    def one(a, mine, p, u):
-        target = as_held(a, p) if alpha == 0 else alpha * mine.astype(a.dtype) + (1 - alpha) * as_held(a, p)
-        return (target - p.astype(a.dtype)).astype(u.dtype)
+    def mix(a, own, p, step):
+        target = round_like(a, p) if alpha == 0 else alpha * own.astype(a.dtype) + (1 - alpha) * round_like(a, p)
+        return (target - p.astype(a.dtype)).astype(step.dtype)
 
-    def ahead(a, mine, p, u, before):
-        moved = mine.astype(a.dtype) - p.astype(a.dtype)
-        return (moved + (1 - alpha) * (as_held(a, p) - before.astype(a.dtype))).astype(u.dtype)
+    def correct(a, own, p, step, before):
+        progress = own.astype(a.dtype) - p.astype(a.dtype)
+        return (progress + (1 - alpha) * (round_like(a, p) - before.astype(a.dtype))).astype(step.dtype)
 
     if sent is not None:
-        return choose(due, jax.tree.map(ahead, anchor, local, params, steps, sent), steps)
-    return choose(due, jax.tree.map(one, anchor, local, params, steps), steps)
+        return choose(due, jax.tree.map(correct, anchor, local, params, steps, sent), steps)
+    return choose(due, jax.tree.map(mix, anchor, local, params, steps), steps)
 
 
 def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Updates:
-    """The mean gradient during the warm-up, this worker's own after it."""
+    """Returns the mean gradient during the warm-up, this worker's own gradient afterwards."""
 
-    def mean(comm, updates):
-        heard = None if examples is None else jnp.asarray(examples, jnp.float32)
-        found, _, _ = reduce_weighted(_plain_mean(comm), updates, (), comm, heard, plain=True)
-        return comm.varying(found)
+    def average_gradients(comm, updates):
+        weight = None if examples is None else jnp.asarray(examples, jnp.float32)
+        mean, _, _ = reduce_weighted(partial(_exact_mean, comm), updates, (), comm, weight, plain=True)
+        return comm.varying(mean)
 
-    return either(warm, mean, lambda comm, updates: comm.varying(updates), comm, updates)
+    return cond_or_static(warm, average_gradients, lambda comm, updates: comm.varying(updates), comm, updates)
 
 
 def set_anchor(comm: Comm, due: Flag, anchor: Updates, local: PyTree) -> Updates:
-    """The mean of the local models, which the warm-up has kept equal, as the first anchor."""
+    """Returns the mean of the local models as the first anchor; the warm-up has kept them equal."""
 
-    def mean(comm, anchor, local):
-        ahead = jax.tree.map(lambda a, p: p.astype(a.dtype) - comm.varying(as_held(a, p)), anchor, local)
-        return optax.apply_updates(anchor, _plain_mean(comm)(ahead, ())[0])
+    def average_models(comm, anchor, local):
+        # Differences again, as in a round: the mean of what the warm-up added to the anchor.
+        ahead = jax.tree.map(lambda a, p: p.astype(a.dtype) - comm.varying(round_like(a, p)), anchor, local)
+        return optax.apply_updates(anchor, _exact_mean(comm, ahead, ())[0])
 
-    return either(due, mean, lambda comm, anchor, local: anchor, comm, anchor, local)
+    return cond_or_static(due, average_models, lambda comm, anchor, local: anchor, comm, anchor, local)
 
 
-def as_held(anchor: Array, param: Array) -> Array:
-    """The anchor as a parameter of this dtype holds it: what bfloat16 loses is no drift."""
+def _exact_mean(comm: Comm, updates: Updates, state: State) -> tuple[Updates, State]:
+    return exact().reduce(updates, (), comm)[0].mean, state
+
+
+def round_like(anchor: Array, param: Array) -> Array:
+    """Rounds the anchor to the dtype of a parameter and back: what bfloat16 loses must not count as drift."""
     return anchor.astype(param.dtype).astype(anchor.dtype)
 
 
-def told_to_talk(sync: Any, fragments: int) -> Collection[int] | None:
-    """The fragments that the host wants to talk in this step; `None`: their counts decide."""
+def parse_sync_override(sync: Any, fragments: int) -> Collection[int] | None:
+    """Returns the fragments that the static `sync=` selects for this step; `None`: their counts decide."""
     if sync is None:
         return None
     if isinstance(sync, bool):
@@ -119,19 +162,12 @@ def told_to_talk(sync: Any, fragments: int) -> Collection[int] | None:
     if isinstance(sync, jax.Array):
         raise ValueError("sync chooses the program, so it must be static: distribute(..., static_argnames=('sync',))")
     if not set(sync) <= set(range(fragments)):
-        raise ValueError(f"sync names the fragments that talk, of {fragments}, got {tuple(sync)}")
+        raise ValueError(f"sync must name fragments to synchronize, 0 to {fragments - 1}, got {tuple(sync)}")
     return sync
 
 
-def _plain_mean(comm: Comm):
-    def reduce(updates: Updates, state: State) -> tuple[Updates, State]:
-        return exact().reduce(updates, (), comm)[0].mean, state
-
-    return reduce
-
-
-def either(due: Flag, on_true: Any, on_false: Any, comm: Comm, *operands: Any) -> Any:
-    """A condition around communication: agreed, or settled by the host."""
+def cond_or_static(due: Flag, on_true: Any, on_false: Any, comm: Comm, *operands: Any) -> Any:
+    """Runs one of two branches that may communicate: on a replicated array a `comm.cond`, on a Python bool at once."""
     if isinstance(due, bool):
         return (on_true if due else on_false)(comm, *operands)
     return comms.cond(due, on_true, on_false, comm, *operands)

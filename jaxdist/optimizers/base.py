@@ -1,4 +1,4 @@
-"""What the optimizers that communicate inside share: rates, ranges, float32 state and decoupled weight decay."""
+"""Helpers of the optimizers that communicate: ranges, Adam's preconditioner, weight decay, a reducer's residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +14,40 @@ from ..wire.flat import vectors
 
 
 def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay: float | int) -> None:
-    """Raises unless these can be the arguments of an Adam."""
+    """Checks the range of Adam's arguments."""
     check_range("b1", b1, 0, 1)
     check_range("b2", b2, 0, 1)
     check_range("eps", eps, 0)
     check_range("weight_decay", weight_decay, 0)
 
 
-def seen(tree: Updates, variance: Updates) -> Updates:
-    """Zero where there has been no gradient yet: a code that cannot say zero would be divided by `eps` alone."""
+def mask_unseen(tree: Updates, variance: Updates) -> Updates:
+    """Sets entries without any gradient so far to zero: sign codes have no zero, and `eps` alone would divide them."""
     return jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros_like(x)), tree, variance)
 
 
-def units(variance: Updates, eps: float | int) -> Updates:
-    """`√v + ε`, which all workers have: in this unit entries are of one size, and one scale may serve them all.
+def preconditioner(variance: Updates, eps: float | int) -> Updates:
+    """Returns `√v + ε`, at least the smallest normal number, so that an `eps` of 0 never divides by zero.
 
-    It is at least the least normal number, so that an `eps` of 0 divides nothing by zero.
+    It is replicated. Divided by it, all entries have about the same size and can share one scale.
     """
     return jax.tree.map(lambda v: jnp.maximum(jnp.sqrt(v) + eps, jnp.finfo(v.dtype).tiny), variance)
 
 
 def divide(tree: Updates, by: Updates) -> Updates:
-    """`tree / by`, entry by entry."""
+    """Returns `tree / by`, entry by entry."""
     return jax.tree.map(jnp.divide, tree, by)
 
 
 def multiply(tree: Updates, by: Updates) -> Updates:
-    """`tree · by`, entry by entry."""
+    """Returns `tree · by`, entry by entry."""
     return jax.tree.map(jnp.multiply, tree, by)
 
 
 def descend(
     direction: Updates, rate: Array, weight_decay: float | int, params: PyTree | None, like: Updates
 ) -> Updates:
-    """The updates `-rate · (direction + weight_decay · params)`, each in the dtype of its gradient."""
+    """Returns the updates `-rate · (direction + weight_decay · params)`, each in the dtype of its gradient."""
     if weight_decay:
         if params is None:
             raise ValueError(NO_PARAMS)
@@ -55,45 +55,48 @@ def descend(
     return jax.tree.map(lambda d, x: (-rate.astype(d.dtype) * d).astype(x.dtype), direction, like)
 
 
-def cleared(state: State, fresh: State, when: Array) -> State:
-    """Makes a reducer forget: residuals are zero again, agreed floating leaves those of a `fresh` state as written."""
+def reset_reducer(state: State, fresh: State, when: Array) -> State:
+    """Sets residuals to zero, and replicated floating leaves to those of a `fresh` state, where `when` is true."""
 
-    def one(marks, leaf, new):
+    def reset_leaf(marks, leaf, new):
+        # Keys and counts go on; only what is in the unit of the gradients starts again.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         return jnp.where(when, jnp.zeros_like(leaf) if marks else new, leaf)
 
-    return map_marked(one, state, fresh)
+    return map_marked(reset_leaf, state, fresh)
 
 
-def rescaled(state: State, factor: PyTree, comm: Comm) -> State:
-    """Multiplies what workers and servers owe, of `error_feedback` and of `two_shot`, by the agreed `factor`.
+def rescale_residuals(state: State, factor: PyTree, comm: Comm) -> State:
+    """Multiplies the residuals of `error_feedback` and `two_shot` by the replicated `factor`, a tree like the updates.
 
-    Those that are not cut as `factor` is, inside `bucketed`, `per_leaf` or `hierarchical`, stay as they are.
+    Residuals of another structure, inside `bucketed`, `per_leaf` or `hierarchical`, stay as they are.
     """
-    kinds = (ErrorFeedbackState, TwoShotState)
-    flats = vectors(jax.tree.leaves(factor))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(factor)]
 
-    def walk(node):
+    def rescale_node(node):
         if isinstance(node, ErrorFeedbackState):
-            owed = node.residual.value
-            same = jax.tree.structure(owed) == jax.tree.structure(factor)
-            if same and [leaf.shape for leaf in jax.tree.leaves(owed)] == shapes:
-                owed = jax.tree.map(jnp.multiply, owed, factor)
-            return ErrorFeedbackState(inside(node.reducer), with_value(node.residual, owed))
-        if isinstance(node, TwoShotState) and [e.shape for e in node.residuals] == [flat.shape for flat in flats]:
-            return node._replace(residuals=[_times(e, flat, comm) for e, flat in zip(node.residuals, flats)])
+            residual = node.residual.value
+            if _shapes(residual) == _shapes(factor):
+                residual = jax.tree.map(jnp.multiply, residual, factor)
+            inner = rescale_residuals(node.reducer, factor, comm)
+            return ErrorFeedbackState(inner, with_value(node.residual, residual))
+        if isinstance(node, TwoShotState):
+            flats = vectors(jax.tree.leaves(factor))
+            if [residual.shape for residual in node.residuals] == [flat.shape for flat in flats]:
+                return node._replace(residuals=[_rescale_chunk(e, f, comm) for e, f in zip(node.residuals, flats)])
         return node
 
-    def inside(node):
-        return jax.tree.map(walk, node, is_leaf=lambda node: isinstance(node, kinds))
-
-    return inside(state)
+    kinds = (ErrorFeedbackState, TwoShotState)
+    return jax.tree.map(rescale_node, state, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _times(residual: Sharded, factor: Array, comm: Comm) -> Sharded:
-    """The chunk of this worker."""
+def _shapes(tree: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.shape for leaf in leaves]
+
+
+def _rescale_chunk(residual: Sharded, factor: Array, comm: Comm) -> Sharded:
+    """Multiplies this worker's chunk by the matching part of the whole factor, padded as the chunks are."""
     size = residual.value.size
     padded = jnp.pad(factor, (0, size * comm.size - factor.size))
     return with_value(residual, residual.value * lax.dynamic_slice(padded, (comm.index * size,), (size,)))

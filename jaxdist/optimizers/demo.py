@@ -1,4 +1,4 @@
-"""DeMo: every worker keeps its own momentum and sends only its strongest frequencies."""
+"""DeMo: decoupled momentum, of which each worker sends only the strongest frequencies."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from .base import descend
 
 
 class DemoState(NamedTuple):
-    """Agreed: a count. Per worker: the momentum in float32 or better, which holds what was not sent yet."""
+    """Replicated: a count. Per worker: the momentum in float32 or better, which contains what was not sent yet."""
 
     count: Int[Array, ""]
     momentum: PerWorker
@@ -34,7 +34,7 @@ class DemoState(NamedTuple):
 
 
 class _Strongest(NamedTuple):
-    """The kept frequencies of each tile, and which they are, packed."""
+    """The payload: the selected frequencies of each tile and their positions, packed."""
 
     values: Float[Array, "tiles k"]
     positions: UInt[Array, "tiles bytes"]
@@ -50,27 +50,28 @@ def demo(
     values: DTypeLike | None = jnp.bfloat16,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled momentum: `m_w = β m_w + η g_w`; the strongest frequencies of `m_w` are sent and leave it.
+    """Sends the strongest frequencies of each worker's momentum `m_w = β m_w + η g_w`, and removes them from it.
 
-    Leaves are cut into tiles and each tile is transformed, `c_w = DCT(m_w)`. Worker `w` sends the `k` largest entries
-    `q_w` of each tile, `m_w -= DCTᵀ(q_w)`. `C` is for each frequency the mean of `q_w` over the workers *that sent it*,
-    and `x -= η (sign(DCTᵀ(C)) + λ x)`. The momentum is its own error feedback, rounding of the values included.
+    Leaves are split into tiles, and each tile is transformed, `c_w = DCT(m_w)`. Worker `w` sends the `k` largest
+    entries `q_w` of each tile, `m_w -= DCTᵀ(q_w)`. `C` is for each frequency the mean of `q_w` over the workers *that
+    sent it*, and `x -= η (sign(DCTᵀ(C)) + λ x)`. The momentum is its own error feedback, rounding of the values
+    included.
 
     *On the wire* for a leaf of `n` entries in tiles of `t`: one all-gather, `(W-1) · n/t · (k·v + ⌈k·b/8⌉)` bytes
-    sent, with `v` bytes for a value and `b = ⌈log₂ t⌉` bits (at least one) for a position, `k` cut to `t`. By default
-    that is 0.22 bits a parameter, which every worker receives from every other.
+    sent, with `v` bytes for a value and `b = ⌈log₂ t⌉` bits (at least one) for a position, `k` at most `t`. By
+    default that is 0.22 bits a parameter, which every worker receives from every other.
 
-    *State*: a count, agreed; per worker the momentum in float32 (or better). It takes the place of `all_reduce` and of
-    the optimizer: nothing else may reduce gradients or add momentum.
+    *State*: a replicated count; per worker the momentum in float32 (or better). It replaces `all_reduce` and the
+    optimizer: nothing else may reduce gradients or add momentum.
 
     Args:
-      learning_rate: `η`, a number or a schedule. As for signSGD, a small part of what SGD takes; start at 1e-3.
-      decay: `β`. Lower forgets what was not sent sooner: try 0.9 when there are few steps.
+      learning_rate: `η`, a number or a schedule. As for signSGD, a small fraction of SGD's; start at 1e-3.
+      decay: `β`. A lower one forgets unsent momentum sooner: try 0.9 when there are few steps.
       chunk: the largest side of a tile, at most 256. Sides divide the leaf's rows and columns (all dimensions but the
         last, and the last), so a prime number of columns makes tiles one entry wide, which compress little.
-      k: how many frequencies of each tile are sent. More follows the gradient better and costs proportionally more.
+      k: the number of frequencies sent of each tile. More follows the gradient better and costs proportionally more.
       weight_decay: `λ`, decoupled.
-      values: what frequencies are sent in; `None`: in the dtype of the momentum.
+      values: the dtype of sent frequencies; `None`: that of the momentum.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -100,11 +101,11 @@ def demo(
         raise ValueError(f"k must be at least 1, got {k}")
     check_range("weight_decay", weight_decay, 0)
 
-    def init(params) -> State:
+    def init_fn(params) -> State:
         check_leaves(params)
         return DemoState(jnp.zeros((), jnp.int32), bind(PerWorker(zeros_like(params)), axis))
 
-    def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
+    def update_fn(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
         del extra_args
         with jax.named_scope("demo"):
             gradients, comm = local_gradients(updates, axis, examples)
@@ -112,29 +113,30 @@ def demo(
             momentum = jax.tree.map(lambda m, g: decay * m + rate.astype(m.dtype) * g, state.momentum.value, gradients)
             leaves, structure = jax.tree.flatten(momentum)
             means, sent = run(_rounds(leaves, chunk, k, values), comm)
-            kept = with_value(state.momentum, structure.unflatten([m - s for m, s in zip(leaves, sent)]))
+            # m_w -= DCTᵀ(q_w): the momentum is its own error feedback.
+            residual = with_value(state.momentum, structure.unflatten([m - s for m, s in zip(leaves, sent)]))
             direction = jax.tree.map(jnp.sign, structure.unflatten(means))
             out = descend(direction, rate, weight_decay, params, updates)
-            return out, DemoState(next_count(state.count), kept)
+            return out, DemoState(next_count(state.count), residual)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _rounds(
     leaves: list[Array], chunk: int, k: int, values: DTypeLike | None
 ) -> Generator[Messages, Messages, tuple[list[Array], list[Array]]]:
-    """Returns for each leaf the mean over those that sent, and what this worker sent."""
+    """Returns for each leaf the mean over the workers that sent a frequency, and what this worker sent."""
     means, sent = list(leaves), list(leaves)
     tiles = [tile_of(leaf.shape, chunk) for leaf in leaves]
-    # The tiles of all leaves that are cut alike are coded together: one program for each kind of tile.
+    # Tiles of equal shape are encoded together, whichever leaf they are from: one program for each shape of tile.
     groups = alike(range(len(leaves)), lambda i: (tiles[i], leaves[i].dtype))
     stacks = [jnp.concatenate([to_frequencies(leaves[i], tiles[i]) for i in members]) for members in groups]
     payloads = [_select(stack, k, values) for stack in stacks]
     arrays, structure = jax.tree.flatten(payloads)
     received = yield Messages(gather=arrays)
-    everyone = structure.unflatten(received.gather)
-    for members, stack, payload, arrived in zip(groups, stacks, payloads, everyone, strict=True):
-        own, mean = _spread(payload, stack), _mean_of_senders(arrived, stack)
+    gathered = structure.unflatten(received.gather)
+    for members, stack, payload, arrived in zip(groups, stacks, payloads, gathered, strict=True):
+        own, mean = _scatter(payload, stack), _mean_of_senders(arrived, stack)
         ends = list(itertools.accumulate(leaves[i].size // math.prod(tiles[i]) for i in members))
         for i, start, end in zip(members, [0, *ends], ends):
             sent[i] = from_frequencies(own[start:end], tiles[i], leaves[i])
@@ -143,8 +145,9 @@ def _rounds(
 
 
 def _select(frequencies: Float[Array, "tiles size"], k: int, values: DTypeLike | None) -> _Strongest:
+    """Encodes the `k` largest frequencies of each tile."""
     size = frequencies.shape[1]
-    # In float32: the CPU's top_k is ten times slower for any other dtype.
+    # In float32: on CPU, top_k is ten times slower for any other dtype.
     _, positions = lax.top_k(jnp.abs(frequencies.astype(jnp.float32)), min(k, size))
     kept = jnp.take_along_axis(frequencies, positions, axis=1, mode="promise_in_bounds")
     bits = _position_bits(size)
@@ -156,37 +159,39 @@ def _position_bits(size: int) -> int:
     return max(1, (size - 1).bit_length())
 
 
-def _spread(payload: _Strongest, like: Float[Array, "tiles size"]) -> Float[Array, "tiles size"]:
-    """The frequencies that were sent, in their places, and zeros elsewhere."""
+def _scatter(payload: _Strongest, like: Float[Array, "tiles size"]) -> Float[Array, "tiles size"]:
+    """Decodes a payload: the sent frequencies at their positions, zeros elsewhere."""
     size = like.shape[1]
     positions = unpack(payload.positions, _position_bits(size), payload.values.shape[1]).astype(jnp.int32)
 
-    def one(values, positions):
+    def scatter_tile(values, positions):
         zeros = jnp.zeros(size, like.dtype)
         return zeros.at[positions].set(values, mode="promise_in_bounds", unique_indices=True)
 
-    return jax.vmap(one)(payload.values.astype(like.dtype), positions)
+    return jax.vmap(scatter_tile)(payload.values.astype(like.dtype), positions)
 
 
 def _mean_of_senders(payloads: _Strongest, like: Float[Array, "tiles size"]) -> Float[Array, "tiles size"]:
-    """Worker after worker, each of whose positions differ: on all workers, and each time, the sum of the same order."""
+    """Returns the mean of each frequency over the workers that sent it; zero if none did."""
 
-    def sums(payload):
+    def sum_and_count(payload):
         ones = payload._replace(values=jnp.ones_like(payload.values))
-        return _spread(payload, like), _spread(ones, like)
+        return _scatter(payload, like), _scatter(ones, like)
 
     def add(carry, payload):
-        return jax.tree.map(jnp.add, carry, sums(payload)), None
+        return jax.tree.map(jnp.add, carry, sum_and_count(payload)), None
+
+    # Payloads are added in the order of the workers, so that the rounding is the same on all of them and in every run.
 
     first, rest = (jax.tree.map(lambda x, part=part: x[part], payloads) for part in (0, slice(1, None)))
-    (total, senders), _ = lax.scan(add, sums(first), rest)
+    (total, senders), _ = lax.scan(add, sum_and_count(first), rest)
     return total / jnp.maximum(senders, 1)
 
 
 def tile_of(shape: Shape, chunk: int) -> tuple[int, int]:
-    """Height and width of a leaf's tiles: the largest divisors up to `chunk` of its rows and of its columns.
+    """Returns height and width of a leaf's tiles: the largest divisors up to `chunk` of its rows and of its columns.
 
-    Rows are all dimensions but the last one; a vector is one row.
+    Rows are all dimensions but the last one; a vector is a single row.
 
     Example:
       >>> from jaxdist.optimizers.demo import tile_of
@@ -198,7 +203,7 @@ def tile_of(shape: Shape, chunk: int) -> tuple[int, int]:
 
 
 def to_frequencies(x: Array, tile: tuple[int, int]) -> Float[Array, "tiles size"]:
-    """The cosine transforms (DCT-II) of all tiles of a leaf, one a row; lengths are kept."""
+    """Returns the orthonormal cosine transforms (DCT-II) of all tiles of a leaf, one in each row."""
     (rows, columns), (height, width) = _matrix(x.shape), tile
     blocks = x.reshape(rows // height, height, columns // width, width)
     vertical, horizontal = _cosines(height, x), _cosines(width, x)
@@ -207,7 +212,7 @@ def to_frequencies(x: Array, tile: tuple[int, int]) -> Float[Array, "tiles size"
 
 
 def from_frequencies(frequencies: Float[Array, "tiles size"], tile: tuple[int, int], like: Like) -> Array:
-    """The inverse: a leaf in the shape of `like`."""
+    """Inverts `to_frequencies`: returns a leaf in the shape of `like`."""
     (rows, columns), (height, width) = _matrix(like.shape), tile
     blocks = frequencies.reshape(rows // height, columns // width, height, width)
     vertical, horizontal = _cosines(height, frequencies), _cosines(width, frequencies)

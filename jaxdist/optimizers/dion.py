@@ -1,9 +1,10 @@
-"""Dion: orthonormal updates of low rank, whose momentum keeps what was not sent."""
+"""Dion: orthonormal low-rank updates whose momentum keeps the part that was not sent."""
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,12 @@ from ..wire.flat import alike
 from ..wire.low_rank import STACKED_SIZE, orthonormal, outer
 from .base import descend
 
+# Keeps columns of length zero finite.
 EPSILON = 1e-8
 
 
 class DionState(NamedTuple):
-    """Agreed: a count, a right factor `[m, r]` for each matrix, the state of the optimizer of the other leaves.
+    """Replicated: a count, a right factor `[m, r]` for each matrix, the state of the optimizer of the other leaves.
 
     Per worker: the momentum of each matrix, in float32 or better.
     """
@@ -46,8 +48,20 @@ class _View(NamedTuple):
     rank: int
 
 
+class _Config(NamedTuple):
+    learning_rate: LearningRate
+    rank: int | None
+    rank_fraction: float | int | None
+    momentum: float | int
+    weight_decay: float | int
+    is_matrix: Callable[[str, Like], bool]
+    rest: optax.GradientTransformationExtraArgs
+    seed: int
+    axis: AxisNames
+
+
 def every_matrix(path: str, leaf: Like) -> bool:
-    """Leaves of two or more dimensions are matrices."""
+    """Selects all leaves of two or more dimensions."""
     del path
     return len(leaf.shape) > 1
 
@@ -64,32 +78,33 @@ def dion(
     seed: int = 0,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates matrices by the strongest directions of their momentum, all with equal strength, and sends only those.
+    """Updates matrices along the strongest directions of their momentum, all equally far, and sends only those.
 
-    One step of a warm power iteration finds them. With the momentum `M_w [n, m]` of worker `w`, the agreed `Q [m, r]`
-    and the learning rate `η`: `M_w += g_w`, `P = orth(mean(M_w Q))`, `R_w = M_wᵀ P`, `R = mean(R_w)`,
-    `M_w -= (1-μ) P R_wᵀ`, `Q` = `R` with its columns scaled to length 1, `x -= η (√(m/n) P Qᵀ + λ x)`. What `P` and `R`
-    did not catch stays in the momentum, which is the error feedback too. Each worker subtracts its own `R_w`: the mean
-    momentum is the same as with the averaged `R` of the paper, but there the workers' momenta drift apart for ever.
+    One step of a warm-started power iteration finds them. With the momentum `M_w [n, m]` of worker `w`, the replicated
+    `Q [m, r]` and the learning rate `η`: `M_w += g_w`, `P = orth(mean(M_w Q))`, `R_w = M_wᵀ P`, `R = mean(R_w)`,
+    `M_w -= (1-μ) P R_wᵀ`, `Q` = `R` with its columns scaled to length 1, `x -= η (√(m/n) P Qᵀ + λ x)`. The part that
+    `P` and `R` do not represent stays in the momentum, which is thereby the error feedback too. Each worker subtracts
+    its own `R_w`: the mean momentum is the same as with the averaged `R` of the paper, but there the workers' momenta
+    diverge.
 
-    Kernels in JAX are `[in, out]`, transposed against the paper's, hence the scale `√(m/n)`. Leaves of more dimensions
+    Kernels in JAX are `[in, out]`, the transpose of the paper's, hence the scale `√(m/n)`. Leaves of more dimensions
     are matrices `[all but the last, last]`.
 
     *On the wire* for matrices `[n, m]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` for each matrix
-    and every other leaf whole; together `4·(Σ r(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All in
-    float32 (float64 leaves in float64).
+    and all entries of the other leaves; together `4·(Σ r(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All
+    in float32 (float64 leaves in float64).
 
-    *State*: agreed, a count, `Q` and the state of `rest`; per worker the momentum of the matrices.
+    *State*: replicated, a count, `Q` and the state of `rest`; per worker the momentum of the matrices.
 
     Args:
-      learning_rate: `η`, a number or a schedule. Updates have the same size whatever the gradient's, so that one rate
-        serves layers of all widths; start at 0.01.
-      rank: `r`, cut to `min(n, m)`. Higher follows the momentum better; give this or `rank_fraction`.
+      learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one
+        rate serves layers of all widths; start at 0.01.
+      rank: `r`, at most `min(n, m)`. Higher follows the momentum better; give this or `rank_fraction`.
       rank_fraction: `r` as a part of `min(n, m)`, rounded up. 1 is full rank, 1/4 is nearly as good on large models.
       momentum: `μ`. With full rank the momentum is `μ M` after each step.
       weight_decay: `λ`, decoupled.
-      is_matrix: `is_matrix(path, leaf)` with the path as `"layers/0/kernel"`: which leaves of two or more dimensions
-        are matrices that map activations. Embeddings and the last layer do better as `rest`.
+      is_matrix: `is_matrix(path, leaf)`, with the path as `"layers/0/kernel"`, selects among the leaves of two or more
+        dimensions the matrices that map activations. Embeddings and the last layer do better as `rest`.
       rest: updates the other leaves from their mean gradients; by default `optax.adamw` with the learning rate and the
         weight decay given here. Its usual rate is a tenth of that of the matrices.
       seed: of the first `Q`, equal on all workers.
@@ -125,101 +140,138 @@ def dion(
         raise ValueError(f"rank_fraction must be in (0, 1], got {rank_fraction}")
     check_range("momentum", momentum, 0, 1)
     check_range("weight_decay", weight_decay, 0)
-    inner = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest
+    others = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest
+    cfg = _Config(
+        learning_rate,
+        rank=rank,
+        rank_fraction=rank_fraction,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        is_matrix=is_matrix,
+        rest=optax.with_extra_args_support(others),
+        seed=seed,
+        axis=axis,
+    )
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
-    def view(path, leaf) -> _View | None:
-        shape = leaf.shape
-        if len(shape) < 2 or 0 in shape or not is_matrix(_name(path), leaf):
-            return None
-        n, m = math.prod(shape[:-1]), shape[-1]
-        wanted = rank or math.ceil((rank_fraction or 0) * min(n, m))
-        return _View(n, m, min(wanted, n, m))
 
-    def masked():
-        others = lambda tree: jax.tree_util.tree_map_with_path(lambda path, x: view(path, x) is None, tree)  # noqa: E731
-        return optax.masked(optax.with_extra_args_support(inner), others)
+def _init(cfg: _Config, params: PyTree) -> State:
+    check_leaves(params)
+    numbers = itertools.count()
 
-    def init(params) -> State:
-        check_leaves(params)
+    # No empty arrays for the other leaves: JAX forgets the sharding of those that differ between workers, and
+    # compiles again.
+    def zeros(path, leaf):
+        view = _view(cfg, path, leaf)
+        return optax.MaskedNode() if view is None else jnp.zeros(leaf.shape, working_dtype(leaf.dtype))
 
-        # Not arrays without entries: where they differ between workers, JAX forgets how they lie, and compiles again.
-        def zeros(path, leaf):
-            found = view(path, leaf)
-            return optax.MaskedNode() if found is None else jnp.zeros(leaf.shape, working_dtype(leaf.dtype))
+    def draw(path, leaf):
+        view = _view(cfg, path, leaf)
+        if view is None:
+            return optax.MaskedNode()
+        key = jax.random.fold_in(jax.random.key(cfg.seed), next(numbers))
+        return jax.random.normal(key, (view.m, view.rank), working_dtype(leaf.dtype))
 
-        numbers = itertools.count()
+    return DionState(
+        jnp.zeros((), jnp.int32),
+        bind(PerWorker(jax.tree_util.tree_map_with_path(zeros, params)), cfg.axis),
+        jax.tree_util.tree_map_with_path(draw, params),
+        _rest(cfg).init(params),
+    )
 
-        def draw(path, leaf):
-            found = view(path, leaf)
-            if found is None:
-                return optax.MaskedNode()
-            key = jax.random.fold_in(jax.random.key(seed), next(numbers))
-            return jax.random.normal(key, (found.m, found.rank), working_dtype(leaf.dtype))
 
-        return DionState(
-            jnp.zeros((), jnp.int32),
-            bind(PerWorker(jax.tree_util.tree_map_with_path(zeros, params)), axis),
-            jax.tree_util.tree_map_with_path(draw, params),
-            masked().init(params),
-        )
-
-    def rounds(leaves, views, momenta, factors):
-        """Returns directions of matrices and mean gradients of other leaves, new momenta and new factors."""
-        groups = _group(leaves, views)
-        others = [i for i, found in enumerate(views) if found is None]
-        matrices = [
-            jnp.stack([(momenta[i] + leaves[i]).reshape(views[i].n, views[i].m) for i in members]) for members in groups
+def _update(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Array | int | None = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    with jax.named_scope("dion"):
+        gradients, comm = local_gradients(updates, cfg.axis, examples)
+        paths, structure = jax.tree_util.tree_flatten_with_path(gradients)
+        leaves = [leaf for _, leaf in paths]
+        views = [_view(cfg, path, leaf) for path, leaf in paths]
+        momenta, factors = (structure.flatten_up_to(tree) for tree in (state.momentum.value, state.q))
+        out, momenta, factors = run(_rounds(cfg.momentum, leaves, views, momenta, factors), comm)
+        rate = rate_at(cfg.learning_rate, state.count)
+        # Matrices take the step -η (direction + λ x); the mean gradients of the other leaves go to their optimizer.
+        steps = jax.tree.leaves(descend(structure.unflatten(out), rate, cfg.weight_decay, params, updates))
+        mixed = [
+            mean.astype(like.dtype) if view is None else step
+            for view, step, mean, like in zip(views, steps, out, jax.tree.leaves(updates), strict=True)
         ]
-        right = [jnp.stack([factors[i] for i in members]) for members in groups]
-        received = yield Messages(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
-        left = orthonormal(received.mean)
-        # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("krn,knm->krm", p, m) for p, m in zip(left, matrices)]
-        received = yield Messages(mean=[*local, *(leaves[i] for i in others)])
-
-        out, momenta, factors = list(leaves), list(momenta), list(factors)
-        for members, m, p, own, mean, old in zip(groups, matrices, left, local, received.mean, right):
-            columns = jnp.swapaxes(p, 1, 2)
-            kept = m - (1 - momentum) * outer(columns, own)
-            lengths = jnp.sqrt(jnp.sum(jnp.square(mean), axis=2, keepdims=True))
-            scaled = mean / (lengths + EPSILON)
-            direction = math.sqrt(m.shape[2] / m.shape[1]) * outer(columns, scaled)
-            # A column without length says nothing about the next gradient: the older one does.
-            new = jnp.swapaxes(jnp.where(lengths > 0, scaled, jnp.swapaxes(old, 1, 2)), 1, 2)
-            for k, i in enumerate(members):
-                out[i], momenta[i] = (x[k].reshape(leaves[i].shape) for x in (direction, kept))
-                factors[i] = new[k]
-        for i, mean in zip(others, received.mean[len(groups) :], strict=True):
-            out[i] = mean
-        return out, momenta, factors
-
-    def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
-        with jax.named_scope("dion"):
-            gradients, comm = local_gradients(updates, axis, examples)
-            named, structure = jax.tree_util.tree_flatten_with_path(gradients)
-            views = [view(path, leaf) for path, leaf in named]
-            momenta, factors = (structure.flatten_up_to(tree) for tree in (state.momentum.value, state.q))
-            out, momenta, factors = run(rounds([leaf for _, leaf in named], views, momenta, factors), comm)
-            rate = rate_at(learning_rate, state.count)
-            descended = jax.tree.leaves(descend(structure.unflatten(out), rate, weight_decay, params, updates))
-            mixed = [
-                mean.astype(like.dtype) if found is None else step
-                for found, step, mean, like in zip(views, descended, out, jax.tree.leaves(updates), strict=True)
-            ]
-            mixed, inner_state = masked().update(structure.unflatten(mixed), state.rest, params, **extra_args)
-            kept = with_value(state.momentum, structure.unflatten(momenta))
-            return mixed, DionState(next_count(state.count), kept, structure.unflatten(factors), inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        mixed, rest_state = _rest(cfg).update(structure.unflatten(mixed), state.rest, params, **extra_args)
+        momentum = with_value(state.momentum, structure.unflatten(momenta))
+        return mixed, DionState(next_count(state.count), momentum, structure.unflatten(factors), rest_state)
 
 
-def _name(path) -> str:
+def _rounds(
+    decay: float | int,
+    leaves: list[Array],
+    views: list[_View | None],
+    momenta: list[Any],
+    factors: list[Any],
+) -> Generator[Messages, Messages, tuple[list[Array], list[Any], list[Any]]]:
+    """Returns directions of matrices and mean gradients of other leaves, new momenta and new factors."""
+    groups = _group(leaves, views)
+    others = [i for i, view in enumerate(views) if view is None]
+    # M_w += g_w, matrices of one shape stacked.
+    matrices = [
+        jnp.stack([(momenta[i] + leaves[i]).reshape(views[i].n, views[i].m) for i in members]) for members in groups
+    ]
+    right = [jnp.stack([factors[i] for i in members]) for members in groups]
+    # P = orth(mean(M_w Q))
+    received = yield Messages(mean=[jnp.einsum("knm,kmr->knr", m, q) for m, q in zip(matrices, right)])
+    left = orthonormal(received.mean)
+    # R_wᵀ = Pᵀ M_w rather than M_wᵀ P, for which XLA:CPU would transpose the whole of M.
+    local = [jnp.einsum("krn,knm->krm", p, m) for p, m in zip(left, matrices)]
+    received = yield Messages(mean=[*local, *(leaves[i] for i in others)])
+
+    out, momenta, factors = list(leaves), list(momenta), list(factors)
+    for members, m, p, own, mean, old in zip(groups, matrices, left, local, received.mean, right):
+        columns = jnp.swapaxes(p, 1, 2)
+        # M_w -= (1-μ) P R_wᵀ, with this worker's own R_w, unlike the paper.
+        residual = m - (1 - decay) * outer(columns, own)
+        lengths = jnp.sqrt(jnp.sum(jnp.square(mean), axis=2, keepdims=True))
+        unit_rows = mean / (lengths + EPSILON)
+        direction = math.sqrt(m.shape[2] / m.shape[1]) * outer(columns, unit_rows)
+        # A column of length zero says nothing about the next gradient, so the previous one is kept.
+        q = jnp.swapaxes(jnp.where(lengths > 0, unit_rows, jnp.swapaxes(old, 1, 2)), 1, 2)
+        for k, i in enumerate(members):
+            out[i], momenta[i] = (x[k].reshape(leaves[i].shape) for x in (direction, residual))
+            factors[i] = q[k]
+    for i, mean in zip(others, received.mean[len(groups) :], strict=True):
+        out[i] = mean
+    return out, momenta, factors
+
+
+def _view(cfg: _Config, path: tuple[Any, ...], leaf: Like) -> _View | None:
+    """Returns the leaf's view as a matrix; `None` if it goes to the optimizer of the rest."""
+    shape = leaf.shape
+    if len(shape) < 2 or 0 in shape or not cfg.is_matrix(_name(path), leaf):
+        return None
+    n, m = math.prod(shape[:-1]), shape[-1]
+    rank = cfg.rank or math.ceil((cfg.rank_fraction or 0) * min(n, m))
+    return _View(n, m, min(rank, n, m))
+
+
+def _rest(cfg: _Config) -> optax.GradientTransformationExtraArgs:
+    def is_other(path, leaf):
+        return _view(cfg, path, leaf) is None
+
+    return optax.masked(cfg.rest, partial(jax.tree_util.tree_map_with_path, is_other))
+
+
+def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _group(leaves: list[Array], views: list[_View | None]) -> list[list[int]]:
-    """Matrices of one view and dtype together; large ones alone, since stacking copies them."""
-    matrices = [i for i, found in enumerate(views) if found is not None]
+    """Groups matrices of one view and dtype; large ones stay alone, since stacking copies them."""
+    matrices = [i for i, view in enumerate(views) if view is not None]
 
     def kind(i):
         return views[i], leaves[i].dtype, i if leaves[i].size > STACKED_SIZE else None

@@ -1,4 +1,4 @@
-"""1-bit Adam: after a warm-up the variance rests, and momentum travels as signs."""
+"""1-bit Adam: after a warm-up the variance is frozen, and momentum is sent as signs."""
 
 import optax
 
@@ -24,25 +24,25 @@ def one_bit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam for `freeze_step` steps, then momentum SGD with Adam's last variance, whose momentum is sent as signs.
 
-    Of the gradient `g_w` of worker `w` and its mean `ḡ`, while `t <= freeze_step`: `m = β₁ m + (1-β₁) ḡ` and
-    `v = β₂ v + (1-β₂) ḡ²`. Afterwards `m = d · reduce((β₁ m + (1-β₁) g_w) / d)` with `d = √v + ε`, and `v` stays.
+    With the gradient `g_w` of worker `w` and the mean `ḡ`, while `t <= freeze_step`: `m = β₁ m + (1-β₁) ḡ` and
+    `v = β₂ v + (1-β₂) ḡ²`. Afterwards `m = d · reduce((β₁ m + (1-β₁) g_w) / d)` with `d = √v + ε`, and `v` is constant.
     Always `x -= η (m / d + λ x)`, without bias correction, as the original: the first steps are up to
-    `(1-β₁) / √(1-β₂)` = 3.2 times as long as Adam's, so warm the learning rate up, or take `qadam`, which corrects.
+    `(1-β₁) / √(1-β₂)` = 3.2 times as long as Adam's, so warm the learning rate up, or use `qadam`, which corrects.
 
-    **Not as in the paper**: there `m` itself is sent, with one scale for many entries, and divided by `d` after that.
-    Inside one matrix `v` may span six decades, so entries of small variance go up to a thousand times too far, unless
-    `ε` is raised until it hides `v`. Here what is sent is in units of `d`, which all workers have, and residuals are
-    too. Of 64 entries whose gradients span three decades, after an early freeze with `ε = 1e-8`, none is ever further
-    from its optimum than 0.17 (uncompressed 0.16); with the momentum itself one was thrown as far as 11.6.
+    **Not as in the paper**: there `m` itself is sent, with one scale for many entries, and divided by `d` afterwards.
+    Inside one matrix `v` may span six decades, so entries of small variance move up to a thousand times too far, unless
+    `ε` is raised until it hides `v`. Here payloads and residuals are in units of the replicated `d`. Of 64 entries
+    whose gradients span three decades, after an early freeze with `ε = 1e-8`, the largest distance from the optimum is
+    0.17 (uncompressed 0.16); with the momentum itself it was 11.6.
 
-    Entries whose gradient was zero in all of the warm-up have no variance. They stay where they are afterwards: a sign
-    cannot say zero, and divided by `ε` alone it would throw them far away.
+    Entries whose gradient was zero in all of the warm-up have no variance, and do not change afterwards: a sign code
+    has no zero, and divided by `ε` alone they would move far away.
 
-    *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards what the
-    reducer sends: by default one all-to-all and one all-gather of about `2(W-1)/W · n/8` bytes together, 32 times less.
+    *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards the reducer's
+    collectives: by default one all-to-all and one all-gather of about `2(W-1)/W · n/8` bytes together, 32 times less.
 
-    *State*: agreed, a count, momentum and variance in float32 (or better); that of the reducer: by default a residual
-    per worker and one that is cut over the workers.
+    *State*: replicated, a count, momentum and variance in float32 (or better); the state of the reducer: by default a
+    residual per worker and a sharded one.
 
     Args:
       learning_rate: `η`, a number or a schedule.
@@ -52,7 +52,7 @@ def one_bit_adam(
       b2: `β₂`, of the variance. It must have forgotten its start: `1 / (1-β₂)` well below `freeze_step`.
       eps: `ε`.
       weight_decay: `λ`, decoupled.
-      reducer: what carries the momentum; by default `error_feedback(two_shot(scaled_sign()))`. Its scale is `|x|₁/d`;
+      reducer: averages the momentum; by default `error_feedback(two_shot(scaled_sign()))`. Its scale is `|x|₁/d`;
         that of the original, `|x|₂/√d`, expands errors of sparse gradients.
       axis: the mesh axis of the workers.
 

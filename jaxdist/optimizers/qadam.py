@@ -1,4 +1,4 @@
-"""QAdam: Adam's warm-up, then quantized momentum over a variance at rest."""
+"""QAdam: Adam's warm-up, then quantized momentum over a frozen variance."""
 
 import optax
 
@@ -25,19 +25,19 @@ def qadam(
 
     `x -= η (m̂ / d + λ x)` with `d = √v̂ + ε`, `m̂ = m / (1-β₁ᵗ)` and `v̂ = v / (1-β₂ˢ)`, `s = min(t, warmup_steps)`:
     in the warm-up it is Adam of the mean gradient to the last bit of rounding. Public code lets `s` grow with `t`
-    although `v` rests, which makes steps up to `1/√(1-β₂^warmup_steps)` = 3.2 times longer over time; and it drops the
-    gradient of the last step of the warm-up. Here neither happens. Entries without any gradient in the warm-up stay
-    where they are.
+    although `v` is frozen, which makes steps up to `1/√(1-β₂^warmup_steps)` = 3.2 times longer over time; and it drops
+    the gradient of the last step of the warm-up. Here neither happens. Entries without any gradient in the warm-up do
+    not change.
 
-    **Not as in the paper**, which sends `m` and divides by `d` after that: momenta travel in units of `d`, so that one
-    scale fits all entries of a bucket, whatever their variance. Where gradients span three decades, the worst distance
-    from the optimum is that of the uncompressed momentum, 0.16; with the momentum itself it was 0.56.
+    **Not as in the paper**, which sends `m` and divides by `d` afterwards: momenta are sent in units of `d`, so that
+    one scale fits all entries of a block, whatever their variance. Where gradients span three decades, the largest
+    distance from the optimum is that of the uncompressed momentum, 0.16; with the momentum itself it was 0.56.
 
-    *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards what the
-    reducer sends: by default one all-to-all and one all-gather, about `2(W-1)/W · n` bytes together.
+    *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards the reducer's
+    collectives: by default one all-to-all and one all-gather, about `2(W-1)/W · n` bytes together.
 
-    *State*: agreed, a count, momentum and variance in float32 (or better); that of the reducer, by default a key and a
-    count.
+    *State*: replicated, a count, momentum and variance in float32 (or better); the state of the reducer, by default a
+    key and a count.
 
     Args:
       learning_rate: `η`, a number or a schedule.
@@ -46,7 +46,7 @@ def qadam(
       b2: `β₂`, of the variance.
       eps: `ε`.
       weight_decay: `λ`, decoupled.
-      reducer: what carries the momentum; by default `two_shot(qsgd(8))`. With two levels of links, `hierarchical(...)`.
+      reducer: averages the momentum; by default `two_shot(qsgd(8))`. With two levels of links, `hierarchical(...)`.
       axis: the mesh axis of the workers.
 
     Returns:

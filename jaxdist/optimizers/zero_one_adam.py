@@ -1,5 +1,6 @@
-"""0/1 Adam: the variance is refreshed ever more rarely, then workers step by themselves between syncs of one bit."""
+"""0/1 Adam: a variance that is refreshed ever more rarely, then local steps between one-bit synchronizations."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ import optax
 from .. import comm as comms
 from .._core.checks import NO_PARAMS, check_range
 from .._core.dtypes import working_dtype
-from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Float, Int, State, UInt, Updates
+from .._core.trees import choose, next_count
+from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
+from ..comm.base import Comm
 from ..compressors.sign import scaled_sign
 from ..reducers.base import Extras, Reducer
 from ..reducers.exact import exact
@@ -20,23 +22,24 @@ from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
-from .base import check_adam, cleared, divide, multiply, rescaled, seen, units
+from .base import check_adam, divide, mask_unseen, multiply, preconditioner, rescale_residuals, reset_reducer
 
+# The interval between refreshes doubles without a practical limit.
 LONGEST = 2**30
 
 
 class Interval(NamedTuple):
-    """Agreed: something happens every `length` steps; `done` counts towards the next doubling of it."""
+    """Replicated: the `length` of an interval in steps; `done` counts towards its next doubling."""
 
     length: Int[Array, ""]
     done: Int[Array, ""]
 
 
 class ZeroOneAdamState(NamedTuple):
-    """Agreed: `count`, the bytes `sent` by one worker, as (high, low) words, `variance`, and both intervals.
+    """Replicated: `count`, the bytes `sent` by one worker, as (high, low) words, `variance`, and both intervals.
 
-    Agreed too: the sum of learning `rates` since the last sync.
-    Per worker: `momentum`, and the `global_params`, the parameters after the last sync, equal on all workers.
+    Also replicated: the sum of learning `rates` since the last sync.
+    Per worker: `momentum`, and `anchor`, the parameters after the last sync, equal on all workers.
     `reducer` as the reducer defines it. All trees are in float32 or better.
     """
 
@@ -53,6 +56,30 @@ class ZeroOneAdamState(NamedTuple):
     communicates = True
 
 
+class _Config(NamedTuple):
+    """The arguments of `zero_one_adam`; `coder` is the reducer of compressed steps."""
+
+    learning_rate: LearningRate
+    freeze_step: int
+    b1: float | int
+    b2: float | int
+    eps: float | int
+    weight_decay: float | int
+    refreshes: int
+    doubling_steps: int
+    longest_interval: int
+    coder: Reducer
+    axis: AxisNames
+
+
+class _Decision(NamedTuple):
+    """The two policies' decision for one step: `shared` until the variance is frozen; `refresh` implies `sync`."""
+
+    shared: Bool[Array, ""]
+    refresh: Bool[Array, ""]
+    sync: Bool[Array, ""]
+
+
 def zero_one_adam(
     learning_rate: LearningRate,
     *,
@@ -67,34 +94,34 @@ def zero_one_adam(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam that sends a bit for each entry on most steps, and nothing at all on most of the later ones.
+    """Adam that sends one bit an entry on most steps, and nothing at all on most of the later ones.
 
     Until `freeze_step`: every `k` steps the mean gradient `ḡ` is exact and refreshes the variance,
     `v = β₂ v + (1-β₂) ḡ²`; between them `ḡ = d · reduce(g_w / d)` with `d = √v + ε`. Always `m = β₁ m + (1-β₁) ḡ` and
     `x -= η m / d`. `k` starts at 1 and doubles after every `refreshes` refreshes.
 
-    Afterwards `v` stays, and each worker steps by itself: `m_w = β₁ m_w + (1-β₁) g_w`, `x_w -= η m_w / d`. Every `h`
-    steps they meet. With the anchor `a`, where they met last, and `s`, the sum of `η` since then:
+    Afterwards `v` is frozen, and workers take local steps: `m_w = β₁ m_w + (1-β₁) g_w`, `x_w -= η m_w / d`. Every `h`
+    steps they synchronize. With the anchor `a`, the parameters after the last sync, and `s`, the sum of `η` since then:
     `u = reduce(x_w - a)`, `m_w = -d u / s`, `x_w = a = a + u`. `h` starts at 1 and doubles every `doubling_steps`
     steps, up to `longest_interval`.
 
-    **Not as in the paper**, which sends `g_w` and `d (x_w - a)` and divides by `d` after that: see `one_bit_adam`. Of
-    64 entries whose gradients span three decades none is ever further from its optimum than 0.22 (uncompressed 0.18);
-    the paper's form threw one as far as 9.1. On a refresh, where `d` changes, residuals of `error_feedback` and
-    `two_shot` are carried over, times the old `d` and over the new one: they are owed in gradients. Those that are not
-    cut as the parameters are, inside `bucketed`, `per_leaf` or `hierarchical`, are carried over as steps instead.
+    **Not as in the paper**, which sends `g_w` and `d (x_w - a)` and divides by `d` afterwards: see `one_bit_adam`. Of
+    64 entries whose gradients span three decades, the largest distance from the optimum is 0.22 (uncompressed 0.18);
+    in the paper's form it was 9.1. On a refresh, where `d` changes, residuals of `error_feedback` and `two_shot` are
+    multiplied by the old `d` over the new one, which keeps them the same in units of the gradient. Residuals of another
+    structure, inside `bucketed`, `per_leaf` or `hierarchical`, keep their value in units of `d` instead.
 
-    No bias correction, as in the original. Entries without any variance stay where they are, as in `one_bit_adam`.
+    There is no bias correction, as in the original. Entries without any variance do not change, as in `one_bit_adam`.
     Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum.
 
     *On the wire* for `n` entries: on a refresh one all-reduce, `2(W-1)/W · 4n` bytes sent; on other steps until
-    `freeze_step`, and when workers meet, what the reducer sends: by default one all-to-all and one all-gather, about
+    `freeze_step`, and on later syncs, the reducer's collectives: by default one all-to-all and one all-gather, about
     `2(W-1)/W · n/8` bytes together; on all other steps nothing.
 
-    *State*: agreed, counts, intervals and the variance; per worker momentum and anchor; that of the reducer: by default
-    a residual per worker and one that is cut over the workers, both zeroed at `freeze_step`, from where on
-    they are residuals of displacements, no more of gradients. **Parameters differ between workers between syncs**: mark
-    them, `TrainState(jd.PerWorker(params), tx.init(params))`, and evaluate `jd.consensus(state.params)`.
+    *State*: replicated, counts, intervals and the variance; per worker momentum and anchor; the state of the reducer:
+    by default a residual per worker and a sharded one, both set to zero at `freeze_step`: before, they are residuals of
+    gradients, afterwards of displacements. **Parameters differ between workers between syncs**: mark them,
+    `TrainState(jd.PerWorker(params), tx.init(params))`, and evaluate `jd.consensus(state.params)`.
 
     Args:
       learning_rate: `η`, a number or a schedule.
@@ -105,8 +132,8 @@ def zero_one_adam(
       weight_decay: `λ`, decoupled.
       refreshes: refreshes of the variance before their interval doubles. Fewer sends less and risks an old variance.
       doubling_steps: local steps before the interval between syncs doubles.
-      longest_interval: where that stops. Longer sends less and lets workers drift further apart.
-      reducer: what carries gradients, then displacements; by default `error_feedback(two_shot(scaled_sign()))`.
+      longest_interval: the longest interval. Longer sends less and lets workers drift further apart.
+      reducer: averages gradients, then displacements; by default `error_feedback(two_shot(scaled_sign()))`.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -140,139 +167,208 @@ def zero_one_adam(
     ):
         check_range(name, value, 1)
     coder = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
+    cfg = _Config(
+        learning_rate,
+        freeze_step=freeze_step,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        refreshes=refreshes,
+        doubling_steps=doubling_steps,
+        longest_interval=longest_interval,
+        coder=coder,
+        axis=axis,
+    )
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
-    def init(params) -> State:
-        check_leaves(params)
-        # A copy, since parameters and optimizer state may both be donated.
-        anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
-        return ZeroOneAdamState(
-            count=jnp.zeros((), jnp.int32),
-            sent=jnp.zeros(2, jnp.uint32),
-            variance=zeros_like(params),
-            rates=jnp.zeros((), jnp.float32),
-            refresh=_each_step(),
-            sync=_each_step(),
-            momentum=bind(PerWorker(zeros_like(params)), axis),
-            anchor=bind(PerWorker(anchor), axis),
-            reducer=bind(coder.init(zeros_like(params)), axis),
+
+def _init(cfg: _Config, params: PyTree) -> State:
+    check_leaves(params)
+    # A copy, since parameters and optimizer state may both be donated.
+    anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+    return ZeroOneAdamState(
+        count=jnp.zeros((), jnp.int32),
+        sent=jnp.zeros(2, jnp.uint32),
+        variance=zeros_like(params),
+        rates=jnp.zeros((), jnp.float32),
+        refresh=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
+        sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
+        momentum=bind(PerWorker(zeros_like(params)), cfg.axis),
+        anchor=bind(PerWorker(anchor), cfg.axis),
+        reducer=bind(cfg.coder.init(zeros_like(params)), cfg.axis),
+    )
+
+
+def _update(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Array | int | None = None,
+    **extra_args: object,
+) -> tuple[Updates, State]:
+    del extra_args
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    with jax.named_scope("zero_one_adam"):
+        gradients, comm = local_gradients(updates, cfg.axis, examples)
+        # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
+        gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
+        ledger: list[comms.Sent] = []
+        comm = comms.counted(comm, ledger)
+        rate = rate_at(cfg.learning_rate, state.count)
+        rates = state.rates + rate.astype(state.rates.dtype)
+        decision = _decide(cfg, state)
+
+        # The local step: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
+        local_momentum = moving_average(state.momentum.value, gradients, cfg.b1)
+        local_update = _adam_update(cfg, local_momentum, state.variance, rate)
+
+        # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
+        d = preconditioner(state.variance, cfg.eps)
+        displacement = _displacement(params, state.anchor.value, local_update)
+        payload = choose(decision.shared, divide(gradients, d), displacement)
+        payload = mask_unseen(payload, state.variance)
+        extras = Extras(state.count, rate)
+        mean, variance, reducer_state = _communicate(cfg, decision, comm, gradients, payload, state, extras)
+        mean = choose(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
+
+        momentum = _next_momentum(cfg, decision, mean, local_momentum, state, rates)
+        momentum = mask_unseen(momentum, variance)
+        anchor = _next_anchor(cfg, decision, momentum, variance, state.anchor.value, rates)
+        # After a sync parameters equal the anchor; otherwise the local step is taken.
+        out = jax.tree.map(
+            lambda a, p, step, g: jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(g.dtype),
+            anchor,
+            params,
+            local_update,
+            updates,
+        )
+        return out, ZeroOneAdamState(
+            count=next_count(state.count),
+            sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+            variance=variance,
+            rates=jnp.where(decision.sync, 0, rates),
+            refresh=_advance(state.refresh, decision.refresh, cfg.refreshes, LONGEST),
+            sync=_advance(state.sync, ~decision.shared, cfg.doubling_steps, cfg.longest_interval),
+            momentum=with_value(state.momentum, momentum),
+            anchor=with_value(state.anchor, anchor),
+            reducer=reducer_state,
         )
 
-    def talk(comm, refresh, meet, gradients, payload, state, extras):
-        """The mean of the payloads, by the means of this step; zeros where workers step by themselves.
 
-        On a refresh that of the gradients, and the variance that they make.
-        """
-
-        def whole(comm, gradients, payload, reducer_state):
-            del payload
-            mean = exact().reduce(gradients, (), comm)[0].mean
-            variance = moving_average(state.variance, jax.tree.map(jnp.square, mean), b2)
-            # What is owed is owed in gradients; it was counted in the old unit.
-            factor = divide(units(state.variance, eps), units(variance, eps))
-            return mean, variance, rescaled(reducer_state, factor, comm)
-
-        def coded(comm, gradients, payload, reducer_state):
-            del gradients
-            reduced, reducer_state = coder.reduce(payload, reducer_state, comm, extras)
-            return reduced.mean, state.variance, reducer_state
-
-        def either(comm, *operands):
-            return comms.cond(refresh, whole, coded, comm, *operands)
-
-        def silent(comm, gradients, payload, reducer_state):
-            del comm, gradients
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), payload)
-            return zeros, state.variance, reducer_state
-
-        fresh = coder.init(zeros_like(payload))
-        kept = cleared(state.reducer, fresh, state.count == freeze_step)
-        return comms.cond(meet, either, silent, comm, gradients, payload, kept)
-
-    def ahead(momentum, variance, rate):
-        steps = divide(momentum, units(variance, eps))
-        return seen(jax.tree.map(lambda m: -rate.astype(m.dtype) * m, steps), variance)
-
-    def update(updates, state, params=None, *, examples=None, **extra_args) -> tuple[Updates, State]:
-        del extra_args
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        with jax.named_scope("zero_one_adam"):
-            gradients, comm = local_gradients(updates, axis, examples)
-            # Gradients may be narrower than their parameters, and the branches below must give one dtype.
-            gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
-            ledger: list[comms.Sent] = []
-            comm = comms.counted(comm, ledger)
-            rate = rate_at(learning_rate, state.count)
-            rates = state.rates + rate.astype(state.rates.dtype)
-            step = next_count(state.count)
-            together = state.count < freeze_step
-            refresh = together & (step % state.refresh.length == 0)
-            meet = together | (step % state.sync.length == 0)
-
-            # What this worker does by itself, how far that takes it from the anchor, and in which unit it says so.
-            local = moving_average(state.momentum.value, gradients, b1)
-            alone = ahead(local, state.variance, rate)
-            moved = jax.tree.map(
-                lambda p, a, d: p.astype(a.dtype) - _as_held(a, p) + d, params, state.anchor.value, alone
-            )
-            unit = units(state.variance, eps)
-            payload = seen(_choose(together, divide(gradients, unit), moved), state.variance)
-            extras = Extras(state.count, rate)
-            sent, variance, reducer_state = talk(comm, refresh, meet, gradients, payload, state, extras)
-
-            mean = _choose(refresh, sent, multiply(seen(sent, variance), unit))
-            fresh = moving_average(state.momentum.value, mean, b1)
-            met = jax.tree.map(lambda u, m: jnp.where(rates > 0, -u / _nonzero(rates, u), m), mean, local)
-            momentum = _choose(together, fresh, _choose(meet, met, local))
-            momentum = seen(momentum, variance)
-            # Both `fresh` and `met` are the step that all take together, over all rates since the last one.
-            displacement = ahead(momentum, variance, rates)
-            anchor = jax.tree.map(
-                lambda a, d: jnp.where(meet, a - weight_decay * rates.astype(a.dtype) * a + d, a),
-                state.anchor.value,
-                displacement,
-            )
-            out = jax.tree.map(
-                lambda a, p, d, g: jnp.where(meet, a - p.astype(a.dtype), d).astype(g.dtype),
-                anchor,
-                params,
-                alone,
-                updates,
-            )
-            return out, ZeroOneAdamState(
-                count=step,
-                sent=add_bytes(state.sent, comms.total_bytes(ledger)),
-                variance=variance,
-                rates=jnp.where(meet, 0, rates),
-                refresh=_advance(state.refresh, refresh, refreshes, LONGEST),
-                sync=_advance(state.sync, ~together, doubling_steps, longest_interval),
-                momentum=with_value(state.momentum, momentum),
-                anchor=with_value(state.anchor, anchor),
-                reducer=reducer_state,
-            )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+def _decide(cfg: _Config, state: ZeroOneAdamState) -> _Decision:
+    """Applies the paper's two policies: when to refresh the variance, and when to synchronize."""
+    step = next_count(state.count)
+    shared = state.count < cfg.freeze_step
+    refresh = shared & (step % state.refresh.length == 0)
+    sync = shared | (step % state.sync.length == 0)
+    return _Decision(shared, refresh, sync)
 
 
-def _choose(condition: Array, yes: Updates, no: Updates) -> Updates:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
+def _communicate(
+    cfg: _Config,
+    decision: _Decision,
+    comm: Comm,
+    gradients: Updates,
+    payload: Updates,
+    state: ZeroOneAdamState,
+    extras: Extras,
+) -> tuple[Updates, Updates, State]:
+    """Returns the mean that this step's collectives produce, the variance and the reducer's state."""
+    fresh = cfg.coder.init(zeros_like(payload))
+    # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
+    reducer_state = reset_reducer(state.reducer, fresh, state.count == cfg.freeze_step)
+    branches = [
+        partial(_local_step, state.variance),
+        partial(_compressed_step, cfg, state.variance, extras),
+        partial(_full_step, cfg, state.variance),
+    ]
+    # One program for compressed gradients and compressed displacements: the reducer is compiled once.
+    which = decision.sync.astype(jnp.int32) + decision.refresh.astype(jnp.int32)
+    return comms.switch(which, branches, comm, gradients, payload, reducer_state)
 
 
-def _nonzero(rates: Array, like: Array) -> Array:
-    return jnp.where(rates > 0, rates, 1).astype(like.dtype)
+def _local_step(
+    variance: Updates, comm: Comm, gradients: Updates, payload: Updates, reducer_state: State
+) -> tuple[Updates, Updates, State]:
+    """Sends nothing; returns zeros in place of a mean."""
+    del comm, gradients
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), payload), variance, reducer_state
 
 
-def _as_held(anchor: Array, param: Array) -> Array:
-    """The anchor as a parameter of this dtype holds it: what is lost there is no movement."""
-    return anchor.astype(param.dtype).astype(anchor.dtype)
+def _compressed_step(
+    cfg: _Config,
+    variance: Updates,
+    extras: Extras,
+    comm: Comm,
+    gradients: Updates,
+    payload: Updates,
+    reducer_state: State,
+) -> tuple[Updates, Updates, State]:
+    """Returns the reducer's mean of the payloads."""
+    del gradients
+    coder = cfg.coder
+    reduced, reducer_state = coder.reduce(payload, reducer_state, comm, extras)
+    return reduced.mean, variance, reducer_state
 
 
-def _each_step() -> Interval:
-    return Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32))
+def _full_step(
+    cfg: _Config, variance: Updates, comm: Comm, gradients: Updates, payload: Updates, reducer_state: State
+) -> tuple[Updates, Updates, State]:
+    """Returns the exact mean of the gradients and the refreshed variance `v = β₂ v + (1-β₂) ḡ²`."""
+    del payload
+    mean = exact().reduce(gradients, (), comm)[0].mean
+    refreshed = moving_average(variance, jax.tree.map(jnp.square, mean), cfg.b2)
+    # Residuals are in units of d: r · d_old / d_new is the same amount of gradient.
+    factor = divide(preconditioner(variance, cfg.eps), preconditioner(refreshed, cfg.eps))
+    return mean, refreshed, rescale_residuals(reducer_state, factor, comm)
+
+
+def _next_momentum(
+    cfg: _Config,
+    decision: _Decision,
+    mean: Updates,
+    local_momentum: Updates,
+    state: ZeroOneAdamState,
+    rates: Array,
+) -> Updates:
+    shared = moving_average(state.momentum.value, mean, cfg.b1)
+    # m_w = -d u / s; `mean` is d u here. With a sum of rates of zero nothing has moved, and the local momentum stays.
+    synced = jax.tree.map(
+        lambda u, m: jnp.where(rates > 0, -u / jnp.where(rates > 0, rates, 1).astype(u.dtype), m), mean, local_momentum
+    )
+    return choose(decision.shared, shared, choose(decision.sync, synced, local_momentum))
+
+
+def _next_anchor(
+    cfg: _Config, decision: _Decision, momentum: Updates, variance: Updates, anchor: Updates, rates: Array
+) -> Updates:
+    """Returns `a - s λ a + u` after a sync."""
+    # Shared and synced momenta alike give the replicated step over all rates since the last sync.
+    step = _adam_update(cfg, momentum, variance, rates)
+    return jax.tree.map(
+        lambda a, u: jnp.where(decision.sync, a - cfg.weight_decay * rates.astype(a.dtype) * a + u, a), anchor, step
+    )
+
+
+def _adam_update(cfg: _Config, momentum: Updates, variance: Updates, rate: Array) -> Updates:
+    """Returns `-η m / d`, zero for entries without any variance."""
+    steps = divide(momentum, preconditioner(variance, cfg.eps))
+    return mask_unseen(jax.tree.map(lambda m: -rate.astype(m.dtype) * m, steps), variance)
+
+
+def _displacement(params: PyTree, anchor: Updates, update: Updates) -> Updates:
+    """Returns `x_w - a` after the local update; what the parameters' dtype cannot represent is no displacement."""
+    return jax.tree.map(
+        lambda p, a, u: p.astype(a.dtype) - a.astype(p.dtype).astype(a.dtype) + u, params, anchor, update
+    )
 
 
 def _advance(interval: Interval, happened: Array, every: int, longest: int) -> Interval:
-    """Counts, and doubles the length when `every` have happened."""
+    """Counts an event, and doubles the interval after `every` of them."""
     done = interval.done + happened.astype(jnp.int32)
     doubled = jnp.minimum(2 * interval.length, longest)
     return Interval(jnp.where(done == every, doubled, interval.length), jnp.where(done == every, 0, done))

@@ -24,7 +24,7 @@ def ddp(
     first_bucket_bytes: int | None = 1 << 20,
     reduce_dtype: DTypeLike | None = None,
     unused: PyTree | Callable[[str, Like], bool] | None = None,
-    divisor: Literal["active", "workers"] = "active",
+    normalize_by: Literal["active", "workers"] = "active",
     layers: Sequence[Any] | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,7 +51,7 @@ def ddp(
         (`transforms.find_unused_parameters` finds those that the loss does not reach) or
         `find_unused_parameters(path, leaf)`. Their updates are zero;
         put the optimizer in `optax.masked` where it decays weights.
-      divisor: as in `all_reduce`; PyTorch's `join_uneven` has `"workers"`.
+      normalize_by: as in `all_reduce`; PyTorch's `join_uneven` has `"workers"`.
       layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
         do pass it where they are a dict. `None`: see `bucketed`.
       axis: the mesh axis of the workers.
@@ -85,8 +85,8 @@ def ddp(
         reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=False, layers=layers
     )
     if unused is None:
-        return all_reduce(buckets, axis=axis, divisor=divisor)
-    return all_reduce(per_leaf(_label(unused), {True: None, False: buckets}), axis=axis, divisor=divisor)
+        return all_reduce(buckets, axis=axis, normalize_by=normalize_by)
+    return all_reduce(per_leaf(_label(unused), {True: None, False: buckets}), axis=axis, normalize_by=normalize_by)
 
 
 def _label(unused: PyTree | Callable[[str, Like], bool]) -> Callable[[str, Like], Any]:

@@ -48,7 +48,7 @@ def join_uneven(
     Returns:
       An iterator of `(batch, examples)`, both global arrays: `examples` is `Int[Array, "W"]`, one for each worker; cut
       over the axis like the batch, so that a step finds its own as `examples[0]`. With what weight they enter is the
-      business of `all_reduce(divisor=)`.
+      business of `all_reduce(normalize_by=)`.
 
     Raises:
       ValueError: `on_uneven` or `ahead` is unknown, `like` does not divide among this process's workers; while

@@ -1,5 +1,6 @@
-"""Gradients of several calls of the step, kept by each worker and sent once."""
+"""Accumulates the gradients of several steps on each worker and communicates once."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,13 +9,13 @@ import optax
 
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Int, State, Updates
+from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, with_value
 from .local_gradients import check_leaves, check_local, scale
 
 
 class AccumulateState(NamedTuple):
-    """`total` and `examples` are each worker's sums since the last sync, `count` the calls since then (agreed)."""
+    """Each worker's sums since the last sync, `total` of gradients and `examples`; `count` of calls (replicated)."""
 
     inner: State
     total: PerWorker
@@ -22,32 +23,38 @@ class AccumulateState(NamedTuple):
     count: Int[Array, ""]
 
 
+class _Config(NamedTuple):
+    tx: optax.GradientTransformationExtraArgs
+    steps: int | None
+    axis: AxisNames
+
+
 def accumulate(
     tx: optax.GradientTransformation, steps: int | None = None, *, axis: AxisNames = "data"
 ) -> optax.GradientTransformationExtraArgs:
-    """DDP's `no_sync`: gradients of `steps` calls are summed where they are, and `tx` sees their mean in the last one.
+    """Sums the gradients of `steps` calls locally and passes their mean to `tx` in the last one: DDP's `no_sync`.
 
-    What `optax.MultiSteps` is to one worker: it may stand around `all_reduce`, and calls in between send nothing. Where
-    the whole batch is at hand, `local_value_and_grad(micro_batches=)` needs no state for it.
+    The distributed counterpart of `optax.MultiSteps`: it can wrap `all_reduce`, and only the last call of each cycle
+    communicates. If the whole batch is available at once, `local_value_and_grad(micro_batches=)` does it without state.
 
-    *On the wire*: what `tx` sends, in one call of `steps`; nothing in the others.
+    *On the wire*: the collectives of `tx` in one of `steps` calls; nothing in the others.
 
-    *State*: that of `tx`; a sum like the parameters in float32 and a number of examples for each worker; a count.
+    *State*: the state of `tx`; a sum like the parameters in float32 and a number of examples for each worker; a count.
 
     Args:
       tx: the whole chain, `all_reduce` and the optimizer. `skip_nonfinite` and `dynamic_loss_scale` go inside, and
         schedules in it count syncs.
-      steps: how many calls make one update. `None`: the caller says so each time with `sync=`.
+      steps: the number of calls for one update. `None`: the caller decides in each call with `sync=`.
       axis: the mesh axis of the workers.
 
     Returns:
-      The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that decides in
-      place of the count, so that the program for `False` has no collective in it
-      (`distribute(..., static_argnames=("sync",))`), and `examples=`, which weighs calls as well as workers.
+      The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
+      the count, so that the program for `False` has no collective (`distribute(..., static_argnames=("sync",))`), and
+      `examples=`, which weighs calls as well as workers.
 
     Raises:
-      ValueError: `steps` is below 1; at trace time, neither `steps` nor `sync=`, a `sync=` that is an array, and
-        gradients that `all_reduce` would refuse.
+      ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, or
+        if `all_reduce` would refuse the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -65,50 +72,62 @@ def accumulate(
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    tx = optax.with_extra_args_support(tx)
-
-    def init(params) -> State:
-        check_leaves(params)
-        total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
-        marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), axis)
-        return AccumulateState(tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params=None, *, examples=None, sync: Any = None, **extra_args) -> tuple[Updates, State]:
-        check_leaves(updates)
-        check_local(updates, axis)
-        number = jnp.asarray(1 if examples is None else examples, jnp.float32)
-        wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
-        total = jax.tree.map(jnp.add, state.total.value, wide if examples is None else scale(wide, number))
-        heard = state.examples.value + number
-        count = next_count(state.count)
-
-        def talk(total, heard, inner):
-            mean = jax.tree.map(lambda t, x: (t / jnp.where(heard > 0, heard, 1)).astype(x.dtype), total, updates)
-            given = extra_args if examples is None else {**extra_args, "examples": heard}
-            return tx.update(mean, inner, params, **given)
-
-        def wait(total, heard, inner):
-            del total, heard
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), inner
-
-        due = _due(sync, steps, count)
-        if isinstance(due, bool):
-            found, inner = (talk if due else wait)(total, heard, state.inner)
-        else:
-            found, inner = jax.lax.cond(due, talk, wait, total, heard, state.inner)
-        total, heard = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, heard))
-        return found, AccumulateState(
-            inner, with_value(state.total, total), with_value(state.examples, heard), jnp.where(due, 0, count)
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    cfg = _Config(optax.with_extra_args_support(tx), steps, axis)
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
-def _due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:
+def _init(cfg: _Config, params: PyTree) -> State:
+    check_leaves(params)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
+    marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), cfg.axis)
+    return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32))
+
+
+def _update(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Any = None,
+    sync: Any = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    check_leaves(updates)
+    check_local(updates, cfg.axis)
+    # Without examples, each call counts as one.
+    number = jnp.asarray(1 if examples is None else examples, jnp.float32)
+    wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
+    total = jax.tree.map(jnp.add, state.total.value, wide if examples is None else scale(wide, number))
+    seen = state.examples.value + number
+    count = next_count(state.count)
+
+    def communicate(total, seen, inner):
+        mean = jax.tree.map(lambda t, x: (t / jnp.where(seen > 0, seen, 1)).astype(x.dtype), total, updates)
+        passed = extra_args if examples is None else {**extra_args, "examples": seen}
+        return cfg.tx.update(mean, inner, params, **passed)
+
+    def skip(total, seen, inner):
+        del total, seen
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), inner
+
+    due = _is_due(sync, cfg.steps, count)
+    if isinstance(due, bool):
+        out, inner = (communicate if due else skip)(total, seen, state.inner)
+    else:
+        out, inner = jax.lax.cond(due, communicate, skip, total, seen, state.inner)
+    # A sync starts the sums again.
+    total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
+    return out, AccumulateState(
+        inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count)
+    )
+
+
+def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:
     if isinstance(sync, jax.Array):
         raise ValueError("sync chooses the program, so it must be static: distribute(..., static_argnames=('sync',))")
     if sync is not None:
         return bool(sync)
     if steps is None:
-        raise ValueError("accumulate without steps does not know when to talk: pass sync=True or False to the update")
+        raise ValueError("accumulate needs to know when to communicate; set steps=, or pass sync= to the update")
     return True if steps == 1 else count >= steps

@@ -1,4 +1,4 @@
-"""What a transformation that communicates asks of the gradients it gets: one worker's own, floating, not yet summed."""
+"""Checks that gradients are local, floating and not yet summed, and the weighting of their mean by examples."""
 
 from collections.abc import Callable
 
@@ -15,42 +15,42 @@ from .optax_wrappers import refuse_two_sets
 
 
 def check_leaves(tree: PyTree) -> None:
-    """Raises for leaves that have no mean over workers: integers, those that are `Sharded`, and second sets of them."""
+    """Checks that all leaves have a mean over workers: no integers, no `Sharded` leaves, no second parameters."""
     refuse_two_sets(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
         name = jax.tree_util.keystr(path) or "the gradient"
         if isinstance(leaf, Sharded):
             raise ValueError(
-                f"{name} is Sharded: workers hold different parts of it, so it has no mean over workers; "
+                f"{name} is Sharded: workers have different parts of it, so it has no mean over workers; "
                 "use zero_redundancy for sharded parameters"
             )
         if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; leave it out with "
+                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; exclude it with "
                 "optax.masked or optax.partition"
             )
 
 
 def check_local(updates: Updates, axis: AxisNames) -> None:
-    """Under `shard_map` with checked types, a gradient that does not vary over the axis was summed already."""
+    """Checks, under `shard_map` with checked types, that gradients vary over the axis and so are not summed yet."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
                 f"{named('the gradient', path)} is the same on all workers of axis {axis!r}: jax.grad of "
-                "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong. "
-                f"Take it with local_value_and_grad(loss, axis={axis!r})"
+                "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong; "
+                f"compute it with local_value_and_grad(loss, axis={axis!r})"
             )
 
 
 def varies_nowhere(leaf: Array, axis: AxisNames) -> bool:
-    """Under `shard_map` with checked types: whether a value is typed as equal on all workers of the axis."""
+    """Returns whether, under `shard_map` with checked types, a value is typed as equal on all workers of the axis."""
     axes = axis_tuple(axis)
     mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and _types_are_checked(axes)
     return mapped and not varying_axes(leaf).issuperset(axes)
 
 
 def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
-    """Under `shard_map` with checked types: whether a value is typed as differing between workers of the axis."""
+    """Returns whether, under `shard_map` with checked types, a value is typed as differing between the workers."""
     return bool(varying_axes(leaf) & set(axis_tuple(axis)))
 
 
@@ -59,7 +59,7 @@ def _types_are_checked(axes: tuple[str, ...]) -> bool:
 
 
 def scale(tree: Updates, factor: Array) -> Updates:
-    """A factor of 0 gives 0 whatever the leaf holds: a mean over no examples often is 0/0."""
+    """Multiplies by `factor`; a factor of 0 gives 0 even for NaN, since a mean over no examples often is 0/0."""
     return jax.tree.map(
         lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
     )
@@ -75,19 +75,20 @@ def reduce_weighted(
     plain: bool,
     divide: bool = True,
 ) -> tuple[Updates, State, Array | bool]:
-    """The mean of updates weighted by `examples / mean(examples)`, four bytes more on the wire.
+    """Returns the mean of updates weighted by `examples / mean(examples)`; four bytes more on the wire.
 
     Args:
       reduce: `reduce(updates, state) -> (mean, state)`.
-      updates: this worker's.
-      state: that of the reducer.
+      updates: this worker's updates.
+      state: the state of the reducer.
       comm: the group.
-      examples: how many are behind this worker's updates; `None`: all workers count alike.
-      plain: whether the count may ride along with the updates.
-      divide: whether to divide by the mean number of examples; otherwise weights are the examples themselves.
+      examples: the number of examples behind this worker's updates; `None`: all workers have the same weight.
+      plain: reduces the count together with the updates, in the same collective.
+      divide: divides by the mean number of examples; otherwise weights are the examples themselves.
 
     Returns:
-      The mean and the new state, and whether there was any example: if not, the mean is zero and the state the old one.
+      The mean, the new state, and a flag that is true if any worker had an example: if not, the mean is zero and the
+      state is unchanged.
     """
     if examples is None:
         mean, new_state = reduce(updates, state)
@@ -104,14 +105,14 @@ def reduce_weighted(
 
 
 def weight_of(examples: Array | int, comm: Comm) -> tuple[Array, Array]:
-    """`examples / mean(examples)`, four bytes on the wire, and whether any worker has any."""
+    """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
     count = jnp.asarray(examples, jnp.float32)
     mean = comm.mean(comm.varying(count))
     return count / jnp.where(mean > 0, mean, 1), mean > 0
 
 
 def refuse_model_axes(what: str, advice: str) -> None:
-    """Raises where the mesh has further axes that the compiler shards: flattening leaves would gather them."""
+    """Checks that the mesh has no further axes that the compiler shards: flattening leaves would gather them."""
     left = mesh_axes_left_over()
     if left:
         raise ValueError(
@@ -121,12 +122,12 @@ def refuse_model_axes(what: str, advice: str) -> None:
 
 
 def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | None) -> tuple[Updates, Comm]:
-    """For optimizers that communicate inside: checks the gradients and brings them into float32 or better.
+    """Checks the gradients for an optimizer that communicates, and converts them to float32 or better.
 
     Args:
       updates: this worker's gradients.
       axis: the axis of the workers.
-      examples: how many examples are behind them: they are weighted by `examples / mean(examples)`.
+      examples: the number of examples behind them, which weighs them by `examples / mean(examples)`.
 
     Returns:
       The gradients, and the group of workers.

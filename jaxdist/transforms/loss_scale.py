@@ -1,4 +1,4 @@
-"""Gradients in float16 without underflow: the loss is multiplied by a number that finds its own size."""
+"""Dynamic loss scaling: float16 gradients without underflow."""
 
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from .skip_nonfinite import skip_nonfinite
 
 
 class LossScaleState(NamedTuple):
-    """Agreed: `scale`, a power of `factor` times the first one, and the steps `since` it changed or a step was skipped.
+    """Replicated: `scale`, and the steps `since` it changed or a step was skipped.
 
-    `inner`: the guarded chain, with the number of steps that were `skipped`.
+    `inner`: the state of the guarded chain, with the number of steps that were `skipped`.
     """
 
     inner: State
@@ -32,29 +32,29 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Divides gradients by the scale of the loss, skips steps that overflow on all workers, and adapts the scale.
 
-    `loss' = S loss`, so that small gradients do not become zero in float16 (below 6e-8, and with fewer digits from 6e-5
-    on); `g = grad loss' / S` in float32. If any worker has a gradient that is not finite, the step happens on none, as
-    in `skip_nonfinite`, and `S` becomes `S / factor`; after `growth_interval` steps without that it becomes `factor S`.
+    `loss' = S loss`, so that small gradients do not become zero in float16 (below 6e-8; below 6e-5 they lose digits);
+    `g = grad loss' / S` in float32. If any worker has a gradient that is not finite, all workers skip the step, as in
+    `skip_nonfinite`, and `S` becomes `S / factor`; after `growth_interval` steps without a skip it becomes `factor S`.
 
-    The whole chain stands inside, since clipping, decay and residuals must see gradients of their true size:
+    Wrap the whole chain, since clipping, decay and residuals must see gradients of their true size:
 
         inner = optax.chain(jd.all_reduce(jd.exact()), optax.clip_by_global_norm(1.0), adam)
         tx = jd.transforms.dynamic_loss_scale(inner)
         scale = jd.transforms.loss_scale(state.opt)
         loss, gradients = jd.local_value_and_grad(loss_fn, scale=scale)(state.params, batch)
 
-    With parameters in float16 use `zero_redundancy(..., master_dtype=jnp.float32)`, which also keeps the small steps.
-    bfloat16 needs none of this: it has the exponents of float32.
+    With parameters in float16 use `zero_redundancy(..., master_dtype=jnp.float32)`, which also preserves small steps.
+    bfloat16 needs no loss scale: it has the exponents of float32.
 
     *On the wire*: four bytes, as `skip_nonfinite`. Reducers get float32: `compressed(cast(jnp.bfloat16))` sends half.
 
-    *State*: agreed, a number and two counts; that of `tx`.
+    *State*: replicated, a number and two counts; the state of `tx`.
 
     Args:
       tx: the whole chain, `all_reduce` or `zero_redundancy` included.
-      initial: the first `S`. Too large costs a few skipped steps at first, too small some thousand blurred ones.
-      growth_interval: steps until a larger `S` is tried. Fewer follow the gradients sooner and lose more steps.
-      factor: of growth and of retreat; a power of two, by which nothing is rounded.
+      initial: the first `S`. Too large costs a few skipped steps at first, too small some thousand inexact ones.
+      growth_interval: steps until a larger `S` is tried. Fewer follow the gradients sooner and skip more steps.
+      factor: the factor by which `S` grows and shrinks; a power of two, so that nothing is rounded.
       axis: the mesh axis of the workers.
 
     Returns:
@@ -84,15 +84,15 @@ def dynamic_loss_scale(
     if not 1 < factor < float("inf"):
         raise ValueError(f"factor must be above 1, got {factor}")
     guarded = skip_nonfinite(tx, axis=axis)
-    # Beyond it a step or two would overflow float32.
+    # A larger scale would overflow float32 within a step or two.
     largest = 2.0**100
 
-    def init(params) -> State:
-        # Moments take the dtype of the parameters, and the gradients that they are made of are in float32.
+    def init_fn(params) -> State:
+        # Moments take the dtype of the parameters, but their gradients arrive in float32.
         wide = jax.tree.map(lambda p: p.astype(working_dtype(p.dtype)), params)
         return LossScaleState(guarded.init(wide), jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args):
         unscaled = jax.tree.map(lambda g: g.astype(working_dtype(g.dtype)) / state.scale, updates)
         inner: Any
         updates, inner = guarded.update(unscaled, state.inner, params, **extra_args)
@@ -103,11 +103,11 @@ def dynamic_loss_scale(
         scale = jnp.clip(state.scale * factors, 1.0, largest)
         return updates, LossScaleState(inner, scale, jnp.where(grows, 0, since))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def loss_scale(opt_state: State) -> Array:
-    """The number by which the loss of this step is to be multiplied.
+    """Returns the factor for the loss of this step.
 
     Args:
       opt_state: an optimizer state with `dynamic_loss_scale` anywhere inside, placed or as a worker sees it.
@@ -116,7 +116,7 @@ def loss_scale(opt_state: State) -> Array:
       A scalar, equal on all workers, for `local_value_and_grad(loss, scale=)`.
 
     Raises:
-      ValueError: there is no `dynamic_loss_scale` inside.
+      ValueError: the state contains no `dynamic_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -130,5 +130,5 @@ def loss_scale(opt_state: State) -> Array:
         if isinstance(node, LossScaleState):
             return node.scale
     raise ValueError(
-        "this optimizer state has no dynamic_loss_scale inside, and so no scale: wrap the chain in dynamic_loss_scale"
+        "this optimizer state has no dynamic_loss_scale inside, and so no scale; wrap the chain in dynamic_loss_scale"
     )

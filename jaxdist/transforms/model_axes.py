@@ -1,28 +1,32 @@
-"""Reducing leaves that a further mesh axis (tensor parallelism) shards: each shard in a nested `shard_map`."""
+"""Reduces leaves that a further mesh axis (tensor parallelism) shards, each shard in a nested `shard_map`."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
 from .._core.compat import shard_map, varying_axes
-from .._core.types import AxisNames, PyTree, State, Updates
+from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.base import Extras, Reducer
 from ..state.marks import PerWorker, axis_tuple, map_marked, with_value
 
 FLATTENED = (
-    "all_reduce(specs=) needs a reducer whose state keeps leaves apart: put error feedback around bucketed, not "
-    "inside, and use no hierarchical reducer"
+    "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
+    "inside, and do not use hierarchical"
 )
 
 
 def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
-    """The reducer's state for one shard of each leaf; what differs between shards is `PerWorker` over their axes."""
+    """Returns the reducer's state for one shard of each leaf; state that differs between shards is `PerWorker`."""
     specs = _expand(specs, params)
     sizes = _mesh_sizes(specs)
-    if not jax.tree.leaves(params):  # a stand-in for the parameters, as optax.tree.map_params passes it
+    # A placeholder for the parameters, from optax.tree.map_params.
+    if not jax.tree.leaves(params):
         return reducer.init(params)
     local = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
@@ -31,13 +35,11 @@ def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
     def mark(leaf, spec):
         return leaf if not _names(spec) else PerWorker(leaf, axis=_names(spec), resize="copy")
 
-    def one(node, spec):
-        if isinstance(node, PerWorker):
-            return with_value(node, mark(node.value, spec))
-        return mark(node, spec)
+    def mark_node(node, spec):
+        return with_value(node, mark(node.value, spec)) if isinstance(node, PerWorker) else mark(node, spec)
 
     try:
-        return optax.tree.map_params(reducer.init, one, reducer.init(local), specs, is_leaf=None)
+        return optax.tree.map_params(reducer.init, mark_node, reducer.init(local), specs, is_leaf=None)
     except ValueError as error:
         raise ValueError(FLATTENED) from error
 
@@ -45,30 +47,22 @@ def init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
 def reduce_on_shards(
     reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
 ) -> tuple[Updates, State]:
-    """`reducer.reduce` on each shard; returns the mean and the new state."""
+    """Runs `reducer.reduce` on each shard; returns the mean and the new state."""
     specs = _expand(specs, updates)
     names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
 
-    def marks_of(marks):
-        return [mark for mark in marks if isinstance(mark, PerWorker) and set(axis_tuple(mark.axis)) & names]
+    # The leading dimension of a leaf counts shards where a mark says so.
+    state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 
-    state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in marks_of(marks))), state)
-
-    def close(marks, leaf):
-        if marks_of(marks):
-            return leaf[None]
-        if varying_axes(leaf) & names:
-            raise ValueError(FLATTENED)
-        return leaf
-
-    def local(updates, state):
-        plain = _without(map_marked(lambda marks, leaf: leaf[0] if marks_of(marks) else leaf, state), names)
+    def reduce_shard(updates, state):
+        squeezed = map_marked(lambda marks, leaf: leaf[0] if _shard_marks(names, marks) else leaf, state)
+        plain = _strip_marks(squeezed, names)
         reduced, plain = reducer.reduce(updates, plain, over(axis), extras)
         new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
-        return reduced.mean, map_marked(close, new)
+        return reduced.mean, map_marked(partial(_unsqueeze, names), new)
 
     mapped = shard_map(
-        local,
+        reduce_shard,
         mesh=None,
         in_specs=(specs, state_specs),
         out_specs=(specs, state_specs),
@@ -78,21 +72,33 @@ def reduce_on_shards(
     return mapped(updates, state)
 
 
-def _without(state: State, names: set[str]) -> State:
-    """Takes off the marks over the shards' axes, so that the reducer finds its state as it made it."""
+def _shard_marks(names: set[str], marks: Sequence[Any]) -> list[PerWorker]:
+    return [mark for mark in marks if isinstance(mark, PerWorker) and set(axis_tuple(mark.axis)) & names]
 
-    def one(node):
+
+def _unsqueeze(names: set[str], marks: Sequence[Any], leaf: Array) -> Array:
+    if _shard_marks(names, marks):
+        return leaf[None]
+    if varying_axes(leaf) & names:
+        raise ValueError(FLATTENED)
+    return leaf
+
+
+def _strip_marks(state: State, names: set[str]) -> State:
+    """Removes the marks over the shards' axes, so that the reducer sees the state that it made."""
+
+    def strip_node(node):
         if not isinstance(node, PerWorker):
             return node
         if set(axis_tuple(node.axis)) & names:
             return node.value
-        return with_value(node, _without(node.value, names))
+        return with_value(node, _strip_marks(node.value, names))
 
-    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, PerWorker))
+    return jax.tree.map(strip_node, state, is_leaf=lambda x: isinstance(x, PerWorker))
 
 
 def _expand(specs: PyTree, tree: PyTree) -> PyTree:
-    """One PartitionSpec for each leaf, from a prefix of the tree."""
+    """Expands a prefix of the tree to one PartitionSpec for each leaf."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
 
@@ -106,9 +112,8 @@ def _mesh_sizes(specs: PyTree) -> dict[str, int]:
     missing = sorted({name for spec in jax.tree.leaves(specs) for name in _names(spec)} - set(sizes))
     if missing:
         raise ValueError(
-            f"specs name the mesh axes {missing}, which are unknown here: make the state with "
-            f"init_state(make_state, mesh), "
-            "or call init under jax.set_mesh(mesh)"
+            f"specs name the mesh axes {missing}, which are unknown here; make the state with "
+            "init_state(make_state, mesh), or call init under jax.set_mesh(mesh)"
         )
     return sizes
 

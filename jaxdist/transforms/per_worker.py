@@ -1,4 +1,4 @@
-"""Transformations whose state differs between workers."""
+"""Marks the state of a transformation as differing between workers."""
 
 import optax
 
@@ -6,11 +6,11 @@ from ..state.marks import PerWorker, is_mark, with_value
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Marks the state of a transformation that runs on local gradients, before `all_reduce`: momentum, clipping, noise.
+    """Runs a transformation on local gradients, before `all_reduce` (momentum, clipping, noise), with its own state.
 
     *On the wire*: nothing.
 
-    *State*: `PerWorker` of the state of `tx`.
+    *State*: the state of `tx` as `PerWorker`.
 
     Args:
       tx: any transformation without communication.
@@ -30,12 +30,12 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     """
     tx = optax.with_extra_args_support(tx)
 
-    def init(params):
+    def init_fn(params):
         return PerWorker(tx.init(params), resize="mean")
 
-    def update(updates, state, params=None, **extra_args):
-        # A whole field of a train state has lost its mark inside the step, and gets it back after it.
+    def update_fn(updates, state, params=None, **extra_args):
+        # A state that is a whole field of the train state has no mark inside the step; it is restored afterwards.
         updates, value = tx.update(updates, state.value if is_mark(state) else state, params, **extra_args)
         return updates, with_value(state, value) if is_mark(state) else value
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

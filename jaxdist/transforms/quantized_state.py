@@ -1,7 +1,8 @@
-"""Arrays of a state that lie coded between steps: the node that holds one, and trees of them."""
+"""Quantized optimizer state: large arrays are encoded between steps."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,18 +11,18 @@ import optax
 from jaxtyping import DTypeLike
 
 from .._core.trees import next_count
-from .._core.types import Array, Int, Key, PyTree, Shape, State
+from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.base import Compressor
 from ..compressors.dynamic_fp8 import dynamic_fp8
 from ..state.marks import is_mark
 
-# Arrays with fewer entries stay as they are: they weigh nothing, and embeddings, norms and biases are sensitive.
+# Arrays with fewer entries are not encoded: they need little memory, and norms and biases are sensitive.
 SMALLEST = 4096
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Coded:
-    """The payload that stands for an array of this shape and dtype."""
+    """The payload of an encoded array, with the array's shape and dtype."""
 
     __slots__ = ("dtype", "payload", "shape")
 
@@ -29,12 +30,12 @@ class Coded:
         self.payload, self.shape, self.dtype = payload, tuple(shape), jnp.dtype(dtype)
 
     def tree_flatten_with_keys(self):
-        """The payload is the only child."""
+        """Returns the payload as the only child."""
         return ((jax.tree_util.GetAttrKey("payload"), self.payload),), (self.shape, self.dtype)
 
     @classmethod
     def tree_unflatten(cls, aux, children):
-        """The inverse."""
+        """Inverts `tree_flatten_with_keys`."""
         return cls(children[0], shape=aux[0], dtype=aux[1])
 
     def __repr__(self) -> str:
@@ -42,38 +43,38 @@ class Coded:
 
 
 def is_coded(x: Any) -> bool:
-    """Whether `x` stands for an array."""
+    """Returns whether `x` is an encoded array."""
     return isinstance(x, Coded)
 
 
 def worth_coding(x: Any, smallest: int = SMALLEST) -> bool:
-    """Whether an array of a state is one of many floats."""
+    """Returns whether an array is floating and has at least `smallest` entries."""
     return jnp.issubdtype(x.dtype, jnp.floating) and math.prod(x.shape) >= smallest
 
 
 def encode_tree(code: Compressor, tree: PyTree, key: Key[Array, ""], wanted: Callable[[Any], bool]) -> PyTree:
-    """The tree with a `Coded` for each array that is wanted so; each draws a key of its own."""
+    """Replaces each array for which `wanted` is true by its `Coded`; the key is folded with the leaf's number."""
     leaves, structure = jax.tree.flatten(tree)
 
-    def one(number: int, x: Array) -> Any:
+    def encode_leaf(number: int, x: Array) -> Any:
         if not wanted(x):
             return x
         return Coded(code.compress(x, jax.random.fold_in(key, number)), shape=x.shape, dtype=x.dtype)
 
-    return structure.unflatten([one(*numbered) for numbered in enumerate(leaves)])
+    return structure.unflatten([encode_leaf(number, x) for number, x in enumerate(leaves)])
 
 
 def decode_tree(code: Compressor, tree: PyTree) -> PyTree:
-    """The inverse of `encode_tree`."""
+    """Inverts `encode_tree`."""
 
-    def one(x: Any) -> Any:
+    def decode_leaf(x: Any) -> Any:
         return code.decompress(x.payload, jax.ShapeDtypeStruct(x.shape, x.dtype)) if is_coded(x) else x
 
-    return jax.tree.map(one, tree, is_leaf=is_coded)
+    return jax.tree.map(decode_leaf, tree, is_leaf=is_coded)
 
 
 class CompactState(NamedTuple):
-    """`inner`: the state of the optimizer, its large arrays coded; `count` of steps, from which rounding draws."""
+    """`inner`: the optimizer's state with its large arrays encoded; `count` of steps, the seed of the rounding."""
 
     inner: PyTree
     count: Int[Array, ""]
@@ -82,30 +83,30 @@ class CompactState(NamedTuple):
 def quantized_state(
     inner: optax.GradientTransformation, code: Compressor | None = None, *, smallest: int = SMALLEST
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the large arrays of an optimizer's state coded between steps: 8-bit Adam, or moments in bfloat16.
+    """Encodes the large arrays of an optimizer's state between steps: 8-bit Adam, or moments in bfloat16.
 
-    `s = decode(c)`, `u, s = inner(g, s, θ)`, `c = code(s)`: everything is computed in the state's own dtype, leaf by
-    leaf, and rounded at random when it is put back, right on average. Plain rounding would not do: with β₂ = 0.999 the
-    second moment of Adam moves by a thousandth in a step, less than half a digit of bfloat16, and stands still.
+    `s = decode(c)`, `u, s = inner(g, s, θ)`, `c = code(s)`: the optimizer computes in the state's own dtype, leaf by
+    leaf, and the result is rounded stochastically, without bias. Rounding to nearest would fail: with β₂ = 0.999 the
+    second moment of Adam changes by a thousandth in a step, less than half a bfloat16 ulp, and would never move.
 
-    *On the wire*: nothing. It stands where the optimizer stands, after `all_reduce`, inside `local_steps` or
-    `skip_nonfinite`; for `zero_redundancy` use its `state_compressor`, which codes the part of each worker.
+    *On the wire*: nothing. It goes where the optimizer would, after `all_reduce`, inside `local_steps` or
+    `skip_nonfinite`; for `zero_redundancy` use its `state_compressor`, which encodes the shard of each worker.
 
-    *State*: agreed, where that of `inner` is. For Adam `2 · (1 + 1/32)` bytes a parameter in place of 8, with
+    *State*: replicated if that of `inner` is. For Adam `2 · (1 + 1/32)` bytes a parameter in place of 8, with
     `cast(jnp.bfloat16, rounding="stochastic")` 4; and a count.
 
     Args:
       inner: any optimizer that does not communicate.
-      code: how arrays are kept: `dynamic_fp8()` by default; `cast(jnp.bfloat16, rounding="stochastic")` for twice the
-        bytes, a sixth of the error, and fewer decoded arrays in memory while `inner` runs. Codes with evenly spaced
-        numbers (`int8`, `qsgd`) make zeros of small second moments, by which Adam then divides.
-      smallest: arrays with fewer entries stay as they are.
+      code: the compressor: `dynamic_fp8()` by default; `cast(jnp.bfloat16, rounding="stochastic")` for twice the bytes,
+        a sixth of the error, and fewer decoded arrays in memory while `inner` runs. Codes with evenly spaced values
+        (`int8`, `qsgd`) round small second moments to zero, by which Adam then divides.
+      smallest: arrays with fewer entries are not encoded.
 
     Returns:
       A gradient transformation with the arguments of `inner`.
 
     Raises:
-      ValueError: `smallest` is below 1, or `inner` communicates and keeps state that is not agreed.
+      ValueError: `smallest` is below 1, or `inner` communicates and keeps state that is not replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -123,25 +124,35 @@ def quantized_state(
     """
     if smallest < 1:
         raise ValueError(f"smallest must be at least 1, got {smallest}")
-    carrier = dynamic_fp8() if code is None else code
-    inner = optax.with_extra_args_support(inner)
+    cfg = _Config(optax.with_extra_args_support(inner), dynamic_fp8() if code is None else code, smallest)
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
-    def encoded(state: PyTree, count: Array) -> CompactState:
-        key = jax.random.fold_in(jax.random.key(0), count)
-        return CompactState(encode_tree(carrier, state, key, lambda x: worth_coding(x, smallest)), count)
 
-    def init(params) -> State:
-        state = inner.init(params)
-        if any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-            raise ValueError(
-                "quantized_state needs an optimizer that does not communicate, and this one has leaves that "
-                "differ between workers or are cut over them: put quantized_state inside, as in "
-                "chain(all_reduce(...), quantized_state(adam(...))), or use zero_redundancy(..., state_compressor=)"
-            )
-        return encoded(state, jnp.zeros((), jnp.int32))
+class _Config(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    compressor: Compressor
+    smallest: int
 
-    def update(updates, state, params=None, **extra_args):
-        updates, new = inner.update(updates, decode_tree(carrier, state.inner), params, **extra_args)
-        return updates, encoded(new, next_count(state.count))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+def _init(cfg: _Config, params: PyTree) -> State:
+    state = cfg.inner.init(params)
+    if any(is_mark(x) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+        raise ValueError(
+            "quantized_state needs an optimizer that does not communicate, and this one has leaves that differ between "
+            "workers or are sharded over them; put quantized_state inside, as in chain(all_reduce(...), "
+            "quantized_state(adam(...))), or use zero_redundancy(..., state_compressor=)"
+        )
+    return _encode_state(cfg, state, jnp.zeros((), jnp.int32))
+
+
+def _update(
+    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, **extra_args: Any
+) -> tuple[Updates, State]:
+    updates, new = cfg.inner.update(updates, decode_tree(cfg.compressor, state.inner), params, **extra_args)
+    return updates, _encode_state(cfg, new, next_count(state.count))
+
+
+def _encode_state(cfg: _Config, state: PyTree, count: Array) -> CompactState:
+    # The same key on all workers keeps replicated state replicated.
+    key = jax.random.fold_in(jax.random.key(0), count)
+    return CompactState(encode_tree(cfg.compressor, state, key, lambda x: worth_coding(x, cfg.smallest)), count)

@@ -1,4 +1,4 @@
-"""A step that would leave NaN or Inf anywhere does not happen, on any worker."""
+"""Skips steps that would leave NaN or Inf anywhere, on all workers together."""
 
 import functools
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from ..comm.over import over
 
 
 class SkipNonfiniteState(NamedTuple):
-    """Counts of steps that did not happen (agreed; of each worker inside `local_steps` and `gossip`).
+    """Counts of skipped steps: `skipped` in total, `consecutive` up to now, and the `allowed` number of the latter.
 
-    `skipped` in all, `consecutive` in a row up to now, of which `allowed` is the largest number.
+    Replicated; per worker inside `local_steps` and `gossip`.
     """
 
     inner: State
@@ -31,11 +31,11 @@ class SkipNonfiniteState(NamedTuple):
 class TooManySkips(Portable, RuntimeError):
     """More steps in a row were skipped than `skip_nonfinite(max_consecutive=)` allows.
 
-    The step before has left the state as it was: it can be saved, and training can go on from it with other data or a
-    lower learning rate.
+    Skipped steps leave the state unchanged: it can be saved, and training can resume from it with other data or a lower
+    learning rate.
 
     Attributes:
-      skips: how many in a row.
+      skips: the number of consecutive skipped steps.
     """
 
     def __init__(self, skips: int):
@@ -44,42 +44,42 @@ class TooManySkips(Portable, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"skip_nonfinite has skipped {self.skips} steps in a row, since gradients, updates or new states were not "
-            "finite: look for NaN in the data and the loss, lower the learning rate, or allow more by max_consecutive="
+            f"skip_nonfinite has skipped {self.skips} steps in a row because gradients, updates or new states were not "
+            "finite; look for NaN in the data and the loss, lower the learning rate, or raise max_consecutive="
         )
 
 
 def skip_nonfinite(
     tx: optax.GradientTransformation, *, axis: AxisNames = "data", max_consecutive: int | None = 1000
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the whole chain on all workers if one of them would be left with anything that is not finite.
+    """Skips the whole chain on all workers if any of them would end up with a value that is not finite.
 
-    Wrap the whole chain: Adam and weight decay move parameters even on a zero gradient, and a residual that has taken
-    up a NaN never recovers. A step is skipped if on any worker
+    Wrap the whole chain: Adam and weight decay move parameters even on a zero gradient, and a residual never recovers
+    from a NaN. A step is skipped if on any worker
 
     - a gradient is not finite, or so large that the sum of its squares overflows, `|g| > 1.8e19` in float32: a
-      residual would keep it, and products and sums of the next steps would overflow in its place;
-    - an update, a parameter that it makes, or a number in the new state of the chain is not finite and was before.
+      residual would keep it, and products and sums of the next steps would overflow instead;
+    - an update, an updated parameter, or a number in the new state of the chain is not finite and was before.
 
-    The chain runs in any case, so that its collectives happen on all workers, on zeros in place of a bad gradient; a
-    skipped step's updates are then replaced by zeros and its new state by the old one, residuals included. Workers with
-    `examples=0` do not count for their gradient.
+    The chain always runs, on zeros in place of a bad gradient, so that its collectives happen on all workers; a skipped
+    step's updates are then replaced by zeros and its new state by the old one, residuals included. The gradients of
+    workers with `examples=0` are not checked.
 
-    Around `local_steps` and `gossip` it makes all workers meet in every step, which they are there to avoid. Inside,
-    `local_steps(skip_nonfinite(inner, axis=None), ...)`, a worker sits its own step out, as with `active=False`, and
-    nobody waits. With `gradient_tracking`, which keeps the gradients themselves, it must stand around.
+    Around `local_steps` and `gossip` it would synchronize all workers at every step and defeat their purpose. Inside,
+    `local_steps(skip_nonfinite(inner, axis=None), ...)`, each worker skips its own steps, as with `active=False`. With
+    `gradient_tracking`, which stores the gradients themselves, it must be outside.
 
     *On the wire*: one all-reduce of 4 bytes after those of `tx`; with `axis=None` nothing.
 
-    *State*: that of `tx`, and three counts. While a step runs, the old state is kept until the new one is known to be
-    finite: with Adam 1.25 times the memory of the parameters.
+    *State*: the state of `tx`, and three counts. While a step runs, the old state is kept until the new one is known
+    to be finite: with Adam 1.25 times the memory of the parameters.
 
     Args:
       tx: the whole chain, `all_reduce` included.
-      axis: the mesh axis of the workers; `None` where each decides for itself, inside `local_steps` and `gossip`.
-      max_consecutive: how many steps in a row may be skipped. One more, and the next call of the step that `distribute`
-        or `simulate` made raises `TooManySkips`; in a loop of another kind call `check_skips`. A few hundred tell a
-        model or data that are lost from a bad batch; `None` goes on for ever.
+      axis: the mesh axis of the workers; `None` where workers decide independently, inside `local_steps` and `gossip`.
+      max_consecutive: the number of steps in a row that may be skipped. After one more, the next call of the step that
+        `distribute` or `simulate` made raises `TooManySkips`; in other loops call `check_skips`. A few hundred
+        distinguish a diverged model or corrupt data from a bad batch; `None` sets no limit.
 
     Returns:
       The guarded chain.
@@ -99,26 +99,28 @@ def skip_nonfinite(
       Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 2018 (skipping steps that overflow).
     """
     if max_consecutive is not None and max_consecutive < 1:
-        raise ValueError(f"max_consecutive must be at least 1, or None for no end, got {max_consecutive}")
+        raise ValueError(f"max_consecutive must be at least 1, or None for no limit, got {max_consecutive}")
     most = np.iinfo(np.int32).max
     allowed = most if max_consecutive is None else min(max_consecutive, most)
     tx = optax.with_extra_args_support(tx)
 
-    def init(params):
+    def init_fn(params):
         zero = jnp.zeros((), jnp.int32)
         return SkipNonfiniteState(tx.init(params), zero, jnp.zeros_like(zero), jnp.asarray(allowed, jnp.int32))
 
-    def update(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args):
         comm = over(axis)
-        bad = _any(jnp.logical_not(_leaves_room(x)) for x in _inexact(updates))
+        # Collectives run on zeros in place of a bad gradient.
+        bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(updates))
         clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), updates)
-        if "examples" in extra_args:  # without examples a mean is 0/0; all_reduce leaves it out
+        # Without examples a mean is 0/0; all_reduce leaves it out.
+        if "examples" in extra_args:
             bad = bad & (jnp.asarray(extra_args["examples"]) > 0)
         new_updates, inner = tx.update(clean, state.inner, params, **extra_args)
-        # In one flag with the gradient's: all that the step makes has to be there before any of it is kept.
+        # One flag for gradient, updates and new state, and one collective for it.
         bad = bad | _any(~jnp.isfinite(x).all() for x in _inexact(new_updates)) | _overflows(state.inner, inner)
         if params is not None:
-            bad = bad | _overflows(params, jax.tree.map(_moved, params, new_updates))
+            bad = bad | _overflows(params, jax.tree.map(_apply_update, params, new_updates))
         skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
         inner = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner, state.inner)
@@ -127,22 +129,22 @@ def skip_nonfinite(
         skipped = jnp.where(skip, optax.safe_increment(state.skipped), state.skipped)
         return new_updates, SkipNonfiniteState(inner, skipped, consecutive, allowed_now)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def check_skips(state: State) -> int:
-    """Raises if a `skip_nonfinite` in a state has skipped more steps in a row than it may.
+    """Checks that no `skip_nonfinite` in a state has skipped more steps in a row than it allows.
 
-    Steps made by `distribute` and `simulate` do this by themselves. It waits for the step that makes the state.
+    Steps made by `distribute` and `simulate` call it. It blocks until the state has been computed.
 
     Args:
-      state: a state of training or of an optimizer, placed or not, with whatever around.
+      state: a train state or an optimizer state, placed or not, inside any tree.
 
     Returns:
-      How many more steps may be skipped; the largest 32-bit number if none is guarded.
+      The number of steps that may still be skipped; the largest 32-bit number without any `skip_nonfinite`.
 
     Raises:
-      TooManySkips: too many were.
+      TooManySkips: more steps in a row were skipped than `max_consecutive`.
 
     Example:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -160,8 +162,9 @@ def check_skips(state: State) -> int:
     left = int(np.iinfo(np.int32).max)
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SkipNonfiniteState)):
         if isinstance(node, SkipNonfiniteState):
-            consecutive = max(int(x.max()) for x in _here(node.consecutive))
-            left = min(left, min(int(x.min()) for x in _here(node.allowed)) - consecutive, check_skips(node.inner))
+            consecutive = max(int(x.max()) for x in _local_values(node.consecutive))
+            allowed = min(int(x.min()) for x in _local_values(node.allowed))
+            left = min(left, allowed - consecutive, check_skips(node.inner))
             if left < 0:
                 raise TooManySkips(consecutive)
     return left
@@ -190,8 +193,8 @@ def with_skip_checks(run: Any) -> Any:
     return run_with_checks
 
 
-def _here(counts: PyTree) -> list[np.ndarray]:
-    """What this process has of a count, which may have marks around it, and be one for each worker."""
+def _local_values(counts: PyTree) -> list[np.ndarray]:
+    """Returns this process's shards of a count, which may be marked and have one value for each worker."""
     found: list[np.ndarray] = []
     for x in jax.tree.leaves(counts):
         found += [np.asarray(shard.data) for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
@@ -207,16 +210,16 @@ def _any(flags: Iterable[Array]) -> Bool[Array, ""]:
     return jnp.stack(found).any() if found else jnp.zeros((), bool)
 
 
-def _leaves_room(x: Array) -> Bool[Array, ""]:
-    """Whether all entries are finite, and the sum of their squares is."""
+def _is_moderate(x: Array) -> Bool[Array, ""]:
+    """Returns whether all entries, and the sum of their squares, are finite."""
     return jnp.isfinite(jnp.sum(jnp.square(jnp.abs(x.astype(working_dtype(x.dtype))))))
 
 
 def _overflows(old: PyTree, new: PyTree) -> Bool[Array, ""]:
-    """Whether anything is not finite any more. What was not before is the business of the chain: a best loss of Inf."""
+    """Returns whether any entry has become non-finite. Those that already were are intended: a best loss of Inf."""
     pairs = zip(_inexact(old), _inexact(new), strict=True)
     return _any((jnp.isfinite(a) & ~jnp.isfinite(b)).any() for a, b in pairs)
 
 
-def _moved(parameter: Any, update: Array) -> Array:
+def _apply_update(parameter: Any, update: Array) -> Array:
     return parameter + update.astype(parameter.dtype)

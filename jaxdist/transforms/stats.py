@@ -1,4 +1,4 @@
-"""What an optimizer state knows about its communication."""
+"""Statistics of communication, read from an optimizer state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +17,20 @@ from .skip_nonfinite import SkipNonfiniteState
 
 
 def stats(opt_state: State) -> dict[str, Array]:
-    """Reads the figures that transformations keep, without logging anything.
+    """Reads the statistics that transformations keep in their state.
 
     Args:
-      opt_state: a placed optimizer state, as a distributed or simulated step returned it, with whatever chain,
-        partition or wrapper around. Works inside `jit` too.
+      opt_state: a placed optimizer state, as a distributed or simulated step returned it, inside any chain, partition
+        or wrapper. Works inside `jit` too.
 
     Returns:
-      Those of the following that the state has, as scalar arrays:
+      Scalar arrays, those of the following that the state has:
       `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
       since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
       `with_stats`, `bytes` also from `gossip`, `local_steps`, `noloco`, `mirror_descent`, `anytime_minibatch`,
-      `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`, of all fragments together, and from
-      `noloco`; `skips` from `skip_nonfinite`, of all workers
-      together where each guards its own steps; `empty` (steps without any example) from `all_reduce`; `loss_scale`
-      from `dynamic_loss_scale`.
+      `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps` (the sum over fragments) and `noloco`;
+      `skips` from `skip_nonfinite` (the sum over workers that skip independently); `empty` (steps without any example)
+      from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -50,7 +49,8 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
     counting = _communicating(opt_state, "sent")
-    if counting:  # all that they send, that of a tracked reducer inside them included
+    # These counts include those of a tracked reducer inside.
+    if counting:
         found["bytes"] = sum(_number(node.sent) for node in counting)
     local = _communicating(opt_state, "rounds")
     if local:
@@ -66,12 +66,12 @@ def stats(opt_state: State) -> dict[str, Array]:
 
 
 def _without_host(node: Any) -> Any:
-    """Where an array lies does not matter here; the mark inside, of whose it is, does."""
+    """Removes the mark of the memory kind; the marks inside, of placement over workers, are needed."""
     return node.value if isinstance(node, OnHost) else node
 
 
 def _number(words: Array) -> Array:
-    """(high, low) words as a float, of the first worker where each has its own."""
+    """Converts (high, low) words to a float; takes the first worker's if there is one for each."""
     high, low = words.reshape(-1, 2)[0].astype(jnp.float32)
     return high * 2.0**32 + low
 
@@ -81,18 +81,18 @@ def _nodes(tree: PyTree, kind: type) -> list[Any]:
 
 
 def _communicating(tree: PyTree, field: str) -> list[Any]:
-    """The states of transformations that communicate and have this field."""
+    """Returns the states of transformations that communicate and have this field."""
     return _matching(tree, lambda x: communicates(x) and field in x._fields)
 
 
 def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
-    """All nodes that match, including those inside other matching nodes."""
+    """Returns all nodes that match, including those inside other matching nodes."""
     found = [node for node in jax.tree.leaves(tree, is_leaf=matches) if matches(node)]
     return found + [inner for node in found for inner in _matching(tuple(node), matches)]
 
 
 def _mean_square(residual: PerWorker) -> Array:
-    """The squared norm of a residual, averaged over the workers that its leading dimension counts."""
+    """Returns the squared norm of a residual, averaged over the workers in its leading dimension."""
     leaves = jax.tree.leaves(residual)
     count = leaves[0].shape[0] if leaves and residual.axis else 1
     return sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.zeros(())) / count

@@ -19,7 +19,7 @@ def batches(process):
 
 def train(mesh, process, divisor):
     """SGD on a linear loss: each step moves by the mean of the batches that there are."""
-    tx = optax.chain(jd.recipes.ddp(divisor=divisor), optax.sgd(1.0))
+    tx = optax.chain(jd.recipes.ddp(normalize_by=divisor), optax.sgd(1.0))
 
     def step(state, data):
         batch, examples = data
