@@ -1,5 +1,6 @@
 """Local steps: each worker optimizes by itself, and workers synchronize every `H` steps."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,10 +206,7 @@ def _update(
     def synchronize_due(state: LocalStepsState, local: PyTree) -> tuple[LocalStepsState, list[Flag]]:
         labels = cfg.fragments.assign(state.anchor)
         fragments, models = split_state(state, labels), split(local, labels, cfg.fragments.number)
-        if override is None:
-            due = _due_fragments(cfg, fragments, period, warm)
-        else:
-            due = [i in override for i in range(cfg.fragments.number)]
+        due = _due_fragments(cfg, fragments, override, period, warm)
         after = [
             synchronize_fragment(comm, flag, cfg.carrier, cfg.outer, fragment, model, **has_extras)
             for flag, fragment, model in zip(due, fragments, models, strict=True)
@@ -216,22 +214,25 @@ def _update(
         return merge_state(state, after, labels), due
 
     with jax.named_scope("local_steps"):
-        # The inner step sees the anchor of before, so that with a delay it need not wait for the new one.
+        # The inner step uses the previous anchor: with a delay, the round of the previous step runs at the same time.
         anchor = comm.varying(state.anchor)
         if cfg.delay:
             state, _ = synchronize_due(state, params)
 
+        # During the warm-up all workers take the same step, with the mean gradient.
         gradients = warm_mean(comm, warm, updates, examples)
         passed = {"step": state.count, **extra_args, **_drop_none(learning_rate=learning_rate, examples=examples)}
         passed["anchor"] = anchor
         steps, inner_state, local = inner_step(cfg.inner, gradients, state.inner.value, params, active=active, **passed)
         state = _advance_counts(state, warm, learning_rate, examples)
 
+        # With a delay, the result of a round is merged when its fragment has taken `delay` more steps.
         if cfg.delay:
             arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
         else:
             state, arrived = synchronize_due(state, local)
         inner_state = update_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
+        # The warm-up ends with an anchor of its own, from which the first round starts.
         if warm is not False:
             state = state._replace(anchor=set_anchor(comm, state.count == cfg.warmup_steps, state.anchor, local))
         steps = _merge_anchors(cfg, arrived, state, local, params, steps)
@@ -263,8 +264,12 @@ def _check_update(cfg: _Config, updates: Updates, params: PyTree | None) -> None
         refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
 
 
-def _due_fragments(cfg: _Config, fragments: list[Fragment], period: Array, warm: Flag) -> list[Flag]:
-    """Returns a flag for each fragment, from the replicated counts; none is due during the warm-up."""
+def _due_fragments(
+    cfg: _Config, fragments: list[Fragment], override: Collection[int] | None, period: Array, warm: Flag
+) -> list[Flag]:
+    """Returns a flag for each fragment: the host's override, or from the replicated counts, never in the warm-up."""
+    if override is not None:
+        return [i in override for i in range(len(fragments))]
     flags = [
         is_due(fragment.since, fragment.rounds, period, first)
         for fragment, first in zip(fragments, cfg.first_rounds, strict=True)

@@ -52,6 +52,7 @@ def balanced(number: int) -> Fragments:
 
     def assign(params):
         leaves, tree = jax.tree.flatten(params)
+        # Greedy: the largest leaf first.
         sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
         labels, load = [0] * len(leaves), [0] * number
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
@@ -206,6 +207,7 @@ def due_fragments(
       [(), (1,), (), (0,), (), (1,), (), (0,)]
     """
     check_period(sync_period, offset, delay, fragments)
+    # Local steps that are complete when the collective runs: at the start of the step with a delay, else at its end.
     done = step - warmup_steps + (0 if delay else 1)
     if done < 1:
         return ()

@@ -123,6 +123,7 @@ def local_slow_momentum(
             extras = {"learning_rate": rates / since} if has_rate else {}
             operands = local, state.anchor.value, state.outer.value, extras
             anchor, outer_state = comm.varying(cond_or_static(due, partial(_slow_step, outer), _skip, comm, *operands))
+            # x_i = a_i
             steps = merge_anchor(due, 0.0, anchor, local, params, steps)
         return steps, LocalSlowMomentumState(
             count=next_count(state.count),

@@ -181,6 +181,7 @@ def _update(
         pairing = jax.random.randint(key, (), 0, len(tournament(comm.size)))
         synchronize = partial(_average_pairs, cfg)
         slow, momentum = cond_or_static(due, synchronize, _skip, comm, pairing, local, slow, momentum)
+        # θ_i = φ_i
         steps = merge_anchor(due, 0.0, slow, local, params, steps)
     return steps, NoLoCoState(
         count=next_count(state.count),
@@ -204,6 +205,7 @@ def _average_pairs(
     leaves, structure = jax.tree.flatten(own)
     branches = [partial(_exchange, pairs) for pairs in tournament(comm.size)]
     partner = structure.unflatten(comms.switch(pairing, branches, comm, leaves))
+    # m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i)
     momentum = jax.tree.map(
         lambda m, x, y, f: cfg.decay * m + ((x + y) / 2 - cfg.pull * f), momentum, own, partner, slow
     )

@@ -72,14 +72,13 @@ def slow_momentum(
                 "learning_rate= to the update, or use slowmo(..., learning_rate=)"
             )
         rate = jnp.asarray(rate, jnp.float32)
-        moves = rate > 0
-
         # u = β u + Δ/γ, unchanged where γ is 0.
-        def accumulate_drift(u, drift):
-            divisor = jnp.where(moves, rate, 1).astype(u.dtype)
-            return jnp.where(moves, momentum * u + drift.astype(u.dtype) / divisor, u)
-
-        u = jax.tree.map(accumulate_drift, state.momentum, updates)
+        divisor = jnp.where(rate > 0, rate, 1)
+        u = jax.tree.map(
+            lambda u, drift: jnp.where(rate > 0, momentum * u + drift.astype(u.dtype) / divisor.astype(u.dtype), u),
+            state.momentum,
+            updates,
+        )
         # x -= α γ u
         steps = jax.tree.map(lambda x, u: (-learning_rate * rate.astype(u.dtype) * u).astype(x.dtype), updates, u)
         return steps, SlowMomentumState(u)

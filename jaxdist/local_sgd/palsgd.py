@@ -1,5 +1,6 @@
 """PALSGD: local steps, some of which are replaced at random by a pull toward the last global parameters."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -97,12 +98,14 @@ def pulled(
         passed = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
         steps, inner_state = inner.update(updates, state.inner, params, anchor=anchor, **passed)
         count = next_count(state.count)
+        # Without pulls this is `inner`, and needs neither anchor nor learning rate.
         if not probability:
             return steps, PulledState(count, state.key, inner_state)
         if anchor is None:
             raise ValueError("pulled needs anchor=, which local_steps passes; use local_steps(pulled(inner), outer)")
         if learning_rate is None:
             raise ValueError("pulled scales its pulls by the learning rate; pass learning_rate= to the update")
+        # Not shared: each worker draws for itself.
         key = step_key(state.key, state.count, over(axis), shared=False)
         started = state.count >= start_step
         pulls = started & jax.random.bernoulli(key, probability)
@@ -110,15 +113,17 @@ def pulled(
         strength = jnp.asarray(learning_rate, jnp.float32) * (pull / probability)
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
-        def pull_or_scale(step, p, a):
-            wide = working_dtype(step.dtype)
-            toward_anchor = strength.astype(wide) * (a.astype(wide) - p.astype(wide))
-            return jnp.where(pulls, toward_anchor, scale.astype(wide) * step.astype(wide)).astype(step.dtype)
-
-        steps = jax.tree.map(pull_or_scale, steps, params, anchor)
+        steps = jax.tree.map(partial(_pull_or_scale, pulls, strength, scale), steps, params, anchor)
         return steps, PulledState(count, state.key, choose(pulls, state.inner, inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _pull_or_scale(pulls: Array, strength: Array, scale: Array, step: Array, param: Array, anchor: Array) -> Array:
+    wide = working_dtype(step.dtype)
+    # -(γ η / p) (x - a)
+    toward_anchor = strength.astype(wide) * (anchor.astype(wide) - param.astype(wide))
+    return jnp.where(pulls, toward_anchor, scale.astype(wide) * step.astype(wide)).astype(step.dtype)
 
 
 def palsgd(

@@ -1,4 +1,7 @@
-"""`local_steps` as in the papers: Local SGD, post-local SGD, SlowMo, DiLoCo, streaming DiLoCo and SparseLoCo."""
+"""`local_steps` as in the papers: Local SGD, post-local SGD, SlowMo, DiLoCo, streaming DiLoCo and SparseLoCo.
+
+The state of each is that of `local_steps`, and so are the arguments `inner`, `reducer`, `warmup_steps` and `axis`.
+"""
 
 import optax
 
@@ -28,8 +31,6 @@ def local_sgd(
 
     *On the wire*: every `H` steps the reducer's collectives for the model, with `exact()` `2(W-1)/W · 4n` bytes; on all
     other steps nothing.
-
-    *State*: as `local_steps`.
 
     Args:
       inner: the optimizer of each worker.
@@ -64,8 +65,6 @@ def post_local_sgd(
 
     *On the wire*: until the switch one exact all-reduce of the gradients a step, `2(W-1)/W · 4n` bytes, and the model
     once; then a round every `H` steps.
-
-    *State*: as `local_steps`.
 
     Args:
       inner: the optimizer of each worker.
@@ -298,6 +297,7 @@ def sparse_loco(
       Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706,
       2025 (with another code of two bits and another unit of positions).
     """
+    # The two-bit code is applied to the values that top-k selects.
     code = chained(block_top_k(density, block=block), two_means(block=values_block))
     return local_steps(
         inner,

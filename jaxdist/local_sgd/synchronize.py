@@ -84,6 +84,7 @@ def _outer_step(
         return reduced.mean, state
 
     mean, state, some = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=carrier.law == Law.MEAN)
+    # a += outer(Δ)
     steps, outer_state = outer.update(mean, outer_state, anchor, **agreed)
     after = optax.apply_updates(anchor, steps), outer_state, state
     # In a round without any example, momentum alone must not move the anchor.
@@ -109,10 +110,12 @@ def merge_anchor(
     With the parameters that were `sent`, to `local + (1 - alpha) (anchor - sent)`: local progress since then is kept.
     """
 
+    # α p_w + (1-α) a
     def mix(a, own, p, step):
         target = round_like(a, p) if alpha == 0 else alpha * own.astype(a.dtype) + (1 - alpha) * round_like(a, p)
         return (target - p.astype(a.dtype)).astype(step.dtype)
 
+    # p_w + (1-α) (a - p̂_w)
     def correct(a, own, p, step, before):
         progress = own.astype(a.dtype) - p.astype(a.dtype)
         return (progress + (1 - alpha) * (round_like(a, p) - before.astype(a.dtype))).astype(step.dtype)

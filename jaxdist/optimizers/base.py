@@ -48,6 +48,7 @@ def descend(
     direction: Updates, rate: Array, weight_decay: float | int, params: PyTree | None, like: Updates
 ) -> Updates:
     """Returns the updates `-rate · (direction + weight_decay · params)`, each in the dtype of its gradient."""
+    # Decoupled weight decay, as in AdamW.
     if weight_decay:
         if params is None:
             raise ValueError(NO_PARAMS)
@@ -80,6 +81,7 @@ def rescale_residuals(state: State, factor: PyTree, comm: Comm) -> State:
                 residual = jax.tree.map(jnp.multiply, residual, factor)
             inner = rescale_residuals(node.reducer, factor, comm)
             return ErrorFeedbackState(inner, with_value(node.residual, residual))
+        # The server residual is sharded over the workers as flat chunks.
         if isinstance(node, TwoShotState):
             flats = vectors(jax.tree.leaves(factor))
             if [residual.shape for residual in node.residuals] == [flat.shape for flat in flats]:
@@ -97,6 +99,7 @@ def _shapes(tree: PyTree) -> PyTree:
 
 def _rescale_chunk(residual: Sharded, factor: Array, comm: Comm) -> Sharded:
     """Multiplies this worker's chunk by the matching part of the whole factor, padded as the chunks are."""
+    # Chunks are of equal size, the last one padded with zeros.
     size = residual.value.size
     padded = jnp.pad(factor, (0, size * comm.size - factor.size))
     return with_value(residual, residual.value * lax.dynamic_slice(padded, (comm.index * size,), (size,)))

@@ -110,11 +110,13 @@ def demo(
         with jax.named_scope("demo"):
             gradients, comm = local_gradients(updates, axis, examples)
             rate = rate_at(learning_rate, state.count)
+            # m_w = β m_w + η g_w
             momentum = jax.tree.map(lambda m, g: decay * m + rate.astype(m.dtype) * g, state.momentum.value, gradients)
             leaves, structure = jax.tree.flatten(momentum)
             means, sent = run(_rounds(leaves, chunk, k, values), comm)
             # m_w -= DCTᵀ(q_w): the momentum is its own error feedback.
             residual = with_value(state.momentum, structure.unflatten([m - s for m, s in zip(leaves, sent)]))
+            # x -= η (sign(DCTᵀ(C)) + λ x)
             direction = jax.tree.map(jnp.sign, structure.unflatten(means))
             out = descend(direction, rate, weight_decay, params, updates)
             return out, DemoState(next_count(state.count), residual)
@@ -150,6 +152,7 @@ def _select(frequencies: Float[Array, "tiles size"], k: int, values: DTypeLike |
     # In float32: on CPU, top_k is ten times slower for any other dtype.
     _, positions = lax.top_k(jnp.abs(frequencies.astype(jnp.float32)), min(k, size))
     kept = jnp.take_along_axis(frequencies, positions, axis=1, mode="promise_in_bounds")
+    # Positions are packed into as few bits as the tile needs.
     bits = _position_bits(size)
     words = pack(positions.astype(jnp.uint8 if bits <= 8 else jnp.uint16), bits)
     return _Strongest(kept.astype(frequencies.dtype if values is None else values), words)
@@ -175,6 +178,7 @@ def _mean_of_senders(payloads: _Strongest, like: Float[Array, "tiles size"]) -> 
     """Returns the mean of each frequency over the workers that sent it; zero if none did."""
 
     def sum_and_count(payload):
+        # Decoding ones in place of the values marks the senders of each frequency.
         ones = payload._replace(values=jnp.ones_like(payload.values))
         return _scatter(payload, like), _scatter(ones, like)
 
@@ -205,6 +209,7 @@ def tile_of(shape: Shape, chunk: int) -> tuple[int, int]:
 def to_frequencies(x: Array, tile: tuple[int, int]) -> Float[Array, "tiles size"]:
     """Returns the orthonormal cosine transforms (DCT-II) of all tiles of a leaf, one in each row."""
     (rows, columns), (height, width) = _matrix(x.shape), tile
+    # Indices: tile row a, row h in the tile, tile column b, column w in the tile; frequencies i and j.
     blocks = x.reshape(rows // height, height, columns // width, width)
     vertical, horizontal = _cosines(height, x), _cosines(width, x)
     out = jnp.einsum("ahbw,ih,jw->abij", blocks, vertical, horizontal, precision=lax.Precision.HIGHEST)

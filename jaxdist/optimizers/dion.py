@@ -141,17 +141,8 @@ def dion(
     check_range("momentum", momentum, 0, 1)
     check_range("weight_decay", weight_decay, 0)
     others = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest
-    cfg = _Config(
-        learning_rate,
-        rank=rank,
-        rank_fraction=rank_fraction,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        is_matrix=is_matrix,
-        rest=optax.with_extra_args_support(others),
-        seed=seed,
-        axis=axis,
-    )
+    others = optax.with_extra_args_support(others)
+    cfg = _Config(learning_rate, rank, rank_fraction, momentum, weight_decay, is_matrix, others, seed, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
@@ -220,7 +211,7 @@ def _rounds(
     others = [i for i, view in enumerate(views) if view is None]
     # M_w += g_w, matrices of one shape stacked.
     matrices = [
-        jnp.stack([(momenta[i] + leaves[i]).reshape(views[i].n, views[i].m) for i in members]) for members in groups
+        jnp.stack([(momenta[i] + leaves[i]).reshape(-1, leaves[i].shape[-1]) for i in members]) for members in groups
     ]
     right = [jnp.stack([factors[i] for i in members]) for members in groups]
     # P = orth(mean(M_w Q))

@@ -159,27 +159,13 @@ def zero_one_adam(
       2202.06009, 2022.
     """
     check_adam(b1, b2, eps, weight_decay)
-    for name, value in (
-        ("freeze_step", freeze_step),
-        ("refreshes", refreshes),
-        ("doubling_steps", doubling_steps),
-        ("longest_interval", longest_interval),
-    ):
-        check_range(name, value, 1)
+    check_range("freeze_step", freeze_step, 1)
+    check_range("refreshes", refreshes, 1)
+    check_range("doubling_steps", doubling_steps, 1)
+    check_range("longest_interval", longest_interval, 1)
     coder = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
-    cfg = _Config(
-        learning_rate,
-        freeze_step=freeze_step,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        refreshes=refreshes,
-        doubling_steps=doubling_steps,
-        longest_interval=longest_interval,
-        coder=coder,
-        axis=axis,
-    )
+    intervals = refreshes, doubling_steps, longest_interval
+    cfg = _Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, *intervals, coder, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
@@ -216,13 +202,14 @@ def _update(
         gradients, comm = local_gradients(updates, cfg.axis, examples)
         # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
         gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
+        # Bytes are counted per step, inside the branches too.
         ledger: list[comms.Sent] = []
         comm = comms.counted(comm, ledger)
         rate = rate_at(cfg.learning_rate, state.count)
         rates = state.rates + rate.astype(state.rates.dtype)
         decision = _decide(cfg, state)
 
-        # The local step: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
+        # The local step, taken unless workers synchronize: m_w = β₁ m_w + (1-β₁) g_w, x_w -= η m_w / d.
         local_momentum = moving_average(state.momentum.value, gradients, cfg.b1)
         local_update = _adam_update(cfg, local_momentum, state.variance, rate)
 
@@ -262,6 +249,7 @@ def _update(
 def _decide(cfg: _Config, state: ZeroOneAdamState) -> _Decision:
     """Applies the paper's two policies: when to refresh the variance, and when to synchronize."""
     step = next_count(state.count)
+    # Until `freeze_step` all workers take the same step, and every step communicates.
     shared = state.count < cfg.freeze_step
     refresh = shared & (step % state.refresh.length == 0)
     sync = shared | (step % state.sync.length == 0)
@@ -283,7 +271,7 @@ def _communicate(
     reducer_state = reset_reducer(state.reducer, fresh, state.count == cfg.freeze_step)
     branches = [
         partial(_local_step, state.variance),
-        partial(_compressed_step, cfg, state.variance, extras),
+        partial(_compress_step, cfg, state.variance, extras),
         partial(_full_step, cfg, state.variance),
     ]
     # One program for compressed gradients and compressed displacements: the reducer is compiled once.
@@ -299,7 +287,7 @@ def _local_step(
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), payload), variance, reducer_state
 
 
-def _compressed_step(
+def _compress_step(
     cfg: _Config,
     variance: Updates,
     extras: Extras,
@@ -370,5 +358,6 @@ def _displacement(params: PyTree, anchor: Updates, update: Updates) -> Updates:
 def _advance(interval: Interval, happened: Array, every: int, longest: int) -> Interval:
     """Counts an event, and doubles the interval after `every` of them."""
     done = interval.done + happened.astype(jnp.int32)
+    # The count starts again with each doubling.
     doubled = jnp.minimum(2 * interval.length, longest)
     return Interval(jnp.where(done == every, doubled, interval.length), jnp.where(done == every, 0, done))

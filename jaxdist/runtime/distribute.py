@@ -11,7 +11,7 @@ from .._core.compat import shard_map
 from .._core.types import AxisNames, PyTree, State
 from ..state.marks import OnHost, PerWorker, axis_tuple, bind, map_marked
 from ..state.placement import workers
-from ..transforms.optax_wrappers import wrapped_communication
+from ..transforms.optax_wrappers import explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
 from .agreement import with_value_checks
 from .worker_view import as_weak_as, check_agreed, check_same, close_state, manual_specs, open_state, run_step
@@ -114,7 +114,7 @@ def _mapped(step, mesh, axis, batch_specs, check) -> Callable[..., tuple[State, 
     }
 
     def run(state, batch, **static):
-        reason = wrapped_communication(state)
+        reason = explain_wrapped_communication(state)
         if reason:
             raise ValueError(reason)
         state = bind(state, axis)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import axis_tuple, bind
-from ..transforms.optax_wrappers import wrapped_communication
+from ..transforms.optax_wrappers import explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
 from .worker_view import as_weak_as, check_same, close_state, manual_specs, open_state, run_step
 
@@ -56,7 +56,7 @@ def simulate(
     axes = tuple(sizes)
 
     def run(state, batch, **static):
-        reason = wrapped_communication(state)
+        reason = explain_wrapped_communication(state)
         if reason:
             raise ValueError(reason)
         state = bind(state, axes if isinstance(workers, Mapping) else axis)

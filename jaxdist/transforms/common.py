@@ -43,6 +43,7 @@ def inner_step(
 ) -> tuple[Updates, State, PyTree]:
     """Takes a local step, unless inactive; returns the updates, the inner state and the new parameters."""
     steps, new = inner.update(gradients, state, params, **filter_extras(state, extras))
+    # The step is computed in any case, so that the program is the same on all workers.
     if active is not None:
         steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
         new = choose(active, new, state)

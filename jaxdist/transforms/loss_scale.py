@@ -99,6 +99,7 @@ def dynamic_loss_scale(
         skipped = inner.skipped != state.inner.skipped
         since = jnp.where(skipped, 0, state.since + 1)
         grows = since >= growth_interval
+        # S / factor after a skip, factor S after `growth_interval` steps without one.
         factors = jnp.where(skipped, 1 / factor, jnp.where(grows, factor, 1.0))
         scale = jnp.clip(state.scale * factors, 1.0, largest)
         return updates, LossScaleState(inner, scale, jnp.where(grows, 0, since))

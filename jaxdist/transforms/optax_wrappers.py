@@ -15,7 +15,7 @@ def communicates(node: Any) -> bool:
     return getattr(type(node), "communicates", False)
 
 
-def wrapped_communication(state: PyTree) -> str | None:
+def explain_wrapped_communication(state: PyTree) -> str | None:
     """Returns advice if a wrapper that calls its inner transformation conditionally contains one that communicates."""
     advice = {
         optax.MultiStepsState: "optax.MultiSteps around a transformation that communicates accumulates gradients that "

@@ -124,6 +124,7 @@ def skip_nonfinite(
         skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
         inner = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner, state.inner)
+        # Counts go on through skipped steps; all other state is restored.
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
         allowed_now = jnp.full_like(state.allowed, allowed)
         skipped = jnp.where(skip, optax.safe_increment(state.skipped), state.skipped)

@@ -40,6 +40,7 @@ def stats(opt_state: State) -> dict[str, Array]:
     """
     found: dict[str, Any] = {}
     opt_state = jax.tree.map(_without_host, opt_state, is_leaf=lambda x: isinstance(x, OnHost))
+    # The L2 norm over all leaves, root mean square over workers.
     squares = [_mean_square(node.residual) for node in _nodes(opt_state, ErrorFeedbackState)]
     if squares:
         found["residual_norm"] = jnp.sqrt(sum(squares))
