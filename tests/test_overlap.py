@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist import analysis
 from jaxdist.analysis import cost
-from jaxdist.analysis.hlo.op_cost import weigher
+from jaxdist.analysis.hlo.op_cost import CostModel
 from jaxdist.analysis.hlo.reader import parse
 
 DATA = Path(__file__).parent / "data"
@@ -201,7 +201,7 @@ ENTRY main {
 def test_work_of_single_instructions():
     """Slices and updates in place count as what they touch; a batch that became a dilated dimension counts once."""
     module = parse(WORK.replace("DIMENSIONS", 'backend_config={"lhs_contracting_dimensions":["1"]}'))
-    work = weigher(module)
+    work = CostModel(module).cost
     weighed = {name: work("main", op) for name, op in module.computations["main"].instructions.items()}
     layer = 4 * 512**2
     assert weighed["layer"].bytes == 2 * layer + 4
@@ -213,7 +213,7 @@ def test_work_of_single_instructions():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="unknown chip 'h9000'; known: v5e"):
+    with pytest.raises(ValueError, match="unknown chip 'h9000'; pass one of v5e"):
         cost.cluster("h9000", [(cost.NVLINK, 8)])
     with pytest.raises(ValueError, match="positive size"):
         cost.cluster("h100", [(cost.NVLINK, 0)])

@@ -1,4 +1,4 @@
-"""What a step will do, known before it runs: collectives and their bytes, memory, operations."""
+"""Predicts what a step will do before it runs: its collectives and their bytes, memory, operations and time."""
 
 from . import cost as cost
 from . import pods as pods

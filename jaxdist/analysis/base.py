@@ -1,4 +1,4 @@
-"""What a collective costs: the records that both counters return and the ring formulas that they share."""
+"""Records of collectives, and the ring formulas for their bytes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,15 +14,15 @@ class Collective(NamedTuple):
     Attributes:
       kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"ragged-all-to-all"`,
         `"collective-permute"` or `"collective-broadcast"`.
-      dtype: what travels, by its NumPy name; one name per operand when the operands differ.
+      dtype: its NumPy name; one name per operand if the operands differ.
       bytes: the size of one worker's operands, for one execution.
-      group_size: how many workers take part together (of a permutation: the longest chain or cycle).
-      replica_groups: who they are, as positions in the flattened mesh; `None` when the text does not say.
+      group_size: the number of workers in a group (of a permutation: in the longest chain or cycle).
+      replica_groups: the groups, as positions in the flattened mesh; `None` if the text does not say.
       pairs: `(source, target)` positions of a permutation.
       count: how often it runs in one call of the program.
-      messages: how many separate transfers that makes: `count` times the operands. XLA merges small reductions into
-        one operation with many operands, but on CPU each operand still is a blocking ring of its own.
-      wire_bytes: what one worker sends, over all `count` executions; the mean where workers differ.
+      messages: the number of separate transfers: `count` times the operands. XLA merges small reductions into one
+        operation with many operands, but on CPU each operand is still a separate, blocking ring.
+      wire_bytes: the bytes that one worker sends, over all `count` executions; the mean where workers differ.
       where: the computation (of a compiled program) or the path of primitives (of a traced one) that contains it.
     """
 
@@ -43,8 +43,8 @@ class Collectives(NamedTuple):
 
     Attributes:
       ops: in program order.
-      wire_bytes: what one worker sends in one call, summed over `ops`.
-      warnings: what could not be known from the program, such as the trip count of a `while`.
+      wire_bytes: the bytes that one worker sends in one call, summed over `ops`.
+      warnings: facts that the program does not contain, such as the trip count of a `while`.
     """
 
     ops: tuple[Collective, ...]
@@ -53,14 +53,14 @@ class Collectives(NamedTuple):
 
 
 def dtype_name(op: Collective) -> str:
-    """What travels, in one word: `"float32"`, `"float32+int32"`."""
+    """Joins the dtypes of a collective: `"float32"`, `"float32+int32"`."""
     return op.dtype if isinstance(op.dtype, str) else "+".join(dict.fromkeys(op.dtype))
 
 
-def sent_per_byte(kind: str, workers: int) -> float:
-    """Return how many bytes one of `workers` sends for each byte of its operand, with ring algorithms.
+def wire_factor(kind: str, workers: int) -> float:
+    """Returns the bytes that one of `workers` sends per byte of its operand, with ring algorithms.
 
-    All-reduce `2(n-1)/n`, all-gather `n-1`, all others `(n-1)/n`: every worker keeps one n-th to itself.
+    All-reduce `2(n-1)/n`, all-gather `n-1`, all others `(n-1)/n`: every worker keeps one n-th.
     """
     if kind == "all-gather":
         return workers - 1.0
@@ -76,18 +76,19 @@ def make_collective(
     devices: int,
     where: str,
 ) -> Collective:
-    """Return the record of one execution of one collective, from its operands' dtypes and bytes."""
+    """Makes the record of one execution of a collective from its operands' dtypes and bytes."""
     dtypes = tuple(dtype for dtype, _ in operands)
     size = sum(nbytes for _, nbytes in operands)
-    # A tuple all-to-all is one exchange whose operands are the pieces for the different workers.
+    # The operands of a tuple all-to-all are the chunks for the different workers: one exchange.
     messages = 1 if kind == "all-to-all" else len(operands)
     if kind == "collective-permute":
-        groups = connected(pairs)
+        groups = permutation_groups(pairs)
+        # Workers that are their own destination, or no source at all, send nothing.
         sent = sum(source != target for source, target in pairs) / max(devices, 1)
     elif groups:
-        sent = sum(len(group) * sent_per_byte(kind, len(group)) for group in groups) / sum(map(len, groups))
+        sent = sum(len(group) * wire_factor(kind, len(group)) for group in groups) / sum(map(len, groups))
     else:
-        sent = sent_per_byte(kind, max(devices, 1))
+        sent = wire_factor(kind, max(devices, 1))
     return Collective(
         kind=kind,
         dtype=dtypes[0] if len(set(dtypes)) == 1 else dtypes,
@@ -102,8 +103,8 @@ def make_collective(
     )
 
 
-def connected(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the workers that a permutation connects with each other, as sorted groups."""
+def permutation_groups(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the sets of workers that a permutation connects with each other, as sorted groups."""
     group_of: dict[int, set[int]] = {}
     for source, target in pairs:
         merged = group_of.get(source, {source}) | group_of.get(target, {target})
@@ -114,7 +115,7 @@ def connected(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
 def mesh_groups(
     shape: Sequence[int], over: Sequence[int], order: np.ndarray | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of a mesh of `shape` that communicate over the dimensions `over`.
+    """Returns the groups of a mesh of `shape` that communicate over the dimensions `over`.
 
     Args:
       shape: sizes of the mesh axes, outermost first.
@@ -129,15 +130,17 @@ def mesh_groups(
 
 
 def repeat(ops: Sequence[Collective], times: int) -> list[Collective]:
-    """Return `ops` as they count inside a loop of `times` iterations."""
+    """Multiplies the counts of `ops` by the iterations of the loop around them."""
     return [
         op._replace(count=op.count * times, messages=op.messages * times, wire_bytes=op.wire_bytes * times)
         for op in ops
     ]
 
 
-def choose(branches: Sequence[list[Collective]], branch: str, where: str, warnings: list[str]) -> list[Collective]:
-    """Return the collectives of the branch that `branch` asks for, with a warning if the branches differ."""
+def choose_branch(
+    branches: Sequence[list[Collective]], branch: str, where: str, warnings: list[str]
+) -> list[Collective]:
+    """Returns the collectives of the branch that `branch` selects, and adds a warning if the branches differ."""
     if branch == "all":
         return [op for ops in branches for op in ops]
 
@@ -152,11 +155,11 @@ def choose(branches: Sequence[list[Collective]], branch: str, where: str, warnin
 
 
 def check_branch(branch: str) -> None:
-    """Raise unless `branch` is one of the known choices."""
+    """Checks that `branch` is one of the known choices."""
     if branch not in BRANCHES:
         raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
 
 
 def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
-    """Return the sum over `ops`; equal warnings are kept once."""
+    """Sums over `ops`; equal warnings are kept once."""
     return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))

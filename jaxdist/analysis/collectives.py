@@ -1,8 +1,8 @@
-"""The collectives of a compiled program: what really crosses the network."""
+"""The collectives of a compiled program, after all optimizations."""
 
 import re
 
-from .base import Collective, Collectives, check_branch, choose, make_collective, repeat, summarize
+from .base import Collective, Collectives, check_branch, choose_branch, make_collective, repeat, summarize
 from .hlo.loops import trip_count
 from .hlo.reader import (
     Computation,
@@ -10,7 +10,7 @@ from .hlo.reader import (
     Module,
     Program,
     arrays,
-    called,
+    callees_of,
     pairs,
     parse,
     program_text,
@@ -31,24 +31,24 @@ CALLERS = ("async", "call", "custom-call", "fusion", "map")
 
 
 def collectives(program: Program, *, branch: str = "max") -> Collectives:
-    """Return every collective of a compiled program, with its dtype, bytes, groups and how often it runs.
+    """Returns every collective of a compiled program, with its dtype, bytes, groups and count.
 
-    The bytes are those of the optimized program, after the compiler's own changes: XLA widens bfloat16 in every
-    collective on CPU, merges and splits operations, and adds those that automatic sharding needs.
-    `logical_collectives` counts what was written instead; `upcast_collectives` compares the two.
+    The bytes are those of the optimized program: XLA upcasts bfloat16 in every collective on CPU, merges and splits
+    operations, and adds those that automatic sharding needs. `logical_collectives` counts the operations as written
+    instead; `upcast_collectives` compares the two.
 
     `wire_bytes` assumes ring algorithms: with `n` workers in a group and `b` bytes of operand, each worker sends
     `2b(n-1)/n` for an all-reduce, `b(n-1)` for an all-gather, `b(n-1)/n` for reduce-scatter, all-to-all and
-    broadcast, and `b` for a permutation (times the share of workers that send at all).
+    broadcast, and `b` for a permutation (times the fraction of workers that send at all).
 
     Args:
       program: a compiled or lowered program (`step.lower(state, batch)`, `.compile()`), or its HLO text. A lowered
-        program is compiled, since sharding and widening happen there.
-      branch: what counts for a conditional: the branch that sends `"max"` (the worst step, the default), `"min"` (a
+        program is compiled, since sharding and upcasts happen there.
+      branch: which branch of a conditional counts: the one that sends `"max"` (the worst step, the default), `"min"` (a
         step of local SGD that does not synchronize), or `"all"` (both; to see every operation of a program).
 
     Returns:
-      The operations, one worker's `wire_bytes` for one call, and warnings about what the program does not tell.
+      The operations, one worker's `wire_bytes` for one call, and warnings about what the program does not show.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,35 +61,37 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     module = parse(program_text(program))
     started = chains(module)
     warnings: list[str] = []
-    walked: dict[str, list[Collective]] = {}
+    found: dict[str, list[Collective]] = {}  # by computation: several instructions may call the same one
 
     def walk(name: str) -> list[Collective]:
-        if name not in walked:
-            walked[name] = []
+        if name not in found:
+            found[name] = []
             if name in module.computations:
                 for instruction in module.computations[name].instructions.values():
-                    walked[name] += visit(name, instruction)
-        return walked[name]
+                    found[name] += visit(name, instruction)
+        return found[name]
 
     def visit(name: str, instruction: Instruction) -> list[Collective]:
         opcode = instruction.opcode
         kind = kind_of(instruction)
         if kind is not None:
-            later = goes_on(module, started, name, instruction)
-            return [] if later else [record(module, name, instruction, warnings)]
+            continues = is_continuation(module, started, name, instruction)
+            return [] if continues else [record(module, name, instruction, warnings)]
         if opcode == "while":
-            inside = [op for callee in called(instruction, "body") for op in walk(callee)]
-            tested = [op for callee in called(instruction, "condition") for op in walk(callee)]
+            inside = [op for callee in callees_of(instruction, "body") for op in walk(callee)]
+            tested = [op for callee in callees_of(instruction, "condition") for op in walk(callee)]
             times = trip_count(module, name, instruction) if inside or tested else 0
             if times is None:
                 warnings.append(f"the loop {instruction.name} in {name} runs an unknown number of times; counted once")
                 return inside + tested
             return repeat(inside, times) + repeat(tested, times + 1)  # the test that ends the loop runs too
         if opcode == "conditional":
-            callees = called(instruction, "branch_computations", "true_computation", "false_computation")
-            return choose([walk(callee) for callee in callees], branch, f"{instruction.name} in {name}", warnings)
+            callees = callees_of(instruction, "branch_computations", "true_computation", "false_computation")
+            return choose_branch(
+                [walk(callee) for callee in callees], branch, f"{instruction.name} in {name}", warnings
+            )
         if opcode.removesuffix("-start") in CALLERS:
-            callees = called(instruction, "calls", "to_apply", "called_computations")
+            callees = callees_of(instruction, "calls", "to_apply", "called_computations")
             return [op for callee in callees for op in walk(callee)]
         return []
 
@@ -97,7 +99,7 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Return the kind of collective that an instruction is or starts, or `None`."""
+    """Returns the kind of collective that an instruction is or starts, or `None`."""
     if instruction.opcode == "send":
         between = between_slices(instruction, 1)
         return between.kind if between else "collective-permute" if pairs(instruction) else None
@@ -106,11 +108,11 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def record(module: Module, name: str, instruction: Instruction, warnings: list[str]) -> Collective:
-    """Return what one execution of a collective in the computation `name` sends."""
+    """Makes the record of one execution of a collective in the computation `name`."""
     symbols, kind = module.computations[name].instructions, kind_of(instruction) or ""
     operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
     if kind == "ragged-all-to-all":
-        operands = operands[:1]  # the others say where the rows go and hold what they overwrite
+        operands = operands[:1]  # the others are the sizes and offsets of rows, and the array to write into
         warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token
@@ -127,7 +129,7 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
 
 
 def chains(module: Module) -> set[str | None]:
-    """Return the names of the collectives that the TPU compiler spread over several fusions."""
+    """Returns the names of the collectives that XLA:TPU splits over several fusions."""
     return {
         chain_of(instruction)
         for computation in module.computations.values()
@@ -136,19 +138,19 @@ def chains(module: Module) -> set[str | None]:
     }
 
 
-def goes_on(module: Module, started: set[str | None], name: str, instruction: Instruction) -> bool:
-    """Whether this is a later piece of such a collective: the pieces repeat the same operation."""
+def is_continuation(module: Module, started: set[str | None], name: str, instruction: Instruction) -> bool:
+    """Returns whether this is a later part of such a collective; every part repeats the same operation."""
     chain = chain_of(instruction)
     first = calls_target(module.computations[name], "AsyncCollectiveStart")
     return chain is not None and chain in started and not first
 
 
 def chain_of(instruction: Instruction) -> str | None:
-    """Return what names the pieces of one collective that runs underneath several fusions, on TPU."""
+    """Returns the name that the parts of one collective share when it runs underneath several fusions, on TPU."""
     found = re.search(r"\bchain_id=\"?(\w+)", instruction.attributes)
     return found.group(1) if found else None
 
 
 def calls_target(computation: Computation, target: str) -> bool:
-    """Return whether a custom call in this computation is to `target`."""
+    """Returns whether a custom call in this computation is to `target`."""
     return any(target in instruction.attributes for instruction in computation.instructions.values())

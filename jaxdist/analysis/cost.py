@@ -1,4 +1,4 @@
-"""What chips and their links can do, and how long a collective takes: the alpha-beta model."""
+"""The speed of chips and links, and the time of a collective in the alpha-beta model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ class Chip(NamedTuple):
 
     Attributes:
       name: as in a target, `"v5e"` or `"h100"`.
-      flops: operations a second in products of matrices, by the dtype of what is multiplied, as JAX multiplies by
-        default; `"other"` for dtypes that are not named.
+      flops: operations a second in matrix products, by the dtype of the factors, at JAX's default precision;
+        `"other"` for all dtypes that are not listed.
       memory: bytes.
       bandwidth: of the memory, in bytes a second.
       host_bandwidth: between the memories of device and host, one way.
@@ -33,7 +33,7 @@ class Link(NamedTuple):
     """One dimension of a network.
 
     Attributes:
-      name: its class; dimensions of one name work together, as the axes of a torus do.
+      name: its class; dimensions with the same name are used together, like the axes of a torus.
       latency: seconds for one hop, the alpha of the model.
       bandwidth: bytes a second that one device sends along this dimension, 1/beta.
     """
@@ -44,10 +44,10 @@ class Link(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Devices and what connects them.
+    """Devices and the network between them.
 
     Attributes:
-      chip: all are alike.
+      chip: the same for all devices.
       links: the dimensions of the network, the slowest first.
       coordinates: of each device in these dimensions, in the order of the flattened mesh.
     """
@@ -58,12 +58,12 @@ class Cluster(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """How a collective uses one class of links.
+    """The use that a collective makes of one class of links.
 
     Attributes:
       link: the class.
-      bytes: what one device sends through it in one execution.
-      seconds: what that takes.
+      bytes: the bytes that one device sends through it in one execution.
+      seconds: the time of that.
     """
 
     link: str
@@ -94,20 +94,20 @@ CHIPS = {
 # Gb/s for 8 chips of v5e, 50 Gb/s a chip on v5p, 4 x 200 Gb/s for 8 chips of v6e.
 _ICI = {"v5e": 100 * _G, "v5p": 200 * _G, "v6e": 200 * _G}
 _DCN = {"v5e": 3.125 * _G, "v5p": 6.25 * _G, "v6e": 12.5 * _G}
-_DCN_LATENCY = 10e-6  # across a data centre's switches; below what the bandwidth costs for messages over 100 kB
+_DCN_LATENCY = 10e-6  # across a data center's switches; less than the transfer time of messages over 100 kB
 # NVLink 4: 900 GB/s both ways (data sheets above). Network: one ConnectX-7 of 400 Gb/s for each GPU (NVIDIA DGX H100
 # data sheet). Latencies: a hop of NCCL's rings in its LL128 protocol, `hwLat` of src/graph/tuning.cc: 1.9 and 4 us.
 NVLINK, NETWORK = Link("NVLink", 1.9e-6, 450 * _G), Link("network", 4.0e-6, 50 * _G)
 
 
 def tpu_links(chip: str, *, slices: bool = False) -> tuple[Link, ...]:
-    """The links of a TPU: three axes of ICI, and a data centre's network between slices."""
+    """Returns the links of a TPU: three axes of ICI, and a data center's network between slices."""
     ici = Link("ICI", 1e-6, _ICI[chip])
     return (Link("DCN", _DCN_LATENCY, _DCN[chip]), ici, ici, ici) if slices else (ici, ici, ici)
 
 
 def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, int]]) -> Cluster:
-    """A cluster whose devices are numbered along each dimension of its network in turn.
+    """Makes a cluster whose devices are numbered along each dimension of its network in turn.
 
     Args:
       chip: the device, or its name in `CHIPS`.
@@ -126,7 +126,7 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
       (1, 1)
     """
     if isinstance(chip, str) and chip not in CHIPS:
-        raise ValueError(f"unknown chip {chip!r}; known: {', '.join(CHIPS)}, or tell one as a cost.Chip")
+        raise ValueError(f"unknown chip {chip!r}; pass one of {', '.join(CHIPS)}, or a cost.Chip")
     pairs = list(shape.items()) if isinstance(shape, Mapping) else list(shape)
     for link, size in pairs:
         if size < 1 or link.bandwidth <= 0:
@@ -140,7 +140,7 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
 
 
 def of_mesh(chip: str, mesh: Mesh) -> Cluster:
-    """The cluster of a mesh of `pods.tpu` or `pods.gpu`, with the places of its devices."""
+    """Returns the cluster of a mesh of `pods.tpu` or `pods.gpu`, with the coordinates of its devices."""
     devices = list(mesh.devices.flat)
     if chip in _ICI:
         slices = [getattr(device, "slice_index", None) or 0 for device in devices]
@@ -153,9 +153,9 @@ def of_mesh(chip: str, mesh: Mesh) -> Cluster:
 
 
 def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
-    """How one execution of a collective uses each class of links: hierarchical rings, the largest share of any group.
+    """Computes the use that one execution of a collective makes of each class of links, with hierarchical rings.
 
-    Of `T` bytes, all that a group of `n` agrees on or gathers, a ring over the `k` parts of a class of links with
+    Of the `T` bytes that a group of `n` reduces or gathers, a ring over the `k` parts of a class of links with
     `m` members each sends `(k-1)/k · T/m` through that class, twice for an all-reduce, in `k-1` (or twice) hops; along
     several axes of a torus at once, `k_i-1` hops on each. An all-to-all sends `(k-1)/k` of its operand itself.
 
@@ -164,7 +164,7 @@ def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
       where: the devices.
 
     Returns:
-      The classes of links that are crossed, the slowest first; none where a group has one member.
+      The classes of links that are crossed, the slowest first, for the slowest group; none for groups of one member.
 
     Example:
       >>> from jaxdist.analysis import base, cost
@@ -175,27 +175,28 @@ def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
     """
     groups = op.replica_groups or (tuple(range(len(where.coordinates))),)
     if op.kind == "collective-permute":
-        return _permutation(op, where)
+        return _crossings_of_permutation(op, where)
     worst: tuple[Crossing, ...] = ()
-    # Groups of one mesh axis look alike; the first and the last differ where they lie across the edge of something.
+    # Groups of one mesh axis are alike, except where the first or the last crosses the edge of a node or a slice.
     for group in dict.fromkeys((groups[0], groups[len(groups) // 2], groups[-1])):
-        found = _of_group(op, group, where)
+        found = _crossings_of_group(op, group, where)
         worst = max(worst, found, key=seconds)
     return worst
 
 
 def seconds(crossed: Sequence[Crossing]) -> float:
-    """How long a collective takes: its classes of links work at the same time, one piece behind the other."""
+    """Returns the time of a collective: its classes of links work at the same time, as a pipeline."""
     return max((crossing.seconds for crossing in crossed), default=0.0)
 
 
-def _of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Crossing, ...]:
+def _crossings_of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Crossing, ...]:
     places = np.array([where.coordinates[member] for member in group if member < len(where.coordinates)])
     count = len(places)
     if count < 2:
         return ()
     total = op.bytes * (count if op.kind == "all-gather" else 1)
     times = 2 if op.kind == "all-reduce" else 1
+    # From the slowest class to the fastest: `through` counts the parts of the group that its links tell apart.
     found, parts = [], 1
     for name in dict.fromkeys(link.name for link in where.links):
         columns = [n for n, link in enumerate(where.links) if link.name == name]
@@ -204,15 +205,17 @@ def _of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Cro
         if k < 2:
             continue
         sizes = [(where.links[n], len(np.unique(places[:, n]))) for n in columns]
-        spread = [(link, size) for link, size in sizes if size > 1] or sizes[:1]
+        used = [(link, size) for link, size in sizes if size > 1] or sizes[:1]
+        # The members of a part share its traffic to other parts; in an all-to-all each has its own.
         members = 1 if op.kind in ("all-to-all", "ragged-all-to-all") else count // through
         sent = times * (k - 1) / k * total / members
-        hops = times * sum((min(size, k) - 1) * link.latency for link, size in spread)
-        found.append(Crossing(name, sent, hops + sent / sum(link.bandwidth for link, _ in spread)))
+        hops = times * sum((min(size, k) - 1) * link.latency for link, size in used)
+        found.append(Crossing(name, sent, hops + sent / sum(link.bandwidth for link, _ in used)))
     return tuple(found)
 
 
-def _permutation(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
+def _crossings_of_permutation(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
+    """A permutation is as slow as the slowest link of any pair."""
     slowest = None
     for source, target in op.pairs:
         for n, (here, there) in enumerate(zip(where.coordinates[source], where.coordinates[target])):
@@ -226,7 +229,7 @@ def _permutation(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
 
 
 def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> float:
-    """The roofline: products at the peak of their dtype, or the memory at its bandwidth, whichever is longer."""
+    """Returns the roofline time: products at their peak rate, or memory at its bandwidth, whichever is longer."""
     return max(math.fsum(count / _peak(dtype, chip) for dtype, count in flops.items()), nbytes / chip.bandwidth)
 
 

@@ -1,4 +1,4 @@
-"""The collectives that a program asks for, read from its jaxpr: no device, no compiler."""
+"""The collectives of a function as written, read from its jaxpr without a device or a compiler."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +8,10 @@ import jax
 
 from .._core.compat import ClosedJaxpr
 from .._core.jaxprs import inner_jaxprs
-from .base import Collective, Collectives, check_branch, choose, make_collective, mesh_groups, repeat, summarize
+from .base import Collective, Collectives, check_branch, choose_branch, make_collective, mesh_groups, repeat, summarize
 from .hlo.reader import bits_of
 
-# What each primitive does to the network, under the names of JAX 0.10 to 0.12. The `_start` forms are stripped first.
+# Primitives under their names in JAX 0.10 to 0.12; a suffix `_start` is stripped first.
 _KINDS = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -41,24 +41,24 @@ def logical_collectives(
     branch: str = "max",
     platform: str | None = None,
 ) -> Collectives:
-    """Return every collective that a function asks for, with the bytes as written, before any compiler.
+    """Returns every collective that a function asks for, with the bytes as written, before compilation.
 
-    Nothing is compiled and no device is needed: axes may have any size. What only the compiler adds (the widening of
-    bfloat16 on CPU, the collectives of automatic sharding) is not seen here; `collectives` sees it, and
-    `upcast_collectives` tells the difference.
+    Nothing is compiled and no device is needed: axes may have any size. Changes by the compiler (upcasts of bfloat16 on
+    CPU, the collectives of automatic sharding) are not included; `collectives` includes them, and `upcast_collectives`
+    compares the two.
 
     Args:
-      fn: a function (a step for `shard_map` or `distribute` as it is, or one worker's view together with
+      fn: a function (the result of `shard_map` or `distribute`, or a function of one worker together with
         `axis_sizes`), or a closed jaxpr. `simulate` turns collectives into local arithmetic: pass the step itself.
       *args: its arguments; `jax.ShapeDtypeStruct`s are enough.
-      axis_sizes: sizes of axes that no `shard_map` in the function binds, outermost first. Choose freely: 1024 workers
-        cost nothing here.
-      branch: what counts for a conditional, as in `collectives`.
+      axis_sizes: sizes of the axes that no `shard_map` in the function binds, outermost first. Any size is cheap: 1024
+        workers take no longer than 2.
+      branch: which branch of a conditional counts, as in `collectives`.
       platform: `"cpu"`, `"tpu"`, `"cuda"`: which branch of `lax.platform_dependent` counts. `None` takes the branch
-        that `branch` says.
+        that `branch` selects.
 
     Returns:
-      The operations, one worker's `wire_bytes` for one call, and warnings about what the program does not tell.
+      The operations, one worker's `wire_bytes` for one call, and warnings about facts that the jaxpr does not contain.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -86,7 +86,7 @@ def logical_collectives(
             platforms = params.get("branches_platforms")
             if platforms and platform:
                 return walk(branches[_branch_of(platforms, platform)], sizes, inside)
-            return choose([walk(part, sizes, inside) for part in branches], branch, inside, warnings)
+            return choose_branch([walk(part, sizes, inside) for part in branches], branch, inside, warnings)
         if name == "while":
             found = walk(params["cond_jaxpr"], sizes, inside) + walk(params["body_jaxpr"], sizes, inside)
             if found:
@@ -109,7 +109,7 @@ def _record(kind: str, equation: Any, sizes: Mapping[str, int], where: str, warn
         return []
     unknown = [axis for axis in names if axis not in sizes]
     if unknown:
-        raise ValueError(f"the size of axis {unknown[0]!r} is not known; pass axis_sizes={{{unknown[0]!r}: workers}}")
+        raise ValueError(f"the size of axis {unknown[0]!r} is unknown; pass axis_sizes={{{unknown[0]!r}: workers}}")
     operands = [_operand(variable.aval) for variable in equation.invars]
     if kind == "ragged-all-to-all":
         operands = operands[:1]
@@ -126,14 +126,14 @@ def _record(kind: str, equation: Any, sizes: Mapping[str, int], where: str, warn
 
 
 def _operand(aval: Any) -> tuple[str, int]:
-    # NumPy gives 4-bit types a whole byte; the name tells. Random keys have no width in their names.
+    # NumPy stores 4-bit types in a byte: take their width from the name. The names of random keys contain none.
     name, width = str(aval.dtype), aval.dtype.itemsize
     bits = bits_of(name) if width == 1 else width * 8
     return name, -(-math.prod(aval.shape) * bits // 8)
 
 
 def _branch_of(platforms: Sequence[tuple[str, ...] | None], platform: str) -> int:
-    """The branch for `platform`: the one that names it, else the default, which names none."""
+    """Returns the branch that names `platform`, else the default, which names none."""
     for index, names in enumerate(platforms):
         if names is None or platform in names:
             return index

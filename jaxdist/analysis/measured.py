@@ -1,4 +1,4 @@
-"""The latency and the bandwidth of the links that are here, measured."""
+"""Measures the latency and the bandwidth of the links between the devices of a mesh."""
 
 import statistics
 import time
@@ -22,18 +22,18 @@ SIZES = (2**10, 2**14, 2**18, 2**22)
 
 
 def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] = SIZES, turns: int = 7) -> Link:
-    """Times means of several sizes and fits the latency and the bandwidth of the links that they went through.
+    """Times means of several sizes and fits the latency and the bandwidth of the links.
 
     Every process of the mesh must call it. A mean of `n` bytes over a ring of `W` workers takes `2(W-1)` hops and sends
-    `2(W-1)/W n` bytes; the fit has least relative errors. On one machine it measures the memory, not a network.
+    `2(W-1)/W n` bytes; the fit minimizes relative errors. On one machine it measures memory, not a network.
 
     *On the wire*: `turns + 1` means of each size.
 
     Args:
       mesh: the devices, of all processes.
-      axis: the axis or axes whose links are asked for.
+      axis: the axis or axes whose links are measured.
       sizes: bytes of the means, at least two different ones.
-      turns: how often each is timed; the median counts.
+      turns: how often each is timed; the median is used.
 
     Returns:
       A link named `"measured"`: seconds a hop, and bytes a second that one worker sends.
@@ -50,9 +50,9 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
     """
     workers = state_workers(mesh, axis)
     if workers < 2:
-        raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; say what it is instead")
+        raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; give a cost.Link instead")
     if len(set(sizes)) < 2:
-        raise ValueError(f"two different sizes at least tell latency from bandwidth, got {tuple(sizes)}")
+        raise ValueError(f"sizes must contain two different sizes, to tell latency from bandwidth, got {tuple(sizes)}")
     axes = axis_tuple(axis)
     mean = jax.jit(
         shard_map(
@@ -71,7 +71,7 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[float, float]:
-    """Seconds a hop and seconds a byte, neither below zero, that explain the times of all-reduces best.
+    """Fits seconds per hop and seconds per byte, neither negative, to the times of all-reduces.
 
     Example:
       >>> latency, beta = fit([1000, 1000000], [2 * 3 * 1e-4 + 1.5e-6, 2 * 3 * 1e-4 + 1.5e-3], 4)
@@ -80,10 +80,11 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
     """
     hops = 2.0 * (workers - 1)
     times = np.asarray(seconds, float)
+    # T(n) = 2(W-1) α + 2(W-1)/W n β, each equation divided by its measured time.
     rows = np.stack([np.full(len(times), hops), hops / workers * np.asarray(sizes, float)], axis=1)
     relative = rows / times[:, None]
     found, *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
-    for which in (0, 1):  # noise may tilt the line: the other one alone explains it then
+    for which in (0, 1):  # noise can make one coefficient negative: set it to zero and fit the other alone
         if found[which] <= 0:
             other = relative[:, 1 - which]
             found[which], found[1 - which] = 0.0, (other @ np.ones(len(times))) / (other @ other)
@@ -91,7 +92,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
 
 
 def seconds_of(call: Callable[[], Any], turns: int) -> list[float]:
-    """The time of each of so many calls, their results waited for, after a first one that compiles.
+    """Times `turns` calls until their results are ready, after a first call that compiles.
 
     Example:
       >>> import jax.numpy as jnp

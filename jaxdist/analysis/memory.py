@@ -1,4 +1,4 @@
-"""The memory that a compiled program plans for."""
+"""The memory that the compiler plans for a program."""
 
 from typing import NamedTuple
 
@@ -6,19 +6,19 @@ import jax
 
 
 class Memory(NamedTuple):
-    """The bytes on one device that a compiled program plans for.
+    """The bytes that the compiler plans for a program on one device.
 
     Attributes:
-      arguments: what is passed in.
-      outputs: what is returned, including what reuses a donated argument.
-      temporary: what lives only while the program runs.
+      arguments: the arguments.
+      outputs: the results, including those that reuse a donated argument.
+      temporary: buffers that exist only while the program runs.
       aliased: the part of `outputs` that reuses donated arguments.
       generated_code: the program itself.
       host_arguments: as above, in the host's memory.
       host_outputs: as above, in the host's memory.
       host_temporary: as above, in the host's memory.
       host_aliased: as above, in the host's memory.
-      peak: `arguments + outputs + temporary - aliased`, the most device memory that is needed at one time.
+      peak: `arguments + outputs + temporary - aliased`, the most device memory in use at one time.
     """
 
     arguments: int
@@ -34,21 +34,20 @@ class Memory(NamedTuple):
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """Return how much memory one device needs for a compiled program, by the compiler's own plan.
+    """Returns the memory that one device needs for a compiled program, by the compiler's plan.
 
-    `peak` is the sum of what the program is given, returns and uses in between, without what donation shares. It is
-    computed here because the field that XLA calls peak leaves the temporary buffers out on CPU.
+    `peak` is computed here because the field that XLA calls peak leaves out the temporary buffers on CPU.
 
-    What to believe:
+    Accuracy:
 
     - `arguments`, `outputs`, `aliased` are exact on every backend, as is `temporary` on GPU and TPU. On CPU
-      `temporary` came within about 5 % of the growth of the process in our measurements. It does not contain what
-      the runtime takes besides: gloo's buffers, the thread pool, the allocator's slack.
+      `temporary` came within about 5 % of the growth of the process in our measurements. It does not contain the
+      memory of the runtime: gloo's buffers, the thread pool, the allocator's slack.
     - On CPU "host" and "device" are the same memory, so XLA counts arguments in `pinned_host` as device arguments and
       all `host_` fields stay 0. To see what offloading would save there, sum the bytes of the arrays whose
       `sharding.memory_kind` is `pinned_host`, or compile ahead of time for a TPU or GPU.
     - Rematerialization written as `jax.checkpoint` in unrolled code shows no saving on CPU under JAX 0.10, where XLA
-      drops the barriers that keep it apart; inside `lax.scan`, and on newer versions, it does.
+      drops the barriers around it; inside `lax.scan`, and on newer versions, it does.
 
     Args:
       compiled: `step.lower(state, batch).compile()`.
@@ -64,7 +63,9 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     """
     stats = compiled.memory_analysis()
     if stats is None:
-        raise ValueError("this backend does not report the memory of its compiled programs")
+        raise ValueError(
+            "this backend does not report the memory of its compiled programs; compile for another platform"
+        )
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

@@ -1,23 +1,23 @@
-"""Which collectives of a compiled program run underneath computation, and which the step waits for."""
+"""Measures how much of its communication a compiled program hides behind computation."""
 
 from typing import NamedTuple
 
-from .base import Collective, check_branch
+from .base import Collective, check_branch, repeat
 from .cost import Cluster
 from .hlo.reader import Program, parse, program_text
-from .hlo.simulate_schedule import Span, walk
+from .hlo.simulate_schedule import Span, simulate_schedule
 
 
 class Overlapped(NamedTuple):
-    """One collective and what the schedule places between its start and its end.
+    """One collective, and the computation between its start and its end in the schedule.
 
     Attributes:
       collective: as from `collectives`, with its executions and their bytes.
-      asynchronous: whether start and end are apart in the schedule. Else all waits for it.
+      asynchronous: whether start and end are separate in the schedule; otherwise the program waits for it.
       operations: computations between start and end, in one execution; those that touch less than 1 KiB not counted.
-      flops: their operations in products of matrices.
-      bytes: what they read and write in the memory of the device.
-      seconds: what one execution takes; 0 without a cluster.
+      flops: their operations in matrix products.
+      bytes: their memory traffic on the device.
+      seconds: the time of one execution; 0 without a cluster.
       exposed_seconds: how long the program waits for it, in all executions together; 0 without a cluster.
     """
 
@@ -31,21 +31,21 @@ class Overlapped(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What a step hides of its communication.
+    """The collectives of a step, and sums over them.
 
     Attributes:
       ops: the collectives, in the order in which they end.
-      wire_bytes: what one worker sends in a step.
+      wire_bytes: the bytes that one worker sends in a step.
       asynchronous_bytes: the part of it in asynchronous collectives.
       exposed_bytes: the part with no computation between start and end: certainly not hidden.
-      flops: of all products of matrices in a step.
-      memory_bytes: what the step reads and writes in the memory of a device.
+      flops: of all matrix products in a step.
+      memory_bytes: the memory traffic of a step on one device.
       seconds: of a step; this and the following are 0 without a cluster.
       compute_seconds: of computation.
       communication_seconds: of the collectives, one after the other.
-      exposed_seconds: what the step waits for collectives.
-      spans: what each lane (`"compute"`, a class of links, `"host"`, `"memory"`) is busy with, for a picture.
-      warnings: what the program does not tell.
+      exposed_seconds: how long the step waits for collectives.
+      spans: the busy intervals of each lane (`"compute"`, a class of links, `"host"`, `"memory"`), for a plot.
+      warnings: facts that the program does not contain.
     """
 
     ops: tuple[Overlapped, ...]
@@ -63,21 +63,21 @@ class Overlap(NamedTuple):
 
 
 def overlap(program: Program, cluster: Cluster | None = None, *, branch: str = "max") -> Overlap:
-    """Reads from a compiled program which collectives are hidden behind computation, and what is waited for.
+    """Reads from a compiled program which collectives are hidden behind computation, and which the step waits for.
 
-    A collective is asynchronous where the compiler has split it into a start and an end (on GPU and TPU, of all
-    spellings: pairs, wrapped operations, collectives that run underneath several fusions; on CPU there are none). What
-    stands between the two in the schedule can hide it. Loops count as often as they run.
+    A collective is asynchronous where the compiler has split it into a start and an end (on GPU and TPU, in all
+    spellings: pairs, wrapped operations, collectives that run underneath several fusions; on CPU there are none). The
+    computation between the two in the schedule can hide it. Loops count as often as they run.
 
-    With a `cluster`, a clock goes through the schedule: computation takes `max(FLOPs / peak, bytes / bandwidth)`, a
+    With a `cluster`, a clock runs through the schedule: computation takes `max(FLOPs / peak, bytes / bandwidth)`, a
     collective `hops · α + bytes · β` of the slowest class of links that it crosses, one at a time on each class. No
-    operation reaches its roofline and no collective its links' full bandwidth: the seconds are a bound from below, to
-    compare schedules with. Kernel launches, memory that both share and stragglers are left out.
+    operation reaches its roofline and no collective its links' full bandwidth: the seconds are lower bounds, for
+    comparing schedules. Kernel launches, contention for memory and stragglers are left out.
 
     Args:
       program: a compiled or lowered program, or the text of a scheduled one (`compiled.as_text()`).
       cluster: the devices and their links, from `cost.of_mesh` or `cost.cluster`.
-      branch: the branch of a conditional that is walked, the one that sends `"max"` or `"min"`.
+      branch: the branch of a conditional that is followed, the one that sends `"max"` or `"min"`.
 
     Returns:
       The collectives, and sums over a step.
@@ -107,36 +107,34 @@ def overlap(program: Program, cluster: Cluster | None = None, *, branch: str = "
       Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model", CACM 52(4), 2009.
     """
     check_branch(branch)
-    walked = walk(parse(program_text(program)), cluster, branch)
+    schedule = simulate_schedule(parse(program_text(program)), cluster, branch)
     ops = tuple(
         Overlapped(
-            seen.op._replace(
-                count=seen.times, messages=seen.op.messages * seen.times, wire_bytes=seen.op.wire_bytes * seen.times
-            ),
-            seen.asynchronous,
-            int(seen.operations),
-            seen.flops,
-            seen.bytes,
-            seen.seconds,
-            seen.exposed,
+            repeat([timed.op], timed.times)[0],
+            timed.asynchronous,
+            int(timed.operations),
+            timed.flops,
+            timed.bytes,
+            timed.seconds,
+            timed.exposed,
         )
-        for seen in walked.seen
+        for timed in schedule.collectives
     )
     return Overlap(
         ops=ops,
-        wire_bytes=_sent(ops),
-        asynchronous_bytes=_sent(op for op in ops if op.asynchronous),
-        exposed_bytes=_sent(op for op in ops if not op.asynchronous or not op.operations),
-        flops=walked.flops,
-        memory_bytes=walked.bytes,
-        seconds=walked.seconds,
-        compute_seconds=walked.compute_seconds,
+        wire_bytes=_wire_bytes(ops),
+        asynchronous_bytes=_wire_bytes(op for op in ops if op.asynchronous),
+        exposed_bytes=_wire_bytes(op for op in ops if not op.asynchronous or not op.operations),
+        flops=schedule.flops,
+        memory_bytes=schedule.bytes,
+        seconds=schedule.seconds,
+        compute_seconds=schedule.compute_seconds,
         communication_seconds=sum((op.seconds * op.collective.count for op in ops), 0.0),
         exposed_seconds=sum((op.exposed_seconds for op in ops), 0.0),
-        spans=tuple(walked.spans),
-        warnings=tuple(dict.fromkeys(walked.warnings)),
+        spans=tuple(schedule.spans),
+        warnings=tuple(dict.fromkeys(schedule.warnings)),
     )
 
 
-def _sent(ops) -> float:
+def _wire_bytes(ops) -> float:
     return float(sum(op.collective.wire_bytes for op in ops))

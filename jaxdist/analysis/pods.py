@@ -1,4 +1,4 @@
-"""The memory and the collectives of a step on machines that are not here, by ahead-of-time compilation."""
+"""Predicts memory and collectives of a step on machines that are not attached, by ahead-of-time compilation."""
 
 import os
 import re
@@ -24,7 +24,7 @@ GPUS = ("h100", "h200")  # the files of targets/
 
 
 class Plan(NamedTuple):
-    """What the compiler plans for a step: the memory of one device, what crosses the network, the program itself."""
+    """The compiler's plan for a step: the memory of one device, the collectives, the program."""
 
     memory: Memory
     collectives: Collectives
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int = 1) -> Mesh:
-    """A mesh of TPU chips that are not attached: steps can be compiled for it, but not run.
+    """Makes a mesh of TPU chips that are not attached: steps can be compiled for it, but not run.
 
     It needs `libtpu` (`pip install 'jaxdist[tpu-plan]'`), which works on machines without a TPU.
 
@@ -41,14 +41,14 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
         chip counts as one device.
       axes: the number of devices along each axis, slow links first; by default all along `"data"`, or, of several
         slices, `"slice"` and `"data"`.
-      num_slices: how many such slices, with a data centre's network between them. The first axes then lie across it:
-        their sizes multiply to this number.
+      num_slices: the number of such slices, with a data center's network between them. The first axes then span the
+        slices: their sizes multiply to this number.
 
     Returns:
       The mesh.
 
     Raises:
-      ValueError: `libtpu` is missing or does not know the topology, or the axes need another number of devices.
+      ValueError: `libtpu` is missing or does not know the topology, or the axes need a different number of devices.
 
     Example:
       >>> from jaxdist.analysis import pods
@@ -63,12 +63,12 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
     _need(("libtpu",), "tpu-plan", topology)
     # Else libtpu asks the metadata server of a cloud machine that this is not.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # A lock keeps a chip to one process; here there is no chip.
+    # A lock reserves a chip for one process; here there is no chip.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     several = {"num_slices": num_slices} if num_slices > 1 else {}
     devices = _describe("TPU", topology, platform="tpu", topology_name=topology, **several)
     default = {"slice": num_slices, "data": len(devices) // num_slices} if several else {"data": len(devices)}
-    axes = _checked(axes, default, len(devices), topology)
+    axes = _check_axes(axes, default, len(devices), topology)
     if not several:
         return make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     inside = list(axes.values())
@@ -78,25 +78,25 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
     if across != num_slices:
         raise ValueError(f"the first of axes={dict(axes)} must multiply to num_slices={num_slices}")
     slices = [[device for device in devices if device.slice_index == number] for number in range(num_slices)]
-    # The order in which a ring goes round a slice is JAX's; the slices come one after the other.
+    # JAX chooses the order of the devices within a slice, for rings; the slices follow each other.
     ordered = [make_mesh((len(part),), ("data",), devices=part).devices for part in slices]
     return Mesh(np.stack(ordered).reshape(tuple(axes.values())), tuple(axes))
 
 
 def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh of NVIDIA GPUs that are not attached: steps can be compiled for it, but not run.
+    """Makes a mesh of NVIDIA GPUs that are not attached: steps can be compiled for it, but not run.
 
     It needs JAX's CUDA plugin (`pip install 'jaxdist[gpu-plan]'`), and no GPU and no driver.
 
     Args:
-      topology: the chip, `"h100"` or `"h200"`, and how many nodes of how many GPUs, as in `"h100:4x8"`.
+      topology: the chip, `"h100"` or `"h200"`, the number of nodes, and the GPUs of a node, as in `"h100:4x8"`.
       axes: the number of devices along each axis, slow links first; by default all along `"data"`.
 
     Returns:
       The mesh; devices of a node are neighbors in it.
 
     Raises:
-      ValueError: the plugin is missing, the chip is not known, or the axes need another number of devices.
+      ValueError: the plugin is missing, the chip is unknown, or the axes need a different number of devices.
 
     Example:
       >>> from jaxdist.analysis import pods
@@ -111,22 +111,22 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
         )
     chip, nodes, each = found.groups()
     _need(("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "gpu-plan", topology)
-    # It compares the libraries with a driver that is not there.
+    # Else the plugin would compare its libraries with a driver, which is missing here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     facts = (resources.files("jaxdist.analysis") / "targets" / f"{chip}.txtpb").read_text()
     devices = _describe("GPU", topology, platform="cuda", topology=f"1x{nodes}x{each}", target_config=facts)
-    axes = _checked(axes, {"data": len(devices)}, len(devices), topology)
+    axes = _check_axes(axes, {"data": len(devices)}, len(devices), topology)
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
 def _need(modules: Sequence[str], extra: str, topology: str) -> None:
-    """Raise in one line unless one of the plugins is installed."""
-    if not any(map(_installed, modules)):
+    """Checks that one of the plugins is installed."""
+    if not any(map(_is_installed, modules)):
         name = modules[0].split(".")[-1]
         raise ValueError(f"compiling for {topology} needs {name}: pip install 'jaxdist[{extra}]'")
 
 
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
@@ -140,7 +140,10 @@ def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:
         raise ValueError(f"cannot describe the {kind} topology {spelled!r}: {error}") from error
 
 
-def _checked(axes: Mapping[str, int] | None, default: Mapping[str, int], devices: int, topology: str):
+def _check_axes(
+    axes: Mapping[str, int] | None, default: Mapping[str, int], devices: int, topology: str
+) -> Mapping[str, int]:
+    """Returns the axes, or the default, after checking that they use all devices."""
     axes = default if axes is None else axes
     if int(np.prod(list(axes.values()))) != devices:
         raise ValueError(f"axes {dict(axes)} do not make up the {devices} devices of {topology!r}")
@@ -155,13 +158,13 @@ def abstract(
     axis: AxisNames = "data",
     batch_specs: PyTree | None = None,
 ) -> tuple[State, PyTree]:
-    """The arguments of a distributed step as shapes that say where they would lie: nothing is allocated.
+    """Returns the arguments of a distributed step as shapes with shardings, without allocating anything.
 
     Args:
-      make_state: makes the state as one worker means it, as for `init_state`; it is only traced.
+      make_state: makes the state, as for `init_state`; it is only traced.
       batch: the whole batch of all workers, arrays or shapes.
       mesh: the mesh, of devices or of `tpu` or `gpu`.
-      axis: the axis or axes that workers lie along.
+      axis: the axis or axes of the workers.
       batch_specs: as for `distribute`.
 
     Returns:
@@ -180,11 +183,11 @@ def abstract(
     """
     workers(mesh, axis)
     shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
-    state = jax.tree.map(_lying, shapes, shardings(shapes, mesh, axis=axis))
+    state = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, axis=axis))
     axes = axis_tuple(axis)
     spec = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
     return state, jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda x: _lying(x, NamedSharding(mesh, spec)), part),
+        lambda spec, part: jax.tree.map(lambda x: _with_sharding(x, NamedSharding(mesh, spec)), part),
         spec,
         batch,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
@@ -201,14 +204,14 @@ def plan(
     batch_specs: PyTree | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Compiles a distributed step for a mesh, with the backend's own compiler, and says what it will need.
+    """Compiles a distributed step for a mesh with the backend's own compiler, and returns what it will need.
 
     Args:
-      step: what `distribute(step, mesh)` returned.
-      make_state: makes the state as one worker means it, as for `init_state`; it is only traced.
+      step: the result of `distribute(step, mesh)`.
+      make_state: makes the state, as for `init_state`; it is only traced.
       batch: the whole batch of all workers, arrays or shapes.
       mesh: the mesh that `step` was distributed over.
-      axis: the axis or axes that workers lie along.
+      axis: the axis or axes of the workers.
       batch_specs: as for `distribute`.
       compiler_options: flags of XLA for this compilation, as in `{"xla_gpu_enable_latency_hiding_scheduler": True}`.
 
@@ -216,8 +219,8 @@ def plan(
       The memory of one device, the collectives, and the compiled program.
 
     Raises:
-      ValueError: what `distribute` and `abstract` raise.
-      jax.errors.JaxRuntimeError: the program does not fit (TPU): the message says what it would take and what there is.
+      ValueError: as for `distribute` and `abstract`.
+      jax.errors.JaxRuntimeError: the program does not fit (TPU); the message gives the memory that it needs and has.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -232,5 +235,5 @@ def plan(
     return Plan(memory(compiled), collectives(compiled), compiled)
 
 
-def _lying(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

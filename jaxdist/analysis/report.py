@@ -1,4 +1,4 @@
-"""Collectives for the eye: a table, and where the compiler sends more than was asked for."""
+"""A table of collectives, and a comparison of the compiled with the written ones."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -7,12 +7,12 @@ from .base import Collective, Collectives, dtype_name
 
 
 class Widened(NamedTuple):
-    """One kind of collective of which the compiled program sends more than the traced one asks for.
+    """One kind of collective of which the compiled program sends more than the traced one.
 
     Attributes:
       kind: as in `Collective`.
-      logical_bytes: what one worker sends as written; 0 when only the compiler put such operations in.
-      compiled_bytes: what one worker really sends.
+      logical_bytes: the bytes that one worker sends as written; 0 if only the compiler inserted such operations.
+      compiled_bytes: the bytes that one worker sends in the compiled program.
       logical_dtypes: as written, sorted.
       compiled_dtypes: as sent, sorted.
     """
@@ -25,18 +25,18 @@ class Widened(NamedTuple):
 
 
 def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance: float = 0.01) -> tuple[Widened, ...]:
-    """Return where the compiled program sends more bytes than the function asks for.
+    """Returns the collectives of which the compiled program sends more bytes than the function asks for.
 
-    The usual causes: bfloat16, float8 and 4-bit integers travel as wider types on CPU (send u8 or u16 words instead),
-    and automatic sharding gathers what was meant to stay apart.
+    The usual causes: bfloat16, float8 and 4-bit integers are sent as wider types on CPU (send u8 or u16 words instead),
+    and automatic sharding gathers arrays that were meant to stay sharded.
 
     Args:
       logical: from `logical_collectives`.
       compiled: from `collectives`, with the same `branch`.
-      tolerance: how much more counts, as a fraction. At 0, padding shows too; 0.01 shows what costs something.
+      tolerance: the relative increase to ignore. 0 reports padding too; 0.01 reports only what matters.
 
     Returns:
-      One entry per kind that grew; empty when all is sent as written.
+      One entry per kind that grew; empty if everything is sent as written.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,7 +55,7 @@ def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance
 
 
 def table(found: Collectives) -> str:
-    """Return collectives as a small table for a terminal; equal operations share a row.
+    """Formats collectives as a table for a terminal; equal operations share a row.
 
     Args:
       found: from `collectives` or `logical_collectives`.

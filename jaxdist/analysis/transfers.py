@@ -1,4 +1,4 @@
-"""What crosses between the memories of the device and of the host."""
+"""The transfers between the memories of the device and the host."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ class Transfers(NamedTuple):
 
 
 def transfers(step: Callable[..., Any], *arguments: Any) -> Transfers:
-    """Counts the bytes that a step moves between the memories of the device and of the host.
+    """Counts the bytes that a step moves between the memories of the device and the host.
 
-    Read from the trace: what the program says, which a compiler for a CPU, where both are the same memory, does not
-    carry out. Loops of known length count as often as they run; of branches both count.
+    It reads the trace, since on CPU, where both are the same memory, the compiled program contains no transfers. A loop
+    of known length counts as often as it runs; of a conditional all branches count.
 
     Args:
       step: a function that can be traced, `distribute(...)` or `jax.jit(tx.update)`.
-      *arguments: arrays in their places, or shapes with shardings.
+      *arguments: placed arrays, or shapes with shardings.
 
     Returns:
       The bytes, per worker.
@@ -40,12 +40,13 @@ def transfers(step: Callable[..., Any], *arguments: Any) -> Transfers:
 
 
 def _count(jaxpr: Any) -> tuple[int, int]:
+    """Returns the bytes to the host and to the device."""
     down = up = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "device_put":
             for source, target in zip(equation.invars, equation.outvars, strict=True):
-                was, now = (_on_host(x.aval) for x in (source, target))
-                size = _nbytes(target.aval)
+                was, now = (x.aval.memory_space == jax.memory.Space.Host for x in (source, target))
+                size = target.aval.size * target.aval.dtype.itemsize
                 down += size if now and not was else 0
                 up += size if was and not now else 0
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1

@@ -1,13 +1,13 @@
-"""How often a `while` of a compiled program runs.
+"""The trip count of a `while` in a compiled program.
 
-XLA writes the number down on CPU and GPU (`known_trip_count`) but not on TPU, where it has to be read off the
-loop itself: a counter that starts at a constant, grows by a constant and is compared with a constant.
+XLA notes it on CPU and GPU (`known_trip_count`), not on TPU, where it is derived from the loop itself: a counter that
+starts at a constant, grows by a constant and is compared with a constant.
 """
 
 import re
 from typing import NamedTuple
 
-from .reader import Instruction, Module, called
+from .reader import Instruction, Module, callees_of
 
 _SAME_VALUE = ("bitcast", "convert", "copy", "reshape")
 _CALLS = ("call", "fusion")
@@ -21,13 +21,13 @@ class _Value(NamedTuple):
     offset: int
 
 
-# What the parameters of a computation stand for: values, or (for the body and condition of a loop) its carry.
+# The parameters of a computation are bound to values, or (in the body and condition of a loop) to its carry.
 _CARRY = "carry"
 _Bindings = tuple[_Value | None, ...] | str
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Return how often the body of a `while` runs, or `None` when the program does not tell.
+    """Returns how often the body of a `while` runs, or `None` if that cannot be derived from the program.
 
     Args:
       module: the program.
@@ -37,14 +37,14 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     if known:
         return int(known.group(1))
-    (condition,), (body,) = called(loop, "condition"), called(loop, "body")
+    (condition,), (body,) = callees_of(loop, "condition"), callees_of(loop, "body")
     compared = _comparison(module, condition, module.computations[condition].root, _CARRY)
     if compared is None:
         return None
     direction, left, right = compared
 
-    def settled(value: _Value | None) -> int | None:
-        """The number behind a constant or behind an element that the body hands on as it is."""
+    def constant_of(value: _Value | None) -> int | None:
+        """Evaluates a constant, or an element of the carry that the body returns unchanged."""
         if value is None or value.element is None:
             return None if value is None else value.offset
         after = _element(module, body, module.computations[body].root, value.element, _CARRY)
@@ -53,9 +53,10 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
             return None
         return start.offset + value.offset
 
-    if settled(right) is None:
+    # Normalize to `counter <direction> limit`.
+    if constant_of(right) is None:
         direction, left, right = _FLIPPED.get(direction, ""), right, left
-    limit = settled(right)
+    limit = constant_of(right)
     if limit is None or left is None or left.element is None:
         return None
     start = _element(module, computation, loop.operands[0], left.element, ())
@@ -66,6 +67,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
 
 
 def _iterations(direction: str, start: int, step: int, limit: int) -> int | None:
+    # A falling counter is a rising one with all signs changed.
     if direction in ("GT", "GE"):
         direction, start, step, limit = _FLIPPED[direction], -start, -step, -limit
     if direction == "LE":
@@ -81,6 +83,7 @@ def _iterations(direction: str, start: int, step: int, limit: int) -> int | None
 def _comparison(
     module: Module, computation: str, name: str, bindings: _Bindings
 ) -> tuple[str, _Value | None, _Value | None] | None:
+    """Traces the condition of a loop to its comparison: direction, left side, right side."""
     instruction = module.computations[computation].instructions.get(name)
     if instruction is None:
         return None
@@ -97,6 +100,7 @@ def _comparison(
 
 
 def _value(module: Module, computation: str, name: str, bindings: _Bindings) -> _Value | None:
+    """Evaluates a scalar as far as it is a constant, or an element of the carry plus a constant."""
     instruction = module.computations[computation].instructions.get(name)
     if instruction is None:
         return None
@@ -127,7 +131,7 @@ def _value(module: Module, computation: str, name: str, bindings: _Bindings) -> 
 
 
 def _element(module: Module, computation: str, name: str, index: int, bindings: _Bindings) -> _Value | None:
-    """The value of one element of a tuple."""
+    """Evaluates one element of a tuple."""
     instruction = module.computations[computation].instructions.get(name)
     if instruction is None:
         return None
@@ -146,6 +150,6 @@ def _element(module: Module, computation: str, name: str, index: int, bindings: 
 def _enter(
     module: Module, computation: str, instruction: Instruction, bindings: _Bindings
 ) -> tuple[str, tuple[_Value | None, ...]]:
-    """The computation that an instruction calls, and what its parameters stand for."""
-    (inner,) = called(instruction, "calls", "to_apply")
+    """Returns the computation that an instruction calls, and the values of its parameters."""
+    (inner,) = callees_of(instruction, "calls", "to_apply")
     return inner, tuple(_value(module, computation, operand, bindings) for operand in instruction.operands)

@@ -1,4 +1,4 @@
-"""A small reader of HLO text, as much of it as the other files of this folder ask about."""
+"""Parses HLO text, as far as the rest of this folder needs it."""
 
 import math
 import re
@@ -53,18 +53,20 @@ class Module(NamedTuple):
 
 
 def program_text(program: Program) -> str:
-    """Return the optimized HLO of a compiled program; a lowered one is compiled first, text is returned as it is."""
+    """Returns the optimized HLO of a compiled program; compiles a lowered one, and returns text unchanged."""
     if isinstance(program, str):
         return program
     compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
     text = compiled.as_text()
     if text is None:
-        raise ValueError("this backend does not give the text of its compiled programs, so nothing can be counted")
+        raise ValueError(
+            "this backend does not provide the text of its compiled programs; compile for another platform"
+        )
     return text
 
 
 def parse(text: str) -> Module:
-    """Read HLO text into computations and instructions.
+    """Parses HLO text into computations and instructions.
 
     Args:
       text: what `compiled.as_text()` returns, of any backend.
@@ -105,12 +107,12 @@ def parse(text: str) -> Module:
                 instructions[parsed.name] = parsed
                 root = parsed.name if found.group(1) else root
     if not computations:
-        raise ValueError("this text holds no HLO computation; pass a compiled program or its as_text()")
+        raise ValueError("the text contains no HLO computation; pass a compiled program or its as_text()")
     return Module(computations, entry, devices)
 
 
 def opcodes(program: Program) -> dict[str, int]:
-    """Return how often each opcode occurs in a program, over all its computations.
+    """Counts the opcodes of a program, over all its computations.
 
     Nothing is left out, not even parameters and tuples, and a loop's body counts once: two programs that do the same
     work have equal histograms.
@@ -136,7 +138,7 @@ def opcodes(program: Program) -> dict[str, int]:
 
 
 def arrays(result: str) -> list[tuple[str, int]]:
-    """Return dtype (by NumPy name) and bytes of every array in the text of a type."""
+    """Returns dtype (by NumPy name) and bytes of every array in the text of a type."""
     found = []
     for dtype, dimensions in _ARRAY.findall(result):
         if dtype in ("token", "opaque"):
@@ -147,13 +149,13 @@ def arrays(result: str) -> list[tuple[str, int]]:
 
 
 def bits_of(dtype: str) -> int:
-    """Return the bits of one element: the first number in the name, as in `f8e4m3fn`, `bfloat16`, `uint4`."""
+    """Returns the bits of one element: the first number in the name, as in `f8e4m3fn`, `bfloat16`, `uint4`."""
     number = re.search(r"\d+", dtype)
     return int(number.group()) if number else 8  # pred and bool take a byte
 
 
-def called(instruction: Instruction, *keys: str) -> list[str]:
-    """Return the names of the computations that stand in the attributes `keys` of an instruction."""
+def callees_of(instruction: Instruction, *keys: str) -> list[str]:
+    """Returns the names of the computations that the attributes `keys` of an instruction name."""
     names: list[str] = []
     for key in keys:
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", instruction.attributes)
@@ -163,16 +165,16 @@ def called(instruction: Instruction, *keys: str) -> list[str]:
 
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Return the `(source, target)` pairs of a permutation, or of a send that XLA made of one."""
+    """Returns the `(source, target)` pairs of a permutation, or of a send that XLA made of one."""
     found = re.search(r"source_target_pairs=\"?\{((?:\{\d+,\d+\},?\s*)*)\}", instruction.attributes)
     matches = re.findall(r"\{(\d+),(\d+)\}", found.group(1)) if found else []
     return tuple((int(source), int(target)) for source, target in matches)
 
 
 def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Return who communicates with whom, from any of the spellings that XLA prints.
+    """Returns the groups of a collective, from any of the spellings that XLA prints.
 
-    `{{0,1},{2,3}}`, `{}` (everybody), `[2,4]<=[8]` with or without a transposition `T(1,0)`, and
+    These are `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]` with or without a transposition `T(1,0)`, and
     `mesh['pod'=2,'data'=4] {'data'}` with or without `device_ids=(...)` and parts of axes `'data':(2)2`.
     Positions are taken as positions in the flattened mesh, which is how JAX numbers its partitions.
 
@@ -181,7 +183,7 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
       devices: how many devices take part in the program.
 
     Returns:
-      The groups, or `None` when there are none or they are written in a way that is not known here.
+      The groups, or `None` if there are none or their spelling is unknown.
 
     Example:
       >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
@@ -197,7 +199,7 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
     if explicit := _EXPLICIT.match(spelling):
         return tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", explicit.group(1)))
     if iota := _IOTA.match(spelling):
-        ids = _ordered(iota.group(3), iota.group(4)).reshape(int(iota.group(1)), int(iota.group(2)))
+        ids = _device_order(iota.group(3), iota.group(4)).reshape(int(iota.group(1)), int(iota.group(2)))
         return tuple(tuple(group) for group in ids.tolist())
     mesh = _MESH.match(spelling)
     return _groups_of_mesh(*mesh.groups()) if mesh else None
@@ -206,11 +208,13 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
 def _groups_of_mesh(
     axes: str, reshaped: str | None, permutation: str | None, listed: str | None, over: str
 ) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups over some axes of a mesh, or over parts of axes, which become mesh dimensions of their own."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     # (axis, stride of the part, size of the part); a whole axis is the part that starts at 1.
     parts = [
         (name, int(before or 1), int(size or sizes[name])) for name, before, size in _SUB_AXIS.findall(over) if name
     ]
+    # Cut each axis at the edges of its parts; a dimension is labeled (axis, stride within the axis).
     shape: list[int] = []
     labels: list[tuple[str, int]] = []
     for name, size in sizes.items():
@@ -227,13 +231,14 @@ def _groups_of_mesh(
     ]
     order = None
     if reshaped:
-        order = _ordered(reshaped, permutation)
+        order = _device_order(reshaped, permutation)
     elif listed:
         order = np.array(_integers(listed))
     return mesh_groups(shape, chosen, order)
 
 
-def _ordered(dimensions: str, permutation: str | None) -> np.ndarray:
+def _device_order(dimensions: str, permutation: str | None) -> np.ndarray:
+    """Evaluates XLA's iota form `[dimensions]T(permutation)` to a list of device numbers."""
     shape = _integers(dimensions)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return (ids.transpose(_integers(permutation)) if permutation else ids).reshape(-1)
@@ -255,6 +260,7 @@ def _numpy_name(dtype: str) -> str:
 
 
 def _instruction(name: str, text: str) -> Instruction | None:
+    """Parses `result opcode(operands), attributes`; the type of a tuple is in parentheses itself."""
     end = _closing(text, 0) if text.startswith("(") else text.find(" ")
     result, rest = text[: end + 1].strip(), text[end + 1 :].strip()
     opcode = _OPCODE.match(rest)
@@ -266,6 +272,7 @@ def _instruction(name: str, text: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for position in range(start, len(text)):
         depth += (text[position] == "(") - (text[position] == ")")
@@ -275,6 +282,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(operands: str) -> list[str]:
+    """Splits at commas outside of brackets."""
     pieces, depth = [""], 0
     for character in operands:
         depth += (character in "([{") - (character in ")]}")

@@ -1,4 +1,4 @@
-"""Collectives between TPU slices, which a program of one slice leaves to a runtime on the hosts."""
+"""Collectives between TPU slices, which the compiled program of a slice leaves to a runtime on the hosts."""
 
 import re
 from typing import NamedTuple
@@ -12,17 +12,17 @@ _KINDS = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-_SLICE = 100_000  # in a permutation, the first device of slice 1 is 100000; slices count from 1
+_SLICE = 100_000  # in a permutation, the first device of slice 1 has number 100000; slices count from 1
 
 
 class Between(NamedTuple):
-    """A `send` that stands for a collective between slices.
+    """A collective between slices, which the program contains as a `send`.
 
     Attributes:
       kind: as in `Collective`.
-      groups: who takes part together, as positions in a mesh that has one slice after the other.
+      groups: the devices of each group, as positions in a mesh that has one slice after the other.
       pairs: of a permutation.
-      slices: how many there are, as far as the instruction tells.
+      slices: their number, as far as the instruction shows it.
       key: the same for the `send` and the `recv` of one collective.
     """
 
@@ -34,19 +34,16 @@ class Between(NamedTuple):
 
 
 def between_slices(instruction: Instruction, devices: int) -> Between | None:
-    """Return what a `send` or `recv` of XLA:TPU's runtime between slices stands for; `None` for all others.
+    """Returns the collective that a `send` or `recv` of XLA:TPU's multi-slice runtime is part of, else `None`.
 
     Args:
       instruction: of a compiled program.
-      devices: how many a slice has.
-
-    Returns:
-      A `Between`.
+      devices: the number of devices of a slice.
 
     Example:
       >>> from jaxdist.analysis.hlo.reader import Instruction
-      >>> told = '_xla_host_transfer_rendezvous="a",_xla_megascale_target="{1,2}x{0:1}",'
-      >>> send = Instruction("s", "f32[4]", "send", ("x",), told + '_xla_megascale_transfer_type="ALL_REDUCE"')
+      >>> text = '_xla_host_transfer_rendezvous="a",_xla_megascale_target="{1,2}x{0:1}",'
+      >>> send = Instruction("s", "f32[4]", "send", ("x",), text + '_xla_megascale_transfer_type="ALL_REDUCE"')
       >>> between_slices(send, 2).groups
       ((0, 2), (1, 3))
     """
@@ -55,6 +52,7 @@ def between_slices(instruction: Instruction, devices: int) -> Between | None:
         return None
     key = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
     name, found = _KINDS[kind[1]], key[1] if key else instruction.name
+    # The target is spelled in one of three ways: `0->1` pairs, `{{0,1},{2,3}}` groups, or a product of two ranges.
     moves = re.findall(r"(\d+)->(\d+)", instruction.attributes)
     if moves:
         pairs = tuple((_position(source, devices), _position(target, devices)) for source, target in moves)
@@ -73,11 +71,12 @@ def between_slices(instruction: Instruction, devices: int) -> Between | None:
 
 
 def _position(number: str, devices: int) -> int:
+    """Converts the runtime's number of a device to its position in the mesh."""
     return (int(number) // _SLICE - 1) * devices + int(number) % _SLICE
 
 
 def _numbers(text: str) -> list[int]:
-    """`0:3` and `1,2`, to both ends."""
+    """Parses `0:3` (both ends included) and `1,2`."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition(":")
