@@ -95,19 +95,19 @@ def test_a_checkpoint_that_goes_is_no_damage(tmp_path, monkeypatch):
     """What a reader meets if a writer drops what it has just begun to read."""
     for step in (1, 2):
         checkpoint.save(tmp_path, {"w": STATE["w"] * step}, step)
-    listed = _files.listed
+    read_sums = _files.read_sums
     gone = []
 
     def dropped(folder):
         if not gone:
             gone.append(folder.name)
             checkpoint.save(tmp_path, {"w": STATE["w"] * 3}, 3, keep=1)
-        return listed(folder)
+        return read_sums(folder)
 
-    monkeypatch.setattr(_files, "listed", dropped)
+    monkeypatch.setattr(_files, "read_sums", dropped)
     assert checkpoint.restore(tmp_path, STATE)["w"].tolist() == [0, 3, 6, 9, 12]
     gone.clear()
-    monkeypatch.setattr(_files, "listed", lambda folder: (_files._drop(folder, ".deleted"), listed(folder)))
+    monkeypatch.setattr(_files, "read_sums", lambda folder: (_files._drop(folder, ".deleted"), read_sums(folder)))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 3"):
         checkpoint.load(tmp_path, step=3)
 
@@ -187,14 +187,14 @@ def test_all_of_it_is_on_the_disk_before_it_is_a_checkpoint(tmp_path, monkeypatc
 def test_names_outside_of_the_folder_are_not_opened(tmp_path, monkeypatch):
     """Whoever can write the checksums could name any file, or one that never ends."""
     folder = checkpoint.save(tmp_path, STATE, 1)
-    good = _files.listed(folder)
+    good = _files.read_sums(folder)
     for name in ("../secret", "/dev/zero", "arrays/../../secret"):
         lines = [f"{digest}  {one}" for digest, one in [*good, ("0" * 64, name)]]
-        (folder / "SHA256SUMS").write_text("\n".join([*lines, _files._own_line(lines)]) + "\n")
+        (folder / "SHA256SUMS").write_text("\n".join([*lines, _files._seal(lines)]) + "\n")
         with pytest.raises(checkpoint.CheckpointDamagedError, match="SHA256SUMS holds other bytes"):
             checkpoint.load(tmp_path)
     lines = [f"{digest}  {one}" for digest, one in good]
-    (folder / "SHA256SUMS").write_text("\n".join([*lines, _files._own_line(lines)]) + "\n")
+    (folder / "SHA256SUMS").write_text("\n".join([*lines, _files._seal(lines)]) + "\n")
     checkpoint.load(tmp_path)
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
@@ -468,8 +468,8 @@ def test_a_manifest_that_is_sealed_and_odd(tmp_path, odd):
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(ODD[odd](manifest)))
     (folder / "SHA256SUMS").unlink()
-    (folder / "SHA256SUMS").write_text(_files._sums(folder))
-    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"manifest\.json (is none|does not belong)"):
+    (folder / "SHA256SUMS").write_text(_files._sum_files(folder))
+    with pytest.raises(checkpoint.CheckpointDamagedError, match=r"manifest\.json (is not a manifest|does not belong)"):
         checkpoint.load(tmp_path)
 
 

@@ -1,14 +1,8 @@
 """Two processes save, and one cannot do its part: the other knows within seconds, and the next save works."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
+from two_processes import run_two_processes
 
-HERE = pathlib.Path(__file__).parent
 LIMIT = 300  # seconds
 SECONDS = 60  # generous: on a busy machine; it was 20 minutes
 FAILURES = {
@@ -26,14 +20,7 @@ FAILURES = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each process printed."""
-    folder = tmp_path_factory.mktemp("failing")
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
-    script = [str(HERE / "processes" / "failing.py"), str(folder)]
-    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(folder / "logs"), *script]
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
-    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
-    return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]
+    return run_two_processes("failing.py", tmp_path_factory.mktemp("failing"), timeout=LIMIT)
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -98,7 +98,7 @@ def test_each_leaf_follows_its_marks(eight, placed, workers):
     assert jax.tree.structure(state) == jax.tree.structure(like)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
     seen = {"agreed": 0, "cut": 0, "mean": 0, "copy": 0}
-    for name, (marks, leaf) in _manifest.named(state).items():
+    for name, (marks, leaf) in _manifest.name_leaves(state).items():
         new = np.asarray(jax.random.key_data(leaf) if _manifest.is_key(leaf) else leaf)
         old = jax.tree.leaves(saved[name])[0]
         kinds = [mark for mark in cutting(marks) if isinstance(mark, jd.PerWorker)]

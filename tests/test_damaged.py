@@ -1,14 +1,8 @@
 """Two processes and a damaged checkpoint: whatever one of them sees, both do the same."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
+from two_processes import run_two_processes
 
-HERE = pathlib.Path(__file__).parent
 LIMIT = 150  # seconds; processes that do not agree would wait for each other
 NAMES = {
     "a file for both": None,  # one of orbax's
@@ -22,14 +16,7 @@ NAMES = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each process printed."""
-    folder = tmp_path_factory.mktemp("damaged")
-    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
-    script = [str(HERE / "processes" / "damaged.py"), str(folder)]
-    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(folder / "logs"), *script]
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
-    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
-    return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]
+    return run_two_processes("damaged.py", tmp_path_factory.mktemp("damaged"), timeout=LIMIT)
 
 
 @pytest.mark.parametrize("damage", NAMES)

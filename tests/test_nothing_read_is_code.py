@@ -74,7 +74,7 @@ def test_a_manifest_of_an_attacker_names_no_code(tmp_path):
         assert was in good
         (folder / "manifest.json").write_text(good.replace(was, '"' + attack + '"'))
         (folder / "SHA256SUMS").unlink()
-        (folder / "SHA256SUMS").write_text(checkpoint._files._sums(folder))
+        (folder / "SHA256SUMS").write_text(checkpoint._files._sum_files(folder))
         with pytest.raises((ValueError, KeyError, TypeError)):
             checkpoint.restore(tmp_path / "run", state)
     assert not ran.exists()

@@ -1,15 +1,15 @@
-"""A train state on disk and back: whole or not at all, in every bit, onto any number of workers.
+"""Saves a train state to disk, atomically and bit for bit, and restores it on any number of workers.
 
 A checkpoint is a folder `path/<step>`:
 
-| file | holds |
+| file | contents |
 |---|---|
-| `arrays/` | the leaves, each under its path in the tree, as orbax writes them; every process writes its part |
-| `manifest.json` | the shape, dtype and marks of each leaf, the step, and what else the run keeps |
-| `SHA256SUMS` | a checksum of every file, for `sha256sum --check SHA256SUMS`; its last line is one of its own |
+| `arrays/` | the leaves, each under its path in the tree, in orbax's format; every process writes its part |
+| `manifest.json` | the shape, dtype and marks of each leaf, the step, and the caller's data |
+| `SHA256SUMS` | a checksum of every file, for `sha256sum --check SHA256SUMS`; the last line is its own checksum |
 
-It is filled under another name and renamed at the end by process 0, so that one that was interrupted is never seen.
-Marks decide what becomes of a leaf where the number of workers has changed. Nothing in it is code.
+It is written under a temporary name and renamed at the end by process 0, so that an interrupted save is never seen.
+Marks decide how a leaf is converted when the number of workers has changed. A checkpoint contains no code.
 """
 
 from .errors import CheckpointDamagedError as CheckpointDamagedError

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: how one appears and goes, and whether its files are as they were written."""
+"""The folders of a run's checkpoints: locking, atomic commits, deletion, and checksums."""
 
 import contextlib
 import errno
@@ -17,45 +17,46 @@ ARRAYS = "arrays"
 MANIFEST = "manifest.json"
 SUMS = "SHA256SUMS"
 WRITER = ".writer"
-# Later checkpoints that a new one ends the run of, until they are set aside.
+# Lists the later checkpoints that a roll-back abandons, until they are set aside.
 JOURNAL = ".abandoned"
-# Endings of folders that are no checkpoints: being filled, about to go, and set aside.
+# Suffixes of folders that are not checkpoints: being written, being deleted, and set aside.
 UNFINISHED, REPLACED, DELETED, DAMAGED, ABANDONED = ".unfinished", ".replaced", ".deleted", ".damaged", ".abandoned"
 GONE, ALTERED = "is missing", "holds other bytes than were written"
 MISSING = (errno.ENOENT, errno.ENOTDIR)
 
-# The folders that this process writes into. A second lock would be granted, and its end would free the first: the
-# system's locks are those of processes. A child of a fork has another number, and has none of its parent's locks.
-_written: set[tuple[int, int, int]] = set()
+# The folders that this process has locked. POSIX locks belong to a process: a second lock of the same file would be
+# granted, and its release would free the first. A forked child has another process id, and none of its parent's locks.
+_locked_folders: set[tuple[int, int, int]] = set()
 _guard = threading.Lock()
 
 
 def root_of(path: str | Path) -> Path:
-    """The folder that a user names."""
+    """Returns the absolute path of the folder that a user names."""
     if "://" in str(path):
-        raise ValueError(f"checkpoints lie in a folder of a file system that can rename, got {path}")
+        raise ValueError(f"checkpoints need a folder of a file system that can rename, got {path}")
     return Path(path).expanduser().absolute()
 
 
 def steps(root: Path) -> list[int]:
-    """The steps of the complete checkpoints, oldest first. What else lies there, under whatever name, is not ours."""
-    found, again = None, _seen(root)
-    while found != again:  # a writer may take away what was listed before it was looked at
-        found, again = again, _seen(root)
-    return again
+    """Returns the steps of the complete checkpoints, oldest first; all other files and folders are ignored."""
+    before, found = None, _list_steps(root)
+    # A writer may delete a folder between its listing and its inspection: list until nothing changes.
+    while before != found:
+        before, found = found, _list_steps(root)
+    return found
 
 
-def _seen(root: Path) -> list[int]:
+def _list_steps(root: Path) -> list[int]:
     numbers = {number for name in _names(root) if (number := _number(name.removesuffix(REPLACED))) is not None}
     return [
         step
-        for step in sorted(numbers.difference(_abandoned(root)))
+        for step in sorted(numbers.difference(_steps_to_abandon(root)))
         if any(_mode(folder_of(root, step) / part) is not None for part in (SUMS, MANIFEST, ARRAYS))
     ]
 
 
-def damaged_steps(root: Path) -> list[int]:
-    """The steps of the checkpoints that were set aside as damaged."""
+def list_damaged_steps(root: Path) -> list[int]:
+    """Returns the steps of the checkpoints that were set aside as damaged."""
     found = (_number(name.partition(DAMAGED)[0]) for name in _names(root) if DAMAGED in name)
     return sorted({number for number in found if number is not None})
 
@@ -68,12 +69,12 @@ def _names(root: Path) -> list[str]:
 
 
 def _number(name: str) -> int | None:
-    """The step of a folder with this name, if it is a checkpoint's."""
+    """Returns the step of a folder with this name, if it is a checkpoint's."""
     return int(name) if name.isdecimal() and str(int(name)) == name else None
 
 
 def _mode(path: Path) -> int | None:
-    """What lies there, None for nothing. Where the system does not let us look, an `OSError`, unlike `Path.exists`."""
+    """Returns the mode of a path, or None if it is missing. Unlike `Path.exists` it raises if access is denied."""
     try:
         return os.stat(path).st_mode
     except OSError as error:
@@ -83,7 +84,7 @@ def _mode(path: Path) -> int | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder; an `OSError` where the system does not let us look."""
+    """Returns whether a path is a folder; raises `OSError` if access is denied."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
@@ -94,46 +95,48 @@ def _is_file(path: Path) -> bool:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies. One that was killed between two renames left the old one aside."""
+    """Returns the folder of a checkpoint."""
+    # A writer that was killed between two renames has left the old checkpoint under the second name.
     folder, aside = root / str(step), root / f"{step}{REPLACED}"
     return aside if not is_folder(folder) and is_folder(aside) else folder
 
 
 @contextlib.contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder, and takes away what killed ones left. The lock ends with the process."""
+def lock(root: Path) -> Iterator[None]:
+    """Locks a folder against other writers and removes leftovers of killed ones. The lock ends with the process."""
     root.mkdir(parents=True, exist_ok=True)
     this = _identity(root)
     with _guard:
-        if this in _written:
+        if this in _locked_folders:
             raise ValueError(
-                f"this process writes checkpoints into {root} already: use the writer that `writing` gave, and end one "
-                "save before another begins"
+                f"this process writes checkpoints into {root} already: use the writer of `writing`, and finish one "
+                "save before starting another"
             )
-        _written.add(this)
+        _locked_folders.add(this)
     try:
-        with _locked(root):
+        with _lock_file(root):
             yield
     finally:
-        _written.discard(this)
+        _locked_folders.discard(this)
 
 
 @contextlib.contextmanager
-def alone_or_inside(root: Path) -> Iterator[None]:
-    """As `alone`, and nothing where this process writes into the folder already."""
-    with contextlib.nullcontext() if _identity(root) in _written else alone(root):
+def lock_unless_held(root: Path) -> Iterator[None]:
+    """Locks a folder unless this process holds its lock already."""
+    with contextlib.nullcontext() if _identity(root) in _locked_folders else lock(root):
         yield
 
 
 def _identity(root: Path) -> tuple[int, int, int]:
-    """Of a folder, by whatever name, in this process."""
+    """Identifies a folder, under any of its names, in this process."""
     found = os.stat(root)
     return (found.st_dev, found.st_ino, os.getpid())
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    import fcntl  # not everywhere, and only writers need it
+def _lock_file(root: Path) -> Iterator[None]:
+    # Not on every system, and only writers need it.
+    import fcntl
 
     with (root / WRITER).open("w") as lock:
         try:
@@ -141,34 +144,35 @@ def _locked(root: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ValueError(
-                    f"another process writes checkpoints into {root}: give each run its own folder, or end the other "
-                    f"(if none runs, delete {root / WRITER})"
+                    f"another process writes checkpoints into {root}: give each run its own folder, or stop the other "
+                    f"(if none is running, delete {root / WRITER})"
                 ) from error
-            # A file system without locks: then as documented, one writer at a time.
+            # A file system without locks: it is up to the user to have one writer at a time.
         _set_abandoned_aside(root)
         _sweep(root)
         yield
 
 
 def begin(root: Path, step: int) -> None:
-    """Makes the folder to fill; what an interrupted save of the same step left goes."""
+    """Makes the temporary folder of a save, and deletes that of an interrupted save of the same step."""
     unfinished = root / f"{step}{UNFINISHED}"
     shutil.rmtree(unfinished, ignore_errors=True)
     (unfinished / ARRAYS).mkdir(parents=True)
 
 
 def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
-    """Makes a filled folder the newest checkpoint by a rename; sets later ones aside, and drops all but `keep`.
+    """Renames a complete temporary folder to a checkpoint, sets later ones aside, and deletes all but `keep`.
 
-    Later ones are of a run that was given up: this one went on from before them. From the rename on no reader takes
-    them, also where we die before they are aside.
+    Later checkpoints belong to a run that was rolled back to a step before them. From the rename on no reader takes
+    them, even if this process dies before it has set them aside: a journal lists them.
     """
     unfinished, folder = root / f"{step}{UNFINISHED}", root / str(step)
     _write(unfinished / MANIFEST, manifest)
-    _write(unfinished / SUMS, _sums(unfinished))
-    for one in (*unfinished.rglob("*"), unfinished):
-        _sync(one)
-    if later := [one for one in steps(root) if one > step]:
+    _write(unfinished / SUMS, _sum_files(unfinished))
+    for path in (*unfinished.rglob("*"), unfinished):
+        _sync(path)
+    if later := [other for other in steps(root) if other > step]:
+        # The stamp ties the journal to this very checkpoint: it is void if the rename below never happens.
         _write(root / JOURNAL, json.dumps({"by": step, "stamp": _digest(unfinished / SUMS), "steps": later}))
         _sync(root)
     if is_folder(folder):
@@ -183,30 +187,31 @@ def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
 
 
 def discard(root: Path, step: int) -> None:
-    """Takes away what a save that failed has filled."""
+    """Deletes the temporary folder of a failed save."""
     shutil.rmtree(root / f"{step}{UNFINISHED}", ignore_errors=True)
 
 
 def set_aside(root: Path, step: int, ending: str) -> None:
-    """Keeps a checkpoint under a name that is not taken for a good one's, beside those that were set aside before."""
+    """Renames a checkpoint so that it is no longer found, beside those that were set aside before."""
     names = (root / f"{step}{ending}{more}" for more in ("", *(f"-{number}" for number in range(2, 1000))))
     folder_of(root, step).rename(next(name for name in names if _mode(name) is None))
 
 
-def _abandoned(root: Path) -> list[int]:
-    """The steps that are to be set aside, if the checkpoint is there that ended their run."""
+def _steps_to_abandon(root: Path) -> list[int]:
+    """Reads the journal: the steps to set aside, if the checkpoint that abandons them was committed."""
     try:
-        told = json.loads((root / JOURNAL).read_text())
-        folder = folder_of(root, told["by"])
-        return told["steps"] if _digest(folder / SUMS) == told["stamp"] else []
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # no journal or half of one, or it never came to it
+        journal = json.loads((root / JOURNAL).read_text())
+        folder = folder_of(root, journal["by"])
+        return journal["steps"] if _digest(folder / SUMS) == journal["stamp"] else []
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no journal, half of one, or no commit
         return []
 
 
 def _set_abandoned_aside(root: Path) -> None:
+    """Renames the checkpoints that the journal lists, and deletes it."""
     if _mode(root / JOURNAL) is None:
         return
-    for step in _abandoned(root):
+    for step in _steps_to_abandon(root):
         if is_folder(folder_of(root, step)):
             set_aside(root, step, ABANDONED)
     (root / JOURNAL).unlink(missing_ok=True)
@@ -214,23 +219,24 @@ def _set_abandoned_aside(root: Path) -> None:
 
 
 def stamp(folder: Path) -> bytes | None:
-    """No two checkpoints have the same; None where it lacks, as where the folder is gone."""
+    """Returns bytes that identify a checkpoint, or None if it has been deleted."""
     try:
         return (folder / SUMS).read_bytes()
     except OSError:
         return None
 
 
-def listed(folder: Path) -> list[tuple[str, str]]:
-    """The checksum and the name of every file that a checkpoint was written with."""
+def read_sums(folder: Path) -> list[tuple[str, str]]:
+    """Returns the checksum and the name of every file that was written with a checkpoint."""
     if not _is_file(folder / SUMS):
         raise CheckpointDamagedError(folder / SUMS, int(folder.stem), GONE)
     try:
         *lines, last = (folder / SUMS).read_text().splitlines()
         found = [(line[:64], line[66:]) for line in lines]
+        # Names must not lead out of the folder.
         inside = not any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for _, name in found)
-        whole = last == _own_line(lines) and inside
-    except ValueError:  # empty, or no text
+        whole = last == _seal(lines) and inside
+    except ValueError:  # empty, or not text
         whole, found = False, []
     if not whole:
         raise CheckpointDamagedError(folder / SUMS, int(folder.stem), ALTERED)
@@ -238,7 +244,7 @@ def listed(folder: Path) -> list[tuple[str, str]]:
 
 
 def check(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> None:
-    """Raises unless all files are as they were written, looking at one in `parts`."""
+    """Checks that files are unchanged since they were written: one in `parts`, from `part` on."""
     for digest, name in files[part::parts]:
         if not _is_file(folder / name):
             raise CheckpointDamagedError(folder / name, int(folder.stem), GONE)
@@ -246,25 +252,27 @@ def check(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> 
             raise CheckpointDamagedError(folder / name, int(folder.stem), ALTERED)
 
 
-def _sums(folder: Path) -> str:
+def _sum_files(folder: Path) -> str:
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     lines = [f"{_digest(folder / name)}  {name}" for name in names]
-    return "\n".join([*lines, _own_line(lines)]) + "\n"
+    return "\n".join([*lines, _seal(lines)]) + "\n"
 
 
-def _own_line(lines: list[str]) -> str:
-    """`sha256sum` takes it for a comment."""
+def _seal(lines: list[str]) -> str:
+    """The checksum of the list itself, as a line that `sha256sum` ignores as a comment."""
     return "# " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _sweep(root: Path) -> None:
-    for one in list(root.iterdir()):
-        if not (one.stem.isdecimal() and one.suffix in (UNFINISHED, REPLACED, DELETED)):
+    """Cleans up after killed writers."""
+    for path in list(root.iterdir()):
+        if not (path.stem.isdecimal() and path.suffix in (UNFINISHED, REPLACED, DELETED)):
             continue
-        if one.suffix == REPLACED and _mode(root / one.stem) is None:
-            one.rename(root / one.stem)
+        # Killed between two renames: the old checkpoint is the only one of its step.
+        if path.suffix == REPLACED and _mode(root / path.stem) is None:
+            path.rename(root / path.stem)
         else:
-            shutil.rmtree(one, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:
@@ -273,7 +281,7 @@ def _digest(file: Path) -> str:
 
 
 def _drop(folder: Path, ending: str, then: Callable[[], object] = lambda: None) -> None:
-    """Out of sight by a rename first: half a folder is never seen."""
+    """Deletes a folder after a rename, so that readers never see half of it."""
     going = folder.with_name(folder.name + ending)
     shutil.rmtree(going, ignore_errors=True)
     folder.rename(going)
@@ -288,9 +296,9 @@ def _write(file: Path, text: str) -> None:
         os.fsync(opened.fileno())
 
 
-def _sync(one: Path) -> None:
-    """What a file holds, and which names a folder has, lasts through a power cut only after this."""
-    number = os.open(one, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to disk: only then do they survive a power cut."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

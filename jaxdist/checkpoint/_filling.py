@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint in their new places: as they are, moved by their marks, or new."""
+"""Fills a state from a checkpoint: leaves are read in place, converted by their marks, or new."""
 
 import contextlib
 import math
@@ -14,17 +14,17 @@ from .._core.types import Array, Like, Shape, State
 from ..state.marks import Sharded
 from ..state.placement import cutting, refit
 from ._files import ARRAYS, MANIFEST
-from ._manifest import Leaf, Manifest, is_key, named
+from ._manifest import Leaf, Manifest, is_key, name_leaves
 from ._orbax import orbax, path_of
 from .errors import CheckpointDamagedError
 
-# What does not come back as it is passes through host memory, so many bytes at a time (but every leaf whole): the
-# leaves of more workers than there are now may not fit into the devices of these.
-_AT_A_TIME = 256 << 20
+# Leaves to convert pass through host memory, about this many bytes at a time (a leaf is never split): the leaves of
+# more workers than there are now may not fit on the devices.
+_PORTION_BYTES = 256 << 20
 
 
 class Filled(NamedTuple):
-    """A state and how its leaves came to be; the fields are those of `Resumed`."""
+    """A state and the origin of its leaves; the fields are those of `Resumed`."""
 
     state: State
     new: tuple[str, ...]
@@ -32,28 +32,33 @@ class Filled(NamedTuple):
     converted: tuple[str, ...]
 
 
-def filled(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) -> Filled:
-    """The state of a checkpoint in the places of `like`; what does not fit is an error, or new where it has changed."""
-    stored, wanted = manifest.leaves, named(like)
-    unfit = {name: why for name in wanted if (why := _unfit(name, stored.get(name), wanted[name], folder))}
-    unfit |= {name: f"{folder} is of another state: it also has `{name}`" for name in stored if name not in wanted}
+def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) -> Filled:
+    """Reads a checkpoint into the shardings of `like`. Leaves that do not fit must be in `changed`, and stay new."""
+    stored, wanted = manifest.leaves, name_leaves(like)
+    unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], folder))}
+    unfit |= {
+        name: f"{folder} is a checkpoint of another state: it also has `{name}`"
+        for name in stored
+        if name not in wanted
+    }
     for name, why in unfit.items():
         if not any(name == part or name.startswith(f"{part}.") for part in changed):
             others = len(unfit) - 1
             more = f", and {others} more leaves do not fit" if others else ""
-            raise ValueError(f"{why}{more}; name the part that is of another method in resume(..., changed=)")
+            raise ValueError(f"{why}{more}; list the changed sub-states in resume(..., changed=)")
         if name in wanted and isinstance(wanted[name][1], jax.ShapeDtypeStruct):
-            raise ValueError(f"leaf `{name}` is new: give its array in `like`, not only its shape")
+            raise ValueError(f"leaf `{name}` is new and `like` has only its shape: pass its array in `like`")
 
+    # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
     for name, (marks, leaf) in wanted.items():
         if name in unfit:
             found[name] = leaf
         elif not leaf.size:
-            found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding if _committed(leaf) else None)
+            found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding if _is_committed(leaf) else None)
         else:
             same[name] = stored[name].shape == leaf.shape and same_kinds(stored[name].marks, marks)
-            if same[name] and _committed(leaf):
+            if same[name] and _is_committed(leaf):
                 in_place[name] = leaf
             else:
                 others.append(name)
@@ -63,8 +68,8 @@ def filled(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]
             marks, leaf = wanted[name]
             if not same[name]:
                 words = array.shape[-1:] if is_key(leaf) else ()
-                array = moved(stored[name].marks, array, marks, (*leaf.shape, *words))
-            found[name] = _put(array, leaf)
+                array = convert(stored[name].marks, array, marks, (*leaf.shape, *words))
+            found[name] = _place(array, leaf)
     return Filled(
         jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]),
         tuple(name for name in unfit if name in wanted),
@@ -74,7 +79,7 @@ def filled(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]
 
 
 def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
-    """Whole global arrays, in host memory; of keys the words."""
+    """Reads global arrays into host memory, keys as their words."""
     empty = {name for name, leaf in leaves.items() if 0 in leaf.shape}
     kind = orbax().RestoreArgs(restore_type=np.ndarray)
     found = _read(folder, {name: 0 for name in leaves if name not in empty}, dict.fromkeys(leaves.keys() - empty, kind))
@@ -82,39 +87,40 @@ def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarr
         shape, dtype = leaves[name].shape, leaves[name].dtype
         words = dtype.startswith("key<")
         if not isinstance(array, np.ndarray) or (array.shape[:-1] if words else array.shape) != shape:
-            raise _odd(folder, name)
+            raise _mismatch(folder, name)
         if str(array.dtype) != ("uint32" if words else dtype):
-            raise _odd(folder, name)
+            raise _mismatch(folder, name)
     return found | {name: _empty(leaves[name]) for name in empty}
 
 
-def _odd(folder: Path, name: str) -> CheckpointDamagedError:
-    """A manifest that was sealed anew may say of a leaf what its array is not."""
+def _mismatch(folder: Path, name: str) -> CheckpointDamagedError:
+    """The error for a manifest that was edited, and sealed again, and no longer describes the arrays."""
     what = f"does not belong to `{ARRAYS}`, where {f'leaf `{name}`' if name else 'a leaf'} is another or missing"
     return CheckpointDamagedError(folder / MANIFEST, int(folder.stem), what)
 
 
-def _unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], folder: Path) -> str:
-    """Why a leaf cannot be filled; empty if it can."""
+def _why_unfit(name: str, was: Leaf | None, now: tuple[tuple[Any, ...], Like], folder: Path) -> str:
+    """Returns why a leaf cannot be filled; empty if it can."""
     marks, leaf = now
     if was is None:
-        return f"{folder} is of another state: it lacks `{name}`"
+        return f"{folder} is a checkpoint of another state: it lacks `{name}`"
     if was.dtype != str(leaf.dtype):
         return f"leaf `{name}` of {folder} is {was.dtype}, the state to fill has {leaf.dtype}"
     if whole_shape(was.marks, was.shape) != whole_shape(marks, leaf.shape):
         return (
-            f"leaf `{name}` was saved as {list(was.shape)}, the state to fill has {list(leaf.shape)}, and not only "
-            "the number of workers is another"
+            f"leaf `{name}` was saved as {list(was.shape)}, the state to fill has {list(leaf.shape)}, and the number "
+            "of workers does not explain the difference"
         )
     return ""
 
 
 def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list[str]]:
-    """The names in groups that together fit into the host's memory."""
+    """Groups the names so that the leaves of a group fit into host memory."""
     group, total = [], 0
     for name in names:
-        size = int(np.prod(stored[name].shape)) * 16  # at most: complex128, or the words of a key
-        if group and total + size > _AT_A_TIME:
+        # At most: complex128, or the words of a key.
+        size = int(np.prod(stored[name].shape)) * 16
+        if group and total + size > _PORTION_BYTES:
             yield group
             group, total = [], 0
         group.append(name)
@@ -124,42 +130,42 @@ def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list
 
 
 def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]:
-    """Leaves as they were written, each where its sharding says."""
+    """Reads leaves directly into their shardings."""
     target = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
     }
     try:
         return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
     except ValueError as error:
-        if "stored shape" not in str(error):  # orbax's words where a shape is another
+        if "stored shape" not in str(error):  # orbax's message for a different shape
             raise
-        raise _odd(folder, "") from error
+        raise _mismatch(folder, "") from error
 
 
 def _read(folder: Path, target: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
-    if not target:
+    if not target:  # orbax refuses to read nothing
         return {}
     ocp = orbax()
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         arguments = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
         found = handler.restore(path_of(folder / ARRAYS), args=arguments)
     if missing := target.keys() - found.keys():
-        raise _odd(folder, min(missing))
+        raise _mismatch(folder, min(missing))
     return found
 
 
-def _committed(leaf: Like) -> bool:
-    """Whether a leaf has its place; one that has none goes with whatever it meets in a step, and must stay so."""
+def _is_committed(leaf: Like) -> bool:
+    """Returns whether a leaf is committed to devices; an uncommitted one must stay so, to follow its operands."""
     return leaf.sharding is not None and getattr(leaf, "committed", True)
 
 
-def _put(new: np.ndarray, leaf: Like) -> Array:
+def _place(new: np.ndarray, leaf: Like) -> Array:
     if is_key(leaf):
         impl = jax.random.key_impl(jnp.zeros(0, leaf.dtype))  # `leaf` may be a shape only
         key = jax.random.wrap_key_data(jnp.asarray(new), impl=impl)
-        return jax.device_put(key, leaf.sharding) if _committed(leaf) else key
-    if not _committed(leaf):
-        # A number without a type of its own (`0.1`) stays one: in bfloat16, it would make float32 of a product.
+        return jax.device_put(key, leaf.sharding) if _is_committed(leaf) else key
+    if not _is_committed(leaf):
+        # A weakly typed number (`0.1`) stays one: as float32 it would promote products with bfloat16.
         return jnp.asarray(new.item() if leaf.weak_type and not leaf.ndim else new)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: new[index])
 
@@ -171,25 +177,26 @@ def _empty(leaf: Leaf) -> np.ndarray:
 
 
 def whole_shape(marks: Sequence[Any], shape: Shape) -> Shape:
-    """The shape of the array that the marks distribute: without a dimension for workers, and not cut."""
+    """Returns the shape of the array that the marks distribute: unsharded, and without worker dimensions."""
     cuts = cutting(marks)
     return tuple(cuts[-1].shape) if cuts and isinstance(cuts[-1], Sharded) else shape[len(cuts) :]
 
 
 def same_kinds(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two leaves are distributed in the same way, over however many workers."""
+    """Returns whether two leaves have the same kinds of marks, over any number of workers."""
     return [type(mark) for mark in cutting(left)] == [type(mark) for mark in cutting(right)]
 
 
-def moved(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], shape: Shape) -> np.ndarray:
-    """The global array in these marks and this shape. Where they are of other kinds, by way of the whole array."""
+def convert(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], shape: Shape) -> np.ndarray:
+    """Converts a global array to other marks and another shape."""
+    # Different kinds of marks are converted by way of the unsharded array.
     if not same_kinds(was, marks):
-        found = _distributed(marks, _whole(was, found), shape)
+        found = _distribute(marks, _unshard(was, found), shape)
     return np.asarray(refit(marks, found, shape))
 
 
-def _whole(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
-    """As `jd.consensus`: what was per worker by its rule for one worker, what was cut in one piece."""
+def _unshard(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
+    """Undoes the marks like `jd.consensus`: per-worker values are combined by their rule, shards are joined."""
     for mark in cutting(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
@@ -198,8 +205,8 @@ def _whole(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
     return found
 
 
-def _distributed(marks: Sequence[Any], whole: np.ndarray, shape: Shape) -> np.ndarray:
-    """As `jd.place`: the innermost mark first, each adds or cuts its dimension."""
+def _distribute(marks: Sequence[Any], whole: np.ndarray, shape: Shape) -> np.ndarray:
+    """Applies the marks like `jd.place`, the innermost first: each adds or shards its dimension."""
     cuts = cutting(marks)
     for dimension in reversed(range(len(cuts))):
         mark, length = cuts[dimension], shape[dimension]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its leaves, in JSON: enough to read them without the program that wrote them."""
+"""The manifest of a checkpoint: a JSON description of its leaves, enough to read them without the program."""
 
 import json
 import math
@@ -20,12 +20,12 @@ _KINDS = {kind.__name__: kind for kind in MARKS}
 
 
 class Leaf(NamedTuple):
-    """How one leaf was saved.
+    """The description of one leaf.
 
     Attributes:
       shape: of its global array.
-      dtype: its name; for a key that of its generator, as in `"key<fry>"`.
-      marks: around it, from the outermost inwards.
+      dtype: its name; for a key the name of its generator, as in `"key<fry>"`.
+      marks: around it, the outermost first.
     """
 
     shape: Shape
@@ -34,12 +34,12 @@ class Leaf(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What `manifest.json` holds.
+    """The contents of `manifest.json`.
 
     Attributes:
-      step: how many steps the state has done.
-      data: what the caller wanted to keep beside the state.
-      leaves: all of them, empty ones too.
+      step: the number of steps that the state has done.
+      data: the caller's data, saved beside the state.
+      leaves: all leaves, empty ones too.
     """
 
     step: int
@@ -47,8 +47,8 @@ class Manifest(NamedTuple):
     leaves: dict[str, Leaf]
 
 
-def named(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
-    """The marks and the leaf under each path, in the order of `jax.tree.leaves`. Marks are no part of the path."""
+def name_leaves(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
+    """Returns marks and leaf by path, in the order of `jax.tree.leaves`. Marks are not part of the path."""
     found: list[tuple[str, tuple[tuple[Any, ...], Like]]] = []
 
     def walk(path: tuple[Any, ...], marks: tuple[Any, ...], tree: Any) -> None:
@@ -64,33 +64,33 @@ def named(state: State) -> dict[str, tuple[tuple[Any, ...], Like]]:
     if len(leaves) < len(found):
         names = [name for name, _ in found]
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"two leaves have the name `{twice}`: rename an entry of a dict that contains a dot")
+        raise ValueError(f"two leaves have the name `{twice}`: rename the dict key that contains a dot")
     return leaves
 
 
 def _as_array(name: str, leaf: Any) -> Array:
-    """A leaf of numpy or Python, as a step would see it."""
+    """Converts a leaf of NumPy or Python as JAX does for a step."""
     try:
         array = jnp.asarray(leaf)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"leaf `{name}` is no array that JAX holds: {leaf!r:.80}") from error
+        raise ValueError(f"leaf `{name}` cannot be a JAX array: {leaf!r:.80}") from error
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != array.dtype:
         raise ValueError(
-            f"leaf `{name}` is an array of numpy's {leaf.dtype}, which JAX would make {array.dtype}: cast it, or set "
-            "jax_enable_x64"
+            f"leaf `{name}` is a NumPy array of {leaf.dtype}, which JAX would convert to {array.dtype}: cast it, or "
+            "set jax_enable_x64"
         )
     return array
 
 
 def is_key(leaf: Like) -> bool:
-    """Keys are written as their words, along one more axis."""
+    """Returns whether a leaf is a typed key. Keys are saved as their words, along one more axis."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def written(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any) -> str:
-    """The text of the manifest of a state."""
+def dump(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any) -> str:
+    """Returns the text of the manifest of a state."""
     leaves = {
-        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "marks": [_described(mark) for mark in marks]}
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "marks": [_describe(mark) for mark in marks]}
         for name, (marks, leaf) in state.items()
     }
     versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
@@ -99,35 +99,37 @@ def written(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any
             {"format": FORMAT, "step": step, "data": data, "versions": versions, "leaves": leaves}, indent=1
         )
     except TypeError as error:
-        raise ValueError(f"data must be what JSON holds (numbers, text, lists, dicts), got {data!r}") from error
+        raise ValueError(f"data must be JSON (numbers, text, lists, dicts), got {data!r}") from error
 
 
 def read(file: Path, step: int) -> Manifest:
-    """What `written` wrote for a step; another text is damage, though its checksum may be right."""
+    """Parses the text of `dump` for a step. Any other text is damage, even if its checksum is right."""
     try:
         found = json.loads(file.read_text())
-        number, told, data, leaves = (found[name] for name in ("format", "step", "data", "leaves"))
-        if _whole(number) == FORMAT:
-            manifest = Manifest(_whole(told), data, {name: _leaf(name, one) for name, one in leaves.items()})
+        number, recorded, data, leaves = (found[name] for name in ("format", "step", "data", "leaves"))
+        if _count(number) == FORMAT:
+            manifest = Manifest(_count(recorded), data, {name: _leaf(name, leaf) for name, leaf in leaves.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"is none that jaxdist wrote ({type(error).__name__}: {error})"
+        what = f"is not a manifest that jaxdist wrote ({type(error).__name__}: {error})"
         raise CheckpointDamagedError(file, step, what) from error
     if number != FORMAT:
-        raise ValueError(f"the checkpoint has format {number}, this version of jaxdist reads {FORMAT}")
+        raise ValueError(
+            f"the checkpoint has format {number}, but this version of jaxdist reads {FORMAT}: use another version"
+        )
     if manifest.step != step:
         what = f"is that of step {manifest.step}: the folder is a copy of another, or was renamed"
         raise CheckpointDamagedError(file, step, what)
     return manifest
 
 
-def marked(marks: tuple[Any, ...], value: Any) -> Any:
-    """The value inside these marks."""
+def wrap(marks: tuple[Any, ...], value: Any) -> Any:
+    """Puts a value inside these marks."""
     for mark in reversed(marks):
         value = with_value(mark, value)
     return value
 
 
-def _described(mark: Any) -> dict[str, Any]:
+def _describe(mark: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"mark": type(mark).__name__}
     if not isinstance(mark, OnHost):
         described["axis"] = None if mark.axis is None else list(axis_tuple(mark.axis))
@@ -139,9 +141,11 @@ def _described(mark: Any) -> dict[str, Any]:
 
 
 def _leaf(name: str, described: dict[str, Any]) -> Leaf:
+    """Parses and checks the entry of one leaf."""
     shape, dtype, marks = _sizes(described["shape"]), described["dtype"], tuple(map(_mark, described["marks"]))
     if not dtype.startswith("key<"):
-        jnp.dtype(dtype)  # a TypeError, or it is one
+        jnp.dtype(dtype)  # raises TypeError for an unknown name
+    # Only the innermost mark can be Sharded, and its dimension holds at least the entries of the whole array.
     cuts = cutting(marks)
     last = cuts[-1] if cuts else None
     fits = len(shape) == len(cuts) and shape[-1] >= math.prod(last.shape) if isinstance(last, Sharded) else True
@@ -157,16 +161,16 @@ def _mark(described: dict[str, Any]) -> Any:
     if "shape" in options:
         options["shape"] = _sizes(options["shape"])
     if "multiple" in options:
-        options["multiple"] = _whole(options["multiple"])
+        options["multiple"] = _count(options["multiple"])
     return _KINDS[described["mark"]](None, **options)
 
 
 def _sizes(numbers: list[int]) -> Shape:
-    return tuple(map(_whole, numbers))
+    return tuple(map(_count, numbers))
 
 
-def _whole(number: Any) -> int:
-    """A count, and not what Python would take for one (`true`, 2.0)."""
+def _count(number: Any) -> int:
+    """Checks that a number is a count; Python would also accept `true` and 2.0."""
     if type(number) is not int or number < 0:
         raise ValueError(f"expected a whole number, got {number!r:.80}")
     return number

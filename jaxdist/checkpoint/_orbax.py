@@ -1,4 +1,4 @@
-"""Orbax, which writes and reads the arrays; imported late, since the core of the library does not need it."""
+"""Access to orbax, which reads and writes the arrays; imported late, since the core of the library does not need it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def orbax() -> Any:
-    """The module, or how to get it."""
+    """Returns the module; without it, raises an error that says how to install it."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -17,14 +17,14 @@ def orbax() -> Any:
 
 
 def path_of(folder: Path) -> Any:
-    """A folder in the type of orbax."""
+    """Converts a path to the type that orbax takes."""
     from etils import epath  # comes with orbax
 
     return epath.Path(folder)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns; it has a thread of its own, since a notebook's runs a loop already."""
+    """Runs a coroutine to its end, in a separate thread, since that of a notebook has a running loop already."""
 
     def complete() -> Any:
         loop = asyncio.new_event_loop()

@@ -1,7 +1,7 @@
-"""What the processes of a job do together: when one cannot do its part, the others know within seconds.
+"""Runs one operation in all processes of a job; if it fails in one, the others know within seconds.
 
-They tell each other through the dictionary of text that JAX's coordination service keeps in process 0. A collective
-would wait for a process that has failed, and could not run beside the steps of the training.
+The processes exchange messages through the key-value store of JAX's coordination service. A collective would wait for a
+process that has failed, and could not run concurrently with training steps.
 """
 
 import contextlib
@@ -17,54 +17,54 @@ import jax
 from .._core.compat import coordination_client
 from .errors import CheckpointPeerError
 
-# How long the others may take, which is mostly for writing.
+# The time limit for the other processes, which need it mostly for writing.
 LIMIT_SECONDS = 20 * 60.0
-GRACE_SECONDS = 10.0  # for the answer of process 0, which waits for the others itself
+GRACE_SECONDS = 10.0  # longer for the answer of process 0, which waits for the others itself
 SETTLE_SECONDS = 10.0
 POLL_MILLISECONDS = 500  # nothing interrupts the call
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
-# All processes begin equally many, in the same order: the number tells them apart.
+# All processes start the same operations in the same order, so that a counter identifies them.
 _numbers = itertools.count()
 
 
 class Together:
-    """One thing that all processes do, part by part, in `with` blocks: what is raised there, the others are told.
+    """One operation of all processes, in parts that are `with` blocks: an exception in one is reported to the others.
 
-    Process 0 hears of each part that all have done it, and answers. What has failed each process looks up itself.
+    After each part the others report to process 0, which answers when all have. Failures every process looks up itself.
     """
 
     def __init__(self, what: str):
         self._what, self._place = what, f"jaxdist/checkpoint/{next(_numbers)}"
         self._process, self._processes = jax.process_index(), jax.process_count()
         self._store: Any = coordination_client() if self._processes > 1 else None
-        self._answers = 0  # of process 0, so far
-        self._heard_of: CheckpointPeerError | None = None
+        self._answers = 0  # the answers of process 0 so far
+        self._known: CheckpointPeerError | None = None
 
-    def all(self, said: Any = None) -> list[Any]:
-        """Returns what each process has to say, once all have come so far; of what JSON holds."""
+    def all(self, value: Any = None) -> list[Any]:
+        """Gathers a JSON value of each process; returns once all processes have come this far."""
         if self._store is None:
-            return [said]
+            return [value]
         if self._process > 0:
-            self._set(f"said/{self._answers}/{self._process}", said)
-            return self._heard()
-        found = self._gathered()
-        return self._answer([said, *(found[process] for process in range(1, self._processes))])
+            self._set(f"said/{self._answers}/{self._process}", value)
+            return self._receive()
+        found = self._gather()
+        return self._answer([value, *(found[process] for process in range(1, self._processes))])
 
     def first(self, part: Callable[[], Any]) -> Any:
-        """What `part` returns in process 0, in all processes; of what JSON holds."""
+        """Calls `part` in process 0 and returns its result, a JSON value, in all processes."""
         if self._store is None:
             return part()
-        return self._answer(part()) if self._process == 0 else self._heard()
+        return self._answer(part()) if self._process == 0 else self._receive()
 
     def check(self) -> None:
-        """Raises if another process is known to have failed."""
+        """Raises if another process has reported a failure."""
         if self._store is not None and (failed := self._read("failed")):
             process = min(failed)
-            self._heard_of = CheckpointPeerError(failed[process], process)
-            raise self._heard_of
+            self._known = CheckpointPeerError(failed[process], process)
+            raise self._known
 
     def settle(self) -> None:
-        """Waits, after a failure, until the others have heard of it and stopped, or give no sign."""
+        """Waits, after a failure, until the others have stopped too, or for `SETTLE_SECONDS`."""
         until = time.monotonic() + SETTLE_SECONDS
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while self._store is not None and time.monotonic() < until:
@@ -79,17 +79,18 @@ class Together:
         if self._store is None or error is None:
             return
         text = f"process {self._process} could not {self._what}: {type(error).__name__}: {error}"
-        heard = error is self._heard_of
+        # A process that only repeats the failure of another reports that it stopped.
+        repeated = error is self._known
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service may be what failed
-            self._set(f"{'stopped' if heard else 'failed'}/{self._process}", text)
+            self._set(f"{'stopped' if repeated else 'failed'}/{self._process}", text)
 
     def _answer(self, value: Any) -> Any:
         self._set(f"answer/{self._answers}", value)
         self._answers += 1
         return value
 
-    def _heard(self) -> Any:
-        """The answer of process 0, in another."""
+    def _receive(self) -> Any:
+        """Waits for the answer of process 0."""
         until = time.monotonic() + LIMIT_SECONDS + GRACE_SECONDS
         while time.monotonic() < until:
             try:
@@ -101,24 +102,24 @@ class Together:
                 continue
             self._answers += 1
             return json.loads(text)
-        raise self._late(0)
+        raise self._timeout(0)
 
-    def _gathered(self) -> dict[int, Any]:
-        """What the others said, in process 0."""
+    def _gather(self) -> dict[int, Any]:
+        """Waits, in process 0, for the values of the others."""
         until, pause = time.monotonic() + LIMIT_SECONDS, SHORTEST_PAUSE
         while True:
             self.check()
-            said = self._read(f"said/{self._answers}")
-            if len(said) == self._processes - 1:
+            values = self._read(f"said/{self._answers}")
+            if len(values) == self._processes - 1:
                 self._store.key_value_delete(f"{self._place}/said/{self._answers}/")
-                return said
+                return values
             if time.monotonic() > until:
-                raise self._late(min(set(range(1, self._processes)) - set(said)))
+                raise self._timeout(min(set(range(1, self._processes)) - set(values)))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _late(self, process: int) -> CheckpointPeerError:
-        text = f"process {process} did not {self._what} within {LIMIT_SECONDS / 60:g} minutes: see what it does"
+    def _timeout(self, process: int) -> CheckpointPeerError:
+        text = f"process {process} did not {self._what} within {LIMIT_SECONDS / 60:g} minutes: check what it is doing"
         return CheckpointPeerError(text, process)
 
     def _set(self, key: str, value: Any) -> None:

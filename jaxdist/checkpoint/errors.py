@@ -1,4 +1,4 @@
-"""What may keep a checkpoint from being written or read, as exceptions that name the file, or the process."""
+"""Exceptions of checkpoints, which name the file or the process."""
 
 import errno
 import os
@@ -8,19 +8,19 @@ from pathlib import Path
 from .._core.errors import Portable
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How tensorstore tells the number of a system's error, in the text of a ValueError.
+# Tensorstore raises ValueError for errors of the system, with their number in the text.
 _NUMBER = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+)")
 
 
 class CheckpointDamagedError(Portable, ValueError):
-    """A checkpoint is not what was written: a file is missing, too short or altered, or the folder is another's copy.
+    """A checkpoint has changed since it was written: a file is missing or altered, or the folder is a copy of another.
 
-    The cure is an older checkpoint: `resume(..., skip_damaged=True)` takes the newest whole one by itself.
+    Use an older checkpoint: `resume(..., skip_damaged=True)` takes the newest undamaged one.
 
     Attributes:
-      file: which one.
-      step: of which checkpoint.
-      what: is wrong with the file.
+      file: the damaged file.
+      step: the step of the checkpoint.
+      what: the damage, as the end of a sentence about the file.
     """
 
     def __init__(self, file: Path, step: int, what: str):
@@ -31,62 +31,62 @@ class CheckpointDamagedError(Portable, ValueError):
 
 
 class NoCheckpointLeftError(CheckpointDamagedError):
-    """All checkpoints of a run are damaged; `resume(..., allow_fresh_start=True)` would begin it anew.
+    """All checkpoints of a run are damaged; `resume(..., allow_fresh_start=True)` would start it over.
 
     Attributes:
-      file: what is damaged in the newest.
-      step: of the newest.
-      what: is wrong with the file.
+      file: the damaged file of the newest checkpoint.
+      step: the step of the newest checkpoint.
+      what: the damage, as the end of a sentence about the file.
     """
 
     def __init__(self, file: Path, step: int, what: str):
         ValueError.__init__(
             self,
-            f"no checkpoint of the run is whole, the newest of step {step}: {file} {what}; restore one from a copy, or "
-            "begin anew by resume(..., allow_fresh_start=True)",
+            f"all checkpoints of the run are damaged, the newest of step {step}: {file} {what}; restore one from a "
+            "copy, or start over with resume(..., allow_fresh_start=True)",
         )
         self.file, self.step, self.what = file, step, what
 
 
 class CheckpointUnreadableError(Portable, OSError):
-    """The system does not let a file be read: no permission, a failing disk, a server that is gone. It may be whole.
+    """A file cannot be read: no permission, a failing disk, a file server that is gone. It may be undamaged.
 
-    `resume` raises it whatever it was told to skip. Mend the cause and start again.
+    `resume` never skips such a checkpoint. Fix the cause and start again.
 
     Attributes:
       errno: the system's number of the error.
-      file: which file.
-      step: of which checkpoint.
+      file: the file.
+      step: the step of the checkpoint.
     """
 
     def __init__(self, file: Path, step: int, number: int):
         super().__init__(
-            number, f"{os.strerror(number)}: checkpoint {step} cannot be read, {file}; let it be read and start again"
+            number, f"{os.strerror(number)}: checkpoint {step} cannot be read, {file}; make it readable and start again"
         )
         self.file, self.step = file, step
 
 
 class CheckpointFullError(Portable, OSError):
-    """No room for a checkpoint: the disk, a quota or a limit of file sizes is full. Those before it are intact.
+    """No space for a checkpoint: a disk, a quota or a limit of file sizes. Earlier checkpoints are intact.
 
     Attributes:
       errno: the system's number of the error.
       path: the folder of the checkpoints.
-      step: of the checkpoint that could not be written.
+      step: the step of the checkpoint that could not be written.
     """
 
     def __init__(self, path: Path, step: int, number: int):
         super().__init__(
-            number, f"{os.strerror(number)}: no room for checkpoint {step} in {path}; make room, or keep fewer (keep=)"
+            number, f"{os.strerror(number)}: no space for checkpoint {step} in {path}; free some, or keep fewer (keep=)"
         )
         self.path, self.step = path, step
 
 
 class CheckpointPeerError(Portable, RuntimeError):
-    """Another process of the job could not do its part, so that nothing was saved or read.
+    """Another process of the job failed, so that nothing was saved or read.
 
     Attributes:
-      process: its number.
+      process: the number of that process.
     """
 
     def __init__(self, message: str, process: int):
@@ -95,7 +95,7 @@ class CheckpointPeerError(Portable, RuntimeError):
 
 
 def number_of(error: BaseException) -> int | None:
-    """The system's number of an error, also where tensorstore tells it; None for errors of other kinds."""
+    """Returns the system's number of an error, also from tensorstore's text; None for errors of other kinds."""
     if isinstance(error, OSError):
         return error.errno
     found = _NUMBER.search(str(error)) if isinstance(error, ValueError) else None

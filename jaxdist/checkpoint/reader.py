@@ -1,4 +1,4 @@
-"""Reading a state: as it was saved, for other workers, by another method, or without devices."""
+"""Reads a state: as it was saved, for other workers, for another method, or without devices."""
 
 import contextlib
 import os
@@ -10,27 +10,27 @@ import jax
 
 from .._core.types import State
 from . import _files, _manifest
-from ._filling import filled, read_to_host
+from ._filling import fill, read_to_host
 from ._manifest import Manifest
 from ._together import Together
 from .errors import CheckpointDamagedError, CheckpointUnreadableError, NoCheckpointLeftError, number_of
 
-# How often a reader begins anew where a writer took away what it read.
+# How often a reader starts over after a writer has deleted the checkpoint that it was reading.
 _TRIES = 10
 
 
 class Resumed(NamedTuple):
-    """What `resume` found.
+    """The result of `resume`.
 
     Attributes:
-      state: to go on with.
-      step: how many steps it has done; 0 where there was no checkpoint.
-      data: what was saved beside it; None where there was no checkpoint.
-      new: leaves that the checkpoint lacks, or has in another shape or dtype: they are as they were in `like`.
+      state: the state to continue with.
+      step: the number of steps that it has done; 0 if there was no checkpoint.
+      data: the caller's data that was saved beside it; None if there was no checkpoint.
+      new: leaves that the checkpoint lacks, or has in another shape or dtype; they keep their values in `like`.
       dropped: leaves that only the checkpoint has.
-      converted: leaves that are marked otherwise than they were.
-      damaged: steps whose checkpoints were passed over.
-      reasons: for each of them, what is wrong with it.
+      converted: leaves whose marks have changed.
+      damaged: steps whose checkpoints were skipped.
+      reasons: the damage of each of them.
     """
 
     state: State
@@ -44,12 +44,12 @@ class Resumed(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What `load` found.
+    """The result of `load`.
 
     Attributes:
-      state: the leaves as numpy arrays under their paths, in their marks; of keys the words.
-      step: how many steps it has done.
-      data: what was saved beside it.
+      state: the leaves as NumPy arrays by path, in their marks; keys as their words.
+      step: the number of steps that it has done.
+      data: the caller's data that was saved beside it.
     """
 
     state: dict[str, Any]
@@ -58,14 +58,14 @@ class Loaded(NamedTuple):
 
 
 def latest(path: str | Path) -> int | None:
-    """The step of the newest complete checkpoint in a folder; None where there is none.
+    """Returns the step of the newest complete checkpoint in a folder, or None.
 
     Args:
-      path: the folder that `save` was given; it may be missing.
+      path: the folder that was passed to `save`; it may be missing.
 
     Returns:
-      The step. Folders that a killed `save` left behind, checkpoints of a future that was given up, and anything else
-      in the folder, do not count. Whether the files are still as they were written is looked at by those who read them.
+      The step. Leftovers of a killed `save`, checkpoints that a roll-back abandoned, and other files do not count.
+      Checksums are verified only when a checkpoint is read.
 
     Example:
       >>> import jaxdist as jd
@@ -78,15 +78,15 @@ def latest(path: str | Path) -> int | None:
 def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
     """Reads a state that `save` wrote, for the number of workers that `like` has.
 
-    Agreed leaves come back in every bit. Where the number of workers is another than it was, `Sharded` leaves are cut
-    anew and `PerWorker` ones follow their `resize` rule, as in `jd.resize`: residuals keep their mean over workers. A
-    leaf that is marked otherwise than it was goes by way of the whole array, as of `jd.consensus`: what was per worker
-    is averaged, and what is per worker now is the same for all.
+    Replicated leaves are restored bit for bit. If the number of workers has changed, `Sharded` leaves are resharded and
+    `PerWorker` ones follow their `resize` rule, as in `jd.resize`: residuals keep their mean over workers. A leaf whose
+    marks have changed is converted by way of the unsharded array, as by `jd.consensus`: values that were per worker are
+    averaged, and values that become per worker are the same on all workers.
 
     Args:
-      path: the folder that `save` was given.
+      path: the folder that was passed to `save`.
       like: a state with the same tree and dtypes, as arrays or as `ShapeDtypeStruct`s, on the mesh (or the simulated
-        workers) to go on with; its shardings say where the leaves go. `jd.init_state` makes one.
+        workers) to continue with; its shardings place the leaves. `jd.init_state` makes one.
       step: which checkpoint; by default the newest.
 
     Returns:
@@ -94,12 +94,12 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      CheckpointDamagedError: a file is not as it was written (every file is looked at, each by one process), or the
-        folder is a copy of another step's.
-      CheckpointUnreadableError: the system does not let a file be read.
-      CheckpointPeerError: another process could not do its part.
+      CheckpointDamagedError: a file has changed since it was written (every file is checked, each by one process), or
+        the folder is a copy of another step's.
+      CheckpointUnreadableError: a file cannot be read.
+      CheckpointPeerError: another process failed.
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: other leaves, shapes or dtypes than `like` has; the message says which.
+      ValueError: leaves, shapes or dtypes differ from those of `like`; the message names the first.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -108,7 +108,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
       >>> jd.checkpoint.restore(folder, jd.place({"w": jnp.zeros(3)}, 4))["w"].tolist()
       [0.0, 1.0, 2.0]
     """
-    return _taken(path, step, lambda folder, manifest: filled(folder, manifest, like, ()).state)
+    return _read_one(path, step, lambda folder, manifest: fill(folder, manifest, like, ()).state)
 
 
 def resume(
@@ -119,31 +119,32 @@ def resume(
     skip_damaged: bool = False,
     allow_fresh_start: bool = False,
 ) -> Resumed:
-    """Goes on from the newest checkpoint, or begins where there is none: one call for the first start and every other.
+    """Continues from the newest checkpoint, or starts if there is none: one call for first starts and restarts.
 
     Args:
-      path: the folder that `save` was given; it may be missing.
-      like: the state to begin with, as of `restore`; arrays, where leaves may be new.
-      changed: paths of parts of the state that may be of another method than they were (`("opt",)`). There, what the
-        checkpoint lacks, or has in another shape or dtype, stays as it is in `like`, and what it has in excess is left
-        out. Leave the parameters out of it, and a wrong model is an error. Make what is new from the parameters of the
-        checkpoint, `resume(path, {"params": ...}, changed=("opt",))` before: an anchor of `local_steps` is a model.
-      skip_damaged: go back to the newest checkpoint that is whole. Damaged ones are set aside as `<step>.damaged`, once
-        there is something to go on from.
-      allow_fresh_start: begin anew also where a run has damaged checkpoints and no whole one. Without, that is an
-        error: weeks of work may be in one of them.
+      path: the folder that was passed to `save`; it may be missing.
+      like: the initial state, as for `restore`; arrays, where leaves may be new.
+      changed: paths of sub-states whose method may have changed (`("opt",)`). Leaves in them that the checkpoint lacks,
+        or has in another shape or dtype, keep their values in `like`, and those that only the checkpoint has are
+        dropped. Do not list the parameters, so that a wrong model is an error. To initialize new leaves from the
+        restored parameters (an anchor of `local_steps` is a model), first call
+        `resume(path, {"params": ...}, changed=("opt",))`.
+      skip_damaged: fall back to the newest undamaged checkpoint. Damaged ones are set aside as `<step>.damaged`, once
+        there is something to continue from.
+      allow_fresh_start: start over even if all checkpoints of the run are damaged. By default that is an error, since
+        weeks of work may be in one of them.
 
     Returns:
-      The state, its step and what was saved beside it; what is new, dropped, converted or was damaged is told by name.
-      All processes must call it together.
+      The state, its step and data, and the names of new, dropped and converted leaves and of damaged checkpoints. All
+      processes must call it together.
 
     Raises:
-      CheckpointDamagedError: as of `restore`, unless they are to be skipped.
-      NoCheckpointLeftError: there are damaged checkpoints and no whole one; also where they were set aside before.
-      CheckpointUnreadableError: as of `restore`. What cannot be read may be whole: it is never skipped.
-      CheckpointPeerError: another process could not do its part.
+      CheckpointDamagedError: as for `restore`, unless `skip_damaged`.
+      NoCheckpointLeftError: all checkpoints are damaged, or were set aside as damaged before.
+      CheckpointUnreadableError: as for `restore`. An unreadable checkpoint may be undamaged, and is never skipped.
+      CheckpointPeerError: another process failed.
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: other leaves, shapes or dtypes than `like` has, outside of what has changed.
+      ValueError: leaves, shapes or dtypes differ from those of `like`, outside of `changed`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -160,25 +161,25 @@ def resume(
     damaged: list[CheckpointDamagedError] = []
     with Together(f"resume from {path}") as together:
         root = _files.root_of(path)
-        steps, before = together.first(lambda: (_files.steps(root), _files.damaged_steps(root)))
+        steps, before = together.first(lambda: (_files.steps(root), _files.list_damaged_steps(root)))
         for step in reversed(steps):
             try:
                 folder = _files.folder_of(root, step)
-                manifest = _opened(folder, together)
+                manifest = _open(folder, together)
             except CheckpointDamagedError as error:
                 if not skip_damaged:
                     raise
                 damaged.append(error)
                 continue
-            with _readable(folder):
-                state, new, dropped, converted = filled(folder, manifest, like, changed)
+            with _translate_errors(folder):
+                state, new, dropped, converted = fill(folder, manifest, like, changed)
             found = Resumed(state, step, manifest.data, new, dropped, converted)
-            together.all()  # have read it
+            together.all()  # until all processes have read it
             break
         else:
             if not allow_fresh_start and (damaged or before):
-                told = (damaged[0].file, damaged[0].what) if damaged else (root, "has it set aside as damaged")
-                raise NoCheckpointLeftError(told[0], (steps or before)[-1], told[1])
+                file, what = (damaged[0].file, damaged[0].what) if damaged else (root, "has it set aside as damaged")
+                raise NoCheckpointLeftError(file, (steps or before)[-1], what)
             found = Resumed(like, 0)
         if damaged:
             together.first(lambda: _set_aside(root, [error.step for error in damaged]))
@@ -187,18 +188,19 @@ def resume(
 
 
 def load(path: str | Path, *, step: int | None = None) -> Loaded:
-    """Reads a state as plain numpy arrays: no mesh, no accelerator, and no program that makes such a state.
+    """Reads a state as plain NumPy arrays, without a mesh, an accelerator, or the program that made the state.
 
     Args:
-      path: the folder that `save` was given.
+      path: the folder that was passed to `save`.
       step: which checkpoint; by default the newest.
 
     Returns:
-      The leaves as they were saved, marks on: one worker's own are all there, and `jd.consensus` makes the one model.
+      The leaves as they were saved, in their marks: per-worker values of all workers, of which `jd.consensus` makes one
+      model.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      CheckpointDamagedError: a file is not as it was written.
+      CheckpointDamagedError: a file has changed since it was written.
       ImportError: orbax is not installed (the extra `train`).
 
     Example:
@@ -211,41 +213,43 @@ def load(path: str | Path, *, step: int | None = None) -> Loaded:
 
     def arrays_of(folder: Path, manifest: Manifest) -> Loaded:
         arrays = read_to_host(folder, manifest.leaves)
-        state = {name: _manifest.marked(leaf.marks, arrays[name]) for name, leaf in manifest.leaves.items()}
+        state = {name: _manifest.wrap(leaf.marks, arrays[name]) for name, leaf in manifest.leaves.items()}
         return Loaded(state, manifest.step, manifest.data)
 
-    return _taken(path, step, arrays_of)
+    return _read_one(path, step, arrays_of)
 
 
-def _taken(path: str | Path, step: int | None, take: Callable[[Path, Manifest], Any]) -> Any:
-    """What is read of a checkpoint, all of it of the same one: a writer may drop or replace it meanwhile."""
+def _read_one(path: str | Path, step: int | None, take: Callable[[Path, Manifest], Any]) -> Any:
+    """Reads one checkpoint with `take`. Starts over if a writer deletes or replaces it meanwhile."""
     with Together(f"read a checkpoint in {path}") as together:
         for _ in range(_TRIES):
-            folder = _found(path, step, together)
+            folder = _find(path, step, together)
             before = _files.stamp(folder)
             try:
-                manifest = _opened(folder, together)
-                with _readable(folder):
+                manifest = _open(folder, together)
+                with _translate_errors(folder):
                     result = take(folder, manifest)
             except Exception:
-                if _stands(folder, before):
+                if _is_unchanged(folder, before):
                     raise
                 continue
             together.all()
-            if _stands(folder, before):
+            if _is_unchanged(folder, before):
                 return result
-    raise FileNotFoundError(f"the checkpoints in {path} go while they are read: let the writer keep more of them")
+    raise FileNotFoundError(
+        f"a checkpoint in {path} was deleted while being read; increase the number of checkpoints to keep"
+    )
 
 
-def _stands(folder: Path, before: bytes | None) -> bool:
-    """Whether what was read is still there. Several processes cannot read again: they may not all have seen it go."""
+def _is_unchanged(folder: Path, before: bytes | None) -> bool:
+    """Returns whether a checkpoint is still the same. Several processes never start over: not all may have noticed."""
     return jax.process_count() > 1 or (_files.is_folder(folder) and _files.stamp(folder) == before)
 
 
-def _found(path: str | Path, step: int | None, together: Together) -> Path:
-    """The folder of the newest checkpoint, or of that step.
+def _find(path: str | Path, step: int | None, together: Together) -> Path:
+    """Returns the folder of the newest checkpoint, or of a step.
 
-    As process 0 sees it: file systems may show a new folder to one process before another.
+    Process 0 decides: a file system may show a new folder to one process before another.
     """
     root = _files.root_of(path)
 
@@ -253,45 +257,46 @@ def _found(path: str | Path, step: int | None, together: Together) -> Path:
         number = latest(path) if step is None else step
         return number if number is not None and _files.is_folder(_files.folder_of(root, number)) else None
 
-    if (seen := together.first(look)) is None:
+    if (number := together.first(look)) is None:
         raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {path}")
-    return _files.folder_of(root, seen)
+    return _files.folder_of(root, number)
 
 
-def _opened(folder: Path, together: Together) -> Manifest:
-    """What a checkpoint says of itself, if its files are all as they were written.
+def _open(folder: Path, together: Together) -> Manifest:
+    """Returns the manifest of a checkpoint after checking all files.
 
-    All processes raise the same, also where only one of them sees the damage.
+    All processes raise the same error, even if only one of them finds the damage.
     """
     manifest = wrong = None
     try:
-        with _readable(folder):
-            manifest = _checked(folder)
+        with _translate_errors(folder):
+            manifest = _check_files(folder)
     except CheckpointDamagedError as error:
         wrong = [False, error.file.name == _files.SUMS, os.path.relpath(error.file, folder), error.what]
     except CheckpointUnreadableError as error:
         wrong = [True, False, os.path.relpath(error.file, folder), error.errno]
-    if found := [one for one in together.all(wrong) if one]:
-        unreadable, _, name, what = max(found, key=lambda one: one[:2])
+    # Unreadable counts more than damaged, and damaged checksums more than any other file.
+    if found := [report for report in together.all(wrong) if report]:
+        unreadable, _, name, what = max(found, key=lambda report: report[:2])
         file = Path(os.path.normpath(folder / name))
         raise (CheckpointUnreadableError if unreadable else CheckpointDamagedError)(file, int(folder.stem), what)
     assert manifest is not None
     return manifest
 
 
-def _checked(folder: Path) -> Manifest:
-    """The manifest, after this process's share of the files was found as it was written."""
+def _check_files(folder: Path) -> Manifest:
+    """Checks this process's part of the files and returns the manifest."""
     step = int(folder.stem)
     try:
-        _files.check(folder, _files.listed(folder), jax.process_index(), jax.process_count())
+        _files.check(folder, _files.read_sums(folder), jax.process_index(), jax.process_count())
         return _manifest.read(folder / _files.MANIFEST, step)
-    except (FileNotFoundError, NotADirectoryError) as error:  # it has gone since we looked
+    except (FileNotFoundError, NotADirectoryError) as error:  # deleted since it was listed
         raise CheckpointDamagedError(Path(error.filename), step, _files.GONE) from error
 
 
 @contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Where the system does not let a file be read, it says so: nothing is known of what the file holds."""
+def _translate_errors(folder: Path) -> Iterator[None]:
+    """Turns errors of the system into `CheckpointUnreadableError`; a missing file is left to the caller."""
     try:
         yield
     except CheckpointUnreadableError:
@@ -305,6 +310,6 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def _set_aside(root: Path, steps: Sequence[int]) -> None:
-    with _files.alone_or_inside(root):
+    with _files.lock_unless_held(root):
         for step in steps:
             _files.set_aside(root, step, _files.DAMAGED)

@@ -1,4 +1,4 @@
-"""Writing a state, now or beside the training that goes on."""
+"""Writes a state, blocking or concurrently with training."""
 
 import contextlib
 import operator
@@ -18,16 +18,16 @@ from ._orbax import orbax, path_of, run
 from ._together import LONGEST_PAUSE, SETTLE_SECONDS, Together
 from .errors import FULL, CheckpointFullError, number_of
 
-SEEN_SECONDS = 60.0  # NFS may show a new folder so much later
+VISIBLE_SECONDS = 60.0  # NFS may show a new folder that much later
 
 
 class Writer(NamedTuple):
-    """Saves beside the training, from `writing`.
+    """Saves concurrently with training; made by `writing`. All processes must call its functions together.
 
     Attributes:
-      save: `save(state, step, *, data=None)`, as the function `save`, but returns as soon as the arrays are in host
-        memory and the state may be donated. It first waits for the one before; all processes must call it together.
-      wait: `wait()` returns once the last save is complete, and raises what went wrong with it; together as well.
+      save: `save(state, step, *, data=None)`, like the function `save`, but returns as soon as the arrays are in host
+        memory and the state may be donated. It first waits for the previous save.
+      wait: `wait()` returns once the last save is complete, and raises its error if it failed.
     """
 
     save: Callable[..., None]
@@ -35,37 +35,38 @@ class Writer(NamedTuple):
 
 
 def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path:
-    """Writes a state to `path/<step>`: all of it, or nothing that `latest` and `restore` would ever see.
+    """Writes a state to `path/<step>` atomically: `latest` and `restore` never see a part of it.
 
     Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
-    Process 0 commits: it renames the folder once all have written theirs. All processes must call it together, with a
-    path on a file system that they share. What one of them cannot write, all hear of within seconds.
+    Process 0 commits by renaming the folder once all processes have written. All processes must call it together, with
+    a path on a shared file system. If one of them fails, the others raise an error within seconds.
 
-    The run then goes on from this checkpoint: after a roll-back (`restore(path, like, step=10)`, then steps and a save
-    of step 15), later ones are of a future that was given up. They are set aside as `<step>.abandoned`, where nothing
-    finds or deletes them.
+    The run continues from this checkpoint: after a roll-back (`restore(path, like, step=10)`, then steps and a save of
+    step 15), later checkpoints are abandoned. They are set aside as `<step>.abandoned`, where nothing finds or deletes
+    them.
 
     Args:
-      path: the folder of a run's checkpoints; made where it is missing.
+      path: the folder of a run's checkpoints; created if it is missing.
       state: any pytree of arrays and typed keys, marks included.
-      step: how many steps the state has done. A checkpoint of the same step is replaced once the new one is whole.
-      data: what else it takes to go on, such as the place in the data: anything that JSON holds (keys of dicts are
-        text), the same on all processes. Count examples of the whole run, not of a worker, and it holds for any number
-        of workers.
-      keep: how many checkpoints to keep, this one included; the oldest go. None keeps all. Each takes the room of the
-        state; at least two outlast a disk that damages one.
+      step: the number of steps that the state has done. A checkpoint of the same step is replaced once the new one is
+        complete.
+      data: what else a restart needs, such as the position in the data set: any JSON value (keys of dicts are text),
+        the same on all processes. Count the examples of the whole run, not of a worker, to stay independent of their
+        number.
+      keep: how many checkpoints to keep, including this one; the oldest are deleted. None keeps all. Each needs the
+        disk space of the state; keep at least two, in case one is damaged.
 
     Returns:
       The folder `path/<step>`, once it is complete.
 
     Raises:
-      CheckpointFullError: there is no room; what was written of it is taken away. OSError: other errors of the disk.
-      CheckpointPeerError: another process could not do its part.
+      CheckpointFullError: no space is left; the part that was written is deleted.
+      OSError: other errors of the disk.
+      CheckpointPeerError: another process failed.
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves of one
-        name (`{"a.b": x, "a": {"b": y}}`), or a leaf that JAX or the format does not hold as it is (64 bits of numpy
-        while JAX has 32, `uint4`); or checkpoints are being written into the folder, by another process or by
-        `writing` around the call.
+      ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves with one
+        name (`{"a.b": x, "a": {"b": y}}`), or a leaf that JAX or the format would convert (64 bits of NumPy while JAX
+        has 32, `uint4`); or the folder is being written, by another process or by `writing` around the call.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -83,30 +84,30 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
         with together:
             root, step = _files.root_of(path), operator.index(step)
             _check_keep(keep)
-        _begin(together, root, state, step, data, keep, lambda: held.enter_context(_files.alone(root)))()
+        _begin(together, root, state, step, data, keep, lambda: held.enter_context(_files.lock(root)))()
     return root / str(step)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
-    """Checkpoints that are written while training goes on; leaving waits for the last one, whatever was raised inside.
+    """Writes checkpoints concurrently with training. Leaving the block waits for the last one, also after an exception.
 
-    A save costs the training the copy into host memory. The rest, orbax's writing, the checksums and the commit, runs
-    in a thread. Host memory holds the state once more until then.
+    A save interrupts training only for the copy into host memory. Writing, checksums and the commit run in a thread.
+    Until the commit, host memory holds an additional copy of the state.
 
     Args:
-      path: the folder of a run's checkpoints, as of `save`; made at once where it is missing, and what killed processes
-        left in it is taken away. One writer at a time.
-      keep: how many checkpoints to keep, as of `save`.
+      path: the folder of a run's checkpoints, as for `save`; created at once if it is missing, and leftovers of killed
+        processes are deleted. One writer at a time.
+      keep: how many checkpoints to keep, as for `save`.
 
     Yields:
       A `Writer`.
 
     Raises:
-      CheckpointPeerError: process 0 could not begin to write into the folder.
+      CheckpointPeerError: process 0 cannot write into the folder.
       ImportError: orbax is not installed (the extra `train`).
-      ValueError: as `save` raises it, or checkpoints are being written into the folder, by another process or by this
-        one. OSError: it is no folder, or cannot be made.
+      ValueError: as for `save`, or the folder is being written by another process or by this one.
+      OSError: the path is not a folder, or the folder cannot be created.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -117,7 +118,7 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
       >>> jd.checkpoint.latest(folder), jd.checkpoint.load(folder).data
       (30, {'examples': 960})
       >>> import pathlib
-      >>> sorted(one.name for one in pathlib.Path(folder).glob("[0-9]*"))
+      >>> sorted(child.name for child in pathlib.Path(folder).glob("[0-9]*"))
       ['20', '30']
     """
     together = Together("begin to write checkpoints")
@@ -138,7 +139,7 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
         with together:
             root = _files.root_of(path)
             _check_keep(keep)
-            together.first(lambda: held.enter_context(_files.alone(root)))
+            together.first(lambda: held.enter_context(_files.lock(root)))
         pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
         try:
             yield Writer(save_beside, wait_for_last)
@@ -152,17 +153,19 @@ def _check_keep(keep: int | None) -> None:
 
 
 def _check_arrays(arrays: dict[str, Array]) -> None:
-    """What orbax would say in the thread, and not of which leaf."""
+    """Checks dtypes, since orbax would refuse them only in the thread, and without the name of the leaf."""
     import tensorstore  # comes with orbax
 
     if not arrays:
-        raise ValueError("the state has no arrays, or empty ones alone: there is nothing to save")
+        raise ValueError("the state contains no non-empty arrays: there is nothing to save")
     for name, array in arrays.items():
         if not _manifest.is_key(array):
             try:
                 tensorstore.dtype(array.dtype.name)
             except ValueError as error:
-                raise ValueError(f"leaf `{name}` is {array.dtype}, which no checkpoint holds: cast it") from error
+                raise ValueError(
+                    f"leaf `{name}` is {array.dtype}, which checkpoints do not support: cast it"
+                ) from error
 
 
 def _begin(
@@ -174,33 +177,36 @@ def _begin(
     keep: int | None,
     lock: Callable[[], Any],
 ) -> Callable[[], None]:
-    """Copies the state into host memory and starts to write it. What is returned waits for that and commits.
+    """Copies the state into host memory and starts to write it; returns a function that waits for that and commits.
 
-    Orbax's handler writes; its checkpointers would add the rename, and barriers in which the others wait for a process
-    that has failed.
+    It uses orbax's handler and not a checkpointer, which would rename the folder itself, after barriers in which the
+    other processes would wait for one that has failed.
     """
 
     def prepare() -> None:
         lock()
         _files.begin(root, step)
 
-    with together, _typed(root, step):
+    with together, _translate_errors(root, step):
         ocp = orbax()
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
-        named = _manifest.named(state)
-        manifest = _manifest.written(named, step, data)
-        # Orbax refuses empty leaves, and they hold nothing.
+        named = _manifest.name_leaves(state)
+        manifest = _manifest.dump(named, step, data)
+        # Orbax refuses empty leaves; the manifest suffices to restore them.
         arrays = {name: _one_copy(leaf) for name, (_, leaf) in named.items() if leaf.size}
         _check_arrays(arrays)
-        steps = set(together.all(step))  # and none still writes for a save that failed
+        # After this exchange no process is still writing for an earlier save that failed.
+        steps = set(together.all(step))
         if len(steps) > 1:
-            raise ValueError(f"the processes save different steps, {sorted(steps)}: let all save together")
+            raise ValueError(
+                f"the processes save different steps, {sorted(steps)}: call save with the same step in all"
+            )
         together.first(prepare)
     folder = root / f"{step}{_files.UNFINISHED}" / _files.ARRAYS
     handler = ocp.StandardCheckpointHandler()
     with _all_or_nothing(together, root, step):
-        _see(folder)
+        _wait_for_folder(folder)
         written = run(handler.async_save(path_of(folder), args=ocp.args.StandardSave(arrays)))
 
     def finish() -> None:
@@ -216,9 +222,9 @@ def _begin(
     return commit
 
 
-def _see(folder: Path) -> None:
-    """Returns once this process finds the folder that process 0 has made."""
-    until = time.monotonic() + SEEN_SECONDS
+def _wait_for_folder(folder: Path) -> None:
+    """Waits until the folder that process 0 has made is visible to this process."""
+    until = time.monotonic() + VISIBLE_SECONDS
     while not _files.is_folder(folder):
         if time.monotonic() > until:
             raise ValueError(
@@ -229,16 +235,16 @@ def _see(folder: Path) -> None:
 
 
 def _wait(written: Sequence[Any], together: Together) -> None:
-    """Returns when this process has written; what it still writes is cancelled when another has failed."""
+    """Waits until this process has written everything; cancels the rest if another process fails."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writes")
-    done = pool.submit(lambda: [one.result() for one in written])
+    done = pool.submit(lambda: [write.result() for write in written])
     try:
         while not wait([done], LONGEST_PAUSE).done:
             together.check()
         done.result()
     except BaseException:
-        for one in written:
-            one.cancel()
+        for write in written:
+            write.cancel()
         wait([done], SETTLE_SECONDS)
         raise
     finally:
@@ -247,9 +253,9 @@ def _wait(written: Sequence[Any], together: Together) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(together: Together, root: Path, step: int) -> Iterator[None]:
-    """A save that fails gives back the room that it took, once no process writes there: a full disk would stay full."""
+    """Deletes the folder of a failed save, once no process writes there: a full disk would else stay full."""
     try:
-        with together, _typed(root, step):
+        with together, _translate_errors(root, step):
             yield
     except BaseException:
         if jax.process_index() == 0:
@@ -259,8 +265,8 @@ def _all_or_nothing(together: Together, root: Path, step: int) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _typed(root: Path, step: int) -> Iterator[None]:
-    """Errors of the system as what they are: orbax hands on tensorstore's, where each is a ValueError."""
+def _translate_errors(root: Path, step: int) -> Iterator[None]:
+    """Raises errors of the system with their own types: tensorstore raises ValueError for each of them."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -273,6 +279,6 @@ def _typed(root: Path, step: int) -> Iterator[None]:
 
 
 def _one_copy(leaf: Array) -> Array:
-    """Of equal copies in one process a single one: orbax compiles a program for each leaf to let all of them write."""
+    """Picks one of several equal copies in a process: orbax would compile a program per leaf to divide the writing."""
     alone = jax.process_count() == 1 and isinstance(leaf.sharding, NamedSharding) and leaf.is_fully_replicated
     return leaf.addressable_data(0) if alone else leaf

@@ -88,7 +88,7 @@ def main():
         results["unreadable"] = [tried(checkpoint.resume, folder, state(0.0))]
         results["unreadable"] += [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
         results["unreadable"] += [tried(checkpoint.restore, folder, state(0.0))]
-    with mock.patch.object(reader, "filled", refuses) if process == 1 else contextlib.nullcontext():
+    with mock.patch.object(reader, "fill", refuses) if process == 1 else contextlib.nullcontext():
         results["unread"] = [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
         results["unread"] += [tried(checkpoint.restore, folder, state(0.0))]
     with mock.patch.object(_files, "steps", refuses) if process == 0 else contextlib.nullcontext():

@@ -52,8 +52,8 @@ FAILURES = {
     "the disk of 1": (1, mock.patch.object(writer, "run", begins_and_fails)),
     "the copy of 0": (0, mock.patch.object(writer, "run", raises)),
     "the copy of 1": (1, mock.patch.object(writer, "run", raises)),
-    "the state of 1": (1, mock.patch.object(writer._manifest, "named", raises)),
-    "the lock": (0, mock.patch.object(_files, "_locked", raises)),
+    "the state of 1": (1, mock.patch.object(writer._manifest, "name_leaves", raises)),
+    "the lock": (0, mock.patch.object(_files, "_lock_file", raises)),
     "the folder": (0, mock.patch.object(_files, "begin", raises)),
     "the commit": (0, mock.patch.object(_files, "commit", raises)),
 }
@@ -100,7 +100,7 @@ def main():
         results[name] += [checkpoint.resume(folder, state).step, tried(checkpoint.save, folder, state, 3)]
     results["again"] = again(root / "again", state)
     results["different steps"] = tried(checkpoint.save, root / "different", state, jax.process_index())
-    with mock.patch.object(writer, "SEEN_SECONDS", 1.0):
+    with mock.patch.object(writer, "VISIBLE_SECONDS", 1.0):
         results["own disks"] = tried(checkpoint.save, root / f"own-{jax.process_index()}", state, 1)
     results["own disks"] += [checkpoint.latest(root / f"own-{jax.process_index()}")]
     large, folder = 3_000_000_000, root / "large"
