@@ -30,11 +30,11 @@ def test_no_process_is_left_without_a_device(monkeypatch):
 
 
 def test_inner_axes_stay_in_a_group():
-    found = mesh.order({"pod": 4}, {"chip": 2}, PROCESSES)
+    found = mesh.order_devices({"pod": 4}, {"chip": 2}, PROCESSES)
     assert [[device.id for device in row] for row in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    found = mesh.order({"pod": 2}, {"data": 2, "model": 2}, SLICES)
+    found = mesh.order_devices({"pod": 2}, {"data": 2, "model": 2}, SLICES)
     assert [{device.slice_index for device in block.ravel()} for block in found] == [{0}, {1}]
-    found = mesh.order({"data": 8}, {}, SLICES)
+    found = mesh.order_devices({"data": 8}, {}, SLICES)
     assert [device.slice_index for device in found] == [0] * 4 + [1] * 4
     assert len(mesh.groups([Device(i, i // 2, platform="tpu") for i in range(8)])) == 1  # a pod is one slice
 
@@ -49,7 +49,7 @@ def test_inner_axes_stay_in_a_group():
 )
 def test_what_cannot_be(outer, inner, message):
     with pytest.raises(ValueError, match=message):
-        mesh.order(outer, inner, PROCESSES)
+        mesh.order_devices(outer, inner, PROCESSES)
 
 
 def test_one_process_is_one_group():
@@ -85,6 +85,6 @@ def test_wrong_ones_are_named(mesh, monkeypatch):
 
     monkeypatch.setattr(CHECK, "over", faulty)
     monkeypatch.setattr(CHECK, "SIZES", (5,))
-    with pytest.raises(jd.processes.CollectiveError, match=r"wrong numbers from .* over the axis 'data'") as caught:
+    with pytest.raises(jd.processes.CollectiveError, match=r"wrong results from .* over the axis 'data'") as caught:
         jd.processes.self_check(mesh)
     assert set(caught.value.collectives) == set(FAULTS)

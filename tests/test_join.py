@@ -21,7 +21,7 @@ class Lying(list):
 
 def test_batches_of_one_process_come_as_they_are(mesh):
     for source in ([rows(1), rows(2)], iter([rows(1), rows(2)])):
-        found = list(jd.runtime.join_uneven(source, rows(0), mesh, ahead=2))
+        found = list(jd.runtime.join_uneven(source, rows(0), mesh, prefetch=2))
         assert [(float(batch["x"].mean()), examples.tolist()) for batch, examples in found] == [
             (1, [1] * 8),
             (2, [1] * 8),
@@ -54,13 +54,13 @@ def test_padded_batches_say_how_many_rows_are_real(mesh):
     ("source", "options", "message"),
     [
         ([rows(1)], {"on_uneven": "hope"}, "hope"),
-        ([rows(1)], {"ahead": 0}, "ahead must be at least 1, got 0"),
+        ([rows(1)], {"prefetch": 0}, "prefetch must be at least 1, got 0"),
         ([rows(1)], {"like": rows(0, 12)}, r"multiple of this process's 8 workers, got \[\(12, 3\)\]"),
         ([rows(1, 5)], {}, "batch 0 has 5 rows where like has 8: drop it, or pass pad=True"),
         ([rows(1), rows(1, 16)], {}, r"batch 1 has an array float32\(16, 3\) where like has float32\(8, 3\)"),
         ([{"x": np.ones((8, 3), int)}], {}, "where like has float32"),
         ([{"y": np.ones((8, 3))}], {}, "batch 0 is a PyTreeDef"),
-        (Lying([rows(1), rows(2)]), {}, "length of 1, and more than that"),
+        (Lying([rows(1), rows(2)]), {}, r"len\(batches\) is 1, but it yielded more"),
     ],
 )
 def test_what_join_refuses(mesh, source, options, message):

@@ -137,7 +137,7 @@ def test_who_misses_a_mark_is_told_that_it_was_taken_off():
     state = jd.place({"mine": jd.PerWorker(jnp.zeros(3))}, 2)
     with pytest.raises(AttributeError, match="has no attribute") as error:
         jd.simulate(lambda state, batch: ({"mine": state["mine"].value}, {}), 2)(state, np.ones(2))
-    assert "a whole field of it, is taken off before the step sees it" in error.value.__notes__[0]
+    assert "a whole field, is removed before the step sees it" in error.value.__notes__[0]
 
 
 def test_a_tree_of_one_leaf_has_a_name_in_messages(mesh):
@@ -154,7 +154,7 @@ def test_a_tree_of_one_leaf_has_a_name_in_messages(mesh):
     tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2)
     with pytest.raises(ValueError, match=r"^the parameter is the same on all workers"):
         stepped(tx, lambda x: jd.comm.over("data").varying(x))
-    with pytest.raises(ValueError, match=r"^the state came in as float32\[3\] and went out as float32\[4\]"):
+    with pytest.raises(ValueError, match=r"^the state was float32\[3\] before the step and is now float32\[4\]"):
         jd.simulate(lambda state, batch: (jnp.zeros(4), {}), 2)(jnp.zeros(3), np.ones(2))
     with pytest.raises(ValueError, match=r"^the tree, which is one leaf, has label 'b'"):
         jd.reducers.per_leaf(lambda path, leaf: "b", {"a": jd.exact()}).init(jnp.zeros(3))
@@ -337,10 +337,13 @@ def test_a_state_that_differs(mesh):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {**s, "new": s["w"]}, "another tree than it was given"),
-        (lambda s: {"w": s["w"].astype(jnp.float16)}, r"`w` .* came in as float32\[3\] and went out as float16\[3\]"),
+        (lambda s: {**s, "new": s["w"]}, "another tree than it received"),
+        (
+            lambda s: {"w": s["w"].astype(jnp.float16)},
+            r"`w` .* was float32\[3\] before the step and is now float16\[3\]",
+        ),
         (lambda s: {"w": s["w"][:2]}, r"went out as float32\[2\]"),
-        (lambda s: {"w": jd.PerWorker(s["w"])}, "another tree than it was given"),
+        (lambda s: {"w": jd.PerWorker(s["w"])}, "another tree than it received"),
     ],
 )
 def test_a_state_that_changes(mesh, change, message):

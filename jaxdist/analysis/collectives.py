@@ -61,7 +61,8 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     module = parse(program_text(program))
     started = chains(module)
     warnings: list[str] = []
-    found: dict[str, list[Collective]] = {}  # by computation: several instructions may call the same one
+    # By computation: several instructions may call the same one.
+    found: dict[str, list[Collective]] = {}
 
     def walk(name: str) -> list[Collective]:
         if name not in found:
@@ -112,7 +113,8 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
     symbols, kind = module.computations[name].instructions, kind_of(instruction) or ""
     operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
     if kind == "ragged-all-to-all":
-        operands = operands[:1]  # the others are the sizes and offsets of rows, and the array to write into
+        # The others are the sizes and offsets of rows, and the array to write into.
+        operands = operands[:1]
         warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token

@@ -84,7 +84,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
     rows = np.stack([np.full(len(times), hops), hops / workers * np.asarray(sizes, float)], axis=1)
     relative = rows / times[:, None]
     found, *_ = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)
-    for which in (0, 1):  # noise can make one coefficient negative: set it to zero and fit the other alone
+    # Noise can make one coefficient negative: set it to zero and fit the other alone.
+    for which in (0, 1):
         if found[which] <= 0:
             other = relative[:, 1 - which]
             found[which], found[1 - which] = 0.0, (other @ np.ones(len(times))) / (other @ other)

@@ -136,7 +136,8 @@ def _is_installed(module: str) -> bool:
 def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:
     try:
         return topologies.get_topology_desc(**arguments).devices
-    except Exception as error:  # what the plugins raise differs between versions
+    except Exception as error:
+        # What the plugins raise differs between versions.
         raise ValueError(f"cannot describe the {kind} topology {spelled!r}: {error}") from error
 
 

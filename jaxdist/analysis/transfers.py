@@ -54,11 +54,3 @@ def _count(jaxpr: Any) -> tuple[int, int]:
             inner_down, inner_up = _count(inner.jaxpr)
             down, up = down + times * inner_down, up + times * inner_up
     return down, up
-
-
-def _on_host(aval: Any) -> bool:
-    return aval.memory_space == jax.memory.Space.Host
-
-
-def _nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Runs a training step on a mesh, in simulation, and over batches."""
+"""Runs a training step on a mesh or in simulation, and feeds it batches."""
 
 from .agreement import disagreement as disagreement
 from .distribute import distribute as distribute
 from .distribute import evaluate as evaluate
-from .join import join_uneven as join_uneven
+from .join_uneven import join_uneven as join_uneven
 from .json_log import json_log as json_log
 from .mesh import global_batch as global_batch
 from .mesh import make_mesh as make_mesh

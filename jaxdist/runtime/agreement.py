@@ -1,4 +1,4 @@
-"""Do all workers really hold the same agreed state? Compared by value, for steps whose types cannot be checked."""
+"""Compares replicated state between workers by value, for steps whose types cannot be checked."""
 
 import functools
 from collections.abc import Callable
@@ -20,15 +20,15 @@ CHECK_EVERY = 100
 
 
 def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple[str, ...]:
-    """The names of agreed leaves whose values differ between workers.
+    """Returns the names of replicated leaves whose values differ between workers.
 
     Args:
-      state: a placed state; marked leaves are left out, since they may differ.
+      state: a placed state; marked leaves may differ and are not compared.
       mesh: its mesh.
-      axis: the axis or axes that workers lie along.
+      axis: the axis or axes of the workers.
 
     Returns:
-      The names; empty when all agree. All processes must call it together.
+      The names; empty if nothing differs. All processes must call it together.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -46,50 +46,56 @@ def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple
 
 @functools.cache
 def _hashes(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Array]], Array]:
-    """`[W, leaves]`: every worker's hash of its own copy of each leaf."""
+    """Compiles a function that gathers every worker's hash of its own copy of each leaf, as `[W, leaves]`."""
 
-    def local(leaves):
-        return over(axes).all_gather(jnp.stack([hash_words(leaf) for leaf in leaves]))
+    def gather_hashes(leaves):
+        return over(axes).all_gather(jnp.stack([hash_array(leaf) for leaf in leaves]))
 
-    # The leaves are typed equal, so nothing here is checked: each worker hashes the copy that it really holds.
+    # The leaves are typed as equal, so JAX moves nothing: each worker hashes the copy that it really has.
     mapped = shard_map(
-        local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=set(axes), check_vma=True
+        gather_hashes,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=True,
     )
     return jax.jit(mapped)
 
 
-def hash_words(x: Array) -> UInt[Array, ""]:
-    """A 32-bit hash of the bits of an array, whatever its dtype: a sum of mixed words, in any order."""
+def hash_array(x: Array) -> UInt[Array, ""]:
+    """Hashes the bits of an array of any dtype to 32 bits: a sum of mixed words, which does not depend on its order."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     words = lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel()
-    place = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
-    mixed = (words ^ place) * jnp.uint32(0x85EBCA6B)
+    # Mix each word with its position, so that permuted entries have another hash.
+    position = jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
+    mixed = (words ^ position) * jnp.uint32(0x85EBCA6B)
     return jnp.sum((mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35), dtype=jnp.uint32)
 
 
 def with_value_checks(run: Any, mesh: Mesh, axis: AxisNames) -> Any:
-    """The compiled step, followed by a comparison after the first call and after every `CHECK_EVERY`-th."""
+    """Wraps a compiled step with a comparison after the first call and after every `CHECK_EVERY`-th."""
     calls = 0
 
     @functools.wraps(run)
-    def checked(state, batch, **static):
+    def run_and_check(state, batch, **static):
         nonlocal calls
         state, metrics = run(state, batch, **static)
         if calls % CHECK_EVERY == 0:
             names = disagreement(state, mesh, axis=axis)
             if names:
                 raise ValueError(
-                    f"agreed state differs between workers after call {calls + 1}: {', '.join(names)}. Average "
-                    f"what enters it, or "
-                    "mark it PerWorker"
+                    f"replicated state differs between workers after call {calls + 1}: {', '.join(names)}; reduce it "
+                    "before it enters the state, or mark it PerWorker"
                 )
         calls += 1
         return state, metrics
 
-    for name in ("lower", "trace"):  # what callers of a compiled function expect to find
-        setattr(checked, name, getattr(run, name))
-    return checked
+    # As callers of a compiled function expect.
+    for name in ("lower", "trace"):
+        setattr(run_and_check, name, getattr(run, name))
+    return run_and_check

@@ -1,4 +1,4 @@
-"""Metrics in a file, one JSON object a line."""
+"""Writes metrics to a file, one JSON object per line."""
 
 import json
 import math
@@ -11,18 +11,18 @@ import numpy as np
 
 
 def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
-    r"""A function that appends metrics to a file, one JSON object a line. Process 0 writes, the others do nothing.
+    r"""Makes a function that appends metrics to a file, one JSON object per line; only process 0 writes.
 
-    Each line is whole when the function returns, and nothing is left open. A run that goes on appends to the file, and
-    a last line that a killed one left half written is cut off first; steps that it repeats are in the file twice, and
-    the later line counts.
+    Each line is complete when the function returns, and no file stays open. A resumed run appends to the file, after
+    removing an incomplete last line of a killed run; steps that it repeats are in the file twice, the later line
+    counts.
 
     Args:
-      path: the file; its folder is made.
+      path: the file; its folder is created.
 
     Returns:
-      `write(metrics)`: numbers, text, arrays, and dictionaries of them. Numbers that are not finite become null, which
-      JSON has instead. Reading a metric waits for the step that makes it: write every tenth step, or one step late.
+      `write(metrics)`, for numbers, text, arrays, and dictionaries of them. Numbers that are not finite become null.
+      Reading a metric waits for the step that computes it: write every tenth step, or one step late.
 
     Example:
       >>> import pathlib, tempfile, jax.numpy as jnp, jaxdist as jd
@@ -38,10 +38,10 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         written = path.read_bytes()
-        whole = written.rfind(b"\n") + 1
-        if whole < len(written):
+        complete = written.rfind(b"\n") + 1
+        if complete < len(written):
             with path.open("r+b") as file:
-                file.truncate(whole)
+                file.truncate(complete)
 
     def write(metrics: Mapping[str, Any]) -> None:
         line = json_line(metrics)
@@ -52,7 +52,7 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """One line; numbers that are not finite become null, since JSON has none."""
+    """Formats one line; numbers that are not finite become null, since JSON has none."""
     return json.dumps(_plain(values), allow_nan=False) + "\n"
 
 

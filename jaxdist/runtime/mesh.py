@@ -1,4 +1,4 @@
-"""Meshes, and batches of several processes."""
+"""Makes meshes, and global batches of several processes."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from ..processes.consistency import compare
 from ..state.marks import axis_tuple
 from ..state.placement import workers
 
-BATCH_SECONDS = 600.0  # one may read its data that much longer than the others
+BATCH_SECONDS = 600.0  # a process may read its data that much longer than the others
 _compared: set[str] = set()
 _comparisons = itertools.count()
 
@@ -31,23 +31,23 @@ def make_mesh(
     inner: Mapping[str, int] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with Auto axes.
+    """Makes a mesh with Auto axes.
 
-    With `outer` and `inner` no link of an inner axis leaves a group of devices with fast links: a slice of a TPU, the
-    devices that share NVLink, else those of one process. JAX says which they are (`slice_index`, `process_index`).
+    With `outer` and `inner`, every inner axis stays within a group of devices with fast links: a TPU slice, the devices
+    that share NVLink, else those of one process, as given by JAX (`slice_index`, `process_index`).
 
     Args:
       axes: the number of devices along each axis, slow links first; by default all devices along `"data"`.
-      outer: instead, the axes between groups. They come first.
-      inner: instead, the axes inside groups.
+      outer: instead of `axes`, the axes between groups. They come first.
+      inner: instead of `axes`, the axes within groups.
       devices: the devices to use; all by default.
 
     Returns:
       The mesh.
 
     Raises:
-      ValueError: there are too few devices; of all devices, a process would have none in the mesh; an inner axis would
-        leave a group; an axis is named twice; `axes` beside `outer` or `inner`.
+      ValueError: there are too few devices; by default, a process would have no device in the mesh; an inner axis would
+        leave a group; an axis is named twice; `axes` together with `outer` or `inner`.
 
     Example:
       >>> import jax, jaxdist as jd
@@ -59,7 +59,10 @@ def make_mesh(
     if outer is not None or inner is not None:
         if axes is not None:
             raise ValueError(f"give axes, or outer and inner, got axes {dict(axes)} too")
-        return mesh(dict(outer or {}), dict(inner or {}), jax.devices() if devices is None else list(devices))
+        outer, inner = dict(outer or {}), dict(inner or {})
+        ordered = order_devices(outer, inner, jax.devices() if devices is None else list(devices))
+        names = (*outer, *inner)
+        return Mesh(ordered, names, axis_types=(AxisType.Auto,) * len(names))
     count = len(jax.devices() if devices is None else devices)
     axes = {"data": count} if axes is None else axes
     needed = int(np.prod(list(axes.values())))
@@ -76,14 +79,14 @@ def make_mesh(
 
 
 def use_cpu_devices(count: int) -> None:
-    """Makes the CPU look like several devices, to try a distributed step on one machine. Call it before anything runs.
+    """Splits the CPU into several devices, to try a distributed step on one machine. Call it before anything runs.
 
-    It also gives XLA four threads for each device (the environment variable `NPROC`), unless that is set: with as many
-    threads as devices, those that wait in a collective can keep those that they wait for from ever running. Seen on two
-    cores: four devices and the default number of threads hang within 1,500 steps, always.
+    It also gives XLA four threads per device (the environment variable `NPROC`), unless that is set: with one thread
+    per device, threads that wait in a collective can keep the others from ever running. On two cores, four devices with
+    the default number of threads always hung within 1,500 steps.
 
     Args:
-      count: how many devices.
+      count: the number of devices.
 
     Raises:
       ValueError: `count` is not positive, or JAX has started with another number of devices.
@@ -100,28 +103,28 @@ def use_cpu_devices(count: int) -> None:
     except RuntimeError:
         if jax.device_count() != count:
             raise ValueError(
-                f"JAX has started with {jax.device_count()} devices: call use_cpu_devices({count}) before anything runs"
+                f"JAX has already started with {jax.device_count()} devices: call use_cpu_devices({count}) earlier"
             ) from None
 
 
 def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
-    """Puts this process's part of a batch together with those of the others.
+    """Combines this process's part of a batch with those of the others.
 
-    *On the wire*: no collective. The first time that it gets arrays of a kind, all processes compare shapes and dtypes
-    through JAX's coordination service: steps on batches that differ would wait for each other for ever. Calls from
-    other threads than the main one, whose order nobody knows, are not compared.
+    *On the wire*: no collective. For each new combination of shapes and dtypes, all processes compare them through
+    JAX's coordination service, since steps on different batches would wait for each other forever. Calls outside of the
+    main thread, whose order is undefined, are not compared.
 
     Args:
-      local: numpy arrays `[b, ...]`; every process passes as many examples for each of its devices.
+      local: NumPy arrays `[b, ...]`; every process passes the same number of examples per device.
       mesh: the mesh.
-      axis: the axis or axes that workers lie along.
+      axis: the axis or axes of the workers.
 
     Returns:
-      Global arrays `[B, ...]`, cut over the axis. With one process, the batch itself on its devices.
+      Global arrays `[B, ...]`, sharded over the axis. With one process, the batch itself on its devices.
 
     Raises:
-      MismatchError: a process has other arrays than process 0, or another number of examples for each of its workers.
-      MissingProcessError: a process did not come with a batch of this kind within ten minutes.
+      MismatchError: a process has other arrays than process 0, or another number of examples per worker.
+      MissingProcessError: a process did not pass a batch of these shapes within ten minutes.
       ValueError: an array has no first dimension, or one that does not divide among this process's devices; the mesh
         has no such axis.
 
@@ -131,7 +134,7 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
       (8, 2)
     """
     axes = axis_tuple(axis)
-    workers(mesh, axis)  # refuses an axis that the mesh has not
+    workers(mesh, axis)  # refuses an axis that the mesh lacks
     sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
     here = workers_here(mesh, axis)
     local = jax.tree.map(np.asarray, local)
@@ -144,7 +147,7 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
 
 
 def _indivisible(batch: PyTree, here: int) -> str:
-    """What is wrong with this process's own part."""
+    """Describes an array of this process that does not divide among its workers; empty if all do."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if x.ndim == 0 or x.shape[0] % max(here, 1):
             return (
@@ -155,41 +158,41 @@ def _indivisible(batch: PyTree, here: int) -> str:
 
 
 def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
-    """Raises, in all processes alike, where they bring other batches than each other; asks once for each kind."""
-    card = fingerprint.of_batch(batch, here)
-    kind = str(card)
-    if kind in _compared and not wrong:  # nearly every batch
+    """Checks that all processes pass similar batches, else raises in all; compares each kind of batch once."""
+    own = fingerprint.of_batch(batch, here)
+    kind = str(own)
+    if kind in _compared and not wrong:  # the common case
         return
     everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
     if everywhere and threading.current_thread() is threading.main_thread():
-        do = "bring a batch like this to global_batch()"
-        compare(card, f"batch/{next(_comparisons)}", BATCH_SECONDS, do=do, wrong=wrong)
+        do = "pass a batch like this to global_batch()"
+        compare(own, f"batch/{next(_comparisons)}", BATCH_SECONDS, do=do, wrong=wrong)
         _compared.add(kind)
 
 
 def workers_here(mesh: Mesh, axis: AxisNames) -> int:
-    """How many workers of the axis have their devices in this process."""
+    """Returns the number of workers of the axis whose devices are in this process."""
     here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     return here // int(np.prod([size for name, size in mesh.shape.items() if name not in axis_tuple(axis)]))
 
 
 def groups(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices in groups with fast links inside: slices where they have numbers, else processes, TPUs together."""
+    """Groups devices with fast links: by slice if it has a number, else by process; TPUs without one are one group."""
 
-    def place(device):
+    def group_of(device):
         number = getattr(device, "slice_index", None)
         if number is None and device.platform == "tpu":
             return 0
         return device.process_index if number is None else number
 
     found: dict[int, list[Any]] = {}
-    for device in sorted(devices, key=lambda device: (place(device), device.process_index, device.id)):
-        found.setdefault(place(device), []).append(device)
+    for device in sorted(devices, key=lambda device: (group_of(device), device.process_index, device.id)):
+        found.setdefault(group_of(device), []).append(device)
     return list(found.values())
 
 
-def order(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in the shape `[*outer, *inner]`."""
+def order_devices(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """Orders devices in the shape `[*outer, *inner]`, so that inner axes stay within groups."""
     twice = set(outer) & set(inner)
     if twice:
         raise ValueError(f"the axis {min(twice)!r} is both outer and inner: give them two names")
@@ -205,18 +208,12 @@ def order(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[
             f"inner {dict(inner)} needs groups of {inside} devices with fast links, but there are {len(found)} groups "
             f"of {' and '.join(map(str, sizes))}: an axis over several groups has slow links, name it in outer"
         )
-    parts = [_arranged(group, (len(group) // inside, *inner.values())) for group in found]
+    parts = [_arrange(group, (len(group) // inside, *inner.values())) for group in found]
     return np.concatenate(parts).reshape(*outer.values(), *inner.values())
 
 
-def mesh(outer: Mapping[str, int], inner: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
-    """The mesh of `make_mesh(outer=, inner=)`."""
-    names = (*outer, *inner)
-    return Mesh(order(outer, inner, devices), names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def _arranged(group: list[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """A group in the order that suits its links: JAX knows the shapes of TPU slices."""
+def _arrange(group: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Orders a group to suit its links: JAX knows the shapes of TPU slices."""
     if group[0].platform == "tpu":
         return mesh_utils.create_device_mesh(shape, group, allow_split_physical_axes=True)
     return np.array(group, dtype=object).reshape(shape)

@@ -1,7 +1,8 @@
-"""The same step for any number of workers on one device."""
+"""Runs a step for any number of workers on one device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import axis_tuple, bind
 from ..transforms.optax_wrappers import explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
-from .worker_view import as_weak_as, check_same, close_state, manual_specs, open_state, run_step
+from .worker_view import as_weak_as, check_same, close_state, is_spec, manual_specs, open_state, run_step
 
 
 def simulate(
@@ -23,23 +24,23 @@ def simulate(
     batch_specs: PyTree | None = None,
     static_argnames: Sequence[str] = (),
 ) -> Callable[..., tuple[State, Any]]:
-    """`jit(vmap(step))`: runs a step written as one worker sees it for many workers on one device.
+    """`jit(vmap(step))`: runs a step that is written for one worker for many workers on one device.
 
-    State and batch have the same global shapes as for `distribute` on a mesh of as many devices, and the numbers are
-    the same up to the order of sums. There is no network, and no bytes can be read from the program.
+    State and batch have the same global shapes as for `distribute` on a mesh with that number of devices, and the
+    results are the same up to the order of sums. The program contains no collectives, so that no bytes can be counted.
 
     Args:
       step: `step(state, batch, **static) -> (state, metrics)`.
-      workers: how many along `axis`, or a mapping from axis name to number, slow links first.
+      workers: the number along `axis`, or a mapping from axis name to number, slow links first.
       axis: the axis name when `workers` is a number.
       batch_specs: as for `distribute`.
       static_argnames: as for `distribute`.
 
     Returns:
-      The compiled step. It does not donate: the state passed in stays usable.
+      The compiled step. It does not donate: the state that was passed in stays usable.
 
     Raises:
-      ValueError: a batch that does not divide, a leaf or a metric that differs between workers without a mark.
+      ValueError: the batch does not divide, or an unmarked leaf or a metric differs between workers.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -52,81 +53,99 @@ def simulate(
     if not sizes or any(size < 1 for size in sizes.values()):
         raise ValueError(f"workers must be positive, got {workers}")
     if len(sizes) > 1 and not isinstance(workers, Mapping):
-        raise ValueError(f"for the axes {axis!r} give the number of workers of each, workers={{name: number}}")
-    axes = tuple(sizes)
+        raise ValueError(
+            f"axis {axis!r} has several names: give the number of workers of each, workers={{name: number}}"
+        )
+    cfg = _Config(step, sizes, tuple(sizes) if isinstance(workers, Mapping) else axis, batch_specs)
 
     def run(state, batch, **static):
-        reason = explain_wrapped_communication(state)
-        if reason:
-            raise ValueError(reason)
-        state = bind(state, axes if isinstance(workers, Mapping) else axis)
-        batch_tree = jax.tree.structure(batch)
-        state_specs = jax.tree.leaves(manual_specs(state, axes))
-        specs = [*state_specs, *_batch_specs(batch, batch_specs, axes)]
-        leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
-        blocks = [_to_blocks(leaf, spec, sizes) for leaf, spec in zip(leaves, specs, strict=True)]
-        structure = jax.tree.structure(state)
-        names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-
-        def one_worker(*local):
-            mine = structure.unflatten(local[: len(state_specs)])
-            part = batch_tree.unflatten(local[len(state_specs) :])
-            new, metrics = run_step(step, open_state(mine, axes), part, **static)
-            new = close_state(new, mine, axes)
-            check_same(new, mine)
-            return jax.tree.leaves(new), metrics
-
-        def mapped(out_specs, agreed_metrics):
-            """The nested vmaps, whose unmapped outputs must be equal on all workers."""
-            f = one_worker
-            for name in reversed(axes):
-                in_axes = [0 if name in _names(spec) else None for spec in specs]
-                out_axes = [0 if name in _names(spec) else None for spec in out_specs]
-                f = jax.vmap(
-                    f,
-                    in_axes=in_axes,
-                    out_axes=(out_axes, None if agreed_metrics else 0),
-                    axis_name=name,
-                    axis_size=sizes[name],
-                )
-            return f
-
-        try:
-            new, metrics = mapped(state_specs, True)(*blocks)
-        except ValueError as error:
-            if "out_axes" not in str(error):
-                raise
-            raise ValueError(_what_differs(mapped, blocks, state_specs, names, axes)) from error
-        new = [_from_blocks(leaf, spec, sizes) for leaf, spec in zip(new, state_specs, strict=True)]
-        return as_weak_as(structure.unflatten(new), state), metrics
+        return _run(cfg, state, batch, static)
 
     return with_skip_checks(jax.jit(run, static_argnames=tuple(static_argnames)))
 
 
-def _what_differs(mapped, blocks, specs, names, axes) -> str:
-    """Only after a failure: asks for each agreed leaf by itself whether it is the one."""
-    everywhere = PartitionSpec(axes)
-    for i, spec in enumerate(specs):
+class _Config(NamedTuple):
+    step: Callable[..., tuple[State, Any]]
+    sizes: dict[str, int]
+    axis: AxisNames
+    batch_specs: PyTree | None
+
+
+class _Worker(NamedTuple):
+    """The step of one worker over flat leaves: those of the state, with their specs and names, then the batch."""
+
+    cfg: _Config
+    static: dict[str, Any]
+    state_tree: Any
+    batch_tree: Any
+    state_specs: list[PartitionSpec]
+    names: list[str]
+
+
+def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
+    """Splits state and batch into the blocks of the workers, runs all workers, and joins the blocks."""
+    reason = explain_wrapped_communication(state)
+    if reason:
+        raise ValueError(reason)
+    state, axes = bind(state, cfg.axis), tuple(cfg.sizes)
+    state_specs = jax.tree.leaves(manual_specs(state, axes))
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    worker = _Worker(cfg, static, jax.tree.structure(state), jax.tree.structure(batch), state_specs, names)
+    specs = [*state_specs, *_batch_specs(batch, cfg.batch_specs, axes)]
+    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
+    blocks = [_to_blocks(leaf, spec, cfg.sizes) for leaf, spec in zip(leaves, specs, strict=True)]
+    try:
+        new, metrics = _map_workers(worker, specs, state_specs, None)(*blocks)
+    except ValueError as error:
+        if "out_axes" not in str(error):
+            raise
+        raise ValueError(_find_difference(worker, specs, blocks)) from error
+    new = [_from_blocks(leaf, spec, cfg.sizes) for leaf, spec in zip(new, state_specs, strict=True)]
+    return as_weak_as(worker.state_tree.unflatten(new), state), metrics
+
+
+def _run_worker(worker: _Worker, *leaves: Any) -> tuple[list[Any], Any]:
+    """Runs the step of one worker on its blocks."""
+    axes, count = tuple(worker.cfg.sizes), len(worker.state_specs)
+    state, batch = worker.state_tree.unflatten(leaves[:count]), worker.batch_tree.unflatten(leaves[count:])
+    new, metrics = run_step(worker.cfg.step, open_state(state, axes), batch, **worker.static)
+    new = close_state(new, state, axes)
+    check_same(new, state)
+    return jax.tree.leaves(new), metrics
+
+
+def _map_workers(
+    worker: _Worker, specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], metrics_axis: int | None
+) -> Callable[..., Any]:
+    """Nests one `vmap` per axis; `vmap` checks that outputs which are not mapped over it are equal on all workers."""
+    f: Callable[..., Any] = partial(_run_worker, worker)
+    for name, size in reversed(worker.cfg.sizes.items()):
+        in_axes = [0 if name in _names(spec) else None for spec in specs]
+        out_axes = [0 if name in _names(spec) else None for spec in out_specs]
+        f = jax.vmap(f, in_axes=in_axes, out_axes=(out_axes, metrics_axis), axis_name=name, axis_size=size)
+    return f
+
+
+def _find_difference(worker: _Worker, specs: Sequence[PartitionSpec], blocks: Sequence[Any]) -> str:
+    """Finds out, after a failure, which replicated leaf differs: maps all outputs but one."""
+    axes = tuple(worker.cfg.sizes)
+    mapped = PartitionSpec(axes)
+    for i, spec in enumerate(worker.state_specs):
+        out_specs = [spec if j == i else mapped for j in range(len(worker.state_specs))]
         try:
-            jax.eval_shape(mapped([spec if j == i else everywhere for j in range(len(specs))], False), *blocks)
+            jax.eval_shape(_map_workers(worker, specs, out_specs, 0), *blocks)
         except ValueError:
-            return (
-                f"leaf `{names[i]}` differs between workers: mark it PerWorker, or reduce it before it enters the state"
-            )
-    return (
-        f"a metric differs between workers: average it with jax.lax.pmean(x, {axes[0] if len(axes) == 1 else axes!r})"
-    )
+            advice = "mark it PerWorker, or reduce it before it enters the state"
+            return f"leaf `{worker.names[i]}` differs between workers: {advice}"
+    axis = axes[0] if len(axes) == 1 else axes
+    return f"a metric differs between workers: average it with jax.lax.pmean(x, {axis!r})"
 
 
 def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...]) -> list[PartitionSpec]:
+    """Returns one spec for each leaf of the batch."""
     prefix = PartitionSpec(axes) if given is None else given
-    spread = jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda _: spec, part),
-        prefix,
-        batch,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return jax.tree.leaves(spread)
+    full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), prefix, batch, is_leaf=is_spec)
+    return jax.tree.leaves(full)
 
 
 def _names(spec: PartitionSpec) -> tuple[str, ...]:
@@ -134,27 +153,27 @@ def _names(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array:
-    """Global array -> `[*worker dimensions in the order of the axes, *a worker's block]`."""
+    """Splits a global array into `[*worker dimensions in the order of the axes, *a worker's block]`."""
     x = jnp.asarray(x)
     shape: list[int] = []
+    # The dimension of each axis in the split array.
     place: dict[str, int] = {}
     for dimension, length in enumerate(x.shape):
         for name in axis_tuple(spec[dimension]) if dimension < len(spec) else ():
             if length % sizes[name]:
                 raise ValueError(
                     f"an array of shape {x.shape} does not divide among {sizes[name]} workers along dimension "
-                    f"{dimension}: "
-                    "pad the batch, or place the state for this number of workers"
+                    f"{dimension}: pad the batch, or place the state for this number of workers"
                 )
             place[name] = len(shape)
             shape.append(sizes[name])
             length //= sizes[name]
         shape.append(length)
-    return jnp.moveaxis(_reshaped(x, shape), [place[name] for name in sizes if name in place], range(len(place)))
+    return jnp.moveaxis(_reshape(x, shape), [place[name] for name in sizes if name in place], range(len(place)))
 
 
 def _from_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array:
-    """The inverse of `_to_blocks`."""
+    """Joins what `_to_blocks` has split."""
     mapped = [name for name in sizes if name in _names(spec)]
     local = x.shape[len(mapped) :]
     place: dict[str, int] = {}
@@ -166,9 +185,9 @@ def _from_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Arr
             length *= sizes[name]
         position += 1
         shape.append(length)
-    return _reshaped(jnp.moveaxis(x, range(len(mapped)), [place[name] for name in mapped]), shape)
+    return _reshape(jnp.moveaxis(x, range(len(mapped)), [place[name] for name in mapped]), shape)
 
 
-def _reshaped(x: Array, shape: Sequence[int]) -> Array:
-    """Reshaping a single number, even to the shape that it has, would bring it from host memory to the device."""
+def _reshape(x: Array, shape: Sequence[int]) -> Array:
+    # Reshaping a scalar, even to its own shape, would move it from host memory to the device.
     return x if x.shape == tuple(shape) else x.reshape(shape)

@@ -61,10 +61,10 @@ def report(mesh):
     found: dict[str, Any] = {divisor: train(mesh, process, divisor) for divisor in ("active", "workers")}
     found["lengths"] = seen(mesh, batches(process))
     found["streams"] = seen(mesh, iter(batches(process)))
-    found["mixed"] = seen(mesh, iter(batches(process)) if process else batches(process), ahead=3)
+    found["mixed"] = seen(mesh, iter(batches(process)) if process else batches(process), prefetch=3)
     for way in ("stop", "raise"):
         found[way] = seen(mesh, batches(process), on_uneven=way)
-        found[f"{way} stream"] = seen(mesh, iter(batches(process)), on_uneven=way, ahead=2)
+        found[f"{way} stream"] = seen(mesh, iter(batches(process)), on_uneven=way, prefetch=2)
 
     odd = {
         "w": np.arange(3.0),
