@@ -133,8 +133,8 @@ def test_two_processes_measure_their_link():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "are set together"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "is not below"),
+        ({"JAX_NUM_PROCESSES": "2"}, "must be set together"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "must be below"),
         ({"SLURM_NTASKS": "2"}, "this job has several processes"),
     ],
 )

@@ -72,9 +72,9 @@ def test_all_are_well():
 @pytest.mark.parametrize(
     ("said", "message", "processes"),
     [
-        ([(0, 2), (1, 4)], "process 1 was told of 4 processes, and process 0 of 2", (1,)),
-        ([(0, 2), (7, 2)], "a process has id 7, and the ids of 2 processes are below 2: give each its own", (7,)),
-        ([(0, 3), (1, 3), (1, 3)], "two processes have id 1: ids must be unique", (1,)),
+        ([(0, 2), (1, 4)], "process 1 expects 4 processes, but process 0 expects 2", (1,)),
+        ([(0, 2), (7, 2)], "a process has id 7, but the ids of 2 processes are below 2: give each a unique id", (7,)),
+        ([(0, 3), (1, 3), (1, 3)], "two processes have id 1; ids must be unique", (1,)),
     ],
 )
 def test_all_hear_what_differs_within_seconds(said, message, processes):
@@ -98,7 +98,7 @@ def test_nobody_waits_for_process_0_longer_than_asked():
     ((error, _),) = together([(1, 2)], seconds=0.3)
     assert isinstance(error, jd.processes.MissingProcessError)
     assert str(error).startswith("process 0 did not answer process 1 at 127.0.0.1:")
-    assert "within 0.3 s (Connection refused): see" in str(error)
+    assert "within 0.3 s (Connection refused): check" in str(error)
 
 
 def test_a_busy_port_is_named():
@@ -140,7 +140,7 @@ def sealed(text):
 
     def answer(question):
         fresh = question.decode().split(" ")[4]
-        return (module._sealed(b"", text, fresh) + "\n").encode()
+        return (module._seal(b"", text, fresh) + "\n").encode()
 
     return answer
 
@@ -163,7 +163,7 @@ def test_another_program_at_the_port_is_told_from_process_0(says):
     with program(says=says) as port:
         ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
     assert isinstance(error, jd.processes.PortError)
-    assert "answers another program" in str(error)
+    assert "another program answers" in str(error)
     assert seconds < SOON
 
 
@@ -171,7 +171,7 @@ def test_a_program_at_the_port_that_says_nothing_is_told_from_process_0():
     with program(says=None) as port:
         ((error, seconds),) = together([(1, 2)], port=port, seconds=60)
     assert isinstance(error, jd.processes.PortError)
-    assert "does not answer, another program" in str(error)
+    assert "another program listens but does not answer" in str(error)
     assert seconds < SOON
 
 
@@ -188,7 +188,7 @@ def test_a_program_that_never_ends_its_line_is_not_waited_for():
         with calls[0]:
             drip(calls[0].recv(1000))
         error, seconds = run.result()
-    assert "does not answer, another program" in str(error)
+    assert "another program listens but does not answer" in str(error)
     assert seconds < SOON
 
 
@@ -196,7 +196,7 @@ def test_whatever_answers_does_not_change_how_long_a_process_waits(monkeypatch):
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
     with program(says=sealed("wait")) as port:
         error, seconds = comes(1, 2, port, seconds=0.3)
-    assert str(error).startswith("process 0 ended, or fell silent, while processes checked in")
+    assert str(error).startswith("process 0 ended, or stopped responding, during the check-in")
     assert seconds < SOON
 
 
@@ -225,7 +225,7 @@ QUESTION = b"jaxdist 1 2 " + b"0" * 16 + b" " + b"0" * 16
         b"\xff\n",
         b"1\n",
         QUESTION + b" " + b"0" * 64 + b"\n",
-        (module._sealed(b"a guess", QUESTION.decode()) + "\n").encode(),
+        (module._seal(b"a guess", QUESTION.decode()) + "\n").encode(),
     ],
 )
 def test_strangers_do_not_disturb(words):
@@ -242,7 +242,7 @@ def test_a_process_without_the_secret_is_told_so():
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(comes, 0, 2, port, secret="theirs", seconds=1)
         error, seconds = comes(1, 2, port, secret="another")
-        assert "or the job has another JAXDIST_SECRET" in str(error)
+        assert "or the job has a different JAXDIST_SECRET" in str(error)
         assert seconds < SOON
         assert run.result()[0].processes == (1,)
 
@@ -275,7 +275,7 @@ def test_a_process_that_ends_while_it_waits_is_named(monkeypatch):
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(comes, 0, 3, port)
-        assert send(port, (module._sealed(b"", f"jaxdist 2 3 {'0' * 16} {'1' * 16}") + "\n").encode())[:5] == b"wait "
+        assert send(port, (module._seal(b"", f"jaxdist 2 3 {'0' * 16} {'1' * 16}") + "\n").encode())[:5] == b"wait "
         error, seconds = run.result()
     assert str(error).startswith("process 2 ended while it waited")
     assert seconds < SOON
@@ -395,7 +395,7 @@ def test_a_look_up_that_does_not_end_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(60))
     error, seconds = comes(1, 2, 9000, host="node-3", seconds=60, patience_seconds=0.3)
     ended.set()
-    assert "the host 'node-3' of the coordinator's address node-3:9000 is not found" in str(error)
+    assert "the host 'node-3' of the coordinator's address node-3:9000 was not found" in str(error)
     assert seconds < SOON
 
 
@@ -403,7 +403,7 @@ def test_another_machines_address_is_named_at_once():
     """As if it were: process 0 listens at another address than it was told of."""
     error, seconds = comes(0, 2, free_port(), host="127.0.0.3", seconds=60, patience_seconds=0.3)
     assert isinstance(error, jd.processes.PortError)
-    assert f"process 0 runs on {socket.gethostname()}, and does not reach itself at 127.0.0.3:" in str(error)
+    assert f"process 0 runs on {socket.gethostname()}, but cannot reach itself at 127.0.0.3:" in str(error)
     assert seconds < SOON
 
 
@@ -455,7 +455,7 @@ def state(width=3, dtype=jnp.float32, mark=jd.PerWorker):
         ),
         ({"state": state(dtype=jnp.bfloat16)}, "leaf `opt.0.mu.w` is bfloat16[3,2] in process 1 and float32[3,2]"),
         ({"state": state(mark=lambda x: x)}, "leaf `residual` is float32[3] in process 1 and float32[3] PerWorker"),
-        ({"state": {**state(), "more": jnp.ones(1)}}, "process 1 has leaf `more`, which process 0 has not"),
+        ({"state": {**state(), "more": jnp.ones(1)}}, "process 1 has leaf `more`, which process 0 lacks"),
         ({"state": {"params": state()["params"]}}, "process 1 has no leaf `opt.0.count`, which process 0 has"),
         ({"state": {**state(), "opt": list(state()["opt"])}}, "tree `structure` is PyTreeDef({'opt': [Cust"),
         ({"recipe": {"rate": 0.1, "seed": 1}}, "recipe `seed` is 1 in process 1 and 0 in process 0"),

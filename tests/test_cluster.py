@@ -74,7 +74,7 @@ def test_open_mpi(uri, name):
 def test_open_mpi_five():
     """It does not say where process 0 is, unless all are on one host."""
     assert host(detect(MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-7@1"})) == "127.0.0.1"
-    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS missing; Open MPI tells the rest"):
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS missing; Open MPI sets the rest"):
         detect(MPI)
     assert detect(MPI | {"JAX_COORDINATOR_ADDRESS": "h:1"}) == ("h:1", 4, 2)
 
@@ -97,7 +97,7 @@ def test_an_indexed_job():
         ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES missing"),
         ({"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID missing$"),
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES must be a number, got 'two'"),
-        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 is not below JAX_NUM_PROCESSES=4"),
+        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 must be below JAX_NUM_PROCESSES=4"),
     ],
 )
 def test_what_does_not_fit(change, message):

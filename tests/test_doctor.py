@@ -23,7 +23,7 @@ def quick(monkeypatch, pods):
 
 def test_doctor_finds_nothing_wrong(quick, capsys, monkeypatch):
     monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: True)
-    for name in diagnosis.resources.chosen(os.environ):
+    for name in diagnosis.resources.user_allocator(os.environ):
         monkeypatch.delenv(name)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -16,12 +16,12 @@ from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
 from jaxdist.offload.nvme import errors as store_errors
 from jaxdist.processes import CollectiveError, errors, heartbeat
-from jaxdist.processes.launch import WorkerLost
+from jaxdist.processes.launch import ProcessFailed
 
 FILE = pathlib.Path("run", "5", "state")
 RAISED = [
     CollectiveError("data", ("sum", "max")),
-    WorkerLost(1, -9, FILE, ["the last line"]),
+    ProcessFailed(1, -9, FILE, ["the last line"]),
     checkpoint_errors.CheckpointDamagedError(FILE, 5, "is missing"),
     checkpoint_errors.CheckpointFullError(FILE, 5, errno.ENOSPC),
     checkpoint_errors.CheckpointPeerError("process 1 could not save step 5", 1),
@@ -32,7 +32,7 @@ RAISED = [
     errors.MissingProcessError("no", (1,)),
     errors.PortError("no"),
     heartbeat.StepTimeout("late", 1, 7),
-    heartbeat.WorkerLost("gone", 1, 7),
+    heartbeat.ProcessLost("gone", 1, 7),
     ray_engine.Stalled({-1: (0, 1)}, (2,), 3.0),
     ray_engine.WorkerLost(-1, "is gone"),
     replay.Deadlock({-1: (0, 1)}, 3.0, (2,)),

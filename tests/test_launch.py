@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jaxdist.processes.launch import WorkerLost, job, launch, printer, resources
+from jaxdist.processes.launch import ProcessFailed, job, launch, printer, resources
 
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
@@ -102,7 +102,7 @@ time.sleep(60)
     job = start(body, "-n", "3")
     _, err = job.communicate()
     assert job.returncode == 128 + signal.SIGKILL
-    report = "WorkerLost: process 1 was killed by SIGKILL; runs/launch/1.log ends with\n  the cause\n"
+    report = "ProcessFailed: process 1 was killed by SIGKILL; runs/launch/1.log ends with\n  the cause\n"
     assert err == f"jaxdist launch: {report}"
 
 
@@ -348,7 +348,7 @@ def test_a_log_on_a_disk_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
     reading = os.open(tmp_path / "0.log", os.O_RDONLY | os.O_NONBLOCK)
     body = "import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '1': sys.exit(3)\nwhile True: print('x' * 99)"
     try:
-        with pytest.raises(WorkerLost, match="process 1 exited with code 3"):
+        with pytest.raises(ProcessFailed, match="process 1 exited with code 3"):
             launch([sys.executable, "-c", body], 2, logs=tmp_path)
     finally:
         os.close(reading)
@@ -386,10 +386,10 @@ def test_none_is_left_where_a_log_cannot_be_written(tmp_path, monkeypatch):
 
 def test_a_held_port_is_for_process_0_alone():
     with resources.hold_port() as held:
-        port = resources.number_of(held)
+        port = resources.port_of(held)
         with (
             socket.create_server(("127.0.0.1", port)),
-            pytest.raises(ValueError, match=rf"port {port} cannot be had .* in use"),
+            pytest.raises(ValueError, match=rf"port {port} is not available .* in use"),
         ):
             resources.hold_port(port)
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
@@ -400,26 +400,26 @@ def test_gpus_are_dealt_out(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     name = resources.CHOSEN
-    assert resources.given(2, {}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
-    assert resources.given(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path) == [{name: "0"}, {name: "1"}]
-    assert resources.given(2, {"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
+    assert resources.assign_gpus(2, {}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
+    assert resources.assign_gpus(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path) == [{name: "0"}, {name: "1"}]
+    assert resources.assign_gpus(2, {"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
     for variables in ({"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": "-1"}, {name: "0"}):
-        assert resources.given(3, variables, tmp_path) == [{}, {}, {}]
+        assert resources.assign_gpus(3, variables, tmp_path) == [{}, {}, {}]
     with pytest.raises(ValueError, match="4 GPUs do not divide among 3 processes"):
-        resources.given(3, {}, tmp_path)
+        resources.assign_gpus(3, {}, tmp_path)
 
 
 def test_processes_on_the_cpu_keep_their_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "is_glibc", lambda: True)
     kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
     for variables in ({}, {"JAX_PLATFORMS": "cpu"}, {"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, {"LD_PRELOAD": "x.so"}):
-        assert resources.keeping(variables, tmp_path) == kept
+        assert resources.allocator_settings(variables, tmp_path) == kept
     for name, value in [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")]:
-        assert resources.keeping({name: value}, tmp_path) == {}
-    assert resources.keeping({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, tmp_path) == {}
-    assert resources.keeping({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) == {}
+        assert resources.allocator_settings({name: value}, tmp_path) == {}
+    assert resources.allocator_settings({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, tmp_path) == {}
+    assert resources.allocator_settings({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) == {}
     monkeypatch.setattr(resources, "is_glibc", lambda: False)
-    assert resources.keeping({}, tmp_path) == {}
+    assert resources.allocator_settings({}, tmp_path) == {}
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "kfd", "accel0", "vfio/0"])
@@ -456,7 +456,8 @@ def faults():
 thread = threading.Thread(target=lambda: print(faults() and max(faults(), faults()) < 100))
 thread.start()
 """
-    environment = {name: value for name, value in os.environ.items() if name not in resources.chosen(os.environ)}
+    own = resources.user_allocator(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     launch([sys.executable, "-c", body], 1, logs=tmp_path, environment=environment | {"JAX_PLATFORMS": "cpu"})
     assert capfd.readouterr().out == "[0] True\n"
 

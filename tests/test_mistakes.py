@@ -14,20 +14,20 @@ LIMIT_SECONDS = 5  # from when the last process has come to it
 
 # The kind of error and how it begins; with a list, one for each process.
 MISTAKES = {
-    "number of processes": ("MismatchError", "process 1 was told of 3 processes, and process 0 of 2: start all with"),
+    "number of processes": ("MismatchError", "process 1 expects 3 processes, but process 0 expects 2: start all with"),
     "version of jax": ("MismatchError", "version of `jax` is 0.1 in process 1 and 0.1"),
     "busy port": [
         ("PortError", "process 0 cannot listen at port "),
-        ("PortError", "at 127.0.0.1:"),
+        ("PortError", "another program "),
     ],
-    "tree": ("MismatchError", "process 1 has leaf `more`, which process 0 has not"),
+    "tree": ("MismatchError", "process 1 has leaf `more`, which process 0 lacks"),
     "shape": ("MismatchError", "leaf `w` is float32[4,2] in process 1 and float32[3,2] in process 0"),
     "dtype": ("MismatchError", "leaf `w` is bfloat16[3,2] in process 1 and float32[3,2] in process 0"),
     "mesh": ("MismatchError", "mesh `axes` is {'data': 2, 'model': 2} in process 1 and {'data': 4} in process 0"),
     "recipe": ("MismatchError", "recipe `batch` is 33 in process 1 and 32 in process 0"),
     "axis of distribute": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),
     "axis of all_reduce": ("ValueError", "axis 'model' is not bound here: run the step with distribute(step, mesh)"),
-    "axis of batch_specs": ("ValueError", "batch_specs names the axis 'batch', and the workers of this step lie along"),
+    "axis of batch_specs": ("ValueError", "batch_specs names the axis 'batch', but the axes of the workers are"),
     "axis of init_state": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),
     "axis of place": ("ValueError", "the mesh has no axis 'workers'; its axes are ('data',)"),
     "rows of all": ("ValueError", "batch of shape (6, 3) does not divide among 4 workers along its first dimension"),

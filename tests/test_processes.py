@@ -114,12 +114,12 @@ def test_all_stop_at_the_same_step(uneven, name):
 def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
     for result in uneven:
         assert result["differs"].startswith(
-            "leaf `key` of process 1 differs from that of process 0 (and 2 more): jd.br"
+            "leaf `key` of process 1 differs from that of process 0 (and 2 more): use jd.processes.broadcast"
         )
         assert result["shape"].startswith("leaf `w` of process 1 differs from that of process 0 in shape or dtype")
-        assert result["structure"].startswith("process 1 has another tree than process 0, with 1 leaves and 2")
+        assert result["structure"].startswith("process 1 has a different tree than process 0, with 1 leaves and 2")
         assert result["agree"].startswith("leaf `w` is float64[4] in process 1 and float64[3] in process 0: all proc")
-        assert "`w` is spread over processes" in result["placed"]
+        assert "`w` is distributed over processes" in result["placed"]
         assert result["from 0"] == [[False, False], False, [0, 0], True]
         assert result["from 1"] == [[True, True], True, [0, 1], True]
 
@@ -130,4 +130,4 @@ def test_what_is_placed_can_be_taken_apart(uneven):
 
 
 def test_a_process_that_does_not_come_to_agree_is_named(uneven):
-    assert uneven[0]["late"].startswith("process 1 of 2 did not come to agree() within 1 s")
+    assert uneven[0]["late"].startswith("process 1 of 2 did not call check_consistency() within 1 s")

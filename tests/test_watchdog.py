@@ -16,7 +16,7 @@ import pytest
 import jaxdist as jd
 from jaxdist.processes import heartbeat
 from jaxdist.processes import watchdog as make
-from jaxdist.processes.heartbeat import Seen, Sign
+from jaxdist.processes.heartbeat import Heartbeat, Received
 
 HERE = pathlib.Path(__file__).parent
 # What comes at once comes before this on a busy machine too; what nothing ends would wait for minutes.
@@ -29,31 +29,41 @@ module = sys.modules["jaxdist.processes.watchdog"]
 
 def test_a_sign_is_new_when_its_count_is():
     first = heartbeat.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
-    assert first == {1: Seen(Sign(3, 8), 10.0)}
+    assert first == {1: Received(Heartbeat(3, 8), 10.0)}
     assert heartbeat.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
     assert heartbeat.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
 
 
 def test_who_is_silent():
-    seen = {0: Seen(Sign(3, 1), 9.0), 1: Seen(Sign(3, 1), 5.0), 2: Seen(Sign(1, 1, True), 5.0)}
-    assert heartbeat.silent(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
+    seen = {
+        0: Received(Heartbeat(3, 1), 9.0),
+        1: Received(Heartbeat(3, 1), 5.0),
+        2: Received(Heartbeat(1, 1, True), 5.0),
+    }
+    assert heartbeat.silent_processes(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
 
 
 def test_the_one_who_is_missing_is_named():
-    seen = {1: Seen(Sign(12, 1), 9.0), 2: Seen(Sign(11, 1), 9.0), 3: Seen(Sign(9, 5, True), 9.0)}
-    waits = "process 0 has waited in step 12 for 30 s"
+    seen = {
+        1: Received(Heartbeat(12, 1), 9.0),
+        2: Received(Heartbeat(11, 1), 9.0),
+        3: Received(Heartbeat(9, 5, True), 9.0),
+    }
+    late, waiting = "step 12 timed out after 30 s", "(process 0 is waiting)"
 
     def error(seen, gone=()):
-        found = heartbeat.overdue(seen, gone, 0, 12, 30.0)
+        found = heartbeat.timeout_error(seen, gone, 0, 12, 30.0)
         return found.process, found.step, str(found)
 
-    assert error(seen) == (2, 12, f"process 2 lives and has not begun step 12; {waits}")
-    assert error({3: seen[3]}) == (3, 12, f"process 3 left after step 9; {waits}")
-    assert error({1: seen[1]}) == (None, 12, f"{waits}, which all have begun")
-    silent = "process 1 gives no sign of life since it began step 12: it died or is stopped"
-    assert error(seen, (1,)) == (1, 12, f"{silent}; {waits}")
-    assert str(heartbeat.lost({}, (0,))) == "process 0 gives no sign of life: it died or is stopped"
-    assert str(heartbeat.lost(seen, (4,))) == "process 4 gives no sign of life and never did: it died or is stopped"
+    assert error(seen) == (2, 12, f"{late}: process 2 is alive but has not started it {waiting}")
+    assert error({3: seen[3]}) == (3, 12, f"{late}: process 3 left after step 9 {waiting}")
+    assert error({1: seen[1]}) == (None, 12, f"{late} in process 0, but all processes have started it")
+    silent = "process 1 shows no sign of life since it started step 12: it died or is stopped"
+    assert error(seen, (1,)) == (1, 12, f"{late}: {silent} {waiting}")
+    assert str(heartbeat.lost_error({}, (0,))) == "process 0 shows no sign of life: it died or is stopped"
+    assert (
+        str(heartbeat.lost_error(seen, (4,))) == "process 4 shows no sign of life and never did: it died or is stopped"
+    )
 
 
 # ---- the watchdog of process 0 of two, with a board in memory
@@ -68,11 +78,11 @@ def ended(monkeypatch):
         found.append(problem)
         event.set()
 
-    monkeypatch.setattr(module, "_leave", leave)
+    monkeypatch.setattr(module, "_end_process", leave)
     return found, event
 
 
-def watch_of_two(other: Sign, alive: bool, **options):
+def watch_of_two(other: Heartbeat, alive: bool, **options):
     """The other process says always the same, or what it says is always new."""
     texts = {}
 
@@ -81,35 +91,35 @@ def watch_of_two(other: Sign, alive: bool, **options):
         return texts | {1: heartbeat.json.dumps(said._asdict())}
 
     settings = {"seconds": 0.5, "first_seconds": 0.5, "step": 12, "on_timeout": None} | options
-    return module.Watchdog(**settings, board=heartbeat.Board(texts.__setitem__, read), own=0, processes=2), texts
+    return module.Watchdog(**settings, channel=heartbeat.Channel(texts.__setitem__, read), own=0, processes=2), texts
 
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_step_that_does_not_end(ended, alive):
     told = []
-    watch, _ = watch_of_two(Sign(11, 0), alive, on_timeout=told.append)
+    watch, _ = watch_of_two(Heartbeat(11, 0), alive, on_timeout=told.append)
     began = time.monotonic()
     with watch:
         watch(ended[1].wait, 20)
     assert 0.5 < time.monotonic() - began < 15
     assert told == ended[0]
     assert (told[0].process, told[0].step) == (1, 12)
-    assert ("lives and has not begun step 12" if alive else "no sign of life since it began step 11") in str(told[0])
+    assert ("is alive but has not started it" if alive else "no sign of life since it started step 11") in str(told[0])
 
 
 def test_results_are_watched_after_the_call(ended, monkeypatch):
-    monkeypatch.setattr(module, "_is_there", lambda x: False)
-    watch, _ = watch_of_two(Sign(12, 0), True)
+    monkeypatch.setattr(module, "_is_ready", lambda x: False)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True)
     with watch:
         watch(lambda: (jnp.zeros(3), {"loss": jnp.zeros(())}))
         assert [x.shape for x in watch._running[0][1]] == [(3,), ()]
         assert ended[1].wait(20)
-        monkeypatch.setattr(module, "_is_there", lambda x: True)
-    assert "process 0 has waited in step 12" in str(ended[0][0])
+        monkeypatch.setattr(module, "_is_ready", lambda x: True)
+    assert "in process 0, but all processes have started it" in str(ended[0][0])
 
 
 def test_the_first_call_of_a_function_may_take_longer(ended):
-    watch, _ = watch_of_two(Sign(12, 0), True, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
         for pause, times in ((0.7, 1), (0.0, 3)):
             for _ in range(times):
@@ -125,12 +135,12 @@ def test_a_method_is_the_same_function_each_time(ended):
             time.sleep(seconds)
 
     trainer = Trainer()
-    watch, _ = watch_of_two(Sign(11, 0), True, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, first_seconds=20)
     with watch:
         watch(trainer.step, 0.0)
         watch(trainer.step, 0.8)
     assert ended[0]
-    with pytest.raises(ValueError, match="outside of the block"):
+    with pytest.raises(ValueError, match="inside its context manager"):
         watch(trainer.step, 0.0)
 
 
@@ -139,7 +149,7 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(ended, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(heartbeat, "time", clock)
-    watch, _ = watch_of_two(Sign(11, 0), True, seconds=5)
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=5)
 
     def step():
         for _ in range(2):
@@ -157,7 +167,7 @@ def test_a_step_that_compiles_again_may_take_longer(ended):
         time.sleep(1.0 if len(x) == 5 else 0.0)  # while it is traced
         return x + count
 
-    watch, _ = watch_of_two(Sign(12, 0), True, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
         for count, rows in enumerate((8, 8, 5)):  # a short last batch
             watch(step, jnp.ones(rows), count)
@@ -171,7 +181,7 @@ def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
         jax.monitoring.record_event_duration_secs(event, 0.1)
         ended[1].wait(1.0 if event else 0.0)
 
-    watch, _ = watch_of_two(Sign(12, 0), True, first_seconds=20)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
         watch(step, "")
         watch(step, "/jax/core/compile/jaxpr_trace_duration")
@@ -182,17 +192,17 @@ def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
 
 def test_a_process_that_compiles_is_waited_for(ended):
     """As long as a first call may take."""
-    watch, _ = watch_of_two(Sign(11, 0, compiling=True), True, first_seconds=2.0)
+    watch, _ = watch_of_two(Heartbeat(11, 0, compiling=True), True, first_seconds=2.0)
     with watch:
         watch(ended[1].wait, 0.0)
         began = time.monotonic()
         watch(ended[1].wait, 20.0)
     assert time.monotonic() - began > 1.9
-    assert "process 1 lives and has not begun step 12" in str(ended[0][0])
+    assert "process 1 is alive but has not started step 12" in str(ended[0][0])
 
 
 def test_a_process_says_that_it_compiles(ended):
-    watch, texts = watch_of_two(Sign(12, 0), True, seconds=20, first_seconds=20)
+    watch, texts = watch_of_two(Heartbeat(12, 0), True, seconds=20, first_seconds=20)
 
     def said(wanted):
         until = time.monotonic() + 10
@@ -213,26 +223,28 @@ def test_a_step_fails_because_another_process_died(ended):
     def fails(kind=jax.errors.JaxRuntimeError):
         raise kind("UNKNOWN: connection reset")
 
-    watch, _ = watch_of_two(Sign(7, 0), False)
+    watch, _ = watch_of_two(Heartbeat(7, 0), False)
     with watch:
-        with pytest.raises(heartbeat.WorkerLost, match="process 1 gives no sign of life since it began step 7") as lost:
+        with pytest.raises(
+            heartbeat.ProcessLost, match="process 1 shows no sign of life since it started step 7"
+        ) as lost:
             watch(fails)
         assert (lost.value.process, lost.value.step) == (1, 7)
-        with pytest.raises(heartbeat.WorkerLost):
+        with pytest.raises(heartbeat.ProcessLost):
             watch(fails, ValueError)
         with pytest.raises(ValueError, match="mine"):
             watch(int, "mine")
-    watch, _ = watch_of_two(Sign(7, 0), True)
+    watch, _ = watch_of_two(Heartbeat(7, 0), True)
     with watch, pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
         watch(fails)
 
 
 def test_what_is_raised_ends_the_process(ended):
-    watch, texts = watch_of_two(Sign(12, 0), True)
+    watch, texts = watch_of_two(Heartbeat(12, 0), True)
     with pytest.raises(KeyError), watch:
         raise KeyError("mine")
     assert isinstance(ended[0][0], KeyError)
-    watch, texts = watch_of_two(Sign(12, 0), True)
+    watch, texts = watch_of_two(Heartbeat(12, 0), True)
     with pytest.raises(SystemExit), watch:
         sys.exit(0)
     assert len(ended[0]) == 1
@@ -260,7 +272,7 @@ def test_alone():
     assert not watch._running
     with pytest.raises(KeyError), jd.processes.watchdog(60):
         raise KeyError
-    with pytest.raises(ValueError, match="times must be positive, got 0 and 600 seconds"):
+    with pytest.raises(ValueError, match="time limits must be positive, got 0 and 600 seconds"):
         make(0)
 
 
@@ -333,7 +345,7 @@ def job(tmp_path):
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_dies(job, process):
     err, code, seconds = job(f"killed {process}")
-    assert f"WorkerLost: process {process} was killed by SIGKILL" in err
+    assert f"ProcessFailed: process {process} was killed by SIGKILL" in err
     assert code == 128 + signal.SIGKILL
     assert seconds < SOON
 
@@ -343,7 +355,8 @@ def test_a_process_dies(job, process):
 def test_a_process_is_stuck(job, tmp_path, what):
     process = int(what[-1])
     err, code, seconds = job(what)
-    assert f"StepTimeout: process {process} " in err
+    assert "StepTimeout: step " in err
+    assert f": process {process} " in err
     assert ("step 21" if "asleep" in what else "no sign of life") in err
     assert code == 1
     assert seconds < 3 + SOON
@@ -374,7 +387,7 @@ def test_a_pause_of_35_seconds_changes_nothing(job, tmp_path):
 @pytest.mark.parametrize("what", ["preempted", "warned 1"])
 def test_all_leave_at_the_same_step(job, tmp_path, what):
     err, code, _ = job(what)
-    assert (code, "WorkerLost" in err) == (0, False)
+    assert (code, "ProcessFailed" in err) == (0, False)
     left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split() for number in range(2)]
     assert left[0] == left[1]
 
@@ -382,6 +395,6 @@ def test_all_leave_at_the_same_step(job, tmp_path, what):
 @pytest.mark.slow
 def test_an_error_in_one_process_ends_both(job):
     err, code, seconds = job("raises 1")
-    assert "WorkerLost: process 1 exited with code 1" in err
+    assert "ProcessFailed: process 1 exited with code 1" in err
     assert "ValueError: bad data" in err
     assert (code, seconds < SOON) == (1, True)

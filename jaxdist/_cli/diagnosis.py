@@ -99,7 +99,7 @@ def check_allocator(environment: Mapping[str, str]) -> list[Finding]:
     """Checks that glibc keeps freed memory between steps on the CPU; empty on other platforms and C libraries."""
     if jax.default_backend() != "cpu" or not resources.is_glibc():
         return []
-    chosen = " ".join(f"{name}={value}" for name, value in resources.chosen(environment).items())
+    chosen = " ".join(f"{name}={value}" for name, value in resources.user_allocator(environment).items())
     if chosen:
         kept = resources.KEEPING.items() <= environment.items()
         return [Finding("freed memory", chosen, "good" if kept else "")]

@@ -1,4 +1,4 @@
-"""The processes of a job: start, consistency checks, heartbeats, preemption."""
+"""The processes of a job: initialization, consistency checks, heartbeats, preemption."""
 
 from . import launch as launch
 from .broadcast import assert_same as assert_same
@@ -8,8 +8,8 @@ from .errors import AgreementError as AgreementError
 from .errors import MismatchError as MismatchError
 from .errors import MissingProcessError as MissingProcessError
 from .errors import PortError as PortError
+from .heartbeat import ProcessLost as ProcessLost
 from .heartbeat import StepTimeout as StepTimeout
-from .heartbeat import WorkerLost as WorkerLost
 from .initialize import initialize as initialize
 from .preemption import preemption_requested as preemption_requested
 from .self_check import CollectiveError as CollectiveError

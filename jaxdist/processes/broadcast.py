@@ -1,4 +1,4 @@
-"""The same values in all processes: said, checked, and made so."""
+"""Broadcasts values from one process to all, and checks that all processes have the same values."""
 
 import zlib
 from typing import Any
@@ -17,29 +17,29 @@ MESSAGE_BYTES = 250 << 20
 
 
 def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
-    """The values that one process has, for all of them: initial parameters, statistics, a state read from one disk.
+    """Copies the values of one process to all: initial parameters, statistics, a state read from one disk.
 
-    Processes that make their parameters from one seed need none of it. Parameters read from a file, or made from a
-    seed of each process, would differ, and training would go on with as many models.
+    It is not needed if all processes make their parameters from one seed. Parameters from a local file, or from a
+    different seed in each process, would differ, and each process would train a different model.
 
     *On the wire*: the bits of the tree, in messages of about 250 MiB; before, of each process 8 bytes and 4 for each
     leaf.
 
     Args:
-      tree: numpy or JAX arrays of this process (not yet placed on a mesh of several), keys too. All processes have the
-        same tree with the same shapes and dtypes; of their values only those of `source` matter.
+      tree: NumPy or JAX arrays of this process (not yet placed on a mesh of several), keys too. All processes have the
+        same tree with the same shapes and dtypes; only the values of `source` matter.
       source: the number of the process.
 
     Returns:
-      The tree with the values of `source` in every bit, numpy where numpy came in. All processes must call it together.
+      The tree with the values of `source`, bit for bit; NumPy arrays stay NumPy arrays. All processes must call it
+      together.
 
     Raises:
-      ValueError: there is no such process; an array is spread over processes; in all processes, a tree, shape or dtype
-        that differs, with the number of the process.
+      ValueError: there is no such process; an array is distributed over processes; in all processes, a tree, shape or
+        dtype differs, with the number of the process.
 
     Example:
       >>> import numpy as np, jaxdist as jd
-      >>> # From here on the same in every process:
       >>> params = jd.processes.broadcast({"w": np.random.default_rng().normal(size=3)})
       >>> params["w"].shape
       (3,)
@@ -48,7 +48,7 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
         raise ValueError(f"source must be one of the {jax.process_count()} processes, from 0, got {source}")
     names, hosts = _on_host(tree)
     _check_structure(tree, source)
-    different = _first_difference(names, [_kind(x) for x in hosts], source)
+    different = _first_difference(names, [_hash_type(x) for x in hosts], source)
     if different:
         raise ValueError(f"{different} in shape or dtype: all processes must build the same model")
     if jax.process_count() > 1:
@@ -60,20 +60,20 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
             for i, part in zip(members, parts, strict=True):
                 hosts[i] = part.view(hosts[i].dtype).reshape(hosts[i].shape)
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([_as_it_came(host, leaf) for host, leaf in zip(hosts, leaves, strict=True)])
+    return structure.unflatten([_restore_type(host, leaf) for host, leaf in zip(hosts, leaves, strict=True)])
 
 
 def assert_same(tree: PyTree, *, source: int = 0) -> None:
-    """Raises unless all processes hold the same values, down to the bits. For a placed state see `disagreement`.
+    """Checks that all processes have the same values, bit for bit. For a placed state see `runtime.disagreement`.
 
     *On the wire*: of each process 8 bytes, and 4 for each leaf.
 
     Args:
-      tree: numpy or JAX arrays of this process. All processes must call it together.
-      source: the process whose values count as the right ones.
+      tree: NumPy or JAX arrays of this process. All processes must call it together.
+      source: the process to compare with.
 
     Raises:
-      ValueError: in all processes alike: the leaf, and the process that has another value than `source`.
+      ValueError: in all processes: the leaf, and the process whose value differs from that of `source`.
 
     Example:
       >>> import numpy as np, jaxdist as jd
@@ -81,13 +81,13 @@ def assert_same(tree: PyTree, *, source: int = 0) -> None:
     """
     names, hosts = _on_host(tree)
     _check_structure(tree, source)
-    different = _first_difference(names, [hash_of(x) ^ _kind(x) for x in hosts], source)
+    different = _first_difference(names, [hash_of(x) ^ _hash_type(x) for x in hosts], source)
     if different:
-        raise ValueError(f"{different}: jd.processes.broadcast(tree) gives all processes the same")
+        raise ValueError(f"{different}: use jd.processes.broadcast(tree) to copy the values of one process")
 
 
 def of_all_processes(numbers: list[int]) -> np.ndarray:
-    """`[P, k]`: a few 32-bit words of every process."""
+    """Gathers a few 32-bit words of every process, as `[P, k]`."""
     own = np.asarray(numbers, np.uint32)
     if jax.process_count() == 1:
         return own[None]
@@ -95,23 +95,24 @@ def of_all_processes(numbers: list[int]) -> np.ndarray:
 
 
 def _check_structure(tree: PyTree, source: int) -> None:
-    """Before anything whose size depends on it is sent."""
+    """Checks that all trees are the same, before anything is sent whose size depends on the tree."""
     structure = jax.tree.structure(tree)
     words = of_all_processes([zlib.crc32(str(structure).encode()), structure.num_leaves])
     other = np.flatnonzero((words != words[source]).any(1))
     if len(other):
         raise ValueError(
-            f"process {other[0]} has another tree than process {source}, with {words[other[0], 1]} leaves and "
+            f"process {other[0]} has a different tree than process {source}, with {words[other[0], 1]} leaves and "
             f"{words[source, 1]}: all processes must build the same model"
         )
 
 
-def _kind(x: np.ndarray) -> int:
+def _hash_type(x: np.ndarray) -> int:
+    """Hashes dtype and shape."""
     return zlib.crc32(f"{x.dtype.name}{x.shape}".encode())
 
 
 def _first_difference(names: list[str], numbers: list[int], source: int) -> str:
-    """The first leaf of which a process has another number than `source`, as the beginning of a sentence."""
+    """Names the first leaf whose number differs from that of `source`, as the beginning of a sentence."""
     found = of_all_processes(numbers)
     processes, leaves = np.nonzero(found != found[source])
     if not len(leaves):
@@ -121,22 +122,23 @@ def _first_difference(names: list[str], numbers: list[int], source: int) -> str:
 
 
 def _on_host(tree: PyTree) -> tuple[list[str], list[np.ndarray]]:
-    """The names of the leaves and their values, keys as words."""
+    """Returns the names of the leaves and their values in host memory, keys as their words."""
     names, hosts = [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         names.append(leaf_name(path))
         if isinstance(leaf, jax.Array):
             if not leaf.is_fully_addressable:
                 raise ValueError(
-                    f"leaf `{names[-1]}` is spread over processes: this is for values before place(state, mesh); "
-                    "parallel.disagreement(state, mesh) compares placed ones"
+                    f"leaf `{names[-1]}` is distributed over processes: call this before place(state, mesh); "
+                    "runtime.disagreement(state, mesh) compares placed states"
                 )
             leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         hosts.append(np.asarray(leaf))
     return names, hosts
 
 
-def _as_it_came(host: np.ndarray, leaf: Any) -> Any:
+def _restore_type(host: np.ndarray, leaf: Any) -> Any:
+    """Converts a value to the type of its leaf: a NumPy array, a JAX array, or a typed key."""
     if not isinstance(leaf, jax.Array):
         return host
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

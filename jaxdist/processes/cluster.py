@@ -1,4 +1,4 @@
-"""Who this process is among those that a launcher or a scheduler started: read from its environment alone."""
+"""Reads the address, size and process number of a job from the environment that a launcher or scheduler sets."""
 
 import ipaddress
 import re
@@ -17,51 +17,51 @@ from ..comm.over import over
 
 ADDRESS, COUNT, PROCESS = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-PORTS = range(61440, 65536)  # where a port must be agreed on without a word
+PORTS = range(61440, 65536)  # to derive a port from the name of a job
 
 
 class Job(NamedTuple):
-    """Where process 0 listens (`host:port`), how many processes there are, and which this is."""
+    """The address of process 0 (`host:port`), the number of processes, and the number of this one."""
 
     address: str
     processes: int
     process: int
 
 
-class _Told(NamedTuple):
-    """The same, as far as a scheduler says it."""
+class _Scheduled(NamedTuple):
+    """The fields of a `Job` that a scheduler sets, as text."""
 
-    by: str
+    scheduler: str
     address: str = ""
     processes: str = ""
     process: str = ""
 
 
 def detect(environment: Mapping[str, str]) -> Job | None:
-    """The job of a process, from the three variables, and what they leave out from a scheduler.
+    """Returns the job of a process from the three variables; a scheduler fills in those that are not set.
 
     Raises:
-      ValueError: something is missing, or is no number.
+      ValueError: a variable is missing, or is not a number.
     """
-    told = scheduler(environment)
+    scheduled = read_scheduler(environment)
     given = [environment.get(name, "") for name in VARIABLES]
-    if not any(given) and (told is None or not told.processes):
+    if not any(given) and (scheduled is None or not scheduled.processes):
         return None
-    found = [own or (getattr(told, field) if told else "") for own, field in zip(given, Job._fields)]
+    found = [own or (getattr(scheduled, field) if scheduled else "") for own, field in zip(given, Job._fields)]
     if missing := [name for name, value in zip(VARIABLES, found) if not value]:
-        source = f"; {told.by} tells the rest" if told else ""
-        raise ValueError(f"{', '.join(VARIABLES)} are set together: {' and '.join(missing)} missing{source}")
+        source = f"; {scheduled.scheduler} sets the rest" if scheduled else ""
+        raise ValueError(f"{', '.join(VARIABLES)} must be set together: {' and '.join(missing)} missing{source}")
     address, count, process = found
     for name, value in ((COUNT, count), (PROCESS, process)):
         if not value.isdigit():
             raise ValueError(f"{name} must be a number, got {value!r}")
     if int(process) >= int(count):
-        raise ValueError(f"{PROCESS}={process} is not below {COUNT}={count}")
+        raise ValueError(f"{PROCESS}={process} must be below {COUNT}={count}")
     return Job(address, int(count), int(process))
 
 
 def split_address(address: str, what: str) -> tuple[str, int]:
-    """The host and the port of `host:port`, without the brackets of IPv6."""
+    """Splits `host:port`, and removes the brackets of IPv6 addresses."""
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError(f"{what} must be host:port, got {address!r}")
@@ -69,7 +69,7 @@ def split_address(address: str, what: str) -> tuple[str, int]:
 
 
 def where_to_listen(address: str, environment: Mapping[str, str]) -> str:
-    """`host:port` for process 0: what is set, the loopback where processes are told of it, or all addresses."""
+    """Returns `host:port` for process 0: as set, else the loopback if the address is one, else all interfaces."""
     if bind := environment.get(BIND, ""):
         return bind
     host, port = split_address(address, "the coordinator's address")
@@ -82,32 +82,32 @@ def where_to_listen(address: str, environment: Mapping[str, str]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def scheduler(environment: Mapping[str, str]) -> _Told | None:
-    """What a scheduler says of this process."""
+def read_scheduler(environment: Mapping[str, str]) -> _Scheduled | None:
+    """Returns what Open MPI, Slurm or Kubernetes sets for this process."""
     get = environment.get
-    # Inside of Slurm, mpirun has one srun for each host: what that sets is not about this process.
+    # First: inside Slurm, mpirun starts one srun per host, whose variables do not describe this process.
     if "OMPI_COMM_WORLD_RANK" in environment:
         count, process = get("OMPI_COMM_WORLD_SIZE", ""), environment["OMPI_COMM_WORLD_RANK"]
-        return _Told("Open MPI", _open_mpi_address(environment), count, process)
+        return _Scheduled("Open MPI", _open_mpi_address(environment), count, process)
     if "SLURM_PROCID" in environment and (nodes := get("SLURM_STEP_NODELIST")):
         count = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS", "")
         port = _port(f"{get('SLURM_JOB_ID')}.{get('SLURM_STEP_ID')}")
-        return _Told("Slurm", f"{first_host(nodes)}:{port}", count, environment["SLURM_PROCID"])
+        return _Scheduled("Slurm", f"{first_host(nodes)}:{port}", count, environment["SLURM_PROCID"])
     if "JOB_COMPLETION_INDEX" in environment:
-        return _Told("Kubernetes", process=environment["JOB_COMPLETION_INDEX"])
+        return _Scheduled("Kubernetes", process=environment["JOB_COMPLETION_INDEX"])
     return None
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes, where its process 0 runs: `n[008-011,13],m2` begins with `n008`."""
+    """Returns the first of Slurm's list of nodes, where process 0 runs: `n008` of `n[008-011,13],m2`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     if not first or not first[0]:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} names no node")
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} does not name a node")
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str:
-    """Up to version 4 it says where `mpirun` runs, which starts process 0 beside itself; later versions do not."""
+    """Returns the address of process 0: the host of `mpirun` (up to version 4), or this host if it runs all."""
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     if found := re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri):
         host = found[1] or f"[{found[2]}]"
@@ -118,15 +118,15 @@ def _open_mpi_address(environment: Mapping[str, str]) -> str:
 
 
 def _port(job: str) -> int:
-    """The same in all processes of a job, and likely another for each."""
+    """Derives a port from the name of a job: the same in all its processes, and likely unique."""
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
-def connect(mesh: Mesh) -> None:
-    """A first message over every set of axes, where gloo carries them: devices that are CPUs of several processes.
+def open_connections(mesh: Mesh) -> None:
+    """Sends a first message over every set of axes, if the devices are CPUs of several processes.
 
-    Gloo waits 30 s for the others when it opens a connection, and in what it opened as long as it takes. A process
-    that compiles or reads data that much longer than the others must find its connections open.
+    Gloo waits at most 30 s for the other processes when it opens a connection, and forever on an open one. Opening all
+    of them now lets a process compile or read data for longer than the others later.
     """
     if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
         return

@@ -1,10 +1,10 @@
-"""What processes can fail to agree on, as exceptions that name the process."""
+"""Exceptions of processes that cannot work together, which name the process."""
 
 from .._core.errors import Portable
 
 
 class AgreementError(Portable, ValueError):
-    """The processes of a job cannot work together. All of them raise the same, before the first collective.
+    """The processes of a job cannot work together. All of them raise the same error, before the first collective.
 
     Attributes:
       processes: the numbers of the processes that are the cause.
@@ -16,12 +16,12 @@ class AgreementError(Portable, ValueError):
 
 
 class MismatchError(AgreementError):
-    """A process has another version, setting, number of processes, mesh, recipe or leaf than process 0, or its id."""
+    """The version, setting, number of processes, mesh, recipe or leaf of a process differs, or two have one id."""
 
 
 class MissingProcessError(AgreementError):
-    """A process did not come in time, or ended while it waited for the others."""
+    """A process did not check in in time, or ended while it waited for the others."""
 
 
 class PortError(AgreementError):
-    """The coordinator's address is unknown or another machine's, or another program has the port or answers there."""
+    """The coordinator's address is unknown or not process 0's, or another program uses the port."""

@@ -1,7 +1,7 @@
-"""What a process says of itself, and how two of them are compared: plain dictionaries of text, no processes needed.
+"""The fingerprint of a process (versions, settings, tree shapes), and how two of them are compared.
 
-A card is `{section: {name: value}}`, so that a difference reads ``leaf `w` is float32[3] in process 1 and float32[4] in
-process 0``.
+A fingerprint is a dictionary of text, `{section: {name: value}}`, so that a difference reads ``leaf `w` is float32[3]
+in process 1 and float32[4] in process 0``.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from .._core.trees import leaf_name
 from .._core.types import PyTree
 from ..state.marks import is_mark
 
-Card = dict[str, dict[str, str]]
+Fingerprint = dict[str, dict[str, str]]
 
 PACKAGES = ("jaxdist", "jax", "jaxlib", "optax", "numpy", "flax")
-# They change the numbers, or the program.
+# Settings that change results, or programs.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -31,20 +31,20 @@ SETTINGS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-CURES = {
+FIXES = {
     "version of": "install the same versions everywhere",
-    "setting": "set it alike before JAX starts",
+    "setting": "set the same value everywhere before JAX starts",
     "mesh": "all processes must make the same mesh",
     "recipe": "start all processes with the same options",
-    "batch": "all processes must pass as many examples for each worker, of the same kind",
+    "batch": "all processes must pass the same number of examples per worker, of the same types",
     "leaf": "all processes must build the same model",
     "tree": "all processes must build the same model",
 }
-LONGEST = 60
+LONGEST_VALUE = 60
 
 
-def of_this_process() -> Card:
-    """Versions, and the settings that change numbers."""
+def of_this_process() -> Fingerprint:
+    """Returns the versions of packages, and the settings that change results."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in PACKAGES:
         try:
@@ -54,14 +54,14 @@ def of_this_process() -> Card:
     return {"version of": versions, "setting": {name: str(getattr(jax.config, name)) for name in SETTINGS}}
 
 
-def of_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Card:
-    """Names, shapes, dtypes, marks and shardings of the leaves; the mesh; the recipe, entry by entry."""
+def of_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Fingerprint:
+    """Returns names, shapes, dtypes, marks and shardings of the leaves, the mesh, and the entries of the recipe."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_mark):
         inner = jax.tree_util.tree_leaves_with_path(leaf)
         mark = f" {type(leaf).__name__}" if is_mark(leaf) else ""
-        leaves |= {leaf_name((*path, *below)): f"{_described(x)}{mark}" for below, x in inner}
-    card = {
+        leaves |= {leaf_name((*path, *below)): f"{_describe_leaf(x)}{mark}" for below, x in inner}
+    found = {
         "recipe": _flat_recipe(recipe),
         "mesh": {},
         "leaf": leaves,
@@ -69,45 +69,46 @@ def of_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Card:
     }
     if mesh is not None:
         devices = mesh.devices.ravel().tolist()
-        card["mesh"] = {
+        found["mesh"] = {
             "axes": str(dict(mesh.shape)),
             "devices": " ".join(sorted({device.device_kind for device in devices})),
             "order": " ".join(f"{device.process_index}:{device.id}" for device in devices),
         }
-    return card
+    return found
 
 
-def of_batch(batch: PyTree, workers: int) -> Card:
-    """Names, dtypes and shapes of arrays, as far as all processes must have them alike: rows for each worker."""
+def of_batch(batch: PyTree, workers: int) -> Fingerprint:
+    """Returns what all processes must have in common: names, dtypes and shapes of the arrays, with rows per worker."""
 
-    def described(x: np.ndarray) -> str:
+    def describe(x: np.ndarray) -> str:
         first = [f"{x.shape[0] // max(workers, 1)} a worker"] if x.ndim else []
         return f"{jax.dtypes.canonicalize_dtype(x.dtype).name}[{', '.join([*first, *map(str, x.shape[1:])])}]"
 
-    return {"batch": {leaf_name(path, "batch"): described(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
+    return {"batch": {leaf_name(path, "batch"): describe(x) for path, x in jax.tree_util.tree_leaves_with_path(batch)}}
 
 
-def difference(card: Mapping[str, Mapping[str, str]], reference: Mapping[str, Mapping[str, str]], process: int) -> str:
-    """The first difference of a process's card from that of process 0, in a line; empty where there is none."""
+def difference(own: Mapping[str, Mapping[str, str]], reference: Mapping[str, Mapping[str, str]], process: int) -> str:
+    """Describes the first difference between a fingerprint and that of process 0 in one line; empty if equal."""
     found = []
     for section, wanted in reference.items():
-        have = card.get(section, {})
+        have = own.get(section, {})
         for name in {**wanted, **have}:
             what = f"{section} `{name}`"
             if name not in have:
                 found.append((f"process {process} has no {what}, which process 0 has", section))
             elif name not in wanted:
-                found.append((f"process {process} has {what}, which process 0 has not", section))
+                found.append((f"process {process} has {what}, which process 0 lacks", section))
             elif have[name] != wanted[name]:
-                told, other = _shown(have[name], wanted[name])
-                found.append((f"{what} is {told} in process {process} and {other} in process 0", section))
+                mine, other = _shorten(have[name], wanted[name])
+                found.append((f"{what} is {mine} in process {process} and {other} in process 0", section))
     if not found:
         return ""
     sentence, section = found[0]
-    return f"{sentence}{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}: {CURES[section]}"
+    return f"{sentence}{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}: {FIXES[section]}"
 
 
-def _described(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
+    """Describes dtype, shape, sharding and weak type: what a program is compiled for."""
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype).name
@@ -118,7 +119,7 @@ def _described(leaf: Any) -> str:
 
 
 def _flat_recipe(recipe: Any) -> dict[str, str]:
-    """Entry by entry, so that a difference is named."""
+    """Flattens a recipe to named entries, so that a difference can be named."""
     if dataclasses.is_dataclass(recipe) and not isinstance(recipe, type):
         recipe = dataclasses.asdict(recipe)
     if not isinstance(recipe, Mapping):
@@ -129,16 +130,16 @@ def _flat_recipe(recipe: Any) -> dict[str, str]:
             flat[leaf_name(path)] = json.dumps(value)
         except TypeError:
             raise ValueError(
-                f"recipe: `{leaf_name(path)}` is a {type(value).__name__}; give numbers, text, or str(...) of it"
+                f"recipe: `{leaf_name(path)}` is a {type(value).__name__}; pass numbers, text, or its str(...)"
             ) from None
     return flat
 
 
-def _shown(left: str, right: str) -> tuple[str, str]:
-    """Both values, in a line; of long ones the part where they part."""
-    if max(len(left), len(right)) <= LONGEST:
+def _shorten(left: str, right: str) -> tuple[str, str]:
+    """Cuts two long values to the part where they differ."""
+    if max(len(left), len(right)) <= LONGEST_VALUE:
         return left, right
     same = next((i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1]), min(len(left), len(right)))
-    start = max(0, same - LONGEST // 3)
-    first, second = (f"{'…' if start else ''}{text[start : start + LONGEST]}" for text in (left, right))
+    start = max(0, same - LONGEST_VALUE // 3)
+    first, second = (f"{'…' if start else ''}{text[start : start + LONGEST_VALUE]}" for text in (left, right))
     return first, second

@@ -1,7 +1,7 @@
-"""What the processes of a job tell each other beside their collectives: how far they are, and that they live.
+"""Heartbeats of the processes of a job: the step that each has started, and that it is alive.
 
-Each writes a line of JSON to the dictionary of text that JAX's coordination service keeps in process 0, where threads
-of its own serve it, whatever Python does.
+Each process writes a line of JSON to the key-value store of JAX's coordination service. The service runs in process 0
+in threads of its own, which Python cannot block.
 """
 
 import json
@@ -17,7 +17,7 @@ class StepTimeout(Portable, RuntimeError):
     """A step has not ended in time.
 
     Attributes:
-      process: whom the others wait for; None where all have begun the step.
+      process: the process that the others wait for; None if all processes have started the step.
       step: the step that has not ended.
     """
 
@@ -26,12 +26,12 @@ class StepTimeout(Portable, RuntimeError):
         self.process, self.step = process, step
 
 
-class WorkerLost(Portable, RuntimeError):
-    """A process has died, or gives no sign of life.
+class ProcessLost(Portable, RuntimeError):
+    """A process has died, or shows no sign of life.
 
     Attributes:
       process: its number.
-      step: the last step that it began.
+      step: the last step that it started.
     """
 
     def __init__(self, message: str, process: int, step: int):
@@ -39,8 +39,8 @@ class WorkerLost(Portable, RuntimeError):
         self.process, self.step = process, step
 
 
-class Sign(NamedTuple):
-    """What a process says: the step that it began last, how often it has spoken, whether it is done, or compiles."""
+class Heartbeat(NamedTuple):
+    """The last step that a process has started, a counter, whether the process is done, and whether it compiles."""
 
     step: int
     count: int
@@ -48,83 +48,95 @@ class Sign(NamedTuple):
     compiling: bool = False
 
 
-class Board(NamedTuple):
-    """Where signs are left: `post(process, text)`, and `read()` for those of all."""
+class Channel(NamedTuple):
+    """Where heartbeats are exchanged: `write(process, text)`, and `read()` for the last text of every process."""
 
-    post: Callable[[int, str], None]
+    write: Callable[[int, str], None]
     read: Callable[[], dict[int, str]]
 
 
-def shared_board(name: str) -> Board:
-    """The board of a job of several processes; `name` is the same in all of them, and new."""
+class Received(NamedTuple):
+    """The last heartbeat of a process, and when it arrived."""
+
+    heartbeat: Heartbeat
+    when: float
+
+
+def open_channel(name: str) -> Channel:
+    """Opens a channel between the processes of a job; `name` is new, and the same in all of them."""
     client = compat.coordination_client()
     folder = f"jaxdist/{name}/"
 
-    def post(process: int, text: str) -> None:
+    def write(process: int, text: str) -> None:
         client.key_value_set(f"{folder}{process}", text, allow_overwrite=True)
 
     def read() -> dict[int, str]:
         return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(folder)}
 
-    return Board(post, read)
+    return Channel(write, read)
 
 
-class Seen(NamedTuple):
-    """The last sign of a process, and when it was new."""
-
-    sign: Sign
-    when: float
+def publish(channel: Channel, process: int, heartbeat: Heartbeat) -> None:
+    """Writes this process's heartbeat."""
+    channel.write(process, json.dumps(heartbeat._asdict()))
 
 
-def merge(seen: Mapping[int, Seen], texts: Mapping[int, str], now: float) -> dict[int, Seen]:
-    """What is known of the processes, after another look at the board."""
-    found = dict(seen)
+def poll(channel: Channel, received: Mapping[int, Received]) -> dict[int, Received]:
+    """Reads the heartbeats of all processes."""
+    return merge(received, channel.read(), time.monotonic())
+
+
+def merge(received: Mapping[int, Received], texts: Mapping[int, str], now: float) -> dict[int, Received]:
+    """Updates the heartbeats of the processes whose counter has changed; the others have been silent."""
+    found = dict(received)
     for process, text in texts.items():
-        sign = Sign(**json.loads(text))
-        if process not in seen or seen[process].sign.count != sign.count:
-            found[process] = Seen(sign, now)
+        heartbeat = Heartbeat(**json.loads(text))
+        if process not in received or received[process].heartbeat.count != heartbeat.count:
+            found[process] = Received(heartbeat, now)
     return found
 
 
-def silent(seen: Mapping[int, Seen], others: Iterable[int], now: float, seconds: float) -> tuple[int, ...]:
-    """Which of the others have not been heard for so long, though they are not done."""
+def silent_processes(
+    received: Mapping[int, Received], others: Iterable[int], now: float, seconds: float
+) -> tuple[int, ...]:
+    """Returns those of the others that are not done and have sent no heartbeat for `seconds`."""
     return tuple(
         process
         for process in others
-        if process not in seen or (not seen[process].sign.done and now - seen[process].when > seconds)
+        if process not in received or (not received[process].heartbeat.done and now - received[process].when > seconds)
     )
 
 
-def compiling(seen: Mapping[int, Seen], gone: tuple[int, ...]) -> bool:
-    """Whether a process that is not silent compiles."""
-    return any(one.sign.compiling and not one.sign.done for process, one in seen.items() if process not in gone)
+def any_compiling(received: Mapping[int, Received], silent: tuple[int, ...]) -> bool:
+    """Returns whether a process that is alive is compiling."""
+    alive = (last.heartbeat for process, last in received.items() if process not in silent)
+    return any(heartbeat.compiling and not heartbeat.done for heartbeat in alive)
 
 
-def lost(seen: Mapping[int, Seen], gone: tuple[int, ...]) -> WorkerLost:
-    """The error that names the first of the silent ones."""
-    step = seen[gone[0]].sign.step if gone[0] in seen else -1
-    since = f" since it began step {step}" if gone[0] in seen else " and never did" if seen else ""
-    return WorkerLost(f"process {gone[0]} gives no sign of life{since}: it died or is stopped", gone[0], step)
+def lost_error(received: Mapping[int, Received], silent: tuple[int, ...]) -> ProcessLost:
+    """Makes the error that names the first of the silent processes."""
+    process = silent[0]
+    if process in received:
+        step, since = received[process].heartbeat.step, " since it started step "
+        return ProcessLost(
+            f"process {process} shows no sign of life{since}{step}: it died or is stopped", process, step
+        )
+    ever = " and never did" if received else ""
+    return ProcessLost(f"process {process} shows no sign of life{ever}: it died or is stopped", process, -1)
 
 
-def overdue(seen: Mapping[int, Seen], gone: tuple[int, ...], own: int, step: int, seconds: float) -> StepTimeout:
-    """The error that names whom process `own` waits for in a step."""
-    waits = f"process {own} has waited in step {step} for {round(seconds, 1):g} s"
-    if gone:
-        return StepTimeout(f"{lost(seen, gone)}; {waits}", gone[0], step)
-    behind = [process for process, one in sorted(seen.items()) if one.sign.step < step]
-    if behind:
-        last = seen[behind[0]].sign
-        what = f"left after step {last.step}" if last.done else f"lives and has not begun step {last.step + 1}"
-        return StepTimeout(f"process {behind[0]} {what}; {waits}", behind[0], step)
-    return StepTimeout(f"{waits}, which all have begun", None, step)
-
-
-def speak(board: Board, own: int, sign: Sign) -> None:
-    """Leaves a sign."""
-    board.post(own, json.dumps(sign._asdict()))
-
-
-def look(board: Board, seen: Mapping[int, Seen]) -> dict[int, Seen]:
-    """Another look at the board."""
-    return merge(seen, board.read(), time.monotonic())
+def timeout_error(
+    received: Mapping[int, Received], silent: tuple[int, ...], own: int, step: int, seconds: float
+) -> StepTimeout:
+    """Makes the error of a step in process `own`, which names the process that blocks the step."""
+    timeout = f"step {step} timed out after {round(seconds, 1):g} s"
+    waiting = f"(process {own} is waiting)"
+    if silent:
+        return StepTimeout(f"{timeout}: {lost_error(received, silent)} {waiting}", silent[0], step)
+    behind = [process for process, last in sorted(received.items()) if last.heartbeat.step < step]
+    if not behind:
+        return StepTimeout(f"{timeout} in process {own}, but all processes have started it", None, step)
+    last = received[behind[0]].heartbeat
+    missing = "it" if last.step + 1 == step else f"step {last.step + 1}"
+    what = f"left after step {last.step}" if last.done else f"is alive but has not started {missing}"
+    return StepTimeout(f"{timeout}: process {behind[0]} {what} {waiting}", behind[0], step)

@@ -1,4 +1,4 @@
-"""Joining the other processes of a job."""
+"""Connects the processes of a job."""
 
 import os
 
@@ -11,47 +11,46 @@ from .consistency import exchange
 from .errors import MismatchError
 from .rendezvous import GRACE_SECONDS, check_in
 
-# How many processes a scheduler started; each of them must not go on alone.
+# The variables with the number of processes of a job; a process must not continue alone if there are several.
 RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 UNPROXIED = "no_grpc_proxy"
 SECRET = "JAXDIST_SECRET"
-KUBERNETES = "KUBERNETES_SERVICE_HOST"  # is set in every container; a pod's name is known when the pod is ready
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container; the name of a pod resolves only when it is ready
 
 
 def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 100) -> bool:
-    """Joins the processes of this job, wherever it was started. Call it before anything runs.
+    """Connects the processes of this job, however it was started. Call it before anything runs.
 
     `jaxdist launch` sets `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and
-    `JAX_PROCESS_ID`. What is not set is taken from Slurm (`srun`), Open MPI or an indexed Job of Kubernetes;
-    otherwise it is left to JAX, which knows Cloud TPU and GKE pods, and Kubernetes by its API. Where there is nothing
-    of the kind, or the processes were joined already, it does nothing.
+    `JAX_PROCESS_ID`. Variables that are not set are taken from Slurm (`srun`), Open MPI or an indexed Job of
+    Kubernetes; otherwise JAX detects the job: Cloud TPU and GKE pods, and Kubernetes by its API. Without a job, or if
+    the processes are connected already, the function does nothing.
 
-    Before JAX's own service starts, which aborts where a process is missing, all processes that are known so check in
-    with process 0, at the same port: they must come in time, and be as many as they were told. Then they compare their
-    versions and settings of JAX through that service. `check_consistency` compares what they build.
+    JAX's own service aborts if a process is missing. So all processes first check in with process 0, at the same port:
+    each must come in time, with the same number of processes. Then they compare their versions and settings of JAX
+    through that service. `check_consistency` compares what they build.
 
-    Process 0 listens where `JAX_COORDINATOR_BIND_ADDRESS` says; else at the loopback alone where the coordinator's
-    address is one, and at all addresses otherwise. Where `JAXDIST_SECRET` is set, to the same text in all processes,
-    whoever does not have it is ignored at the check-in; `jaxdist launch` makes one. JAX's own service then has none:
-    keep its port within a network that you trust.
+    Process 0 listens at `JAX_COORDINATOR_BIND_ADDRESS`; by default at the loopback alone if the coordinator's address
+    is one, and at all interfaces otherwise. If `JAXDIST_SECRET` is set, to the same text in all processes, other
+    programs are ignored at the check-in; `jaxdist launch` makes one. JAX's own service has no secret: keep its port
+    within a trusted network.
 
     Args:
       timeout_seconds: how long to wait for the others.
-      heartbeat_timeout_seconds: after how long without a sign of a process JAX ends the others. It counts the time in
-        which the job is stopped as a whole: let it be longer than that (`scontrol suspend`), and have a `watchdog`
+      heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others. Time in which
+        the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
         notice processes that die.
 
     Returns:
-      Whether there are several processes now.
+      Whether the job has several processes.
 
     Raises:
-      MissingProcessError: a process did not come in time; it is named.
-      MismatchError: a process has another version or setting than process 0, or was told of another number of
-        processes.
+      MissingProcessError: a process did not check in in time; the message names it.
+      MismatchError: a process has another version or setting than process 0, or expects another number of processes.
       PortError: the coordinator's address does not lead to process 0's machine, process 0 cannot listen at its port, or
         another program answers there.
-      ValueError: some of the three variables are missing, and nobody tells them, or they are not numbers; or JAX runs
-        already, in a job of several processes.
+      ValueError: some of the three variables are missing or not numbers; or JAX has started already, in a job of
+        several processes.
 
     Example:
       >>> import jaxdist as jd
@@ -71,17 +70,19 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     except ValueError as problem:
         if "coordinator_address" not in str(problem):
             raise
-        return False  # no cluster around us
+        return False  # not in a cluster
     except RuntimeError as problem:
         if "before any JAX" not in str(problem):
             raise
         if any(int(os.environ.get(name, "1")) > 1 for name in RANKS):
-            raise ValueError(f"this job has several processes: {problem}") from None
-        return False  # JAX runs already, by itself
+            raise ValueError(f"this job has several processes, call initialize() first: {problem}") from None
+        # JAX has started already, in a single process.
+        return False
     return jax.process_count() > 1
 
 
 def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
+    """Checks in, starts JAX's service, and compares versions."""
     listen_at = where_to_listen(job.address, os.environ)
     check_in(
         job,
@@ -99,17 +100,19 @@ def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
         heartbeat_timeout_seconds=heartbeat_seconds,
         coordinator_bind_address=listen_at,
     )
-    # Not `compare`, which asks JAX for the number of processes: that starts its backend.
-    told = (fingerprint.of_this_process(), job.process, job.processes, "jaxdist/versions", seconds)
-    error = exchange(coordination_client(), *told, do="compare its versions")
+    # Not `compare`, which asks JAX for the number of processes and so starts its backend.
+    versions = fingerprint.of_this_process()
+    store, place = coordination_client(), "jaxdist/versions"
+    error = exchange(store, versions, job.process, job.processes, place, seconds, do="compare its versions")
     if isinstance(error, MismatchError):
-        jax.distributed.shutdown()  # all of them know, and none waits for another
+        # At once, since all processes raise the error.
+        jax.distributed.shutdown()
     if error is not None:
         raise error
 
 
 def _reach_directly(address: str) -> None:
-    """JAX's service would otherwise be looked for behind an HTTP proxy, where the environment names one, for ever."""
+    """Excludes process 0 from HTTP proxies of the environment, behind which gRPC would search for it forever."""
     if not any("_proxy" in name.lower() for name in os.environ):
         return  # JAX warns of any of them
     others = os.environ.get(UNPROXIED) or os.environ.get("no_proxy", "")

@@ -1,4 +1,4 @@
-"""Leaving in time when the machine is taken away."""
+"""Detects that the scheduler is about to take the machine away."""
 
 import signal
 import threading
@@ -11,22 +11,22 @@ _received: threading.Event | None = None
 
 
 def preemption_requested(step: int) -> bool:
-    """Whether to save and leave after this step, since a process of the job was asked to: the same answer in all.
+    """Returns whether to save and exit after this step because a process was asked to; the same in all processes.
 
-    Schedulers send SIGTERM before they take a machine away, Slurm also SIGUSR1 where a job asks for a warning, and
-    `jaxdist launch` passes both on. Call it once in every step, in all processes. Where JAX joined them, its own
-    preemption service agrees on a step that none has reached, within about a second; alone, the process watches for
-    SIGTERM itself from the first call on. SIGUSR1 counts from the first call in the main thread on, unless the script
-    has a handler of its own for it.
+    Schedulers send SIGTERM before they take a machine away, Slurm also SIGUSR1 if a job asks for a warning, and
+    `jaxdist launch` passes both on. Call it once in every step, in all processes. In a job of several processes JAX's
+    preemption service chooses a step that none has reached, within about a second; a single process handles SIGTERM
+    itself from the first call on. SIGUSR1 is handled from the first call in the main thread on, unless the script has
+    its own handler for it.
 
     Args:
-      step: the number of the step, one more at each call.
+      step: the number of the step, increased by one at each call.
 
     Returns:
-      True in one step, the same in all processes; alone, from the signal on.
+      True at one step, the same in all processes; in a single process, from the signal on.
 
     Raises:
-      ValueError: alone, the first call comes from another thread than the main one.
+      ValueError: in a single process, the first call is not in the main thread.
 
     Example:
       >>> import jaxdist as jd
@@ -34,20 +34,20 @@ def preemption_requested(step: int) -> bool:
       False
     """
     global _received
-    _take_warnings()
+    _handle_warnings()
     if jax.distributed.is_initialized():
         return multihost_utils.reached_preemption_sync_point(step)
     if _received is None:
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError("the first call of preempted must come from the main thread: signals arrive there")
+            raise ValueError("the first call of preemption_requested must be in the main thread, where signals arrive")
         received = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: received.set())
         _received = received
     return _received.is_set()
 
 
-def _take_warnings() -> None:
-    """Has SIGUSR1 count as SIGTERM, which is the one that JAX's service knows."""
-    in_main = threading.current_thread() is threading.main_thread()  # no other thread may say what a signal does
+def _handle_warnings() -> None:
+    """Turns SIGUSR1 into SIGTERM, which JAX's service handles."""
+    in_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
     if in_main and WARNING is not None and signal.getsignal(WARNING) == signal.SIG_DFL:
         signal.signal(WARNING, lambda *_: signal.raise_signal(signal.SIGTERM))

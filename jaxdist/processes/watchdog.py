@@ -1,4 +1,4 @@
-"""A step that does not end is an error that says who is missing."""
+"""Ends a process with an error when a step does not end in time, and names the process that blocks it."""
 
 import contextlib
 import itertools
@@ -19,23 +19,25 @@ import numpy as np
 from .._core.types import Number
 from . import heartbeat
 
-LONGEST_PAUSE = 0.2  # between two looks at what has ended, and between two signs of life
-SIGNS = 20  # at least so many within the time limit
-SILENCE = 5  # as many are missing from one who is lost
-LAST_WORDS_SECONDS = 1.0
-COMPILING = "/jax/core/compile/"  # what JAX says after each part of it: tracing, lowering, and at last
+LONGEST_PAUSE = 0.2  # seconds between two heartbeats, and between two checks of the running steps
+HEARTBEATS = 20  # at least this many within the time limit
+SILENCE = 5  # a process that has missed this many is lost
+LAST_HEARTBEAT_SECONDS = 1.0
+COMPILING = "/jax/core/compile/"  # the prefix of the events of JAX after tracing, after lowering, and after:
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _numbers = itertools.count()
 
 
 class _Call(NamedTuple):
+    """A call of a step: its number, when it started, and its time limit in seconds."""
+
     step: int
-    began: float
+    started: float
     limit: float
 
 
 class Watchdog:
-    """Watches the steps that are called through it, in a `with` block. `watchdog` makes it."""
+    """Watches the steps that are called through it, in a `with` block; made by `watchdog`."""
 
     def __init__(
         self,
@@ -43,38 +45,44 @@ class Watchdog:
         first_seconds: Number,
         step: int,
         on_timeout: Callable[[heartbeat.StepTimeout], Any] | None,
-        board: heartbeat.Board | None,
+        channel: heartbeat.Channel | None,
         own: int,
         processes: int,
     ):
         self._seconds, self._first_seconds, self._on_timeout = seconds, first_seconds, on_timeout
-        self._board, self._own, self._step = board, own, step - 1
+        self._channel, self._own, self._step = channel, own, step - 1
         self._others = [process for process in range(processes) if process != own]
-        self._pause = min(LONGEST_PAUSE, seconds / SIGNS)
-        self._call: _Call | None = None  # one that has not returned
-        self._running: deque[tuple[_Call, list[jax.Array]]] = deque()  # returned, before their results are there
-        self._ended = 0.0  # when the last of them was seen to be there
-        self._resumed = 0.0  # when this process went on after it was stopped, perhaps with all others
-        self._excused = 0.0  # when another was last seen to compile
-        self._thread, self._compiling = 0, False  # the thread that calls steps, and whether it compiles
-        self._known: list[tuple[Any, Any, int]] = []  # functions that have run, whose methods they are, and with what
-        self._seen: dict[int, heartbeat.Seen] = {}
-        self._heard = time.monotonic()  # when the board was last read
+        self._pause = min(LONGEST_PAUSE, seconds / HEARTBEATS)
+        self._call: _Call | None = None  # a call that has not returned
+        # Calls that returned, with pending results.
+        self._running: deque[tuple[_Call, list[jax.Array]]] = deque()
+        # When the results of the last of them were ready.
+        self._ended = 0.0
+        # When this process continued after it was stopped, perhaps with all others.
+        self._resumed = 0.0
+        # When another process was last known to compile.
+        self._excused = 0.0
+        # The thread that calls steps, and whether it compiles.
+        self._thread, self._compiling = 0, False
+        # (function, instance, signature) of the calls that have run.
+        self._known: list[tuple[Any, Any, int]] = []
+        self._received: dict[int, heartbeat.Received] = {}
+        self._polled = time.monotonic()  # when the channel last answered
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()
-        tasks = [self._guard] + ([] if board is None else [self._talk])
+        tasks = [self._watch_steps] + ([] if channel is None else [self._publish_heartbeats])
         self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
 
     def __call__(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step and returns what it returns, which is watched until it is there.
+        """Calls the step and returns its results, which are watched until they are ready.
 
         Raises:
-          WorkerLost: the step failed because another process did.
+          ProcessLost: the step failed because another process did.
         """
         if not self._threads[0].is_alive():
-            raise ValueError("nothing is watched outside of the block: with watchdog(...) as watch")
-        # A method is another object whenever it is read.
-        what = getattr(step, "__func__", step), getattr(step, "__self__", None), _kind((args, kwargs))
-        known = any(what[0] is one and what[1] is of and what[2] == kind for one, of, kind in self._known)
+            raise ValueError("use the watchdog inside its context manager: `with watchdog(...) as watch:`")
+        # A bound method is a new object on each access: compare its function and its instance.
+        call = getattr(step, "__func__", step), getattr(step, "__self__", None), _signature((args, kwargs))
+        known = any(call[0] is f and call[1] is of and call[2] == signature for f, of, signature in self._known)
         limit = self._seconds if known else self._first_seconds
         self._step += 1
         self._thread, self._compiling = threading.get_ident(), not known
@@ -88,7 +96,7 @@ class Watchdog:
         else:
             self._running.append((self._call, _smallest(results)))
             if not known:
-                self._known.append(what)
+                self._known.append(call)
             return results
         finally:
             self._call, self._compiling = None, False
@@ -101,23 +109,23 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, problem: BaseException | None, trace: TracebackType | None) -> None:
-        well = problem is None or (isinstance(problem, SystemExit) and not problem.code)
-        if self._board is not None and problem is not None and not well:
+        success = problem is None or (isinstance(problem, SystemExit) and not problem.code)
+        if self._channel is not None and problem is not None and not success:
             if lost := self._find_lost(problem):
                 lost.__cause__, problem = problem, lost
-            _leave(problem)
-        while well and self._running:
-            time.sleep(self._pause / 4)  # the guard sees them end, or ends the process
+            _end_process(problem)
+        while success and self._running:
+            # The thread removes them as they end, or ends the process.
+            time.sleep(self._pause / 4)
         self._stopped.set()
         jax.monitoring.unregister_event_duration_listener(self._hear_compiler)
         for thread in self._threads:
-            thread.join(LAST_WORDS_SECONDS)
+            thread.join(LAST_HEARTBEAT_SECONDS)
 
     def _hear_compiler(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """A part of compiling has ended: the step may take as long as a first one.
+        """Gives a step that compiles the time limit of a first one; called by JAX after each phase of compilation.
 
-        What JAX says after it has traced tells of what `_kind` does not see, as other static arguments or shardings,
-        and of what is compiled between two steps.
+        The events reveal recompilations that `_signature` misses (static arguments, shardings) and those between steps.
         """
         del duration_secs
         if event.startswith(COMPILING) and threading.get_ident() == self._thread:
@@ -125,65 +133,70 @@ class Watchdog:
             if self._call is not None:
                 self._call = self._call._replace(limit=self._first_seconds)
 
-    def _guard(self) -> None:
-        """Looks at what has ended; a thread."""
+    def _watch_steps(self) -> None:
+        """Checks which steps have ended, and ends the process when one is late; the body of a thread."""
         now = time.monotonic()
         while not self._stopped.wait(self._pause):
             before, now = now, time.monotonic()
-            if now - before > (SILENCE + 1) * self._pause:  # this process was stopped, and the others perhaps with it
+            # This process was stopped, and the others perhaps with it: that time does not count.
+            if now - before > (SILENCE + 1) * self._pause:
                 self._resumed = now
-            while self._running and all(_is_there(x) for x in self._running[0][1]):
+            while self._running and all(_is_ready(x) for x in self._running[0][1]):
                 self._running.popleft()
                 self._ended = now
             call = self._running[0][0] if self._running else self._call
-            since = 0.0 if call is None else max(call.began, self._ended, self._resumed)
+            since = 0.0 if call is None else max(call.started, self._ended, self._resumed)
             waited = 0.0 if call is None else now - max(since, self._excused)
             if call is not None and waited > call.limit:
-                gone = self._silent()
-                if heartbeat.compiling(self._seen, gone) and now - since < self._first_seconds:
+                silent = self._find_silent()
+                if heartbeat.any_compiling(self._received, silent) and now - since < self._first_seconds:
                     self._excused = now
                     continue
-                error = heartbeat.overdue(self._seen, gone, self._own, call.step, waited)
+                error = heartbeat.timeout_error(self._received, silent, self._own, call.step, waited)
                 if self._on_timeout is not None:
                     with contextlib.suppress(Exception):
                         self._on_timeout(error)
-                _leave(error)
+                _end_process(error)
+            # The others are polled only from half of the limit on.
             if call is not None and waited > call.limit / 2:
                 self._late.set()
             else:
                 self._late.clear()
 
-    def _talk(self) -> None:
-        """Says how far this process is, and, when something is wrong, looks how far the others are; a thread."""
-        assert self._board is not None
+    def _publish_heartbeats(self) -> None:
+        """Publishes the progress of this process, and polls the others if a step is late; the body of a thread."""
+        assert self._channel is not None
         for count in itertools.count():
             done = self._stopped.wait(self._pause)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                heartbeat.speak(self._board, self._own, heartbeat.Sign(self._step, count, done, self._compiling))
+                own = heartbeat.Heartbeat(self._step, count, done, self._compiling)
+                heartbeat.publish(self._channel, self._own, own)
                 if self._late.is_set() or self._failed.is_set():
-                    self._seen = heartbeat.look(self._board, self._seen)
-                self._heard = time.monotonic()
+                    self._received = heartbeat.poll(self._channel, self._received)
+                self._polled = time.monotonic()
             if done:
                 return
 
-    def _silent(self) -> tuple[int, ...]:
-        """Who gives no sign of life. Process 0 keeps the board: where it does not answer, others are not accused."""
+    def _find_silent(self) -> tuple[int, ...]:
+        """Returns the processes without a sign of life."""
+        # Process 0 serves the channel: if that does not answer, the others cannot be blamed.
         now, longest = time.monotonic(), SILENCE * self._pause
-        if self._board is not None and now - self._heard > longest:
+        if self._channel is not None and now - self._polled > longest:
             return (0,) if self._own else ()
-        return heartbeat.silent(self._seen, self._others, now, longest)
+        return heartbeat.silent_processes(self._received, self._others, now, longest)
 
-    def _find_lost(self, problem: BaseException) -> heartbeat.WorkerLost | None:
-        """After an error of the running step, not one of Python: who died, if anybody did."""
-        # A program that fails before its call has returned raises a ValueError with the name of the status.
+    def _find_lost(self, problem: BaseException) -> heartbeat.ProcessLost | None:
+        """Returns an error for the process that died, if that is the cause of an error of XLA."""
+        # A program that fails before its call has returned raises ValueError with the name of the status.
         of_xla = isinstance(problem, jax.errors.JaxRuntimeError) or str(problem).startswith("UNKNOWN: ")
-        if self._board is None or not of_xla:
+        if self._channel is None or not of_xla:
             return None
+        # Wait long enough for a dead process to become silent.
         self._failed.set()
         time.sleep((SILENCE + 3) * self._pause)
         self._failed.clear()
-        gone = self._silent()
-        return heartbeat.lost(self._seen, gone) if gone else None
+        silent = self._find_silent()
+        return heartbeat.lost_error(self._received, silent) if silent else None
 
 
 def watchdog(
@@ -193,36 +206,35 @@ def watchdog(
     first_timeout_seconds: Number = 600,
     on_timeout: Callable[[heartbeat.StepTimeout], Any] | None = None,
 ) -> Watchdog:
-    """Ends this process with the name of whom it waits for, where a step does not end.
+    """Ends this process if a step does not end in time, with an error that names the process that blocks it.
 
-    A collective waits for a process that sleeps, or is stuck, as long as that takes, and nothing can interrupt it. So
-    the steps that are called through the watchdog are watched by a thread, which prints a `StepTimeout` and ends the
-    process by `os._exit`; `jaxdist launch` then ends the others. Steps still run ahead of Python: only the thread waits
-    for their results. Whatever is raised inside the block, in a job of several processes, also ends the process at
-    once: JAX would wait for the others, and they for it.
+    A collective waits for a slow or stuck process forever, and nothing can interrupt it. A thread therefore watches the
+    steps that are called through the watchdog; it prints a `StepTimeout` and ends the process by `os._exit`.
+    `jaxdist launch` then ends the others. Dispatch stays asynchronous: only the thread waits for results. In a job of
+    several processes, any exception inside the block also ends the process at once: JAX would wait for the others, and
+    they for it.
 
-    The time in which this process itself did not run does not count: a job that is stopped as a whole and continued, as
-    by `scontrol suspend`, goes on. JAX ends it after `heartbeat_timeout_seconds` of `initialize`.
+    Time in which this process itself did not run is not counted, so that a job can be suspended as a whole and
+    continued, as by `scontrol suspend`. JAX ends it after `heartbeat_timeout_seconds` of `initialize`.
 
     *On the wire*: a line of JSON five times a second from each process to process 0, through JAX's coordination
-    service: how many steps it has begun, and whether it compiles. They are read only when half the time is over. No
-    collective.
+    service: the number of steps started, and whether the process compiles. The lines are read only after half of the
+    time limit. No collective.
 
     Args:
-      timeout_seconds: how long a step may take; more than the longest pause of any process, as for a checkpoint.
+      timeout_seconds: the time limit of a step; longer than the longest pause of any process, as for a checkpoint.
       step: the number of the first step.
-      first_timeout_seconds: how long the first call of each function may take, and each later one that compiles, as
-        for a short last batch, in this process or in one that is waited for. A function that is made anew for each call
-        is new each time.
-      on_timeout: is called with the error before the process ends, as to close a log.
+      first_timeout_seconds: the time limit of the first call of each function, and of later calls that compile, as for
+        a short last batch, in this process or in another. A function that is created for each call is always new.
+      on_timeout: called with the error before the process ends, for instance to close a log.
 
     Returns:
-      A context manager; inside, `watch(step, state, batch)` calls the step. All processes make as many watchdogs in the
-      same order.
+      A context manager; inside, `watch(step, state, batch)` calls the step. All processes must make the same watchdogs
+      in the same order.
 
     Raises:
       ValueError: a time is not positive; or a step is called outside of the block.
-      WorkerLost: in the block, from a step that failed because another process died.
+      ProcessLost: in the block, from a step that failed because another process died.
 
     Example:
       >>> import jax, jaxdist as jd
@@ -233,26 +245,25 @@ def watchdog(
       3.0
     """
     if timeout_seconds <= 0 or first_timeout_seconds <= 0:
-        raise ValueError(f"times must be positive, got {timeout_seconds} and {first_timeout_seconds} seconds")
+        raise ValueError(f"time limits must be positive, got {timeout_seconds} and {first_timeout_seconds} seconds")
     processes = jax.process_count()
-    board = heartbeat.shared_board(f"watchdog-{next(_numbers)}") if processes > 1 else None
+    channel = heartbeat.open_channel(f"watchdog-{next(_numbers)}") if processes > 1 else None
     first = max(timeout_seconds, first_timeout_seconds)
-    return Watchdog(timeout_seconds, first, step, on_timeout, board, jax.process_index(), processes)
+    return Watchdog(timeout_seconds, first, step, on_timeout, channel, jax.process_index(), processes)
 
 
 def _smallest(results: Any) -> list[jax.Array]:
-    """An array of each part of the results: those of a program are there together, and a large one is not kept for it.
+    """Returns the smallest array of each part of the results, as all results of a program are ready together.
 
-    A part that the next step was given to overwrite is then deleted; the others are not. Typed keys do not tell whether
-    they are there.
+    The next step may take a part as donated and delete it, hence one array of each. Typed keys have no `is_ready`.
     """
     parts = results if isinstance(results, tuple) else (results,)
     leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array) and not _is_key(x)] for part in parts)
     return [min(part, key=lambda x: x.size) for part in leaves if part]
 
 
-def _kind(arguments: Any) -> int:
-    """What a program is compiled for: trees, shapes and dtypes. Numbers of Python, such as a step's, may change."""
+def _signature(arguments: Any) -> int:
+    """Hashes what a program is compiled for: trees, shapes and dtypes, but not the values of Python numbers."""
     leaves, tree = jax.tree.flatten(arguments)
     return hash((tree, *((x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else type(x) for x in leaves)))
 
@@ -261,15 +272,16 @@ def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _is_there(x: Any) -> bool:
+def _is_ready(x: Any) -> bool:
     try:
         return x.is_ready()
-    except RuntimeError:  # deleted: the next step has it
+    except RuntimeError:
+        # Deleted: it was donated to the next step.
         return True
 
 
-def _leave(problem: BaseException) -> None:
-    """Ends the process. JAX would wait for the others first."""
+def _end_process(problem: BaseException) -> None:
+    """Prints the error and ends the process at once, where an ordinary exit would wait for the other processes."""
     code = {SystemExit: getattr(problem, "code", 1), KeyboardInterrupt: 130}.get(type(problem), 1)
     with contextlib.suppress(OSError):
         traceback.print_exception(problem)

@@ -47,7 +47,7 @@ def join_uneven(
 
     Returns:
       An iterator of `(batch, examples)`, both global arrays: `examples` is `Int[Array, "W"]`, one number per worker,
-      sharded over the axis like the batch, so that a step reads its own as `examples[0]`. `all_reduce(divisor=)` sets
+      sharded over the axis like the batch, so that a step reads its own as `examples[0]`. `all_reduce(normalize_by=)` sets
       their weight.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Starts and restarts the processes of a job, with the standard library alone."""
+"""Starts and restarts the processes of a job, using only the standard library."""
 
-from .job import WorkerLost as WorkerLost
+from .job import ProcessFailed as ProcessFailed
 from .job import launch as launch

@@ -1,4 +1,4 @@
-"""A job: its processes are started together, and the first that fails ends all."""
+"""Runs a job: starts its processes together, and ends all when one fails."""
 
 import contextlib
 import math
@@ -13,30 +13,30 @@ from pathlib import Path
 from ..._core.errors import Portable
 from . import resources
 from .printer import printers
-from .reaper import keeper
-from .resources import hold_port, number_of
-from .worker import Worker, finish, how_it_ended, kill, start
+from .reaper import reaper
+from .resources import hold_port, port_of
+from .worker import Worker, describe_exit, finish, kill, start
 
 STOP_SECONDS = 1.0  # from the first failure to SIGKILL for the others
 PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 30.0  # before the first restart, and at most
-READ_SECONDS = 5.0  # for what ended processes have printed to reach their logs
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOHUP = (signal.SIGHUP, signal.SIG_IGN)  # `nohup` wants the job to outlive its terminal
-WARNING = signal.SIGUSR1  # what Slurm's users have it send some time before SIGTERM
+READ_SECONDS = 5.0  # for the output of ended processes to reach their logs
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOHUP = (signal.SIGHUP, signal.SIG_IGN)  # under `nohup` the job outlives its terminal
+WARNING = signal.SIGUSR1  # which Slurm can be asked to send some time before SIGTERM
 
 
-class WorkerLost(Portable, RuntimeError):
+class ProcessFailed(Portable, RuntimeError):
     """A process of the job failed, and the others were stopped.
 
     Attributes:
       process: its number.
-      code: what it ended with, as in `subprocess`: negative for a signal.
-      log: the file with what it printed.
+      code: its return code, as in `subprocess`: negative for a signal.
+      log: the file with its output.
     """
 
     def __init__(self, process: int, code: int, log: Path, last: Sequence[str] = ()):
         lines = "".join(f"\n  {line}" for line in last)
-        super().__init__(f"process {process} {how_it_ended(code)}; {log} ends with{lines or ' nothing'}")
+        super().__init__(f"process {process} {describe_exit(code)}; {log} ends with{lines or ' nothing'}")
         self.process, self.code, self.log = process, code, log
 
 
@@ -50,31 +50,30 @@ def launch(
     grace_seconds: float = 30.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Runs a command in several processes on this machine, and waits for them. Call it from the main thread.
+    """Runs a command in several processes on this machine and waits for them. Call it from the main thread.
 
-    Each process finds `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
-    reads, and `JAXDIST_ATTEMPT`: 0, and one more after each restart. What it prints is shown behind its number and kept
-    in `logs/NUMBER.log`. Where the output of the launcher is not read for a second, as behind a pager, lines are
-    dropped from it and counted; the logs have all. Logs of an earlier launch are moved to `logs/earlier-1` and so on.
+    Each process gets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which `jaxdist.initialize`
+    reads, and `JAXDIST_ATTEMPT`: 0, plus one for each restart. Its output is shown after its number, and kept in
+    `logs/NUMBER.log`. If the output of the launcher is not read for a second, as behind a pager, lines are dropped from
+    it and counted; the logs are complete. Logs of an earlier launch are moved to `logs/earlier-1` and so on.
 
-    When one process fails, the others get SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP are passed
-    on, the second one as SIGKILL; SIGUSR1, the warning that Slurm gives on request, is passed on as SIGTERM. Whatever
-    ends the launcher, SIGKILL too, ends all processes and what they started, but for what has begun a session of its
-    own.
+    When one process fails, the others receive SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP are
+    passed on, the second one as SIGKILL; SIGUSR1, the warning that Slurm gives on request, is passed on as SIGTERM. The
+    end of the launcher, even by SIGKILL, ends all processes and their children, except those in a session of their own.
 
     Args:
-      command: what each process runs.
-      processes: how many.
-      restarts: how many times to start all anew after a failure, after a pause of half a second, then of twice as long
-        each time, up to 30 s. The script goes on from what it saved last.
+      command: the command of each process.
+      processes: the number of processes.
+      restarts: how often to restart the whole job after a failure, after a pause of half a second, doubled each time up
+        to 30 s. The script continues from its last checkpoint.
       port: where process 0 listens for the others; a free one by default.
       logs: the folder for the logs; those of later attempts go to `logs/attempt-1` and so on.
-      grace_seconds: how long processes may go on after a signal was passed on, to save.
+      grace_seconds: how long processes may continue after a signal was passed on, to save.
       environment: their environment. On CPUs, variables are added that let glibc keep memory between steps, unless it
-        has settings for an allocator already.
+        configures an allocator already.
 
     Raises:
-      WorkerLost: a process failed, and there were no restarts left.
+      ProcessFailed: a process failed, and no restarts were left.
       ValueError: a number is out of range, or the port is taken.
 
     Example:
@@ -85,25 +84,26 @@ def launch(
     """
     if processes < 1 or restarts < 0 or not 0 <= grace_seconds < math.inf:
         raise ValueError(
-            f"at least 1 process, 0 restarts and 0 seconds of grace, got {processes}, {restarts} and {grace_seconds}"
+            f"launch needs at least 1 process, 0 restarts and 0 seconds of grace, got {processes}, {restarts} and "
+            f"{grace_seconds}"
         )
-    given = resources.given(processes, environment)
+    devices = resources.assign_gpus(processes, environment)
     with _signals() as (wakeup, received), printers(Path(logs)) as (out, err):
         for attempt in range(restarts + 1):
             folder = Path(logs, f"attempt-{attempt}") if attempt else Path(logs)
-            with hold_port(port) as held, keeper() as note:
+            with hold_port(port) as held, reaper() as note:
                 if not attempt:
                     _set_aside(folder)
-                address = f"127.0.0.1:{number_of(held)}"
+                address = f"127.0.0.1:{port_of(held)}"
                 own = {**environment, "PYTHONUNBUFFERED": "1", "JAXDIST_ATTEMPT": str(attempt)}
-                # Processes of one machine: no other machine needs to reach them.
+                # All processes are on this machine: listen on the loopback interface only.
                 own |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address}
                 own |= {"JAX_NUM_PROCESSES": str(processes), "JAXDIST_SECRET": secrets.token_hex()}
-                own |= resources.keeping(environment)
+                own |= resources.allocator_settings(environment)
                 workers: list[Worker] = []
                 try:
                     for number in range(processes):
-                        variables = own | given[number] | {"JAX_PROCESS_ID": str(number)}
+                        variables = own | devices[number] | {"JAX_PROCESS_ID": str(number)}
                         workers.append(start(command, number, variables, folder / f"{number}.log", (out, err)))
                         note(workers[-1].process.pid, True)
                     failed = _watch(workers, wakeup, received, grace_seconds, note)
@@ -116,17 +116,17 @@ def launch(
                     _wait_for_readers(workers)
             if not failed:
                 return
-            lost = _lost(failed)
+            error = _cause(failed)
             if attempt < restarts and not received:
-                err.tell(f"WorkerLost: {lost}".encode())
+                err.tell(f"ProcessFailed: {error}".encode())
                 err.tell(f"restart {attempt + 1} of {restarts}".encode())
                 _pause(wakeup, received, min(PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE))
             if attempt == restarts or received:
-                raise lost
+                raise error
 
 
 def _set_aside(folder: Path) -> None:
-    """Moves the logs of an earlier launch away: that of a failure is looked for after the next start as well."""
+    """Moves the logs of an earlier launch away, since that of a failure may be needed after the next start too."""
     left = [path for path in folder.glob("*.log") if path.stem.isdecimal() and path.is_file()]
     left += [path for path in folder.glob("attempt-*") if path.name[8:].isdecimal() and path.is_dir()]
     if not left:
@@ -139,14 +139,14 @@ def _set_aside(folder: Path) -> None:
 
 
 def _pause(wakeup: socket.socket, received: Sequence[int], seconds: float) -> None:
-    """Waits, unless a signal comes: what fails at once would otherwise have used up its restarts in seconds."""
+    """Waits, or until a signal comes. Without pauses, a job that fails at once would use up its restarts in seconds."""
     until = time.monotonic() + seconds
     while not received and (left := until - time.monotonic()) > 0:
         _wait(wakeup, left)
 
 
 def _wait(wakeup: socket.socket, seconds: float | None) -> None:
-    """Waits until a signal comes or a process ends, or for so long."""
+    """Waits until a signal comes or a process ends, at most `seconds`."""
     wakeup.settimeout(seconds)
     with contextlib.suppress(TimeoutError, BlockingIOError):
         wakeup.recv(4096)
@@ -159,9 +159,9 @@ def _watch(
     grace: float,
     note: Callable[[int, bool], None],
 ) -> list[Worker]:
-    """Passes on signals until all processes have ended. Those that were the first to have failed, if any did.
+    """Passes on signals until all processes have ended; returns the first to fail, several if found together.
 
-    Nothing in here reads or writes what processes print, so that nothing that does can hold it up.
+    It never reads or writes the output of processes, so that a slow disk or terminal cannot block it.
     """
     failed: list[Worker] = []
     asked, passed_on, deadline = 0, 0, math.inf
@@ -170,7 +170,7 @@ def _watch(
         for number in received[passed_on:]:
             passed_on += 1
             asked += number != WARNING
-            # The second time, at once. A warning comes before the first time: it was no sign of impatience.
+            # The second signal kills at once; a warning does not count as the first.
             deadline = min(deadline, time.monotonic() + (grace if asked < 2 else 0.0))
             _send(alive, signal.SIGTERM if number == WARNING else number)
         ended = [worker for worker in alive if worker.process.poll() is not None]
@@ -189,22 +189,23 @@ def _watch(
 
 
 def _wait_for_readers(workers: Sequence[Worker]) -> None:
-    """Waits until what processes have printed is in their logs; not for ever, since a disk may hang."""
+    """Waits until the output of the processes is in their logs, for a limited time, since a disk may hang."""
     until = time.monotonic() + READ_SECONDS
     for worker in workers:
         worker.reader.join(max(0.0, until - time.monotonic()))
 
 
-def _lost(failed: Sequence[Worker]) -> WorkerLost:
-    """The cause among processes that were found together: one whose peer was killed exits, or is aborted by JAX."""
+def _cause(failed: Sequence[Worker]) -> ProcessFailed:
+    """Returns the error of the likely cause among processes that failed together."""
+    # A killed process (code < 0) comes first: its peers exit with an error, or are aborted by JAX.
     order = {-signal.SIGABRT: 2}
-    first = min(failed, key=lambda one: (order.get(code := one.process.returncode, int(code > 0)), one.number))
+    first = min(failed, key=lambda worker: (order.get(code := worker.process.returncode, int(code > 0)), worker.number))
     last = [line.decode(errors="replace") for line in first.last]
-    return WorkerLost(first.number, first.process.returncode, first.path, last)
+    return ProcessFailed(first.number, first.process.returncode, first.path, last)
 
 
 def _send(workers: Sequence[Worker], number: int) -> None:
-    """To the processes alone: what they started themselves, such as readers of data, is theirs to end."""
+    """Signals the processes but not their children, such as data loaders, which they end themselves."""
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.process.send_signal(number)
@@ -212,12 +213,12 @@ def _send(workers: Sequence[Worker], number: int) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[socket.socket, list[int]]]:
-    """A socket that wakes the launcher when a signal comes or a process ends, and the signals to pass on."""
+    """Yields a socket that becomes readable when a signal comes or a process ends, and the signals to pass on."""
     received: list[int] = []
     wakeup, end = socket.socketpair()
     end.setblocking(False)
-    asking = [number for number in (*ASKING, WARNING) if (number, signal.getsignal(number)) != NOHUP]
-    old = {number: signal.signal(number, lambda number, _: received.append(number)) for number in asking}
+    handled = [number for number in (*STOP_SIGNALS, WARNING) if (number, signal.getsignal(number)) != NOHUP]
+    old = {number: signal.signal(number, lambda number, _: received.append(number)) for number in handled}
     old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     old_wakeup = signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
     try:

@@ -1,4 +1,4 @@
-"""Where the launcher prints: from a thread, since a pager that waits, or Ctrl-S, stops whatever writes to it."""
+"""Prints from a thread, since a waiting pager, or Ctrl-S, blocks whatever writes to the terminal."""
 
 import os
 import sys
@@ -10,46 +10,49 @@ from pathlib import Path
 from typing import Any
 
 MOST_WAITING = 1 << 20  # bytes, before lines are dropped
-PATIENCE = 1.0  # seconds in which nothing was read, before lines are dropped
-PIECE = 4096  # bytes in a write: the smaller, the sooner it is seen that some were read
-RETRY = 0.05  # seconds, where an output that never blocks is full
+PATIENCE = 1.0  # seconds without any reading, before lines are dropped
+WRITE_BYTES = 4096  # in one write: small, to notice soon that some were read
+RETRY = 0.05  # seconds, when a non-blocking output is full
 
 
 class Printer:
-    """Writes lines to an output in a thread of its own. What is not read in time is dropped, and its lines counted."""
+    """Writes lines to an output in a thread. Lines that are not read in time are dropped and counted."""
 
     def __init__(self, out: Any):
         self._out = out
         self._changed = threading.Condition()
         self._waiting, self._written = bytearray(), 0
-        self._own: list[int] = []  # where the launcher's own lines end, of all bytes that ever waited
-        self._dropped, self._told = 0, 0  # lines that were dropped, and those of them that a line says were
-        self._moved = time.monotonic()  # when something was read, or began to wait
+        # Offsets of the ends of the launcher's own lines in the stream.
+        self._own: list[int] = []
+        # Dropped lines, and how many of them have been reported.
+        self._dropped, self._reported = 0, 0
+        # When something was last read, or began to wait.
+        self._moved = time.monotonic()
         self._closed = False
         # A daemon: the process must be able to end while the thread is inside a write.
         self._thread = threading.Thread(target=self._run, name="jaxdist launch printer", daemon=True)
         self._thread.start()
 
     def show(self, text: bytes) -> None:
-        """Prints lines. Where too much waits already it waits too, and drops them if nothing is read meanwhile."""
+        """Prints lines. If too much is waiting it waits too, and drops them if nothing is read meanwhile."""
         with self._changed:
             self._wait_while(lambda: len(self._waiting) > MOST_WAITING)
             if len(self._waiting) > MOST_WAITING:
                 self._dropped += text.count(b"\n")
             else:
-                self._say_what_was_dropped()
+                self._report_dropped()
                 self._add(text)
 
     def tell(self, line: bytes) -> None:
-        """Prints a line of the launcher's own, which is never dropped, and waits for nothing."""
+        """Prints a line of the launcher itself, without waiting; such lines are never dropped."""
         with self._changed:
-            self._say_what_was_dropped()
+            self._report_dropped()
             self._add_own(line)
 
     def close(self) -> int:
-        """Waits as long as the rest is being read, and drops what is not. How many lines were dropped in all."""
+        """Waits while the rest is being read, then drops it. Returns the number of all dropped lines."""
         with self._changed:
-            self._say_what_was_dropped()
+            self._report_dropped()
             self._wait_while(lambda: bool(self._waiting))
             self._dropped += self._waiting.count(b"\n") - sum(end > self._written for end in self._own)
             self._closed, blocked = True, bool(self._waiting)
@@ -73,9 +76,9 @@ class Printer:
         self._add(b"jaxdist launch: %s\n" % line)
         self._own.append(self._written + len(self._waiting))
 
-    def _say_what_was_dropped(self) -> None:
-        if more := self._dropped - self._told:
-            self._told = self._dropped
+    def _report_dropped(self) -> None:
+        if more := self._dropped - self._reported:
+            self._reported = self._dropped
             self._add_own(b"%d lines are missing here: the output was not read" % more)
 
     def _run(self) -> None:
@@ -96,7 +99,7 @@ class Printer:
 
 @contextmanager
 def printers(logs: Path) -> Iterator[tuple[Printer, Printer]]:
-    """Printers for the launcher's output and for its errors. In the end it says how much of the output was dropped."""
+    """Yields printers for the launcher's output and its errors; reports at the end how many lines were dropped."""
     out, err = Printer(sys.stdout), Printer(sys.stderr)
     try:
         yield out, err
@@ -107,19 +110,19 @@ def printers(logs: Path) -> Iterator[tuple[Printer, Printer]]:
 
 
 def tell(text: str) -> None:
-    """Prints a line of the launcher's own on stderr."""
+    """Prints a line of the launcher itself on stderr."""
     printer = Printer(sys.stderr)
     printer.tell(text.encode(errors="replace"))
     printer.close()
 
 
 def _writer(out: Any) -> tuple[Callable[[bytes], int], int | None]:
-    """What writes some of a text and says how much, and how much to give it at most.
+    """Returns a function that writes a part of a text and returns its length, and the most to pass to it.
 
-    An output that cannot be written to takes everything: a reader that has gone must not end the launcher.
+    A broken output accepts everything, so that a reader that has gone does not end the launcher.
     """
 
-    def write_text(text: bytes) -> int:  # a notebook's, or none at all
+    def write_text(text: bytes) -> int:  # for a notebook, or without an output
         with suppress(AttributeError, OSError, ValueError):
             out.write(text.decode(errors="replace"))
         return len(text)
@@ -142,4 +145,4 @@ def _writer(out: Any) -> tuple[Callable[[bytes], int], int | None]:
         return write_text, None
     with suppress(OSError, ValueError):
         out.flush()
-    return write_bytes, PIECE
+    return write_bytes, WRITE_BYTES

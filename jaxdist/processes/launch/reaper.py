@@ -1,7 +1,8 @@
 """Ends what a launcher that was killed leaves behind.
 
-The kernel ends the processes of the job with it (on Linux), but not what they started themselves, such as readers of
-data. A process beside the launcher knows their groups, and ends them when it hears no more.
+On Linux the kernel ends the processes of the job together with the launcher (`die_with_parent`), but not the processes
+that they started themselves, such as data loaders. A process beside the launcher knows their process groups, and kills
+them when its pipe from the launcher closes (`reaper`). Both run this file as a script.
 """
 
 import contextlib
@@ -12,17 +13,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+SCRIPT = (sys.executable, "-I", "-S", __file__)
+
 
 @contextlib.contextmanager
-def keeper() -> Iterator[Callable[[int, bool], None]]:
-    """Inside, `note(group, alive)` says which process groups there are. What is left of them ends with the launcher."""
-    command = [sys.executable, "-I", "-S", __file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as process:
+def reaper() -> Iterator[Callable[[int, bool], None]]:
+    """Yields `note(group, alive)`, which keeps track of process groups; those alive are killed with the launcher."""
+    with subprocess.Popen(SCRIPT, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as process:
         pipe = process.stdin
         assert pipe is not None
 
         def note(group: int, alive: bool) -> None:
-            with contextlib.suppress(OSError):  # somebody ended it
+            with contextlib.suppress(OSError):  # the reaper was killed
                 pipe.write(b"%d\n" % (group if alive else -group))
 
         try:
@@ -31,8 +34,13 @@ def keeper() -> Iterator[Callable[[int, bool], None]]:
             process.kill()
 
 
-def left(lines: Iterable[str]) -> set[int]:
-    """The groups that were noted and not taken back."""
+def die_with_parent(command: Sequence[str]) -> list[str]:
+    """Wraps a command so that it is killed with this process; Linux only, elsewhere returns it unchanged."""
+    return [*SCRIPT, str(os.getpid()), *command] if sys.platform.startswith("linux") else list(command)
+
+
+def groups_alive(lines: Iterable[str]) -> set[int]:
+    """Returns the groups that were noted as alive and not as ended."""
     groups: set[int] = set()
     for line in lines:
         group = int(line)
@@ -40,25 +48,19 @@ def left(lines: Iterable[str]) -> set[int]:
     return groups
 
 
-if __name__ == "__main__":
-    for group in left(sys.stdin):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-
-
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-
-def tethered(command: Sequence[str]) -> list[str]:
-    """The command, tied to this process. Other systems than Linux have nothing of the kind."""
-    if not sys.platform.startswith("linux"):
-        return list(command)
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
-
-
-if __name__ == "__main__":
-    parent, *command = sys.argv[1:]
+def main(arguments: Sequence[str]) -> None:
+    """Without arguments, reaps the groups of stdin at its end; else runs `PARENT COMMAND ...` and dies with PARENT."""
+    if not arguments:
+        for group in groups_alive(sys.stdin):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        return
+    parent, *command = arguments
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before
+    if os.getppid() != int(parent):  # it died before the call
         sys.exit(1)
     os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

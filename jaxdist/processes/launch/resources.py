@@ -1,4 +1,4 @@
-"""Which of a machine's GPUs each process takes, and whether there is anything but the CPU."""
+"""Assigns a machine's GPUs, a port, and allocator settings to the processes of a job."""
 
 import os
 import re
@@ -12,7 +12,7 @@ OTHERS = ("kfd", "accel[0-9]*", "vfio/[0-9]*")  # AMD's GPUs, and TPUs under two
 
 
 def gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
-    """How many GPUs JAX would use here."""
+    """Returns the number of GPUs that JAX would use."""
     platforms = environment.get("JAX_PLATFORMS")
     if environment.get(CHOSEN) or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
         return 0
@@ -20,22 +20,22 @@ def gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
 
 
 def on_cpu(environment: Mapping[str, str], folder: Path = Path("/dev")) -> bool:
-    """Whether JAX computes on the CPU here."""
+    """Returns whether JAX would run on the CPU."""
     if platforms := environment.get("JAX_PLATFORMS"):
         return platforms.split(",")[0] == "cpu"
     return not _visible(environment, folder) and not any(any(folder.glob(pattern)) for pattern in OTHERS)
 
 
 def _visible(environment: Mapping[str, str], folder: Path) -> int:
-    """How many NVIDIA GPUs a process may use."""
+    """Returns the number of NVIDIA GPUs that a process may use."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name and not name.startswith("-")])
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in folder.glob("nvidia*"))
 
 
-def given(processes: int, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[dict[str, str]]:
-    """The variable that gives each process its GPUs, the same number to all; none where there are no GPUs.
+def assign_gpus(processes: int, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[dict[str, str]]:
+    """Returns the environment variables that give each process an equal share of the GPUs; empty without GPUs.
 
     Raises:
       ValueError: the GPUs do not divide among the processes.
@@ -52,23 +52,23 @@ def given(processes: int, environment: Mapping[str, str], folder: Path = Path("/
     return [{CHOSEN: ",".join(map(str, part))} for part in parts]
 
 
-# XLA:CPU takes fresh memory for every large buffer. Blocks beyond 32 MiB glibc maps anew each time, and the end of its
-# heap it gives back, to be cleared by the kernel page by page. Other arenas than the first cannot hold a block beyond
-# 64 MiB and are mapped as well: without the third variable the first two do nothing.
+# XLA:CPU allocates every large buffer anew. Glibc maps blocks beyond 32 MiB each time and returns the end of its heap
+# to the kernel, which then has to clear the pages again. Arenas other than the first cannot hold a block beyond 64 MiB
+# and map it as well: the first two variables have no effect without the third.
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_ARENA_MAX": "1"}
 
 
-def keeping(environment: Mapping[str, str], folder: Path = Path("/dev")) -> dict[str, str]:
-    """The variables with which a process on the CPU keeps freed memory for its next step.
+def allocator_settings(environment: Mapping[str, str], folder: Path = Path("/dev")) -> dict[str, str]:
+    """Returns the variables with which a process on the CPU keeps freed memory for its next step.
 
-    None where the C library is not glibc, and none where the environment says anything of an allocator already: the
-    variables only make sense together.
+    Empty if the C library is not glibc, or if the environment configures an allocator already: the variables only work
+    together.
     """
-    return dict(KEEPING) if is_glibc() and on_cpu(environment, folder) and not chosen(environment) else {}
+    return dict(KEEPING) if is_glibc() and on_cpu(environment, folder) and not user_allocator(environment) else {}
 
 
-def chosen(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the environment says of an allocator: settings of glibc, or another library in its place."""
+def user_allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that configure an allocator: settings of glibc, or another library that replaces it."""
     return {
         name: value
         for name, value in environment.items()
@@ -79,18 +79,19 @@ def chosen(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_glibc() -> bool:
-    """Whether the C library of this process is glibc."""
+    """Returns whether the C library of this process is glibc."""
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (AttributeError, ValueError, OSError):  # Windows has no confstr, and other libraries not this name
+    except (AttributeError, ValueError, OSError):
+        # Windows lacks confstr, and other libraries this name.
         return False
 
 
 def hold_port(port: int = 0) -> socket.socket:
-    """Binds a port for process 0 to listen at; 0 takes a free one.
+    """Reserves a port for process 0 to listen at; 0 chooses a free one.
 
-    The socket stays bound while the processes run and never listens: the kernel then gives the port to nobody who asks
-    for any port, and Linux lets another socket with `SO_REUSEADDR` (those of Python and of gRPC) listen at it.
+    The socket stays bound while the processes run and never listens: the kernel then assigns the port to no other
+    program that asks for a free one, and Linux lets a socket with `SO_REUSEADDR` (those of Python and gRPC) listen.
 
     Raises:
       ValueError: the port is taken.
@@ -105,12 +106,12 @@ def hold_port(port: int = 0) -> socket.socket:
     except (OSError, OverflowError) as problem:
         held.close()
         reason = getattr(problem, "strerror", "it must be from 0 to 65535")
-        raise ValueError(f"port {port} cannot be had ({reason}): take another, or leave it out") from None
+        raise ValueError(f"port {port} is not available ({reason}): choose another, or omit it") from None
     return held
 
 
-def number_of(held: socket.socket) -> int:
-    """Its port. Other systems than Linux let nobody listen at a port that is held, so there it is let go."""
+def port_of(held: socket.socket) -> int:
+    """Returns the port of a socket. Systems other than Linux refuse to listen at a bound port: there it is released."""
     port = held.getsockname()[1]
     if not sys.platform.startswith("linux"):
         held.close()

@@ -1,4 +1,4 @@
-"""One process of the job: how it is started, what it prints, how it ended."""
+"""One process of a job: start, output, end."""
 
 import contextlib
 import os
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from .printer import Printer
-from .reaper import tethered
+from .reaper import die_with_parent
 
 LAST_LINES = 20
 LONGEST_LINE = 1 << 16  # a longer one is cut
-MOST_LEFT = 16  # as much as Linux keeps in a pipe, in longest lines
+MOST_READS = 16  # as much as Linux keeps in a pipe, in reads of the longest line
 
 
 @dataclass
 class Pipe:
-    """The end of a pipe, where to show what comes out of it, and what came so far of a line."""
+    """The end of a pipe, the printer of its lines, and the beginning of a line that is not complete."""
 
     file: IO[bytes]
     printer: Printer
-    begun: bytearray = field(default_factory=bytearray)
+    partial: bytearray = field(default_factory=bytearray)
 
 
 @dataclass
 class Worker:
-    """A process, its log, and the thread that reads what it prints, until `ending` is closed."""
+    """A process, its log, and the thread that reads its output until `ending` is closed."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -46,15 +46,15 @@ class Worker:
 def start(
     command: Sequence[str], number: int, environment: Mapping[str, str], path: Path, printers: tuple[Printer, Printer]
 ) -> Worker:
-    """Starts a process in a session of its own, which dies with the launcher, whatever ends that one.
+    """Starts a process in a new session; it is killed when the launcher ends, for whatever reason.
 
-    A thread reads what it prints: neither a log on a disk that hangs nor an output that is not read may keep the
-    launcher from its signals and from processes that end.
+    A thread reads its output, so that neither a hanging disk nor an unread terminal keeps the launcher from its signals
+    and from processes that end.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("wb", buffering=0)
     process = subprocess.Popen(
-        tethered(command),
+        die_with_parent(command),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -72,14 +72,14 @@ def start(
 
 
 def finish(worker: Worker) -> None:
-    """Ends what a process that has ended left behind; the thread then reads what is left in its pipes."""
+    """Kills the children of a process that has ended; the thread then reads the rest of its pipes."""
     worker.ended = True
     kill(worker)
     os.close(worker.ending)
 
 
 def _read_all(worker: Worker, pipes: Sequence[Pipe], ended: int) -> None:
-    """Passes on all that the process prints, then closes its pipes and its log."""
+    """Passes on the output of the process, then closes its pipes and its log."""
     with selectors.DefaultSelector() as selector:
         selector.register(ended, selectors.EVENT_READ)
         for pipe in pipes:
@@ -93,31 +93,34 @@ def _read_all(worker: Worker, pipes: Sequence[Pipe], ended: int) -> None:
                 elif not _read(worker, key.data):
                     selector.unregister(key.fileobj)
     for pipe in pipes:
-        for _ in range(MOST_LEFT):  # what fled into a session of its own may go on writing
+        # A child in another session may continue to write.
+        for _ in range(MOST_READS):
             if not _read(worker, pipe):
                 break
-        _pass_on(worker, pipe, len(pipe.begun))
+        _pass_on(worker, pipe, len(pipe.partial))
         pipe.file.close()
     worker.log.close()
     os.close(ended)
 
 
 def _read(worker: Worker, pipe: Pipe) -> bool:
-    """Passes on the lines that have come through a pipe; False where nothing has, as at its end."""
+    """Passes on the lines that have come through a pipe; returns False if there are none, as at its end."""
     try:
         part = os.read(pipe.file.fileno(), LONGEST_LINE)
     except BlockingIOError:
         return False
-    pipe.begun += part
-    whole = max(pipe.begun.rfind(b"\n"), pipe.begun.rfind(b"\r")) + 1  # a bar of progress returns to where it began
-    _pass_on(worker, pipe, len(pipe.begun) if len(pipe.begun) > LONGEST_LINE else whole)
+    pipe.partial += part
+    whole = (
+        max(pipe.partial.rfind(b"\n"), pipe.partial.rfind(b"\r")) + 1
+    )  # progress bars end their lines with a carriage return
+    _pass_on(worker, pipe, len(pipe.partial) if len(pipe.partial) > LONGEST_LINE else whole)
     return bool(part)
 
 
 def _pass_on(worker: Worker, pipe: Pipe, end: int) -> None:
-    """So much of what came, to the log and to where the launcher prints."""
-    lines = bytes(pipe.begun[:end]).splitlines()
-    del pipe.begun[:end]
+    """Passes on the first `end` bytes, to the log and to the printer."""
+    lines = bytes(pipe.partial[:end]).splitlines()
+    del pipe.partial[:end]
     if not lines:
         return
     worker.last.extend(lines)
@@ -127,13 +130,13 @@ def _pass_on(worker: Worker, pipe: Pipe, end: int) -> None:
 
 
 def kill(worker: Worker) -> None:
-    """Ends the process and all that it started."""
+    """Kills the process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.process.pid, signal.SIGKILL)
 
 
-def how_it_ended(code: int) -> str:
-    """`exited with code 3`, `was killed by SIGKILL`."""
+def describe_exit(code: int) -> str:
+    """Describes a return code: `exited with code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}"
     try:
