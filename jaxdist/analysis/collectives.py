@@ -115,7 +115,7 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
     if kind == "ragged-all-to-all":
         # The others are the sizes and offsets of rows, and the array to write into.
         operands = operands[:1]
-        warnings.append(f"{instruction.name} in {name} sends as many rows as its sizes say; counted all of them")
+        warnings.append(f"{instruction.name} in {name} sends data-dependent numbers of rows; counted all rows")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token
         between = between_slices(instruction, module.devices)

@@ -172,5 +172,5 @@ def _sizes(numbers: list[int]) -> Shape:
 def _count(number: Any) -> int:
     """Checks that a number is a count; Python would also accept `true` and 2.0."""
     if type(number) is not int or number < 0:
-        raise ValueError(f"expected a whole number, got {number!r:.80}")
+        raise ValueError(f"expected a count, got {number!r:.80}")
     return number

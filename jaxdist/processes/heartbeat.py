@@ -1,7 +1,7 @@
 """Heartbeats of the processes of a job: the step that each has started, and that it is alive.
 
 Each process writes a line of JSON to the key-value store of JAX's coordination service. The service runs in process 0
-in threads of its own, which Python cannot block.
+in separate threads, which Python cannot block.
 """
 
 import json

@@ -79,7 +79,7 @@ def join_uneven(
         )
     each = min(rows) // here
 
-    # A generator of its own, so that the checks above run at once.
+    # A separate generator, so that the checks above run at once.
     def run():
         batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         for number, found in enumerate(_keep_in_step(batches, on_uneven, prefetch)):

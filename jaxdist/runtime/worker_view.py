@@ -76,7 +76,7 @@ def _spec_entry(mark: Any, axes: Sequence[str]) -> Any:
 
 
 def _map_fields(f: Any, state: State, *rest: State) -> State:
-    """Maps over the direct children of a state (the fields of a NamedTuple, the entries of a dict), whole."""
+    """Maps over the direct children of a state: the fields of a NamedTuple, the entries of a dict."""
 
     def fields(tree):
         return jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)

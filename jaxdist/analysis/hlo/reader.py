@@ -208,7 +208,7 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
 def _groups_of_mesh(
     axes: str, reshaped: str | None, permutation: str | None, listed: str | None, over: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups over some axes of a mesh, or over parts of axes, which become mesh dimensions of their own."""
+    """Returns the groups over some axes of a mesh, or over parts of axes, which become separate mesh dimensions."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     # (axis, stride of the part, size of the part); a whole axis is the part that starts at 1.
     parts = [

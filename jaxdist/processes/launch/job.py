@@ -59,7 +59,7 @@ def launch(
 
     When one process fails, the others receive SIGTERM, and SIGKILL a second later. SIGINT, SIGTERM and SIGHUP are
     passed on, the second one as SIGKILL; SIGUSR1, the warning that Slurm gives on request, is passed on as SIGTERM. The
-    end of the launcher, even by SIGKILL, ends all processes and their children, except those in a session of their own.
+    end of the launcher, even by SIGKILL, ends all processes and their children, except those in another session.
 
     Args:
       command: the command of each process.

@@ -110,10 +110,9 @@ def _read(worker: Worker, pipe: Pipe) -> bool:
     except BlockingIOError:
         return False
     pipe.partial += part
-    whole = (
-        max(pipe.partial.rfind(b"\n"), pipe.partial.rfind(b"\r")) + 1
-    )  # progress bars end their lines with a carriage return
-    _pass_on(worker, pipe, len(pipe.partial) if len(pipe.partial) > LONGEST_LINE else whole)
+    # Progress bars end their lines with a carriage return.
+    complete = max(pipe.partial.rfind(b"\n"), pipe.partial.rfind(b"\r")) + 1
+    _pass_on(worker, pipe, len(pipe.partial) if len(pipe.partial) > LONGEST_LINE else complete)
     return bool(part)
 
 
