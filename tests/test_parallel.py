@@ -342,7 +342,7 @@ def test_a_state_that_differs(mesh):
             lambda s: {"w": s["w"].astype(jnp.float16)},
             r"`w` .* was float32\[3\] before the step and is now float16\[3\]",
         ),
-        (lambda s: {"w": s["w"][:2]}, r"went out as float32\[2\]"),
+        (lambda s: {"w": s["w"][:2]}, r"is now float32\[2\]"),
         (lambda s: {"w": jd.PerWorker(s["w"])}, "another tree than it received"),
     ],
 )

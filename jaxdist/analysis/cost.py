@@ -143,10 +143,12 @@ def of_mesh(chip: str, mesh: Mesh) -> Cluster:
     """Returns the cluster of a mesh of `pods.tpu` or `pods.gpu`, with the coordinates of its devices."""
     devices = list(mesh.devices.flat)
     if chip in _ICI:
+        # ICI coordinates within a slice; between slices, the number of the slice comes first.
         slices = [getattr(device, "slice_index", None) or 0 for device in devices]
         several = len(set(slices)) > 1
         places = [(*([part] if several else []), *device.coords) for part, device in zip(slices, devices)]
         return Cluster(CHIPS[chip], tpu_links(chip, slices=several), tuple(tuple(map(int, p)) for p in places))
+    # A node is a process: the id of its first device numbers the others.
     first = {device.process_index: device.id for device in sorted(devices, key=lambda device: -device.id)}
     places = tuple((device.process_index, device.id - first[device.process_index]) for device in devices)
     return Cluster(CHIPS[chip], (NETWORK, NVLINK), places)

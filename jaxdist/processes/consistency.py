@@ -21,7 +21,7 @@ _calls = itertools.count()
 
 
 @runtime_checkable
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The key-value store that all processes share."""
 
     def key_value_set(self, key: str, value: str) -> None:
@@ -93,7 +93,7 @@ def compare(own: fingerprint.Fingerprint, place: str, seconds: float, *, do: str
 
 
 def exchange(
-    store: Store,
+    store: KeyValueStore,
     own: fingerprint.Fingerprint,
     process: int,
     processes: int,
@@ -123,7 +123,7 @@ def exchange(
 
 
 def _collect(
-    store: Store,
+    store: KeyValueStore,
     own: fingerprint.Fingerprint,
     processes: int,
     place: str,
@@ -149,7 +149,7 @@ def _collect(
     return _decode_error(answer)
 
 
-def _read(store: Store, key: str, until: float) -> str | None:
+def _read(store: KeyValueStore, key: str, until: float) -> str | None:
     """Waits for a value; returns None if it does not arrive in time."""
     try:
         return store.blocking_key_value_get(key, max(1, int(1e3 * (until - time.monotonic()))))

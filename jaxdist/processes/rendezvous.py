@@ -195,43 +195,56 @@ def _answer_all(own: _Member, listen_at: str, seconds: Number, patience: Number)
 
 
 def _serve(listener: socket.socket, answer: Callable[[bytes], bytes], over: Callable[[], bool]) -> None:
-    """Answers one line on each connection until `over()`. A new connection closes the oldest if there are too many."""
+    """Answers one line on each connection until `over()`."""
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        # With the bytes received so far, the oldest first.
-        calls: dict[socket.socket, bytes] = {}
-
-        def close(call: socket.socket) -> None:
-            del calls[call]
-            selector.unregister(call)
-            call.close()
-
+        connections = _Connections(listener, selector, answer)
         while not over():
             for key, _ in selector.select(TICK):
-                call = key.data
-                if call in calls:
-                    with contextlib.suppress(OSError, ValueError):  # it ended, or is another program
-                        part = call.recv(LONGEST_QUESTION)
-                        calls[call] += part
-                        if part and b"\n" not in part and len(calls[call]) < LONGEST_QUESTION:
-                            continue
-                        # Fits into the send buffer of a new connection.
-                        call.send(answer(calls[call]))
-                    close(call)
-                elif call is None:
-                    if len(calls) == MOST_CALLS:
-                        close(next(iter(calls)))
-                    try:
-                        new, _ = listener.accept()
-                    except OSError:  # it ended, or no descriptor is left
-                        time.sleep(TICK / 10)
-                        continue
-                    new.setblocking(False)
-                    calls[new] = b""
-                    selector.register(new, selectors.EVENT_READ, new)
-        for call in list(calls):
-            close(call)
+                if key.fileobj is listener:
+                    connections.accept()
+                # An event of a connection that was closed in this round is stale.
+                elif key.data in connections.received:
+                    connections.receive(key.data)
+        for call in list(connections.received):
+            connections.close(call)
+
+
+class _Connections:
+    """The open connections of process 0, with the bytes received so far, the oldest first."""
+
+    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, answer: Callable[[bytes], bytes]):
+        self._listener, self._selector, self._answer = listener, selector, answer
+        self.received: dict[socket.socket, bytes] = {}
+        selector.register(listener, selectors.EVENT_READ)
+
+    def accept(self) -> None:
+        # Programs that connect and say nothing must not lock out the processes: close the oldest of too many.
+        if len(self.received) == MOST_CALLS:
+            self.close(next(iter(self.received)))
+        try:
+            call, _ = self._listener.accept()
+        except OSError:  # it ended, or no descriptor is left
+            time.sleep(TICK / 10)
+            return
+        call.setblocking(False)
+        self.received[call] = b""
+        self._selector.register(call, selectors.EVENT_READ, call)
+
+    def receive(self, call: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it ended, or is another program
+            part = call.recv(LONGEST_QUESTION)
+            self.received[call] += part
+            if part and b"\n" not in part and len(self.received[call]) < LONGEST_QUESTION:
+                return
+            # An answer fits into the send buffer of a new connection, so this never blocks.
+            call.send(self._answer(self.received[call]))
+        self.close(call)
+
+    def close(self, call: socket.socket) -> None:
+        del self.received[call]
+        self._selector.unregister(call)
+        call.close()
 
 
 def _listen(where: str) -> socket.socket:
@@ -253,6 +266,7 @@ def _listen(where: str) -> socket.socket:
 def _ask_itself(own: _Member, roster: _Roster, patience: Number) -> None:
     """Asks process 0 from its own machine, at the address that the others use; the body of a thread."""
     until, where = time.monotonic() + patience, f"{own.host}:{own.port}"
+    # `roster` notes any question that arrives, also that of another process, as proof that the address works.
     error = _unknown_host(own, "no answer")
     while not roster.reached.is_set() and (left := until - time.monotonic()) > 0:
         try:
@@ -275,6 +289,7 @@ def _ask_until_answered(own: _Member, seconds: Number, patience: Number) -> Agre
     until, where = time.monotonic() + seconds, f"{own.host}:{own.port}"
     if reason := _look_up(own.host, min(seconds, patience)):
         return _unknown_host(own, reason)
+    # `met`: process 0 has answered before; `failing`: since when it does not.
     met, failing, reason = False, None, ""
     while True:
         try:
