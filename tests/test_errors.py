@@ -34,7 +34,7 @@ RAISED = [
     heartbeat.StepTimeout("late", 1, 7),
     heartbeat.ProcessLost("gone", 1, 7),
     ray_engine.Stalled({-1: (0, 1)}, (2,), 3.0),
-    ray_engine.WorkerLost(-1, "is gone"),
+    ray_engine.ActorLost(-1, "is gone"),
     replay.Deadlock({-1: (0, 1)}, 3.0, (2,)),
     replay.NonFiniteGradient(1, 7),
     replay.TooManyEvents("at 3 s"),

@@ -1,4 +1,4 @@
-"""A place without Ray, on networks that repeat, reorder and lose, and processes that die at any time."""
+"""A runner without Ray, on networks that repeat, reorder and lose, and processes that die at any time."""
 
 import random
 
@@ -11,10 +11,9 @@ import pytest
 import jaxdist as jd
 from jaxdist.asynchronous import SERVER, After, Message, Role, Rule, Send, Site, replay, rules
 from jaxdist.asynchronous.portable import flat, read, write
-from jaxdist.asynchronous.ray_engine.keeper import Keeper, Report, Shelf
-from jaxdist.asynchronous.ray_engine.place import Place
-from jaxdist.asynchronous.ray_engine.state import Letter
-from jaxdist.asynchronous.replay.task import gradients
+from jaxdist.asynchronous.ray_engine.role_runner import Envelope, RoleRunner
+from jaxdist.asynchronous.ray_engine.state_store import Report, StatePacker, StateStore
+from jaxdist.asynchronous.replay.task import gradient_function
 
 WORKERS = 3
 SGD = optax.sgd(0.1, momentum=0.5)
@@ -24,7 +23,7 @@ TASK = replay.Task(
     lambda x, goal: 0.5 * jnp.sum((x["w"] - goal) ** 2),
     lambda seed, worker, job: GOALS[worker] + np.float32(0.01 * job),
 )
-GRADIENT = gradients(TASK, 0)
+GRADIENT = gradient_function(TASK, 0)
 RULES = {
     "asgd": rules.asgd(SGD),
     "ssp": rules.ssp(1, SGD),
@@ -36,12 +35,12 @@ RULES = {
 
 
 class World:
-    """Places, a keeper and a network in one thread; the dice decide what happens next, and what goes wrong."""
+    """Places, a store and a network in one thread; the dice decide what happens next, and what goes wrong."""
 
     def __init__(self, rule, dice, *, faults):
         self.rule, self.dice, self.faults, self.ticks = rule, dice, faults, 0
-        self.keeper, self.network, self.deaths = Keeper(b""), [], 0
-        self.places, self.shelves, self.lives = {}, {}, {}
+        self.store, self.network, self.deaths = StateStore(b""), [], 0
+        self.runners, self.packers, self.lives = {}, {}, {}
         for index in ([SERVER] if rule.server else []) + list(range(WORKERS)):
             self.start(index)
 
@@ -50,17 +49,17 @@ class World:
         return self.ticks
 
     def start(self, index):
-        entry = self.keeper.enter(index)
-        place = Place(self.rule, Site(index, WORKERS), TASK.params, self.now)
-        self.places[index], self.lives[index] = place, entry.life
-        self.shelves[index] = Shelf(entry.life)
+        entry = self.store.enter(index)
+        runner = RoleRunner(self.rule, Site(index, WORKERS), TASK.params, self.now)
+        self.runners[index], self.lives[index] = runner, entry.life
+        self.packers[index] = StatePacker(entry.life)
         if entry.kept is None:
-            place.begin()
+            runner.begin()
         else:
-            place.restore(read(entry.kept[0], entry.kept[1].__getitem__))
+            runner.restore(read(entry.kept[0], entry.kept[1].__getitem__))
         if entry.life > 1:
-            for other in self.places.values():
-                other.again(index)
+            for other in self.runners.values():
+                other.resend(index)
 
     def kill(self, index):
         self.deaths += 1
@@ -68,45 +67,45 @@ class World:
 
     def round(self, index):
         """What a process does between two looks into its inbox; it may die before it keeps, and before it sends."""
-        place = self.places[index]
+        runner = self.runners[index]
         if self.faults and self.dice.random() < 0.02:
             return self.kill(index)
-        if place.changed:
-            packed = self.shelves[index].pack(place.content(), place.role.params(place.state.role))
-            assert self.keeper.commit(index, self.lives[index], packed, place.take_books(), Report())
+        if runner.changed:
+            packed = self.packers[index].pack(runner.content(), runner.role.params(runner.state.role))
+            assert self.store.commit(index, self.lives[index], packed, runner.take_records(), Report())
         if self.faults and self.dice.random() < 0.02:
             return self.kill(index)
-        for to, (number, letters) in place.post().items():
+        for to, (number, letters) in runner.post().items():
             for _ in range(self.dice.choice([0, 1, 1, 2]) if self.faults else 1):
                 self.network.append((to, index, number, letters))
 
     def step(self):
-        index = self.dice.choice(sorted(self.places))
-        place = self.places[index]
+        index = self.dice.choice(sorted(self.runners))
+        runner = self.runners[index]
         what = self.dice.random()
         if what < 0.6 and self.network:
             chosen = self.dice.randrange(len(self.network)) if self.faults else 0
             index, source, number, letters = self.network.pop(chosen)
-            place = self.places[index]
-            place.acknowledged(source, number)
+            runner = self.runners[index]
+            runner.acknowledge(source, number)
             for letter in letters:
-                place.arrive(source, letter)
-        elif what < 0.9 and place.state.running is not None:
-            running = place.state.running
-            place.computed(running.job, GRADIENT(running.params, index, running.job).read())
+                runner.arrive(source, letter)
+        elif what < 0.9 and runner.state.running is not None:
+            running = runner.state.running
+            runner.on_gradient(running.job, GRADIENT(running.params, index, running.job).read())
         elif what < 0.95 and self.faults:
-            place.again(self.dice.choice(sorted(self.places)))  # as after a time without an answer
-        place.due()
+            runner.resend(self.dice.choice(sorted(self.runners)))  # as after a time without an answer
+        runner.fire_timers()
         self.round(index)
 
     def run(self, steps):
-        while len(self.keeper.books.steps) < steps:
+        while len(self.store.records.steps) < steps:
             self.step()
-        return self.keeper.books
+        return self.store.records
 
 
 def model(world, index):
-    text, arrays = world.keeper.models((index,))[index]
+    text, arrays = world.store.models((index,))[index]
     return read(text, arrays.__getitem__)["w"]
 
 
@@ -141,37 +140,37 @@ def talker(receive):
 
 
 def placed(rule, index=0):
-    place = Place(rule, Site(index, 2), TASK.params, lambda: 0)
-    place.begin()
-    return place
+    runner = RoleRunner(rule, Site(index, 2), TASK.params, lambda: 0)
+    runner.begin()
+    return runner
 
 
 def test_letters_are_read_in_order_and_once():
-    place = placed(Rule("ears", talker(lambda state, sender, message: ((*state, message.tag), ()))))
+    runner = placed(Rule("ears", talker(lambda state, sender, message: ((*state, message.tag), ()))))
     for number in (2, 1, 1, 4, 2, 3, 4):
-        place.arrive(1, Letter(number, Message("word", None, 0, number)))
-    assert place.state.role == (1, 2, 3, 4)
-    assert place.post() == {1: (4, ())}
+        runner.arrive(1, Envelope(number, Message("word", None, 0, number)))
+    assert runner.state.role == (1, 2, 3, 4)
+    assert runner.post() == {1: (4, ())}
 
 
 def test_letters_stay_until_they_are_acknowledged():
     def tell(state, sender, message):
         return state, (Send(1, message),)
 
-    place = placed(Rule("mouth", talker(tell)))
+    runner = placed(Rule("mouth", talker(tell)))
     for number in (1, 2, 3):
-        place.arrive(1, Letter(number, Message("word", None, 0, number)))
+        runner.arrive(1, Envelope(number, Message("word", None, 0, number)))
 
     def posted():
-        return [letter.number for _, letters in place.post().values() for letter in letters]
+        return [letter.number for _, letters in runner.post().values() for letter in letters]
 
     assert posted() == [1, 2, 3]
     assert posted() == []
-    place.acknowledged(1, 2)
-    place.again(1)
+    runner.acknowledge(1, 2)
+    runner.resend(1)
     assert posted() == [3]
-    place.without(1)
-    place.again(1)
+    runner.forget(1)
+    runner.resend(1)
     assert posted() == []
 
 
@@ -185,36 +184,36 @@ def test_a_timer_survives():
             lambda state: None,
         ),
     )
-    first = Place(rule, Site(0, 1), None, lambda: now[0])
+    first = RoleRunner(rule, Site(0, 1), None, lambda: now[0])
     first.begin()
-    second = Place(rule, Site(0, 1), None, lambda: now[0])
+    second = RoleRunner(rule, Site(0, 1), None, lambda: now[0])
     second.restore(first.content())
-    second.due()
+    second.fire_timers()
     assert second.state.role == 0
     now[0] = 2 * 10**9
-    second.due()
+    second.fire_timers()
     assert second.state.role == 7
 
 
 def test_a_process_that_was_replaced_keeps_nothing_any_more():
-    keeper = Keeper(b"")
-    keeper.enter(0)
-    place, shelf = placed(RULES["bsp"]), Shelf(1)
-    packed = shelf.pack(place.content(), TASK.params)
-    assert keeper.commit(0, 1, packed, place.take_books(), Report())
-    keeper.enter(0)
-    assert not keeper.commit(0, 1, packed, place.take_books(), Report())
-    assert not keeper.beat(0, 1)
+    store = StateStore(b"")
+    store.enter(0)
+    runner, packer = placed(RULES["bsp"]), StatePacker(1)
+    packed = packer.pack(runner.content(), TASK.params)
+    assert store.commit(0, 1, packed, runner.take_records(), Report())
+    store.enter(0)
+    assert not store.commit(0, 1, packed, runner.take_records(), Report())
+    assert not store.beat(0, 1)
 
 
 def test_what_did_not_change_is_not_sent_again():
-    big, shelf, keeper = jnp.ones(1000), Shelf(1), Keeper(b"")
-    keeper.enter(0)
+    big, packer, store = jnp.ones(1000), StatePacker(1), StateStore(b"")
+    store.enter(0)
     for small, new in ((1.0, 2), (2.0, 1), (3.0, 1)):
-        packed = shelf.pack({"big": big, "small": np.float32(small) + np.zeros(1, np.float32)}, big)
+        packed = packer.pack({"big": big, "small": np.float32(small) + np.zeros(1, np.float32)}, big)
         assert len(packed.new) == new
-        keeper.commit(0, 1, packed, placed(RULES["bsp"]).take_books(), Report())
-    kept = keeper.enter(0).kept
+        store.commit(0, 1, packed, placed(RULES["bsp"]).take_records(), Report())
+    kept = store.enter(0).kept
     assert sum(array.nbytes for array in kept[1].values()) == 4004
     assert read(kept[0], kept[1].__getitem__)["small"] == 3
 
@@ -242,5 +241,5 @@ def test_values_travel_as_text_and_bytes(value):
 def test_what_could_be_code_is_refused():
     with pytest.raises(ValueError, match="a function cannot be written"):
         write({"f": lambda: 0}, len)
-    with pytest.raises(ValueError, match=r"os\.system is no NamedTuple"):
+    with pytest.raises(ValueError, match=r"os\.system is not an imported NamedTuple"):
         read('{"nodes": [["named", "os", "system", ["true"]]], "root": {"is": 0}}', len)

@@ -146,7 +146,7 @@ def test_a_gradient_that_is_not_finite_is_named(cluster, job):
 
 
 def test_who_dies_too_often_is_named(cluster):
-    with pytest.raises(ray_engine.WorkerLost, match="worker 1 has died and is not started again") as error:
+    with pytest.raises(ray_engine.ActorLost, match="worker 1 has died and is not started again") as error:
         ray_engine.run(RULES["bsp"], TASK, workers=2, seconds=60, restarts=0, progress=Killer(1, 4))
     assert error.value.place == 1
 
@@ -218,11 +218,11 @@ def test_processes_end_with_the_driver(tmp_path):
     ("settings", "message"),
     [
         ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"seconds": None}, "say how far"),
+        ({"seconds": None}, "no stopping criterion"),
         ({"target": 0.1}, "target=0.1 needs evaluate_every="),
         ({"timeout": 0.0}, "timeout must be positive, got 0.0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"slow": {3: 2.0}}, "of workers below 2, got 3: 2.0"),
+        ({"slow": {3: 2.0}}, "workers below 2 to factors of at least 1, got 3: 2.0"),
         ({"restarts": -1}, "restarts must be at least 0, got -1"),
         ({"on_death": "continue"}, "needs a rule with a server, and bsp has none"),
     ],

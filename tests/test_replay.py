@@ -11,7 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import topology
 from jaxdist.asynchronous import Compute, Message, Role, Rule, Send, durations, links, replay, rules
-from jaxdist.asynchronous.protocol import SERVER, Counted, Site
+from jaxdist.asynchronous.protocol import SERVER, GradientRecord, Site
 
 SGD = optax.sgd(0.1)
 GOALS = np.array([0.0, 1.0, 5.0, 2.0], np.float32)
@@ -101,7 +101,7 @@ def test_random_slowdowns():
 
 def test_a_recorded_trace_may_end():
     law = durations.recorded([[1.0, 2.0], [4.0]], mode="stop")
-    with pytest.raises(replay.Deadlock, match="worker 0 computes for ever; worker 1 computes for ever"):
+    with pytest.raises(replay.Deadlock, match="worker 0 computes forever; worker 1 computes forever"):
         replay.run(rules.asgd(SGD), durations=law, workers=2, steps=4)
     cycled = durations.recorded([[1.0, 2.0], [4.0]])
     assert replay.run(rules.asgd(SGD), durations=cycled, workers=2, seconds=12).trace.steps.tick.tolist() == [
@@ -125,7 +125,7 @@ def test_durations_of_a_file(tmp_path):
     law = durations.from_file(tmp_path / "good.json")
     assert replay.run(rules.asgd(SGD), durations=law, workers=2, seconds=12).trace.steps.tick[0] == 10**9
     (tmp_path / "bad.json").write_text('[1, "x"]')
-    with pytest.raises(ValueError, match="must have a list of lists of seconds"):
+    with pytest.raises(ValueError, match="must contain a list of lists of seconds"):
         durations.from_file(tmp_path / "bad.json")
 
 
@@ -289,7 +289,7 @@ def served(rule, *messages, params=1.0):
     books = []
     for worker, kind, value, version in messages:
         state, actions = rule.server.receive(state, worker, Message(kind, np.float32(value), version))
-        books += [action for action in actions if isinstance(action, Counted)]
+        books += [action for action in actions if isinstance(action, GradientRecord)]
     return float(rule.server.params(state)), [action.accepted for action in books]
 
 
@@ -406,7 +406,7 @@ def test_messages_in_a_circle_are_an_error():
         return state, (Send(sender, Message("ping")),)
 
     circle = Rule("circle", role(receive, lambda site, params: (0, (Send(1 - site.index, Message("ping")),))))
-    with pytest.raises(replay.TooManyEvents, match="in a circle"):
+    with pytest.raises(replay.TooManyEvents, match="zero-latency cycle"):
         replay.run(circle, workers=2, seconds=1, events_per_tick=100)
 
 
@@ -417,7 +417,7 @@ def test_messages_in_a_circle_are_an_error():
         (taus(1, 2, 3) | {"workers": 2}, "durations are for 3 workers, got workers=2"),
         ({"workers": 2, "links": links.alpha_beta(np.ones((4, 4)))}, "links are for 3 workers"),
         ({"workers": 2, "evaluate_every": 1.0}, "needs a task with evaluate="),
-        ({"workers": 2, "seconds": None}, "say how far"),
+        ({"workers": 2, "seconds": None}, "no stopping criterion"),
         ({"workers": 2, "seed": -1}, "seed must be at least 0, got -1"),
         ({"workers": 2, "target": 0.5}, "needs evaluate_every="),
     ],

@@ -12,7 +12,7 @@ from local_run import targets
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.server.task_allocation import shares
+from jaxdist.asynchronous.rules.collective.task_allocation import shares
 
 SGD = optax.sgd(0.1)
 STEPS, WORKERS = 20, 4

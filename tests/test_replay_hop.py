@@ -8,7 +8,7 @@ from reference.hop import hop as transcribed
 
 from jaxdist import topology
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.peers.hop import shares
+from jaxdist.asynchronous.rules.peers.hop import model_weights
 
 SGD = optax.sgd(0.1)
 RNG = np.random.default_rng(0)
@@ -108,9 +108,10 @@ def test_weights_sum_to_one_and_fall_linearly():
     weights = tuple(topology.matrix(topology.star(4))[0].tolist())
     for found in ([], [(1, 7, None)], [(0, 7, None), (2, 5, None)], [(0, 5, None), (1, 7, None), (2, 9, None)]):
         for staleness in (0, 2):
-            assert shares(weights, found, 7, staleness).sum() == pytest.approx(1, abs=1e-6)
+            assert model_weights(weights, found, 7, staleness).sum() == pytest.approx(1, abs=1e-6)
     np.testing.assert_allclose(
-        shares((0.25, 0.25, 0.25, 0.25), [(0, 5, None), (1, 6, None), (2, 7, None)], 7, 2), np.array([3, 1, 2, 3]) / 9
+        model_weights((0.25, 0.25, 0.25, 0.25), [(0, 5, None), (1, 6, None), (2, 7, None)], 7, 2),
+        np.array([3, 1, 2, 3]) / 9,
     )
     still = TASK._replace(params=np.ones(3, np.float32), loss=lambda x, goal: 0 * x.sum())
     rule = rules.hop(topology.ring, SGD, tokens=3, backup=1, staleness=1, skip=3)
@@ -168,8 +169,8 @@ def test_failures_stop_nobody_for_good(options, graph):
         ({"skip": 2, "staleness": 1}, "skip=2 needs token queues.*set tokens="),
         ({"skip": 2, "tokens": 3}, "skip=2 needs neighbors that may be ahead.*set backup= or staleness="),
         ({"backup": 2, "tokens": 3}, "backup must be less than the 2 neighbors of worker 0, got 2"),
-        ({"graph": topology.ring(4)}, "the ring joins 4 workers, and there are 8"),
-        ({"graph": topology.random_matchings}, "changes from step to step.*take a static topology"),
+        ({"graph": topology.ring(4)}, "the ring has 4 workers, but the run has 8"),
+        ({"graph": topology.random_matchings}, "changes from step to step.*needs a static topology"),
         ({"graph": topology.digraph(8, [(k, (k + 1) % 8) for k in range(8)] + [(0, 2)])}, "rows .* must sum to 1"),
     ],
 )

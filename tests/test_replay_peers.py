@@ -363,8 +363,8 @@ def test_neighbors_are_chosen_evenly_and_the_same_each_time():
     halves = neighbors.halves(jd.topology.complete(2))
     assert halves.active == (True, False)
     halves = neighbors.halves(jd.topology.hypercube(16))
-    drawn = [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
-    assert drawn == [neighbors.chosen(halves, "uniform", 5, 0, k) for k in range(800)]
+    drawn = [neighbors.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
+    assert drawn == [neighbors.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
     assert set(drawn) == {1, 2, 4, 8}
     assert min(drawn.count(neighbor) for neighbor in (1, 2, 4, 8)) > 160
 
@@ -385,7 +385,7 @@ def test_a_relabelled_ring_of_halves_meets_everybody():
             "odd cycle 2 - 1 - 0 - 4 - 3 - 2: use a ring of an even number",
         ),
         (lambda: rules.ad_psgd(jd.topology.relabelled_ring, SGD), 8, "the relabelled ring has the odd cycle"),
-        (lambda: rules.ad_psgd(jd.topology.ring(4), SGD), 6, "the ring joins 4 workers, and there are 6"),
+        (lambda: rules.ad_psgd(jd.topology.ring(4), SGD), 6, "the ring has 4 workers, but the run has 6"),
         (
             lambda: rules.d_psgd(jd.topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)]), SGD),
             3,
@@ -394,9 +394,9 @@ def test_a_relabelled_ring_of_halves_meets_everybody():
         (
             lambda: rules.hierarchical_ad_psgd(jd.topology.ring, SGD, group_size=2),
             5,
-            "5 workers do not make groups of 2",
+            "5 workers cannot be divided into groups of 2",
         ),
-        (lambda: rules.hierarchical_ad_psgd(jd.topology.ring(4), SGD, group_size=2), 4, "the ring joins 4 groups, and"),
+        (lambda: rules.hierarchical_ad_psgd(jd.topology.ring(4), SGD, group_size=2), 4, "the ring has 4 groups, but"),
         (
             lambda: rules.hierarchical_ad_psgd(jd.topology.ring, SGD, group_size=0),
             4,

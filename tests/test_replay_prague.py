@@ -7,7 +7,7 @@ import pytest
 from reference.prague import prague as transcribed
 
 from jaxdist.asynchronous import SERVER, Message, Send, Site, durations, links, replay, rules
-from jaxdist.asynchronous.rules.peers.prague import divided, members_of, schedule, shuffled
+from jaxdist.asynchronous.rules.peers.prague import decode_members, divide, shuffle, static_schedule
 
 SGD = optax.sgd(0.1)
 MODES = ("static", "random", "smart")
@@ -31,7 +31,7 @@ def speeds(run):
 
 
 def disjoint(workers, size, iteration):
-    plan = schedule(workers, size)
+    plan = static_schedule(workers, size)
     return [list(group) for group in sorted(set(plan[iteration % len(plan)]))]
 
 
@@ -67,7 +67,7 @@ def test_a_schedule_computes_the_same_in_any_order_of_its_groups():
         steps = [role.steps for role in state.roles[:6]]
         assert max(steps) > min(steps)
         for worker, role in enumerate(state.roles[:6]):
-            if role.doing == "computing":
+            if role.phase == "computing":
                 np.testing.assert_allclose(role.params, models[role.steps, worker], rtol=1e-4, atol=1e-6)
 
 
@@ -122,28 +122,28 @@ def test_a_request_divides_all_who_are_idle_and_near():
     assert server is not None
     state, _ = server.init(Site(SERVER, 6), None)
     state, actions = server.receive(state, 3, Message("request", None, 1))
-    groups = {members_of(action.message.tag) for action in actions}
+    groups = {decode_members(action.message.tag) for action in actions}
     assert sorted(sum(groups, ())) == list(range(6))
     assert [len(group) for group in groups] == [2, 2, 2]
     state, nothing = server.receive(state, 1, Message("request", None, 1))  # it is in its buffer
     assert nothing == ()
     for number in range(3):
         state, _ = server.receive(state, 0, Message("done", None, number))
-    state = state._replace(counts=(1, 4, 3, 4, 2, 3), given=(1, 4, 3, 4, 2, 3))
+    state = state._replace(requests=(1, 4, 3, 4, 2, 3), memberships=(1, 4, 3, 4, 2, 3))
     state, actions = server.receive(state, 1, Message("request", None, 5))
     assert sorted(action.to for action in actions) in ([1, 3], [1, 2], [1, 5], [1, 2, 3, 5])[-1:]  # 0 and 4 are too far
 
 
 def test_divisions_and_draws():
-    assert [len(part) for part in divided(range(10), 4)] == [4, 3, 3]
-    assert divided([5, 1, 2], 2) == [[5, 1]]
-    assert divided([5], 3) == [[5]]
+    assert [len(part) for part in divide(range(10), 4)] == [4, 3, 3]
+    assert divide([5, 1, 2], 2) == [[5, 1]]
+    assert divide([5], 3) == [[5]]
     counts = np.zeros((5, 5), int)
     for draw in range(3000):
-        for place, value in enumerate(shuffled([0, 1, 2, 3, 4], 5, 7, draw)):
+        for place, value in enumerate(shuffle([0, 1, 2, 3, 4], 5, 7, draw)):
             counts[place, value] += 1
     assert np.abs(counts / 3000 - 0.2).max() < 0.03
-    assert members_of(sum(1 << k for k in (0, 5, 700))) == (0, 5, 700)
+    assert decode_members(sum(1 << k for k in (0, 5, 700))) == (0, 5, 700)
 
 
 def test_smart_groups_leave_a_slow_worker_out():

@@ -114,10 +114,10 @@ def test_a_run_goes_on_from_a_file(name, timing_only, tmp_path):
 def test_files_of_others_are_refused(tmp_path):
     clock = replay.simulator(rules.asgd(SGD), workers=2)
     replay.save(tmp_path / "run.npz", clock, clock.init())
-    with pytest.raises(ValueError, match=r"is of .*asgd.*not of .*dude"):
+    with pytest.raises(ValueError, match=r"is a replay of .*asgd.*not of .*dude"):
         replay.restore(tmp_path / "run.npz", replay.simulator(rules.dude(SGD), workers=2))
     text = np.load(tmp_path / "run.npz")["text"].tobytes().replace(b'"WorkerState"', b'"stepper"')
     arrays: Any = dict(np.load(tmp_path / "run.npz")) | {"text": np.frombuffer(text, np.uint8)}
     np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(ValueError, match="is no NamedTuple"):
+    with pytest.raises(ValueError, match="is not an imported NamedTuple"):
         replay.restore(tmp_path / "bad.npz", clock)

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..asynchronous.ray_engine.errors import Stalled, WorkerLost
-from ..asynchronous.replay.errors import NonFiniteGradient
+from ..asynchronous.errors import ActorLost, NonFiniteGradient, Stalled
 from ..processes.launch import command as launcher
 from .commands.advise import Advise, run_advise
 from .commands.compare import run_compare
@@ -31,7 +30,7 @@ COMMANDS = {
     "doctor": (Doctor, run_doctor, "Lists devices and software, and checks that collectives give right numbers."),
     "topology": (ShowTopology, run_topology, "Shows a graph over the workers, and how fast it mixes."),
 }
-EXPECTED = (ValueError, OSError, ModuleNotFoundError, WorkerLost, Stalled, NonFiniteGradient)
+EXPECTED = (ValueError, OSError, ModuleNotFoundError, ActorLost, Stalled, NonFiniteGradient)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How long messages take."""
+"""Durations of messages and collectives."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from ..schedule.stragglar import straggl_ar_seconds
 
 
 class Links(NamedTuple):
-    """How long messages and collectives take. Messages of one link arrive in order, one after the other.
+    """Durations of messages and collectives. Messages of one link are sent one at a time and arrive in order.
 
     Attributes:
       name: for messages and plots.
-      seconds: `seconds(source, destination, nbytes)`, without waiting; the server is -1. None: nothing takes time.
-      collective: `collective(group, nbytes, op, lead)` for `"mean"` or `"gather"` of so many bytes of each worker, from
-        when the last is there, which came `lead` seconds after the one before.
-      nic: a place sends one message at a time, whomever to, and receives one at a time.
-      workers: for how many workers they are, or None for any number.
+      seconds: `seconds(source, destination, nbytes)`, without queueing; the server is -1. None: messages take no time.
+      collective: `collective(group, nbytes, op, lead)` for `"mean"` or `"gather"` of `nbytes` per worker, from the time
+        at which the last member joins, `lead` seconds after the previous one.
+      nic: workers and server send one message at a time to all destinations together, and receive one at a time.
+      workers: the number of workers, or None for any number.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Links(NamedTuple):
 
 
 def instant() -> Links:
-    """Messages take no time.
+    """Links on which messages take no time.
 
     Returns:
       The links.
@@ -49,16 +49,15 @@ def alpha_beta(
     *,
     nic: bool = False,
 ) -> Links:
-    """A message of B bytes takes `α + B β`; a ring all-reduce of n workers `2 (n - 1) α + 2 (n - 1)/n B β`.
+    """Links on which a message of B bytes takes `α + B β`, a ring all-reduce `2 (n - 1) α + 2 (n - 1)/n B β`.
 
-    A gather takes `(n - 1) (α + B β)`. In a ring of unequal links the slowest decides.
+    A gather takes `(n - 1) (α + B β)`. The slowest link of a ring determines its speed.
 
     Args:
-      latency: α in seconds; or a matrix for n workers and the server, which is last: `[source, destination]`, of
-        `n + 1` rows.
-      bandwidth: 1/β in bytes per second; or a matrix. Unequal halves of it are links with slower uploads.
-      nic: places send one message at a time and receive one at a time, as with one network card: where a server is the
-        bottleneck, this shows it. Otherwise only a link is busy.
+      latency: α in seconds; or a matrix `[source, destination]` of `n + 1` rows for n workers and, last, the server.
+      bandwidth: 1/β in bytes per second; or a matrix, which is not symmetric if uploads are slower.
+      nic: workers and server send one message at a time and receive one at a time, as with a single network card; use
+        it to see whether the server is a bottleneck. Otherwise a message occupies only its link.
 
     Returns:
       The links.
@@ -80,18 +79,17 @@ def alpha_beta(
         raise ValueError(f"latency must be at least 0 and finite, got {latency}")
     if not ((beta >= 0) & np.isfinite(beta)).all():
         raise ValueError(f"bandwidth must be positive, got {bandwidth}")
-    sizes = {len(one) for one in (alpha, beta) if one.ndim}
-    if any(one.ndim not in (0, 2) or (one.ndim and one.shape[0] != one.shape[1]) for one in (alpha, beta)) or (
-        len(sizes) > 1
-    ):
+    sizes = {len(values) for values in (alpha, beta) if values.ndim}
+    if any(values.ndim not in (0, 2) or len(set(values.shape)) > 1 for values in (alpha, beta)) or len(sizes) > 1:
         raise ValueError(
-            "latency and bandwidth must be numbers or matrices [source, destination] of n workers and the server, got "
-            f"shapes {alpha.shape} and {beta.shape}"
+            "latency and bandwidth must be numbers or equal square matrices of n workers and the server, "
+            f"got shapes {alpha.shape} and {beta.shape}"
         )
     places = sizes.pop() if sizes else None
 
-    def at(what: np.ndarray, source: int, destination: int) -> float:
-        return float(what[source, destination] if what.ndim else what)
+    # The server's index -1 finds the last row and column.
+    def at(values: np.ndarray, source: int, destination: int) -> float:
+        return float(values[source, destination] if values.ndim else values)
 
     def seconds(source: int, destination: int, nbytes: int) -> float:
         return at(alpha, source, destination) + nbytes * at(beta, source, destination)
@@ -99,8 +97,8 @@ def alpha_beta(
     def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
         n = len(group)
         ring = [(group[k], group[(k + 1) % n]) for k in range(n)]
-        # The slowest link of the ring, at each of the two.
-        a, b = (max(at(what, *pair) for pair in ring) for what in (alpha, beta))
+        # The slowest link of the ring, separately in latency and in bandwidth.
+        a, b = (max(at(values, *pair) for pair in ring) for values in (alpha, beta))
         if n == 1:
             return 0.0
         return (n - 1) * (a + nbytes * b) if op == "gather" else 2 * (n - 1) * a + 2 * (n - 1) / n * nbytes * b
@@ -109,10 +107,10 @@ def alpha_beta(
 
 
 def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
-    """As `alpha_beta`, with all-reduces by StragglAR, which the others have half done when the last of n comes.
+    """Links as `alpha_beta`, with all-reduces by StragglAR, which the other workers begin before the last one joins.
 
-    From then on it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, and what is missing where the last comes sooner: see
-    `schedule.straggl_ar_seconds`. Groups whose size is no power of 2 take a ring.
+    After the last one joins it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, plus the unfinished part of the others' work
+    if it joins early: see `schedule.straggl_ar_seconds`. Groups whose size is not a power of 2 use a ring.
 
     Args:
       latency: α in seconds.
@@ -129,8 +127,8 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
       >>> import optax
       >>> from jaxdist.asynchronous import durations, links, replay, rules
       >>> cluster = {"workers": 8, "durations": durations.one_slow(durations.constant(5.0), worker=7, factor=2)}
-      >>> for one in (links.alpha_beta(0.1), links.stragglar(0.1)):  # 1.4 s and 0.9 s
-      ...     print(len(replay.run(rules.bsp(optax.sgd(0.1)), seconds=1140, links=one, **cluster).trace.steps))
+      >>> for kind in (links.alpha_beta(0.1), links.stragglar(0.1)):  # 1.4 s and 0.9 s
+      ...     print(len(replay.run(rules.bsp(optax.sgd(0.1)), seconds=1140, links=kind, **cluster).trace.steps))
       100
       104
 

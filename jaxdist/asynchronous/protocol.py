@@ -1,24 +1,26 @@
-"""An asynchronous method as pure functions: what one worker or the server does when something arrives."""
+"""The interface of an asynchronous method: roles as pure state machines, their messages and the actions they return."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from .._core.types import Number, PyTree
 
+# The index of the server or coordinator; workers are numbered from 0.
 SERVER = -1
+# The kinds of the messages that an engine delivers. All other kinds belong to the rule.
 COMPUTED, REDUCED, TIMER, RECOVERED = "computed", "reduced", "timer", "recovered"
 
 
 class Message(NamedTuple):
-    """What one role sends to another, or the engine tells one.
+    """A message from one role to another, or from the engine to a role.
 
     Attributes:
-      kind: a word of the rule's, or of the engine's: `"computed"` (the gradient of a `Compute`), `"reduced"` (the
-        result of a `Reduce`), `"timer"` and `"recovered"`.
+      kind: chosen by the rule, or by the engine: `"computed"` (the gradient of a `Compute`), `"reduced"` (the result of
+        a `Reduce`), `"timer"` and `"recovered"`.
       value: a pytree of arrays, which a compressor can encode, or None.
-      version: which model the value belongs to: for `"computed"` that of the `Compute`.
-      tag: one more number: for `"computed"` the worker's own count of jobs.
-      seconds: for `"computed"` how long it took, on the virtual clock or measured.
+      version: the version of the model that the value belongs to: for `"computed"` that of the `Compute`.
+      tag: one more number: for `"computed"` the worker's job count.
+      seconds: for `"computed"` the duration of the computation, simulated or measured.
     """
 
     kind: str
@@ -36,24 +38,24 @@ class Send(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Start a gradient at this model; `"computed"` arrives when it is done. One at a time."""
+    """Start a gradient at these parameters; `"computed"` arrives when it is done. A worker runs one at a time."""
 
     params: Any
     version: int = 0
 
 
 class Cancel(NamedTuple):
-    """Give up the gradient in the making, if any: it never arrives, but its data are used up."""
+    """Discard the running gradient, if any: `"computed"` never arrives for it, but its data count as used."""
 
 
 class Reduce(NamedTuple):
-    """Take part in a collective of `group` (in increasing order); all get `"reduced"` at once when all took part.
+    """Join a collective of `group` (sorted); once all members have joined, each of them receives `"reduced"`.
 
     Attributes:
-      group: the workers, each of which asks for the same.
-      tag: tells collectives of the same group apart.
-      value: this worker's part.
-      op: `"mean"`, or `"gather"`, which gives a tuple of all parts in the group's order.
+      group: the workers, each of which issues the same `Reduce`.
+      tag: distinguishes collectives of the same group.
+      value: this worker's contribution.
+      op: `"mean"`, or `"gather"`, whose result is a tuple of all contributions in the group's order.
     """
 
     group: tuple[int, ...]
@@ -63,14 +65,14 @@ class Reduce(NamedTuple):
 
 
 class After(NamedTuple):
-    """`"timer"` with this tag arrives in so many seconds."""
+    """Set a timer: `"timer"` with this tag arrives after the given number of seconds."""
 
     seconds: Number
     tag: int = 0
 
 
-class Counted(NamedTuple):
-    """For the books: a gradient of `worker` at version `read` met version `version`, and was used or thrown away."""
+class GradientRecord(NamedTuple):
+    """Log record: a gradient of `worker`, computed at version `read`, was applied or discarded at version `version`."""
 
     worker: int
     read: int
@@ -78,19 +80,19 @@ class Counted(NamedTuple):
     accepted: bool = True
 
 
-class Stepped(NamedTuple):
-    """For the books: the model became `version`, with no gradient in the step older than version `oldest`."""
+class StepRecord(NamedTuple):
+    """Log record: the model became `version`; the oldest gradient in the step was computed at version `oldest`."""
 
     version: int
     oldest: int
 
 
-Action = Send | Compute | Cancel | Reduce | After | Counted | Stepped
+Action = Send | Compute | Cancel | Reduce | After | GradientRecord | StepRecord
 Actions = tuple[Any, ...]
 
 
 class Site(NamedTuple):
-    """Where a role runs: its number (`SERVER` for the server), the number of workers, and the seed of the run."""
+    """The position of a role: its index (`SERVER` for the server), the number of workers, and the seed of the run."""
 
     index: int
     workers: int
@@ -98,16 +100,17 @@ class Site(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What runs at one place, with no view of the others but by messages.
+    """The behavior of one worker or of the server, which sees the others only through messages.
 
-    A state is a NamedTuple of plain numbers, tuples and values; decisions follow from numbers and kinds alone, never
-    from arrays, so that a replay without numerics decides alike.
+    A state is a NamedTuple of plain numbers, tuples and values. Decisions depend on numbers and message kinds, never on
+    array contents, so that a replay without numerics takes the same decisions.
 
     Attributes:
-      init: `init(site, params) -> (state, actions)`, before anything happens.
-      receive: `receive(state, sender, message) -> (state, actions)`. The engine's own messages come from oneself.
-      params: `params(state)`, the model as this role has it.
-      waits_for: `waits_for(state)`, whom it waits for; empty if it does not wait. For the report of a deadlock.
+      init: `init(site, params) -> (state, actions)`, before the first event.
+      receive: `receive(state, sender, message) -> (state, actions)`. For the engine's messages `sender` is the role's
+        own index.
+      params: `params(state)`, the role's current model.
+      waits_for: `waits_for(state)`, the indices that it waits for; empty if it is not waiting. For deadlock reports.
     """
 
     init: Callable[[Site, PyTree], tuple[Any, Actions]]
@@ -117,15 +120,15 @@ class Role(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """An asynchronous method: the roles of its workers and, if it has one, of its server or coordinator.
+    """An asynchronous method: the role of its workers and, if it has one, that of its server or coordinator.
 
-    The same rule runs on the virtual clock of `replay` and on real processes. The model that it would ship is the
-    server's; without a server, or if `server.params` gives None, the mean of the workers'.
+    The same rule runs on the virtual clock of `replay` and on real processes. Its final model is the server's; without
+    a server, or if `server.params` returns None, the mean of the workers' models.
 
     Attributes:
       name: for messages and plots.
-      worker: what each worker does.
-      server: what `SERVER` does; None if there is none.
+      worker: the role of every worker.
+      server: the role of `SERVER`, or None.
     """
 
     name: str

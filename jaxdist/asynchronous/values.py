@@ -1,4 +1,4 @@
-"""What rules compute with: arrays, gradients not computed yet, or shapes alone. `numeric` takes all three."""
+"""The values of rules: arrays, gradients not yet computed, or shapes alone. `numeric` functions accept all three."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from .._core.types import PyTree
 
 
 class Spec:
-    """The shapes of a value, in a replay without numerics. Equal ones are one object.
+    """The shapes of a value, in a replay without numerics. Equal specs are the same object.
 
     Attributes:
       tree: a pytree of `jax.ShapeDtypeStruct`.
-      nbytes: what such a value weighs on the wire.
+      nbytes: the size of such a value on the wire.
     """
 
     __slots__ = ("nbytes", "tree")
@@ -29,18 +29,18 @@ class Spec:
 
 
 class Encoded(NamedTuple):
-    """What a compressor made of a value of shapes `like`; only the payload travels."""
+    """The payload of a compressed value whose shapes were `like`; only the payload is sent."""
 
     payload: Any
     like: Spec
 
 
 class Lazy:
-    """A value that is computed when somebody reads it, once; what nobody reads costs nothing.
+    """A lazily computed, cached value. A value that is never read costs nothing.
 
     Attributes:
-      spec: its shapes, known before.
-      recipe: what can be written to a file instead of the value, or None.
+      spec: its shapes, known in advance.
+      recipe: a description that can be written to a file instead of the value, or None.
     """
 
     __slots__ = ("_compute", "_value", "recipe", "spec")
@@ -52,19 +52,19 @@ class Lazy:
         self.recipe = recipe
 
     def read(self) -> PyTree:
-        """The value; the first call computes it and lets go of what it was computed from."""
+        """Returns the value; the first call computes it and releases the inputs."""
         if self._compute is not None:
             self._value = self._compute()
             self._compute = self.recipe = None
         return self._value
 
 
-_known: dict[Any, Spec] = {}
+_SPECS: dict[Any, Spec] = {}
 
 
 @no_type_check
 def spec_of(tree: PyTree) -> Spec:
-    """The shapes of a value of any kind."""
+    """Returns the shapes of a value of any kind."""
     if isinstance(tree, Spec):
         return tree
     if isinstance(tree, Lazy):
@@ -72,16 +72,16 @@ def spec_of(tree: PyTree) -> Spec:
     leaves, structure = jax.tree.flatten(tree)
     shapes = [(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else ((), np.result_type(leaf)) for leaf in leaves]
     key = (structure, tuple(shapes))
-    if key not in _known:
+    if key not in _SPECS:
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
         nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes)
-        _known[key] = Spec(jax.tree.unflatten(structure, structs), nbytes)
-    return _known[key]
+        _SPECS[key] = Spec(jax.tree.unflatten(structure, structs), nbytes)
+    return _SPECS[key]
 
 
-@no_type_check  # for every message
+@no_type_check  # called for every message
 def nbytes_of(value: PyTree) -> int:
-    """What a value of any kind weighs on the wire."""
+    """Returns the size on the wire of a value of any kind."""
     if value is None:
         return 0
     if type(value) is Encoded:
@@ -91,7 +91,7 @@ def nbytes_of(value: PyTree) -> int:
 
 @no_type_check
 def force(value: PyTree) -> PyTree:
-    """The arrays of a value: what a `Lazy` computes, also inside tuples and codes."""
+    """Returns the arrays of a value: computes each `Lazy`, also inside tuples and payloads."""
     if type(value) is Lazy:
         return value.read()
     if type(value) is Encoded:
@@ -100,16 +100,16 @@ def force(value: PyTree) -> PyTree:
 
 
 def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shared: bool = False) -> Callable[..., Any]:
-    """A jitted function of values: it reads lazy ones, and of shapes alone it gives the shapes of its result.
+    """Jits a function and extends it to values: lazy arguments are read, and shapes alone are mapped to shapes.
 
-    What a rule does with models and gradients it does through such functions, and what it decides it decides from
-    whole numbers: so a replay without numerics takes the same decisions.
+    Rules apply such functions to models and gradients, and decide by integers only, so that a replay without numerics
+    takes the same decisions.
 
     Args:
       f: a pure function of pytrees of arrays (values, the first argument among them), numbers and small arrays.
-      outputs: how many values it returns, as a tuple if more than one.
-      lazy: where an argument is not computed yet, the result waits too. For one output only.
-      shared: remember the last call: where many workers compute the same from the same objects, one does.
+      outputs: the number of values that it returns, as a tuple if more than one.
+      lazy: return a lazy result if an argument is lazy. For one output only.
+      shared: cache the last call: where all workers compute the same result from the same objects, it runs once.
 
     Returns:
       The function of values.
@@ -126,24 +126,26 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
     last: list[Any] = [(), None]
 
     @no_type_check
-    def of_shapes(args: tuple) -> Any:
+    def result_shapes(args: tuple) -> Any:
         key = tuple([arg if type(arg) is Spec else None for arg in args])
-        found = shapes.get(key)
-        if found is None:
+        result = shapes.get(key)
+        if result is None:
             out = jax.eval_shape(f, *[arg.tree if type(arg) is Spec else arg for arg in args])
-            found = shapes[key] = spec_of(out) if outputs == 1 else tuple(map(spec_of, out))
-        return found
+            result = shapes[key] = spec_of(out) if outputs == 1 else tuple(map(spec_of, out))
+        return result
 
     @no_type_check
     @functools.wraps(f)
     def call(*args: Any) -> Any:
+        # In a replay without numerics every value is a `Spec`, so the first argument tells.
         if type(args[0]) is Spec:
-            return of_shapes(args)
+            return result_shapes(args)
         if lazy and any(type(arg) is Lazy for arg in args):
-            shape = of_shapes(tuple(spec_of(arg) if isinstance(arg, Lazy) else arg for arg in args))
+            shape = result_shapes(tuple(spec_of(arg) if isinstance(arg, Lazy) else arg for arg in args))
             return Lazy(lambda: compiled(*map(force, args)), shape)
         if not shared:
             return compiled(*map(force, args))
+        # By identity: comparing arrays would read them.
         if len(args) != len(last[0]) or any(new is not old for new, old in zip(args, last[0])):
             last[:] = args, compiled(*map(force, args))
         return last[1]
@@ -158,21 +160,23 @@ def _average(*trees: PyTree) -> PyTree:
 _mean = numeric(_average)
 add = numeric(lambda left, right: jax.tree.map(lambda a, b: a + b, left, right))
 scale = numeric(lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree))
-replaced = numeric(lambda total, old, new: jax.tree.map(lambda t, a, b: t + (b - a), total, old, new))
+replace_term = numeric(lambda total, old, new: jax.tree.map(lambda t, a, b: t + (b - a), total, old, new))
+# Sums of up to this many terms are one program; compiling larger ones takes longer than they save.
 _FEW = 16
 _add_few = numeric(lambda *trees: jax.tree.map(lambda *leaves: functools.reduce(lambda a, b: a + b, leaves), *trees))
 
 
 def sum_of(values: Sequence[Any]) -> Any:
-    """The sum of values in the order given."""
+    """Sums values in the order given."""
     total, *rest = values
-    while len(rest) >= _FEW:  # the same additions in fewer calls
+    # The same additions in the same order, in fewer calls.
+    while len(rest) >= _FEW:
         total, rest = _add_few(total, *rest[:_FEW]), rest[_FEW:]
     return functools.reduce(add, rest, total)
 
 
 def mean_of(values: Sequence[Any]) -> Any:
-    """The mean of values in the order given: sort them by worker, not by arrival."""
-    if len(values) <= _FEW:  # one program; for many its compilation would take longer than it saves
+    """Averages values in the order given: sort them by worker, not by arrival."""
+    if len(values) <= _FEW:
         return _mean(*values)
     return scale(sum_of(values), 1 / len(values))

@@ -47,8 +47,8 @@ def join_uneven(
 
     Returns:
       An iterator of `(batch, examples)`, both global arrays: `examples` is `Int[Array, "W"]`, one number per worker,
-      sharded over the axis like the batch, so that a step reads its own as `examples[0]`. `all_reduce(normalize_by=)` sets
-      their weight.
+      sharded over the axis like the batch, so that a step reads its own as `examples[0]`.
+      `all_reduce(normalize_by=)` sets their weight.
 
     Raises:
       ValueError: `on_uneven` or `prefetch` is invalid, or `like` does not divide among this process's workers; while

@@ -1,4 +1,4 @@
-"""How long gradients take: each worker's jobs draw from a stream of its own, whatever the method."""
+"""Durations of gradients: each worker draws from its own random stream, which is the same under every rule."""
 
 from .base import Durations as Durations
 from .base import failures as failures

@@ -1,4 +1,4 @@
-"""How long gradients take: each worker's jobs draw from a stream of its own, whatever the method."""
+"""Durations of gradients: each worker draws from its own random stream, which is the same under every rule."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,19 +7,21 @@ import numpy as np
 
 from ..._core.types import Number
 
+# Durations are drawn in blocks, each from its own generator, so that a stream can start at any job.
 BLOCK = 256
+# Separate the random streams of durations and of outages.
 _COMPUTE, _OUTAGES = 1, 2
 
 
 class Durations(NamedTuple):
-    """How long the gradients of workers take.
+    """A law of the durations of workers' gradients, and of their outages.
 
     Attributes:
       name: for messages and plots.
       draw: `draw(rng, worker, first, count, state) -> (seconds, state)` for the jobs `first ... first + count - 1` of a
-        worker, in order; `state` is None before the first. `inf`: never done.
-      workers: for how many workers they are, or None for any number.
-      outages: `outages(rng, worker)` iterates over `(up, down)`, the seconds that a worker runs and then is gone; or
+        worker, in order; `state` is None before the first. A gradient of `inf` seconds never finishes.
+      workers: the number of workers, or None for any number.
+      outages: `outages(rng, worker)` iterates over `(up, down)`, the seconds for which a worker is up and then down; or
         None.
       finish: `finish(worker, start, work) -> end` in seconds, for speeds that change with time; or None.
     """
@@ -32,16 +34,16 @@ class Durations(NamedTuple):
 
 
 def stream(durations: Durations, seed: int, worker: int, first: int = 0) -> Iterator[float]:
-    """The seconds of a worker's jobs from `first` on: they follow from the seed, the worker and the job alone.
+    """Yields the seconds of a worker's jobs from `first` on, which depend only on the seed, the worker and the job.
 
     Args:
       durations: the law.
-      seed: of the run.
-      worker: its number.
-      first: the job to begin with.
+      seed: the seed of the run.
+      worker: the index of the worker.
+      first: the first job.
 
     Returns:
-      An iterator without end.
+      An infinite iterator.
 
     Example:
       >>> from itertools import islice
@@ -60,28 +62,28 @@ def stream(durations: Durations, seed: int, worker: int, first: int = 0) -> Iter
 
 
 def outages(durations: Durations, seed: int, worker: int) -> Iterator[tuple[float, float]]:
-    """The seconds that a worker runs and is gone, in turn; nothing if it never fails."""
+    """Yields `(up, down)`, the seconds for which a worker is up and then down; nothing if it never fails."""
     if durations.outages is not None:
         yield from durations.outages(np.random.default_rng((seed, _OUTAGES, worker)), worker)
 
 
 def check_positive(**values: Number) -> None:
-    """`ValueError` that names the first value which is not positive, or not finite."""
+    """Checks that all values are positive and finite."""
     for name, value in values.items():
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
 def failures(base: Durations, *, up: Number, down: Number) -> Durations:
-    """Workers fail and come back: they run for `up · Exp(1)` seconds and are gone for `down · Exp(1)`.
+    """Adds failures: workers are up for `up · Exp(1)` seconds and down for `down · Exp(1)`.
 
-    What a worker computes when it fails is lost, and so is what is sent to it meanwhile. It keeps its state and asks
-    for the current model when it is back.
+    A gradient that is running at a failure is lost, and so are messages to the worker while it is down. It keeps its
+    state and requests the current model when it recovers.
 
     Args:
-      base: how long gradients take.
+      base: the law of durations.
       up: mean seconds between failures of a worker.
-      down: mean seconds until it is back.
+      down: mean seconds until it recovers.
 
     Returns:
       The law.
@@ -98,8 +100,8 @@ def failures(base: Durations, *, up: Number, down: Number) -> Durations:
     """
     check_positive(up=up, down=down)
 
-    def drawn(rng: np.random.Generator, worker: int) -> Iterator[tuple[float, float]]:
+    def draw_outages(rng: np.random.Generator, worker: int) -> Iterator[tuple[float, float]]:
         while True:
             yield up * rng.exponential(), down * rng.exponential()
 
-    return base._replace(name=f"failures({base.name})", outages=drawn)
+    return base._replace(name=f"failures({base.name})", outages=draw_outages)

@@ -1,4 +1,4 @@
-"""Every gradient from one law."""
+"""Laws in which all gradients of a worker have the same distribution, and measured durations."""
 
 import bisect
 import json
@@ -18,10 +18,10 @@ def _law(name: str, sample: Callable[[np.random.Generator, int], np.ndarray]) ->
 
 
 def constant(seconds: Number | Sequence[Number]) -> Durations:
-    """Every gradient of a worker takes `τ_i`.
+    """Every gradient of worker i takes `τ_i`.
 
     Args:
-      seconds: τ of all workers, or one for each.
+      seconds: τ of all workers, or one per worker.
 
     Returns:
       The law.
@@ -72,8 +72,8 @@ def shifted_exponential(shift: Number, mean: Number) -> Durations:
     """`ζ + m · Exp(1)`: the longest of n takes `ζ + m H_n` on average.
 
     Args:
-      shift: ζ, the least seconds.
-      mean: m, the mean of what comes on top.
+      shift: ζ, the least duration in seconds.
+      mean: m, the mean of the random part.
 
     Returns:
       The law.
@@ -118,17 +118,17 @@ def lognormal(median: Number, spread: Number) -> Durations:
 
 
 def power(times: Sequence[Number], speeds: Sequence[Sequence[Number]]) -> Durations:
-    """A gradient is done when `∫ v_i(t) dt = 1`: workers whose speeds change, or that are off for a time.
+    """A gradient ends when `∫ v_i(t) dt = 1`: for workers whose speeds change, or that are off for a time.
 
     Args:
-      times: where speeds change, in virtual seconds, increasing, the first 0.
-      speeds: for each worker `v_i` in gradients per second from each of the times on; 0 is off, the last one stays.
+      times: the times at which speeds change, in virtual seconds, increasing from 0.
+      speeds: for each worker `v_i` in gradients per second from each of the times on; 0 is off, the last one remains.
 
     Returns:
       The law.
 
     Raises:
-      ValueError: the times do not increase from 0, or there is not a speed that is not negative for each.
+      ValueError: the times do not increase from 0, or a worker lacks a nonnegative speed for one of them.
 
     Example:
       >>> import optax
@@ -147,13 +147,14 @@ def power(times: Sequence[Number], speeds: Sequence[Sequence[Number]]) -> Durati
         raise ValueError(f"times must increase from 0, got {list(times)}")
     for row in speeds:
         if len(row) != len(starts) or not all(0 <= speed < math.inf for speed in row):
-            raise ValueError(f"speeds must be {len(starts)} numbers of at least 0 for each worker, got {list(row)}")
+            raise ValueError(f"speeds must be {len(starts)} numbers of at least 0 per worker, got {list(row)}")
 
     def draw(rng, worker, first, count, state):
         return np.ones(count), None
 
     def finish(worker: int, start: float, work: float) -> float:
         k, now = bisect.bisect_right(starts, start) - 1, start
+        # Interval by interval, until the rest of the work fits.
         while True:
             speed = float(speeds[worker][k])
             end = starts[k + 1] if k + 1 < len(starts) else math.inf
@@ -168,11 +169,11 @@ def power(times: Sequence[Number], speeds: Sequence[Sequence[Number]]) -> Durati
 
 
 def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
-    """Durations that were measured: `seconds[i][k]` for job k of worker i.
+    """Measured durations: `seconds[i][k]` for job k of worker i.
 
     Args:
-      seconds: a list for each worker; their lengths may differ.
-      mode: begin again at the end, or never finish another gradient.
+      seconds: a list per worker; their lengths may differ.
+      mode: `"cycle"` repeats the list; `"stop"` never finishes another gradient after its end.
 
     Returns:
       The law.
@@ -201,17 +202,17 @@ def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "sto
 
 
 def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durations:
-    """`recorded` from a JSON file: a list of seconds for each worker.
+    """Reads `recorded` durations from a JSON file: a list of seconds per worker.
 
     Args:
       path: the file.
-      mode: begin again at the end, or never finish another gradient.
+      mode: as for `recorded`.
 
     Returns:
       The law.
 
     Raises:
-      ValueError: the file has something else in it.
+      ValueError: the file has other content.
 
     Example:
       >>> import pathlib, tempfile
@@ -223,8 +224,8 @@ def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durati
     """
     rows = json.loads(path.read_text())
     if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
-        raise ValueError(f"{path} must have a list of lists of seconds in it, one for each worker")
+        raise ValueError(f"{path} must contain a list of lists of seconds, one per worker")
     for row in rows:
         if not all(isinstance(value, float | int) for value in row):
-            raise ValueError(f"{path} must have a list of lists of seconds in it, got {row}")
+            raise ValueError(f"{path} must contain a list of lists of seconds, got {row}")
     return recorded(rows, mode=mode)

@@ -7,18 +7,18 @@ from .base import Durations, check_positive
 
 
 def one_slow(base: Durations, *, worker: int = 0, factor: Number = 4.0) -> Durations:
-    """One worker is slower than the law says, always.
+    """Slows one worker down by a constant factor.
 
     Args:
-      base: the law of all.
-      worker: who.
-      factor: how many times slower.
+      base: the law of all workers.
+      worker: the index of the slow worker.
+      factor: the slowdown.
 
     Returns:
       The law.
 
     Raises:
-      ValueError: `factor` is not positive, or there is no such worker.
+      ValueError: `factor` is not positive, or `worker` is out of range.
 
     Example:
       >>> from jaxdist.asynchronous import durations
@@ -28,7 +28,7 @@ def one_slow(base: Durations, *, worker: int = 0, factor: Number = 4.0) -> Durat
     """
     check_positive(factor=factor)
     if worker < 0 or (base.workers is not None and worker >= base.workers):
-        raise ValueError(f"worker must be one of the workers, numbered from 0, got {worker}")
+        raise ValueError(f"worker must be the index of a worker, from 0, got {worker}")
 
     def draw(rng, i, first, count, state):
         drawn, state = base.draw(rng, i, first, count, state)
@@ -38,11 +38,11 @@ def one_slow(base: Durations, *, worker: int = 0, factor: Number = 4.0) -> Durat
 
 
 def random_slow(base: Durations, *, factor: Number, probability: Number) -> Durations:
-    """Each gradient is slower with some probability: mean `(1 + (f - 1) p)` times that of `base`.
+    """Slows each gradient down with some probability: the mean is `(1 + (f - 1) p)` times that of `base`.
 
     Args:
-      base: the law otherwise.
-      factor: f, how many times slower; 6 in the paper.
+      base: the law of all other gradients.
+      factor: f, the slowdown; 6 in the paper.
       probability: p; one over the number of workers in the paper.
 
     Returns:
@@ -73,15 +73,16 @@ def random_slow(base: Durations, *, factor: Number, probability: Number) -> Dura
 
 
 def markov(base: Durations, *, factor: Number, slow_down: Number, speed_up: Number) -> Durations:
-    """A worker is slow for some time, then fast again: a chain of two states, which moves with each gradient.
+    """Slows workers down for random periods: a Markov chain of two states with one transition per gradient.
 
-    It is slow for a part `slow_down / (slow_down + speed_up)` of its gradients, and begins with that probability.
+    A worker is slow for a fraction `slow_down / (slow_down + speed_up)` of its gradients, which is also the probability
+    that it starts slow.
 
     Args:
-      base: the law while it is fast.
-      factor: how many times slower otherwise.
-      slow_down: the probability that a fast worker is slow in its next gradient.
-      speed_up: the probability that a slow one is fast.
+      base: the law while a worker is fast.
+      factor: the slowdown while it is slow.
+      slow_down: the probability that a fast worker is slow at its next gradient.
+      speed_up: the probability that a slow worker is fast at its next gradient.
 
     Returns:
       The law.
@@ -102,7 +103,7 @@ def markov(base: Durations, *, factor: Number, slow_down: Number, speed_up: Numb
         if not 0 <= value <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {value}")
     if not slow_down + speed_up:
-        raise ValueError("slow_down and speed_up must not both be 0: the chain would never move")
+        raise ValueError("slow_down and speed_up are both 0, so no worker would ever change: make one positive")
 
     def draw(rng, worker, first, count, state):
         inner, slow = state if state is not None else (None, bool(rng.random() < slow_down / (slow_down + speed_up)))

@@ -1,7 +1,7 @@
-"""Rules on real processes: Ray actors, one for each worker, and wall time."""
+"""Runs rules on real processes: Ray actors, one per worker, and wall time."""
 
-from ..replay.errors import NonFiniteGradient as NonFiniteGradient
-from .errors import Stalled as Stalled
-from .errors import WorkerLost as WorkerLost
+from ..errors import ActorLost as ActorLost
+from ..errors import NonFiniteGradient as NonFiniteGradient
+from ..errors import Stalled as Stalled
 from .run import Status as Status
 from .run import run as run

@@ -1,4 +1,4 @@
-"""The process of one place: a thread for the rule, a thread for gradients, and what Ray calls."""
+"""The process of one place, a worker or the server: a thread for its role, one for gradients, and remote methods."""
 
 import contextlib
 import os
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ..errors import ActorLost, NonFiniteGradient
 from ..portable import flat, read, write
 from ..protocol import SERVER, Rule, Site
-from ..replay.errors import NonFiniteGradient
-from ..replay.task import Task, gradients
+from ..replay.task import Task, gradient_function
 from ..values import force
-from .errors import WorkerLost
-from .keeper import Entry, Report, Shelf
-from .place import Place
+from .role_runner import RoleRunner
+from .state_store import Entry, Report, StatePacker
 
-BEAT, AGAIN = 0.5, 0.5  # seconds between signs of life, and until a letter that did not get through is sent again
+# Seconds between signs of life, and until envelopes that could not be delivered are sent again.
+BEAT_SECONDS, RETRY_SECONDS = 0.5, 0.5
 
 
-class Setup(NamedTuple):
-    """What the driver gives every process: the rule, the task, and how to run."""
+class RunConfig(NamedTuple):
+    """The constants of a run, which the driver sends to every process; `slow` maps workers to slowdown factors."""
 
     rule: Rule
     task: Task
@@ -32,8 +32,8 @@ class Setup(NamedTuple):
     slow: dict[int, float]
 
 
-def one_thread(platform: str | None) -> None:
-    """Before JAX starts: one thread of computation a process, and no accelerator but one's own."""
+def limit_resources(platform: str | None) -> None:
+    """Restricts JAX, before it starts, to one computation thread and to a platform."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
     if platform is not None:
@@ -41,77 +41,80 @@ def one_thread(platform: str | None) -> None:
 
 
 class Actor:
-    """What Ray starts, and starts again, for each place.
+    """The Ray actor of a place, which Ray restarts after a failure.
 
     Args:
-      index: which place.
-      keeper: the name of the `Keeper`.
+      index: the index of the place.
+      store: the name of the `StateStore` actor.
       timeout: seconds to wait for its answers.
-      platform: of JAX, or None for what there is.
+      platform: the platform of JAX, or None for the default.
     """
 
-    def __init__(self, index: int, keeper: str, timeout: float, platform: str | None):
+    def __init__(self, index: int, store: str, timeout: float, platform: str | None):
         import ray
 
-        one_thread(platform)
+        limit_resources(platform)
         self.ray: Any = ray
         self.index, self.timeout = index, timeout
-        self.keeper = ray.get_actor(keeper)
-        self.entry: Entry = self.ask("enter", index)
-        self.setup: Setup = self.ray.cloudpickle.loads(self.entry.setup)
+        self.store = ray.get_actor(store)
+        self.entry: Entry = self.call_store("enter", index)
+        self.config: RunConfig = self.ray.cloudpickle.loads(self.entry.config)
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self.wanted = -1
+        # The running job; the gradient thread drops a gradient whose job is no longer this one.
+        self.current_job = -1
         self.ended, self.failure, self.started = threading.Event(), None, threading.Lock()
-        self.gradient = gradients(self.setup.task, self.setup.seed)
-        self.params = jax.tree.map(jax.numpy.asarray, self.setup.task.params)
-        if index != SERVER:  # compiled before the clock starts
-            with contextlib.suppress(NonFiniteGradient):  # it is one of the run, too, which then says so
+        self.gradient = gradient_function(self.config.task, self.config.seed)
+        self.params = jax.tree.map(jax.numpy.asarray, self.config.task.params)
+        # Compiles the gradient before the run begins.
+        if index != SERVER:
+            # If this gradient is not finite, so is the first one of the run, which reports it.
+            with contextlib.suppress(NonFiniteGradient):
                 jax.block_until_ready(force(self.gradient(self.params, index, 0)))
         if self.entry.peers:
             self.begin(self.entry.peers, self.entry.begun)
 
-    # What the driver and the other places call.
+    # Remote methods, called by the driver and by other places.
 
     def ready(self) -> int:
-        """The number of the process, once it could begin."""
+        """Returns the process id, once the process is ready to begin."""
         return os.getpid()
 
     def begin(self, peers: dict[int, Any], begun: int) -> None:
-        """Starts the two threads, once."""
+        """Starts the two threads; later calls do nothing."""
         if self.started.acquire(blocking=False):
             self.peers = peers
-            site = Site(self.index, self.setup.workers, self.setup.seed)
-            self.place = Place(self.setup.rule, site, self.params, lambda: time.time_ns() - begun)
-            for work in (self.computing, self.living):
-                threading.Thread(target=self.guarded, args=(work,), daemon=True).start()
+            site = Site(self.index, self.config.workers, self.config.seed)
+            self.runner = RoleRunner(self.config.rule, site, self.params, lambda: time.time_ns() - begun)
+            for work in (self.compute_gradients, self.run_role):
+                threading.Thread(target=self.run_thread, args=(work,), daemon=True).start()
 
     def deliver(self, source: int, acknowledged: int, text: str, arrays: list[np.ndarray]) -> None:
-        """Letters, as text and flat arrays."""
-        self.inbox.put(("letters", source, acknowledged, text, arrays))
+        """Accepts envelopes as text and flat arrays."""
+        self.inbox.put(("envelopes", source, acknowledged, text, arrays))
 
-    def replaced(self, other: int) -> None:
-        """Another place has a new process."""
-        self.inbox.put(("again", other))
+    def on_replaced(self, other: int) -> None:
+        """Notes that another place has a new process."""
+        self.inbox.put(("replaced", other))
 
-    def without(self, other: int) -> None:
-        """Another place is gone for good."""
-        self.inbox.put(("without", other))
+    def on_gone(self, other: int) -> None:
+        """Notes that another place is gone for good."""
+        self.inbox.put(("gone", other))
 
     def watch(self) -> None:
-        """Returns when this place has stopped, and raises what it failed with."""
+        """Returns when this place has stopped, and raises its failure."""
         self.ended.wait()
         if self.failure is not None:
             raise self.failure
 
     def stop(self) -> None:
-        """Ends after what has arrived."""
+        """Stops after handling the messages that have arrived."""
         self.inbox.put(("stop",))
         self.ended.wait(self.timeout)
 
-    # The threads.
+    # Threads.
 
-    def guarded(self, work: Any) -> None:
+    def run_thread(self, work: Any) -> None:
         try:
             work()
         except BaseException as problem:
@@ -119,115 +122,118 @@ class Actor:
         self.ended.set()
         self.jobs.put(None)
 
-    def computing(self) -> None:
-        """Gradients, one after the other."""
-        slowed = self.setup.slow.get(self.index, 1.0) - 1.0
-        while (found := self.jobs.get()) is not None:
-            job, params = found
+    def compute_gradients(self) -> None:
+        """Computes the gradients of jobs, one after the other."""
+        extra = self.config.slow.get(self.index, 1.0) - 1.0
+        while (request := self.jobs.get()) is not None:
+            job, params = request
             start = time.perf_counter()
             gradient = jax.block_until_ready(force(self.gradient(params, self.index, job)))
-            end = time.perf_counter() + slowed * (time.perf_counter() - start)
-            while self.wanted == job and (left := end - time.perf_counter()) > 0:
+            # A slow worker is imitated by sleep, in short pieces so that a cancelled job ends early.
+            end = time.perf_counter() + extra * (time.perf_counter() - start)
+            while self.current_job == job and (left := end - time.perf_counter()) > 0:
                 time.sleep(min(left, 0.01))
-            if self.wanted == job:
+            if self.current_job == job:
                 self.inbox.put(("computed", job, gradient))
 
-    def living(self) -> None:
-        """What arrives, what follows from it, what is kept, what is sent: in this order, over and over."""
-        place, shelf, life = self.place, Shelf(self.entry.life), self.entry.life
-        self.waiting: dict[int, list[Any]] = {}
+    def run_role(self) -> None:
+        """Runs the loop of a role: handle what arrives, store the state, then send, in this order."""
+        runner, packer, life = self.runner, StatePacker(self.entry.life), self.entry.life
+        self.calls: dict[int, list[Any]] = {}
         self.retry: dict[int, float] = {}
         if self.entry.kept is None:
-            place.begin()
+            runner.begin()
         else:
             text, arrays = self.entry.kept
-            place.restore(read(text, arrays.__getitem__))
+            runner.restore(read(text, arrays.__getitem__))
+        # A replacement announces itself, so that the others send again what the dead process did not acknowledge.
         if life > 1:
-            self.ask("died", self.index, replaced=True)
+            self.call_store("record_death", self.index, replaced=True)
             for other, peer in self.peers.items():
                 if other != self.index:
-                    peer.replaced.remote(self.index)
-        beat, stopped = 0.0, False
+                    peer.on_replaced.remote(self.index)
+        last_beat, stopped = 0.0, False
         while not stopped:
-            stopped = self.take(place)
-            place.due()
-            running = place.state.running
-            before, self.wanted = self.wanted, -1 if running is None else running.job
+            stopped = self.handle_inbox(runner)
+            runner.fire_timers()
+            running = runner.state.running
+            before, self.current_job = self.current_job, -1 if running is None else running.job
             if running is not None and running.job != before:
                 self.jobs.put((running.job, running.params))
-            if place.changed:
-                model = place.role.params(place.state.role)
-                packed, report = shelf.pack(place.content(), model), self.report(place)
-                if not self.ask("commit", self.index, life, packed, place.take_books(), report):
-                    return  # another process has this place
-                beat = time.monotonic()
-            elif time.monotonic() - beat > BEAT:
-                self.keeper.beat.remote(self.index, life)
-                beat = time.monotonic()
-            self.send(place)
+            if runner.changed:
+                model = runner.role.params(runner.state.role)
+                packed, report = packer.pack(runner.content(), model), self.report(runner)
+                # Otherwise a newer process has this place.
+                if not self.call_store("commit", self.index, life, packed, runner.take_records(), report):
+                    return
+                last_beat = time.monotonic()
+            elif time.monotonic() - last_beat > BEAT_SECONDS:
+                self.store.beat.remote(self.index, life)
+                last_beat = time.monotonic()
+            self.send_envelopes(runner)
 
-    def report(self, place: Place) -> Report:
-        state = place.state
+    def report(self, runner: RoleRunner) -> Report:
+        state = runner.state
         computing = state.running is not None
-        waits_for = () if computing else tuple(place.role.waits_for(state.role))
+        waits_for = () if computing else tuple(runner.role.waits_for(state.role))
         return Report(waits_for, computing, state.computed, state.received, state.sent)
 
-    def take(self, place: Place) -> bool:
-        """Hands the place what has arrived, or waits a little; true if it shall stop."""
-        soon = min([BEAT] + [(due - place.now()) / 1e9 for due, _ in place.state.timers])
-        soon = min([soon] + [at - time.monotonic() for at in self.retry.values()])
+    def handle_inbox(self, runner: RoleRunner) -> bool:
+        """Passes on what has arrived, or waits for a short time; returns whether to stop."""
+        timeout = min([BEAT_SECONDS] + [(due - runner.now()) / 1e9 for due, _ in runner.state.timers])
+        timeout = min([timeout] + [at - time.monotonic() for at in self.retry.values()])
         try:
-            found = self.inbox.get(timeout=max(soon, 0.001))
+            event = self.inbox.get(timeout=max(timeout, 0.001))
         except queue.Empty:
             return False
         stop = False
         while True:
-            what, *data = found
-            if what == "letters":
+            what, *data = event
+            if what == "envelopes":
                 source, acknowledged, text, arrays = data
-                place.acknowledged(source, acknowledged)
-                for letter in read(text, arrays.__getitem__) if text else ():
-                    place.arrive(source, letter)
+                runner.acknowledge(source, acknowledged)
+                for envelope in read(text, arrays.__getitem__) if text else ():
+                    runner.arrive(source, envelope)
             elif what == "computed":
-                place.computed(*data)
-            elif what == "again":
-                place.again(data[0])
-            elif what == "without":
-                place.without(data[0])
+                runner.on_gradient(*data)
+            elif what == "replaced":
+                runner.resend(data[0])
+            elif what == "gone":
+                runner.forget(data[0])
             else:
                 stop = True
             try:
-                found = self.inbox.get_nowait()
+                event = self.inbox.get_nowait()
             except queue.Empty:
                 return stop
 
-    def send(self, place: Place) -> None:
-        """Posts letters; those to a process that could not be reached are posted again a little later."""
+    def send_envelopes(self, runner: RoleRunner) -> None:
+        """Sends envelopes; those that could not be delivered are sent again a little later."""
         now = time.monotonic()
-        for to, references in self.waiting.items():
-            done, self.waiting[to] = self.ray.wait(references, num_returns=len(references), timeout=0)
-            if any(self.failed(one) for one in done):
-                self.retry[to] = now + AGAIN
+        for to, calls in self.calls.items():
+            finished, self.calls[to] = self.ray.wait(calls, num_returns=len(calls), timeout=0)
+            if any(self.has_failed(call) for call in finished):
+                self.retry[to] = now + RETRY_SECONDS
         for to in [to for to, at in self.retry.items() if at <= now]:
             del self.retry[to]
-            place.again(to)
-        for to, (acknowledged, letters) in place.post().items():
+            runner.resend(to)
+        for to, (acknowledged, envelopes) in runner.post().items():
             arrays: list[np.ndarray] = []
-            text = write(letters, lambda one, arrays=arrays: arrays.append(flat(one)) or len(arrays) - 1)
-            call = self.peers[to].deliver.remote(self.index, acknowledged, text if letters else "", arrays)
-            self.waiting.setdefault(to, []).append(call)
-        self.waiting = {to: references for to, references in self.waiting.items() if references}
+            text = write(envelopes, lambda value, arrays=arrays: arrays.append(flat(value)) or len(arrays) - 1)
+            call = self.peers[to].deliver.remote(self.index, acknowledged, text if envelopes else "", arrays)
+            self.calls.setdefault(to, []).append(call)
+        self.calls = {to: calls for to, calls in self.calls.items() if calls}
 
-    def failed(self, reference: Any) -> bool:
+    def has_failed(self, call: Any) -> bool:
         try:
-            self.ray.get(reference)
+            self.ray.get(call)
         except self.ray.exceptions.RayActorError:
             return True
         return False
 
-    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
-        """Calls the keeper, and waits for the answer as long as anything is waited for."""
+    def call_store(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Calls the state store, and waits for the answer within the timeout."""
         try:
-            return self.ray.get(getattr(self.keeper, what).remote(*arguments, **named), timeout=self.timeout)
+            return self.ray.get(getattr(self.store, method).remote(*arguments, **named), timeout=self.timeout)
         except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError) as problem:
-            raise WorkerLost(self.index, f"cannot reach the keeper of the run: {problem}") from None
+            raise ActorLost(self.index, f"cannot reach the state store of the run: {problem}") from None

@@ -1,6 +1,7 @@
-"""A rule on real processes, from the driver's side."""
+"""Runs a rule on real processes: the driver."""
 
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -8,29 +9,34 @@ import jax
 import numpy as np
 
 from ..._core.types import Number
+from ..errors import ActorLost, Stalled
 from ..portable import read
-from ..protocol import SERVER, Rule
+from ..protocol import RECOVERED, SERVER, Rule
 from ..replay.task import Task
-from ..replay.trace import Result
+from ..replay.trace import Result, Trace, columns
 from ..values import mean_of
-from .actor import Setup
-from .cluster import STARTING, Crew, connected
-from .errors import Stalled, WorkerLost
-from .results import result
+from .actor import RunConfig
+from .cluster import START_FACTOR, WorkerPool, connect
+from .role_runner import Records
+from .state_store import Fault, PlaceStatus, Report
 
-LOOK, QUIET = 0.1, 2.0  # seconds between two looks at the run; seconds without a sign of life that are remarkable
+# Seconds between two polls of the run, and without a sign of life after which a process counts as silent.
+POLL_SECONDS, SILENT_SECONDS = 0.1, 2.0
+# Ticks of the trace per second, and the event class of faults in `replay.trace.CLASSES`.
+TICKS = 10**9
+ON_FAULT = 0
 
 
 class Status(NamedTuple):
-    """How a run is getting on.
+    """The progress of a run.
 
     Attributes:
       seconds: since all processes began.
       steps: updates of the model.
-      gradients: gradients that reached where they were to be used.
+      gradients: gradients that arrived, applied or discarded.
       loss: of the last evaluation, or None.
-      processes: the number of each place's process at the beginning; the server is -1.
-      starts: how often each place was started: 1, and one more after each death.
+      processes: the initial process id of each worker and, at -1, of the server.
+      starts: the number of starts of each: 1, plus one per restart.
     """
 
     seconds: float
@@ -60,51 +66,50 @@ def run(
     resources: Mapping[str, Any] | None = None,
     progress: Callable[[Status], None] | None = None,
 ) -> Result:
-    """Runs a rule on Ray actors: one process a worker, one for the server, on wall time.
+    """Runs a rule on Ray actors: one process per worker and one for the server, on wall time.
 
-    The same rules, tasks and results as `replay.run`, with the clock on the wall: a tick of the trace is a nanosecond.
-    Every process keeps its state with an actor of the run, the keeper, before it sends what follows from it; messages
-    are numbered; and a process that dies is replaced by one that goes on from there. To the rule it was slow, and no
-    message or gradient that arrived is lost or counted twice.
+    The same rules, tasks and results as in `replay.run`, on wall time: a tick of the trace is a nanosecond. Every
+    process stores its state in an actor of the run, the state store, before it sends the messages that follow from it;
+    messages are numbered; and a process that dies is replaced by one that continues from the stored state. To the rule
+    the worker was slow, and no message or gradient that arrived is lost or counted twice.
 
-    On the wire: the rule's messages, as text and flat arrays that hold no code; parts of a collective go to the first
-    of its group, which sends all the result. To the keeper, of each state the arrays that changed: for a worker of a
-    parameter server a model and a gradient per gradient.
+    On the wire: the rule's messages, as text and flat arrays without code; contributions to a collective go to the
+    first member of its group, which sends the result to all. To the state store, the arrays of each state that changed:
+    for a worker of a parameter server a model and a gradient per gradient.
 
-    State: the keeper has the last state of each place.
+    State: the state store has the last state of each worker and of the server.
 
     Args:
       rule: from `asynchronous.rules`, or your own.
-      task: model and data. Its functions are pickled by Ray, from this process to the others.
-      workers: how many.
-      seconds: how long, in wall time from when all processes are ready.
-      steps: how many updates of the model.
-      gradients: how many gradients that arrive.
-      target: until an evaluation is as low.
-      seed: of data and choices.
-      evaluate_every: seconds between evaluations, from 0 on, by this process; None for none.
-      slow: `{worker: factor}`: sleeps so long after each gradient that it takes so many times longer. For
-        demonstrations.
-      on_death: of a worker. `"restart"` starts another process in its place; `"continue"` goes on without it, for rules
-        with a server. A server is always restarted.
-      restarts: how often each place is started again before the run fails.
-      timeout: seconds after which a silent process counts as dead, and a run in which nothing happens as stalled. More
-        than the longest gradient, and than the start of a process with its compilations; all together may take five
-        times as long to start.
-      address: of a running Ray cluster, as in `"auto"` or `"10.0.0.1:6379"`; None: the one that this process is
-        connected to, or one on this machine that ends with the run.
-      resources: what each worker takes: arguments of Ray's `Actor.options` such as `{"num_gpus": 1}`. The default is a
-        CPU, and workers then see no accelerator.
+      task: model and data. Ray pickles its functions and sends them to the other processes.
+      workers: the number of workers.
+      seconds: stop after this wall time, from the time at which all processes are ready.
+      steps: stop after this number of updates of the model.
+      gradients: stop after this number of gradients that arrived.
+      target: stop at an evaluation at or below this loss.
+      seed: the seed of data and random choices.
+      evaluate_every: seconds between evaluations, starting at 0, in this process; None for none.
+      slow: `{worker: factor}`: sleeps after each gradient so that it takes `factor` times as long. For demonstrations.
+      on_death: of a worker. `"restart"` replaces it by another process; `"continue"` runs on without it, for rules with
+        a server. A server is always restarted.
+      restarts: the number of restarts of each process before the run fails.
+      timeout: seconds after which a silent process counts as dead, and a run without progress as stalled. Longer than
+        the longest gradient, and than the start of a process with its compilations; the initial start of all processes
+        may take five times as long.
+      address: of a running Ray cluster, such as `"auto"` or `"10.0.0.1:6379"`; None: the one that this process is
+        connected to, or a new one on this machine that ends with the run.
+      resources: of each worker: arguments of Ray's `Actor.options` such as `{"num_gpus": 1}`. The default is one CPU,
+        and workers then see no accelerator.
       progress: called about ten times a second.
 
     Returns:
-      The `Result`, as from a replay; `params` and `losses` are of kept states.
+      The `Result`, as from a replay; `params` and `losses` are of stored states.
 
     Raises:
-      ValueError: an argument cannot work, or Ray is not installed.
-      WorkerLost: a place could not be started, or died too often.
-      Stalled: nobody gets any further.
-      NonFiniteGradient: a worker's gradient has a NaN or an infinity.
+      ValueError: an argument is out of its range, or Ray is not installed.
+      ActorLost: a process could not be started, or died too often.
+      Stalled: no process makes progress.
+      NonFiniteGradient: a worker's gradient contains a NaN or an infinity.
 
     Example:
       >>> import optax
@@ -116,44 +121,48 @@ def run(
 
     References:
       Moritz et al., "Ray: a distributed framework for emerging AI applications", arXiv:1712.05889, 2017; Elnozahy,
-      Alvisi, Wang, Johnson, "A survey of rollback-recovery protocols in message-passing systems", 2002 (what is sent
-      waits for what is kept).
+      Alvisi, Wang, Johnson, "A survey of rollback-recovery protocols in message-passing systems", 2002 (states
+      are stored before messages are sent).
     """
     slow = {worker: float(factor) for worker, factor in (slow or {}).items()}
     _check(
         rule, task, workers, seconds, steps, gradients, target, seed, evaluate_every, slow, on_death, restarts, timeout
     )
     task = task._replace(params=jax.tree.map(np.asarray, task.params))
-    # The driver evaluates: what it does so with stays here.
-    setup = Setup(rule, task._replace(evaluate=None), workers, seed, slow)
-    with connected(address, workers + 1) as ray:
-        crew = Crew(
+    # Only the driver evaluates, so `evaluate` is not sent to the others.
+    config = RunConfig(rule, task._replace(evaluate=None), workers, seed, slow)
+    with connect(address, workers + 1) as ray:
+        pool = WorkerPool(
             ray,
-            setup,
+            config,
             restarts=restarts if on_death == "restart" else 0,
             server_restarts=restarts,
             timeout=float(timeout),
             resources=resources or {},
         )
         try:
-            return _Driver(crew, rule, task, workers, on_death).drive(
+            return _Driver(pool, rule, task, workers, on_death).run(
                 seconds, steps, gradients, target, evaluate_every, progress
             )
         finally:
-            crew.close()
+            pool.close()
 
 
 class _Driver:
-    """What one run knows of itself."""
+    """Polls a run until it is complete, replaces dead processes, and evaluates."""
 
-    def __init__(self, crew: Crew, rule: Rule, task: Task, workers: int, on_death: str):
-        self.crew, self.rule, self.task, self.workers = crew, rule, task, workers
+    def __init__(self, pool: WorkerPool, rule: Rule, task: Task, workers: int, on_death: str):
+        self.pool, self.rule, self.task, self.workers = pool, rule, task, workers
         self.on_death = on_death
         self.times: list[float] = []
         self.losses: list[float] = []
-        self.ended: dict[int, int] = {}  # the last process of a place that is known to have ended
+        # For each place, the last of its processes that is known to have ended.
+        self.ended: dict[int, int] = {}
+        # The progress at the last poll at which it had changed, and the time of that poll.
+        self.last_progress: Any = None
+        self.progressed = time.monotonic()
 
-    def drive(
+    def run(
         self,
         seconds: Number | None,
         steps: int | None,
@@ -162,69 +171,65 @@ class _Driver:
         every: Number | None,
         progress: Callable[[Status], None] | None,
     ) -> Result:
-        crew = self.crew
-        pids = crew.begin()
-        started = moved = time.monotonic()
-        before: Any = None
-        due = 0.0
+        pids = self.pool.begin()
+        started = self.progressed = time.monotonic()
+        next_evaluation = 0.0
         while True:
             now = time.monotonic() - started
-            places, step_count, gradient_count = crew.ask("status")
-            if every is not None and now >= due:
+            places, step_count, gradient_count = self.pool.call_store("status")
+            if every is not None and now >= next_evaluation:
                 self.evaluate(now)
-                due = (now // every + 1) * every
+                next_evaluation = (now // every + 1) * every
             if progress is not None:
-                starts = {place: one.life for place, one in places.items()}
+                starts = {place: status.life for place, status in places.items()}
                 loss = self.losses[-1] if self.losses else None
                 progress(Status(now, step_count, gradient_count, loss, pids, starts))
-            over = (seconds is not None and now >= seconds) or (steps is not None and step_count >= steps)
-            over |= gradients is not None and gradient_count >= gradients
-            if over or (target is not None and bool(self.losses) and self.losses[-1] <= target):
+            complete = (seconds is not None and now >= seconds) or (steps is not None and step_count >= steps)
+            complete |= gradients is not None and gradient_count >= gradients
+            if complete or (target is not None and bool(self.losses) and self.losses[-1] <= target):
                 break
-            self.mourn(places)
-            # That one falls silent or is back is something that happens.
-            heard = [(one.commits, one.life, one.silent > QUIET) for one in places.values()]
-            if heard != before:
-                before, moved = heard, time.monotonic()
-            elif time.monotonic() - moved > crew.timeout and not any(quiet for _, _, quiet in heard):
-                waiting = {place: one.report.waits_for for place, one in places.items() if one.report.waits_for}
-                computing = tuple([place for place, one in places.items() if one.report.computing])
-                raise Stalled(waiting, computing, crew.timeout)
-        crew.stop()
+            self.handle_failures(places)
+            self.check_progress(places)
+        self.pool.stop()
         now = time.monotonic() - started
         if every is not None:
             self.evaluate(now)
-        return result(
-            *crew.ask("ledger"),
-            workers=self.workers,
-            seconds=now,
-            times=self.times,
-            losses=self.losses,
-            params=self.model(),
-        )
+        return self.result(now, *self.pool.call_store("log"))
 
-    def mourn(self, places: Mapping[int, Any]) -> None:
-        """Looks after the dead: those that ended, and those that have been silent for too long."""
-        for place, problem in self.crew.dead(LOOK):
+    def handle_failures(self, places: Mapping[int, PlaceStatus]) -> None:
+        """Replaces or dismisses processes that died, and kills those that have been silent for too long."""
+        for place, problem in self.pool.find_dead(POLL_SECONDS):
             if self.on_death == "continue" and place != SERVER:
-                self.crew.dismiss(place)
-                if not self.crew.actors.keys() - {SERVER}:
-                    raise WorkerLost(place, "has died, and was the last")
-            elif self.crew.final(problem):
-                raise WorkerLost(place, f"has died and is not started again: {problem}")
+                self.pool.dismiss(place)
+                if not self.pool.actors.keys() - {SERVER}:
+                    raise ActorLost(place, "has died, and was the last worker")
+            elif self.pool.is_final(problem):
+                raise ActorLost(place, f"has died and is not started again: {problem}")
             else:
-                self.crew.watch(place)
+                self.pool.watch(place)
                 if place in places:
                     self.ended[place] = places[place].life
-        for place, one in places.items():
-            if place not in self.crew.actors:
+        for place, status in places.items():
+            if place not in self.pool.actors:
                 continue
-            if self.ended.get(place) == one.life:  # the next one may take its time to start
-                if one.silent > (1 + STARTING) * self.crew.timeout:
-                    raise WorkerLost(place, f"has been silent for {one.silent:.0f} s, and could not be replaced")
-            elif one.silent > self.crew.timeout:
-                self.ended[place] = one.life
-                self.crew.kill(place, for_good=False)
+            # After a death the next process may take its time to start.
+            if self.ended.get(place) == status.life:
+                if status.silent > (1 + START_FACTOR) * self.pool.timeout:
+                    raise ActorLost(place, f"has been silent for {status.silent:.0f} s, and could not be replaced")
+            elif status.silent > self.pool.timeout:
+                self.ended[place] = status.life
+                self.pool.kill(place, for_good=False)
+
+    def check_progress(self, places: Mapping[int, PlaceStatus]) -> None:
+        """Raises `Stalled` if all processes answer, but none has made progress within the timeout."""
+        # A process that falls silent or is replaced counts as progress.
+        current = [(status.commits, status.life, status.silent > SILENT_SECONDS) for status in places.values()]
+        if current != self.last_progress:
+            self.last_progress, self.progressed = current, time.monotonic()
+        elif time.monotonic() - self.progressed > self.pool.timeout and not any(silent for _, _, silent in current):
+            waiting = {place: status.report.waits_for for place, status in places.items() if status.report.waits_for}
+            computing = tuple([place for place, status in places.items() if status.report.computing])
+            raise Stalled(waiting, computing, self.pool.timeout)
 
     def evaluate(self, now: float) -> None:
         assert self.task.evaluate is not None
@@ -232,14 +237,59 @@ class _Driver:
         self.times.append(now)
 
     def model(self) -> Any:
-        """What the rule would ship, of the states that were kept last."""
-        for places in [(SERVER,), tuple(range(self.workers))] if self.rule.server else [tuple(range(self.workers))]:
-            found = self.crew.ask("models", places)
-            models = [read(text, arrays.__getitem__) for _, (text, arrays) in sorted(found.items())]
+        """Returns the rule's model from the states that were stored last."""
+        all_workers = tuple(range(self.workers))
+        for places in [(SERVER,), all_workers] if self.rule.server else [all_workers]:
+            stored = self.pool.call_store("models", places)
+            models = [read(text, arrays.__getitem__) for _, (text, arrays) in sorted(stored.items())]
             models = [model for model in models if model is not None]
             if models:
                 return models[0] if all(_equal(model, models[0]) for model in models) else mean_of(models)
         return self.task.params
+
+    def result(self, seconds: float, records: Records, faults: list[Fault], reports: dict[int, Report]) -> Result:
+        """Merges the records of all places in the order of time, in the form of a replay."""
+        end = round(seconds * TICKS)
+        down = np.zeros(self.workers)
+        events = list(records.events)
+        for place, died, back in faults:
+            events.append((died, ON_FAULT, place, place, "failed", 0))
+            if back is not None:
+                events.append((back, ON_FAULT, place, place, RECOVERED, 0))
+            if place != SERVER:
+                down[place] += (end if back is None else back) - died
+        events.sort(key=lambda row: row[0])
+        words: dict[str, int] = {}
+        rows = [(*row[:4], words.setdefault(row[4], len(words)), row[5]) for row in events]
+        no_report = Report()
+        by_place = [reports.get(place, no_report) for place in [*range(self.workers), SERVER]]
+        return Result(
+            trace=Trace(
+                columns(_flatten(rows), "tick what place sender word bytes"),
+                columns(_flatten(sorted(records.gradients)), "tick worker read version accepted", "accepted"),
+                columns(_flatten(sorted(records.steps)), "tick version oldest"),
+                tuple(words),
+            ),
+            seconds=seconds,
+            times=np.array(self.times, float),
+            losses=np.array(self.losses, float),
+            params=self.model(),
+            computing=np.array([report.computed for report in by_place[:-1]]) / max(end, 1),
+            down=down / max(end, 1),
+            sent=np.array([sum(report.sent.values()) for report in by_place]),
+            received=np.array([report.received for report in by_place]),
+            links={
+                (place, to): nbytes
+                for place, report in sorted(reports.items())
+                for to, nbytes in sorted(report.sent.items())
+                if nbytes
+            },
+            ticks_per_second=TICKS,
+        )
+
+
+def _flatten(rows: list[tuple]) -> array:
+    return array("q", [int(number) for row in rows for number in row])
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -264,7 +314,7 @@ def _check(
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if seconds is None and steps is None and gradients is None and target is None:
-        raise ValueError("say how far: seconds=, steps=, gradients= or target=")
+        raise ValueError("no stopping criterion: pass seconds=, steps=, gradients= or target=")
     if target is not None and evaluate_every is None:
         raise ValueError(f"target={target} needs evaluate_every=")
     if evaluate_every is not None and task.evaluate is None:
@@ -276,7 +326,7 @@ def _check(
         raise ValueError(f"seed must be at least 0, got {seed}")
     for worker, factor in slow.items():
         if not (0 <= worker < workers and factor >= 1):
-            raise ValueError(f"slow must be factors of at least 1 of workers below {workers}, got {worker}: {factor}")
+            raise ValueError(f"slow must map workers below {workers} to factors of at least 1, got {worker}: {factor}")
     if restarts < 0:
         raise ValueError(f"restarts must be at least 0, got {restarts}")
     if on_death == "continue" and rule.server is None:

@@ -1,8 +1,8 @@
-"""Rules on a virtual clock: real gradients, simulated time."""
+"""Runs rules on a virtual clock: real gradients, simulated time."""
 
-from .errors import Deadlock as Deadlock
-from .errors import NonFiniteGradient as NonFiniteGradient
-from .errors import TooManyEvents as TooManyEvents
+from ..errors import Deadlock as Deadlock
+from ..errors import NonFiniteGradient as NonFiniteGradient
+from ..errors import TooManyEvents as TooManyEvents
 from .run import Simulator as Simulator
 from .run import run as run
 from .run import simulator as simulator

@@ -1,10 +1,11 @@
-"""The virtual clock: one event after the other, in an order that depends on nothing but the seed."""
+"""The virtual clock: processes one event after the other, in an order that depends on nothing but the seed."""
 
 import heapq
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, no_type_check
 
 from ..durations.base import Durations, outages, stream
+from ..errors import Deadlock, TooManyEvents
 from ..links import Links
 from ..protocol import (
     COMPUTED,
@@ -14,22 +15,21 @@ from ..protocol import (
     After,
     Cancel,
     Compute,
-    Counted,
+    GradientRecord,
     Message,
     Reduce,
     Rule,
     Send,
     Site,
-    Stepped,
+    StepRecord,
 )
 from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
-from .errors import Deadlock, TooManyEvents
-from .state import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER, ReplayState, empty
+from .state import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER, ReplayState, empty_state
 
 
-class Setup(NamedTuple):
-    """What a run has that never changes: `gradient(params, worker, job)`, `evaluate(params)` or None; whole ticks."""
+class ReplayConfig(NamedTuple):
+    """The constants of a run; `gradient(params, worker, job)`, `evaluate(params)` or None; times in ticks."""
 
     rule: Rule
     workers: int
@@ -45,37 +45,41 @@ class Setup(NamedTuple):
     record_events: bool
 
 
-# Called for every event: the type checks of the test suite would take nearly all the time.
+# Called for every event: the runtime type checks of the tests would take most of the time.
 @no_type_check
 class Engine:
-    """One state in motion. Methods are what can happen; the loop is `advance`."""
+    """Advances one state. Methods handle one kind of action or of event each; the loop is `advance`."""
 
-    def __init__(self, setup: Setup, state: ReplayState):
-        self.setup, self.state = setup, state
-        self.roles = [setup.rule.worker] * setup.workers + ([setup.rule.server] if setup.rule.server else [])
+    def __init__(self, config: ReplayConfig, state: ReplayState):
+        self.config, self.state = config, state
+        rule = config.rule
+        # The server is last, so that its index -1 finds it.
+        self.roles = [rule.worker] * config.workers + ([rule.server] if rule.server else [])
+        # Created when first needed, at the job or outage that the state is at.
         self.streams: dict[int, Iterator[float]] = {}
-        self.faults: dict[int, Iterator[tuple[float, float]]] = {}
+        self.outages: dict[int, Iterator[tuple[float, float]]] = {}
 
     def push(self, tick: int, what: int, place: int, data: tuple) -> None:
         state = self.state
+        # The sequence number makes the order of events total.
         heapq.heappush(state.heap, (tick, what, place, state.sequence, data))
         state.sequence += 1
         if what != EVALUATION:
             state.live += 1
 
     def ticks(self, seconds: float) -> int:
-        return round(seconds * self.setup.ticks_per_second)
+        return round(seconds * self.config.ticks_per_second)
 
-    # What a role asks for.
+    # Actions of a role.
 
     def send(self, place: int, action: Send) -> None:
         state, message, to = self.state, action.message, action.to
         nbytes = nbytes_of(message.value)
         arrival = state.tick
-        seconds = self.setup.links.seconds
+        seconds = self.config.links.seconds
         if seconds is not None:
             start = max(arrival, state.link_free.get((place, to), 0))
-            if self.setup.links.nic:
+            if self.config.links.nic:
                 start = max(start, state.out_free[place], state.in_free[to])
             arrival = start + self.ticks(seconds(place, to, nbytes))
             state.link_free[place, to] = arrival
@@ -86,19 +90,19 @@ class Engine:
         self.push(arrival, MESSAGE, to, (place, message, nbytes))
 
     def compute(self, place: int, action: Compute) -> None:
-        state, setup = self.state, self.setup
+        state, config = self.state, self.config
         if place == SERVER or state.running[place] is not None:
-            raise RuntimeError(f"place {place} of {setup.rule.name} computes already, or is the server")
+            raise RuntimeError(f"place {place} of {config.rule.name} is computing already, or is the server")
         job = state.jobs[place]
         state.jobs[place] = job + 1
         if place not in self.streams:
-            self.streams[place] = stream(setup.durations, setup.seed, place, job)
+            self.streams[place] = stream(config.durations, config.seed, place, job)
         seconds, start = next(self.streams[place]), state.tick
-        if setup.durations.finish is not None:
-            seconds = (
-                setup.durations.finish(place, start / setup.ticks_per_second, seconds) - start / setup.ticks_per_second
-            )
-        end = -1  # never
+        if config.durations.finish is not None:
+            now = start / config.ticks_per_second
+            seconds = config.durations.finish(place, now, seconds) - now
+        # An infinite duration never ends, and has no event.
+        end = -1
         if seconds != float("inf"):
             end = start + max(1, self.ticks(seconds))
             self.push(end, DONE, place, (job,))
@@ -115,74 +119,77 @@ class Engine:
         key = (group, action.tag)
         parts = state.collectives.setdefault(key, {})
         parts[place] = (action.value, action.op, state.tick)
-        if len(parts) == len(group):
-            nbytes = nbytes_of(action.value)
-            came = [tick for _, _, tick in parts.values()]
-            lead = (came[-1] - came[-2:][0]) / self.setup.ticks_per_second  # none without others
-            taken = self.ticks(self.setup.links.collective(group, nbytes, action.op, lead))
-            n = len(group)
-            each = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
-            for member in group:
-                state.sent[member] += each
-            self.push(state.tick + taken, COLLECTIVE, group[0], (key, each))
+        if len(parts) < len(group):
+            return
+        n, nbytes = len(group), nbytes_of(action.value)
+        # The lead of the last member but one, which some collectives use; 0 in a group of one.
+        joined = [tick for _, _, tick in parts.values()]
+        lead = (joined[-1] - joined[-2:][0]) / self.config.ticks_per_second
+        duration = self.ticks(self.config.links.collective(group, nbytes, action.op, lead))
+        # Bytes that each member sends: in a gather its value to all others, in a mean those of a ring all-reduce.
+        sent = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
+        for member in group:
+            state.sent[member] += sent
+        self.push(state.tick + duration, COLLECTIVE, group[0], (key, sent))
 
     def after(self, place: int, action: After) -> None:
         self.push(self.state.tick + max(1, self.ticks(action.seconds)), TIMER, place, (action.tag,))
 
-    def counted(self, place: int, action: Counted) -> None:
+    def record_gradient(self, place: int, action: GradientRecord) -> None:
         self.state.gradients.extend((self.state.tick, *action))
 
-    def stepped(self, place: int, action: Stepped) -> None:
+    def record_step(self, place: int, action: StepRecord) -> None:
         self.state.steps.extend((self.state.tick, *action))
 
-    asked: ClassVar = {
+    ACTIONS: ClassVar = {
         Send: send,
         Compute: compute,
         Cancel: cancel,
         Reduce: reduce,
         After: after,
-        Counted: counted,
-        Stepped: stepped,
+        GradientRecord: record_gradient,
+        StepRecord: record_step,
     }
 
-    def tell(self, place: int, sender: int, message: Message) -> None:
+    def deliver(self, place: int, sender: int, message: Message) -> None:
         roles = self.state.roles
         roles[place], actions = self.roles[place].receive(roles[place], sender, message)
-        asked = self.asked
+        handlers = self.ACTIONS
         for action in actions:
-            asked[type(action)](self, place, action)
+            handlers[type(action)](self, place, action)
 
-    # What happens.
+    # Events.
 
-    def record(self, what: int, place: int, sender: int, kind: str, nbytes: int = 0) -> None:
+    def record_event(self, what: int, place: int, sender: int, kind: str, nbytes: int = 0) -> None:
         state = self.state
-        if self.setup.record_events:
+        if self.config.record_events:
             word = state.words.setdefault(kind, len(state.words))
             state.events.extend((state.tick, what, place, sender, word, nbytes))
 
     def on_message(self, place: int, data: tuple) -> None:
         sender, message, nbytes = data
         if place != SERVER and self.state.gone[place] >= 0:
-            return self.record(MESSAGE, place, sender, "lost", nbytes)
+            return self.record_event(MESSAGE, place, sender, "lost", nbytes)
         self.state.received[place] += nbytes
-        self.record(MESSAGE, place, sender, message.kind, nbytes)
-        self.tell(place, sender, message)
+        self.record_event(MESSAGE, place, sender, message.kind, nbytes)
+        self.deliver(place, sender, message)
 
     def on_done(self, place: int, data: tuple) -> None:
         state = self.state
         running = state.running[place]
+        # The gradient was cancelled.
         if running is None or running[0] != data[0]:
-            return  # given up
+            return
         job, start, end, version, params = running
         state.running[place] = None
         state.computed[place] += end - start
-        self.record(DONE, place, place, COMPUTED)
-        gradient, seconds = self.setup.gradient(params, place, job), (end - start) / self.setup.ticks_per_second
-        self.tell(place, place, Message(COMPUTED, gradient, version, job, seconds))
+        self.record_event(DONE, place, place, COMPUTED)
+        gradient, seconds = self.config.gradient(params, place, job), (end - start) / self.config.ticks_per_second
+        self.deliver(place, place, Message(COMPUTED, gradient, version, job, seconds))
 
     def on_collective(self, place: int, data: tuple) -> None:
         state = self.state
-        (group, tag), each = data
+        (group, tag), nbytes = data
         if any(state.gone[member] >= 0 for member in group):
             state.late.append(data)
             return
@@ -190,94 +197,99 @@ class Engine:
         values, op = [parts[member][0] for member in group], parts[group[0]][1]
         value = tuple(map(force, values)) if op == "gather" else mean_of(values)
         for member in group:
-            state.received[member] += each
-            self.record(COLLECTIVE, member, place, REDUCED, each)
-            self.tell(member, member, Message(REDUCED, value, 0, tag))
+            state.received[member] += nbytes
+            self.record_event(COLLECTIVE, member, place, REDUCED, nbytes)
+            self.deliver(member, member, Message(REDUCED, value, 0, tag))
 
     def on_timer(self, place: int, data: tuple) -> None:
         if place == SERVER or self.state.gone[place] < 0:
-            self.record(TIMER, place, place, TIMER_KIND)
-            self.tell(place, place, Message(TIMER_KIND, None, 0, data[0]))
+            self.record_event(TIMER, place, place, TIMER_KIND)
+            self.deliver(place, place, Message(TIMER_KIND, None, 0, data[0]))
 
     def on_fault(self, place: int, data: tuple) -> None:
+        """Fails a worker that is up, and recovers one that is down."""
         state = self.state
         _, down = data
         state.faults[place] += 1
         if state.gone[place] < 0:
-            self.record(FAULT, place, place, "failed")
+            self.record_event(FAULT, place, place, "failed")
             self.cancel(place)
             state.gone[place] = state.tick
             self.push(state.tick + max(1, self.ticks(down)), FAULT, place, data)
             return
-        self.record(FAULT, place, place, RECOVERED)
+        self.record_event(FAULT, place, place, RECOVERED)
         state.down[place] += state.tick - state.gone[place]
         state.gone[place] = -1
-        self.next_fault(place)
+        self.schedule_fault(place)
+        # Collectives that had to wait for a failed member are tried again.
         late, state.late = state.late, []
         for waiting in late:
             self.push(state.tick, COLLECTIVE, waiting[0][0][0], waiting)
-        self.tell(place, place, Message(RECOVERED))
+        self.deliver(place, place, Message(RECOVERED))
 
     def on_evaluation(self, place: int, data: tuple) -> None:
-        state, setup = self.state, self.setup
-        assert setup.evaluate is not None
+        state, config = self.state, self.config
+        assert config.evaluate is not None
         state.times.append(state.tick)
-        state.losses.append(float(setup.evaluate(force(self.model()))))
-        self.push(state.tick + setup.evaluate_ticks, EVALUATION, 0, ())
+        state.losses.append(float(config.evaluate(force(self.final_model()))))
+        self.push(state.tick + config.evaluate_ticks, EVALUATION, 0, ())
 
-    happens = (on_fault, on_message, on_done, on_collective, on_timer, on_evaluation)
+    # Indexed by event class, in the order of the constants in `state`.
+    EVENTS: ClassVar = (on_fault, on_message, on_done, on_collective, on_timer, on_evaluation)
 
-    def next_fault(self, place: int) -> None:
-        if self.setup.durations.outages is None:
+    def schedule_fault(self, place: int) -> None:
+        if self.config.durations.outages is None:
             return
-        if place not in self.faults:
-            self.faults[place] = outages(self.setup.durations, self.setup.seed, place)
+        if place not in self.outages:
+            self.outages[place] = outages(self.config.durations, self.config.seed, place)
+            # Two faults, a failure and a recovery, per outage.
             for _ in range(self.state.faults[place] // 2):
-                next(self.faults[place])
-        up, down = next(self.faults[place])
+                next(self.outages[place])
+        up, down = next(self.outages[place])
         self.push(self.state.tick + max(1, self.ticks(up)), FAULT, place, (up, down))
 
-    def model(self) -> Any:
-        """What the rule would ship: the server's model, or the mean of the workers'."""
-        setup, roles = self.setup, self.state.roles
-        shipped = setup.rule.server.params(roles[SERVER]) if setup.rule.server else None
-        if shipped is not None:
-            return shipped
-        models = [setup.rule.worker.params(role) for role in roles[: setup.workers]]
+    def final_model(self) -> Any:
+        """Returns the rule's model: the server's, or the mean of the workers'."""
+        config, roles = self.config, self.state.roles
+        model = config.rule.server.params(roles[SERVER]) if config.rule.server else None
+        if model is not None:
+            return model
+        models = [config.rule.worker.params(role) for role in roles[: config.workers]]
         return models[0] if all(model is models[0] for model in models) else mean_of(models)
 
     def begin(self) -> None:
-        setup, roles = self.setup, self.state.roles
+        config, roles = self.config, self.state.roles
         started = []
-        for place in ([SERVER] if setup.rule.server else []) + list(range(setup.workers)):
-            roles[place], actions = self.roles[place].init(Site(place, setup.workers, setup.seed), setup.params)
+        # All roles exist before the first action is handled.
+        for place in ([SERVER] if config.rule.server else []) + list(range(config.workers)):
+            roles[place], actions = self.roles[place].init(Site(place, config.workers, config.seed), config.params)
             started.append((place, actions))
         for place, actions in started:
             for action in actions:
-                self.asked[type(action)](self, place, action)
-        for place in range(setup.workers):
-            self.next_fault(place)
-        if setup.evaluate is not None:
+                self.ACTIONS[type(action)](self, place, action)
+        for place in range(config.workers):
+            self.schedule_fault(place)
+        if config.evaluate is not None:
             self.push(0, EVALUATION, 0, ())
 
-    def waiting(self) -> dict[int, tuple[int, ...]]:
-        """Who waits for whom."""
-        found = {}
-        for place in [*range(self.setup.workers), *([SERVER] if self.setup.rule.server else [])]:
+    def waiting_places(self) -> dict[int, tuple[int, ...]]:
+        """Returns the indices that each waiting place waits for."""
+        waiting = {}
+        for place in [*range(self.config.workers), *([SERVER] if self.config.rule.server else [])]:
             running = self.state.running[place] if place != SERVER else None
-            whom = self.roles[place].waits_for(self.state.roles[place])
-            if whom and running is None:
-                found[place] = whom
-        return found
+            others = self.roles[place].waits_for(self.state.roles[place])
+            if others and running is None:
+                waiting[place] = others
+        return waiting
 
-    def advance(self, until: int, enough: Callable[[ReplayState], bool] | None) -> None:
-        """Until a tick (its events included), or until enough has happened."""
-        state, happens, limit = self.state, self.happens, self.setup.events_per_tick
+    def advance(self, until: int, is_complete: Callable[[ReplayState], bool] | None) -> None:
+        """Processes events up to and including a tick, or until the run is complete."""
+        state, handlers, limit = self.state, self.EVENTS, self.config.events_per_tick
         heap, pop, at, count = state.heap, heapq.heappop, state.tick, 0
-        while enough is None or not enough(state):
+        while is_complete is None or not is_complete(state):
             if not state.live:
                 endless = tuple([i for i, running in enumerate(state.running) if running is not None])
-                raise Deadlock(self.waiting(), state.tick / self.setup.ticks_per_second, endless)
+                raise Deadlock(self.waiting_places(), state.tick / self.config.ticks_per_second, endless)
             if heap[0][0] > until:
                 state.tick = until
                 return
@@ -288,14 +300,14 @@ class Engine:
             state.tick = at = tick
             if count > limit:
                 raise TooManyEvents(
-                    f"more than {limit} events at {tick / self.setup.ticks_per_second:g} s: messages go in a circle, "
-                    "in no time; if they do not, raise events_per_tick"
+                    f"more than {limit} events at {tick / self.config.ticks_per_second:g} s: messages form a "
+                    "zero-latency cycle; if they do not, raise events_per_tick"
                 )
-            happens[what](self, place, data)
+            handlers[what](self, place, data)
 
 
-def begun(setup: Setup) -> ReplayState:
-    """The state before the first event."""
-    engine = Engine(setup, empty(setup.workers))
+def begin_replay(config: ReplayConfig) -> ReplayState:
+    """Returns the state before the first event."""
+    engine = Engine(config, empty_state(config.workers))
     engine.begin()
     return engine.state

@@ -1,6 +1,7 @@
-"""A rule on the virtual clock, in one call or in pieces."""
+"""Runs a rule on the virtual clock, in one call or in pieces."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
@@ -11,12 +12,14 @@ from ..durations.laws import constant
 from ..links import Links, instant
 from ..protocol import Rule
 from ..values import force, spec_of
-from .engine import Engine, Setup, begun
-from .state import ReplayState, copied
-from .task import Task, gradients
+from .engine import Engine, ReplayConfig, begin_replay
+from .state import ReplayState, copy_state
+from .task import Task, gradient_function
 from .trace import Result, Trace, columns
 
-FOREVER = 2**62
+_FOREVER = 2**62
+# Integers per row of these columns of a state.
+_STEP_COLUMNS, _GRADIENT_COLUMNS = 3, 5
 
 
 class Simulator(NamedTuple):
@@ -25,16 +28,16 @@ class Simulator(NamedTuple):
     Attributes:
       init: `init() -> state`, before the first event.
       advance: `advance(state, seconds=None, steps=None, gradients=None, target=None) -> state`: until a virtual time
-        (counted from the beginning, what happens then included), so many steps of the model, so many gradients that
+        (from the beginning, events at that time included), a number of steps of the model, a number of gradients that
         arrived, or an evaluation at the target or below, whichever is first.
       result: `result(state) -> Result`, at any time.
-      setup: what never changes.
+      config: the constants of the run.
     """
 
     init: Callable[[], ReplayState]
     advance: Callable[..., ReplayState]
     result: Callable[[ReplayState], Result]
-    setup: Setup
+    config: ReplayConfig
 
 
 def simulator(
@@ -51,30 +54,32 @@ def simulator(
     events_per_tick: int | None = None,
     record_events: bool = True,
 ) -> Simulator:
-    """A rule, a task and a cluster, ready to run on a virtual clock.
+    """Combines a rule, a task and a cluster into a simulator on a virtual clock.
 
-    Time is whole ticks, and events have a total order (tick, class, place, number), so that equal arguments give equal
-    traces, byte for byte. Durations and data follow from `(seed, worker, the worker's own count of jobs)`: worker i
-    sees the same under every rule. Gradients are real, and computed only when a rule uses them.
+    Time is measured in integer ticks, and events have a total order (tick, class, place, number), so that equal
+    arguments give equal traces, byte for byte. Durations and data are functions of `(seed, worker, job)`, with the
+    worker's own job count, and are thus the same under every rule. Gradients are real, and computed only when a rule
+    uses them.
 
     Args:
       rule: from `asynchronous.rules`, or your own.
-      task: model and data; None counts messages and time alone, for a model of one number.
-      workers: how many.
-      durations: of gradients; default a second each.
-      links: of messages; default no time.
-      seed: of durations, data and choices.
-      evaluate_every: virtual seconds between evaluations, from 0 on; None for none. Evaluations change nothing else.
-      timing_only: no arrays, only their shapes: the same events, bytes and steps, at about 10^5 events a second.
-      ticks_per_second: time is whole numbers of them.
-      events_per_tick: more at one tick is an error; default 1000 for each place.
-      record_events: keep the list of all events.
+      task: model and data; None simulates messages and time only, for a model of one number.
+      workers: the number of workers.
+      durations: of gradients; default: one second each.
+      links: of messages; default: they take no time.
+      seed: the seed of durations, data and random choices.
+      evaluate_every: virtual seconds between evaluations, starting at 0; None for none. Evaluations do not affect the
+        run.
+      timing_only: simulate shapes instead of arrays: the same events, bytes and steps, at about 10^5 events per second.
+      ticks_per_second: the resolution of time.
+      events_per_tick: the largest number of events at one tick; default: 1000 per worker and server.
+      record_events: record the list of all events.
 
     Returns:
       The `Simulator`.
 
     Raises:
-      ValueError: an argument cannot work.
+      ValueError: an argument is out of its range, or arguments contradict each other.
 
     Example:
       >>> import optax
@@ -91,9 +96,9 @@ def simulator(
     durations, links = durations or constant(1.0), links or instant()
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    for what, wants in (("durations", durations.workers), ("links", links.workers)):
-        if wants is not None and wants != workers:
-            raise ValueError(f"{what} are for {wants} workers, got workers={workers}: make them for as many")
+    for name, size in (("durations", durations.workers), ("links", links.workers)):
+        if size is not None and size != workers:
+            raise ValueError(f"{name} are for {size} workers, got workers={workers}: the numbers must be equal")
     if ticks_per_second < 1:
         raise ValueError(f"ticks_per_second must be at least 1, got {ticks_per_second}")
     if seed < 0:
@@ -104,13 +109,13 @@ def simulator(
         raise ValueError(f"evaluate_every must be at least a tick, 1/{ticks_per_second} s, got {evaluate_every}")
     if task is None:
         task, timing_only = Task(np.zeros((), np.float32), lambda params, batch: params, lambda *job: None), True
-    seen = evaluate_every is not None and not timing_only
-    setup = Setup(
+    evaluates = evaluate_every is not None and not timing_only
+    config = ReplayConfig(
         rule=rule,
         workers=workers,
         params=spec_of(task.params) if timing_only else task.params,
-        gradient=gradients(task, seed),
-        evaluate=task.evaluate if seen else None,
+        gradient=gradient_function(task, seed),
+        evaluate=task.evaluate if evaluates else None,
         durations=durations,
         links=links,
         seed=seed,
@@ -120,34 +125,36 @@ def simulator(
         record_events=record_events,
     )
 
-    def advance(
-        state: ReplayState,
-        *,
-        seconds: Number | None = None,
-        steps: int | None = None,
-        gradients: int | None = None,
-        target: Number | None = None,
-    ) -> ReplayState:
-        if seconds is None and steps is None and gradients is None and target is None:
-            raise ValueError("say how far: seconds=, steps=, gradients= or target=")
-        if target is not None and not seen:
-            raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
+    return Simulator(partial(begin_replay, config), partial(_advance, config), partial(_result, config), config)
 
-        @no_type_check
-        def enough(state: ReplayState) -> bool:
-            return (
-                (steps is not None and len(state.steps) >= 3 * steps)
-                or (gradients is not None and len(state.gradients) >= 5 * gradients)
-                or (target is not None and len(state.losses) > 0 and state.losses[-1] <= target)
-            )
 
-        engine = Engine(setup, copied(state))
-        counted = steps is not None or gradients is not None or target is not None
-        until = FOREVER if seconds is None else round(seconds * ticks_per_second)
-        engine.advance(until, enough if counted else None)
-        return engine.state
+def _advance(
+    config: ReplayConfig,
+    state: ReplayState,
+    *,
+    seconds: Number | None = None,
+    steps: int | None = None,
+    gradients: int | None = None,
+    target: Number | None = None,
+) -> ReplayState:
+    if seconds is None and steps is None and gradients is None and target is None:
+        raise ValueError("no stopping criterion: pass seconds=, steps=, gradients= or target=")
+    if target is not None and config.evaluate is None:
+        raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
 
-    return Simulator(lambda: begun(setup), advance, lambda state: _result(setup, state), setup)
+    @no_type_check
+    def is_complete(state: ReplayState) -> bool:
+        return (
+            (steps is not None and len(state.steps) >= _STEP_COLUMNS * steps)
+            or (gradients is not None and len(state.gradients) >= _GRADIENT_COLUMNS * gradients)
+            or (target is not None and len(state.losses) > 0 and state.losses[-1] <= target)
+        )
+
+    engine = Engine(config, copy_state(state))
+    counts = steps is not None or gradients is not None or target is not None
+    until = _FOREVER if seconds is None else round(seconds * config.ticks_per_second)
+    engine.advance(until, is_complete if counts else None)
+    return engine.state
 
 
 def run(
@@ -164,20 +171,20 @@ def run(
 
     Args:
       rule: from `asynchronous.rules`, or your own.
-      task: model and data; None counts messages and time alone.
-      seconds: how long, in virtual time.
-      steps: how many updates of the model.
-      gradients: how many gradients that arrive.
-      target: until an evaluation is as low.
-      **settings: those of `simulator`; `workers` is needed.
+      task: model and data; None simulates messages and time only.
+      seconds: stop after this virtual time.
+      steps: stop after this number of updates of the model.
+      gradients: stop after this number of gradients that arrived.
+      target: stop at an evaluation at or below this loss.
+      **settings: the arguments of `simulator`; `workers` is required.
 
     Returns:
       The `Result`.
 
     Raises:
-      ValueError: an argument cannot work, or nothing says how far.
-      Deadlock: somebody waits for ever.
-      NonFiniteGradient: a gradient that the rule uses has a NaN or an infinity.
+      ValueError: an argument is out of its range, or there is no stopping criterion.
+      Deadlock: a worker waits forever.
+      NonFiniteGradient: a gradient that the rule uses contains a NaN or an infinity.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -196,10 +203,11 @@ def run(
     return clock.result(state)
 
 
-def _result(setup: Setup, state: ReplayState) -> Result:
+def _result(config: ReplayConfig, state: ReplayState) -> Result:
     now = max(state.tick, 1)
-    ticks = [running[1] if running is not None else state.tick for running in state.running]
-    computed = np.array(state.computed) + state.tick - np.array(ticks)
+    # Gradients and outages that are still running count up to now.
+    starts = [running[1] if running is not None else state.tick for running in state.running]
+    computed = np.array(state.computed) + state.tick - np.array(starts)
     down = np.array(state.down) + [state.tick - since if since >= 0 else 0 for since in state.gone]
     trace = Trace(
         columns(state.events, "tick what place sender word bytes"),
@@ -208,15 +216,15 @@ def _result(setup: Setup, state: ReplayState) -> Result:
         tuple(state.words),
     )
     return Result(
-        trace,
-        state.tick / setup.ticks_per_second,
-        np.array(state.times) / setup.ticks_per_second,
-        np.array(state.losses),
-        force(Engine(setup, state).model()),
-        computed / now,
-        down / now,
-        np.array(state.sent),
-        np.array(state.received),
-        dict(state.links),
-        setup.ticks_per_second,
+        trace=trace,
+        seconds=state.tick / config.ticks_per_second,
+        times=np.array(state.times) / config.ticks_per_second,
+        losses=np.array(state.losses),
+        params=force(Engine(config, state).final_model()),
+        computing=computed / now,
+        down=down / now,
+        sent=np.array(state.sent),
+        received=np.array(state.received),
+        links=dict(state.links),
+        ticks_per_second=config.ticks_per_second,
     )

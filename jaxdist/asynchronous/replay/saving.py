@@ -1,4 +1,4 @@
-"""The state of a replay as a file of numbers and names: no code in it."""
+"""Saves and restores the state of a replay as a file of numbers and names, without code."""
 
 import os
 from dataclasses import fields
@@ -14,15 +14,15 @@ from .state import ReplayState
 
 
 def save(path: Path, clock: Simulator, state: ReplayState) -> None:
-    """Writes a state, from which `restore` goes on exactly as it would have.
+    """Writes a state, from which a restored run continues exactly as the original would.
 
-    One `.npz` file of numbers, and the names of NamedTuples: arrays that many workers share are written once, and
-    gradients that nobody has asked for yet as the model and the job that they come from. Written beside, then renamed.
+    One `.npz` file of numbers and names of NamedTuples: arrays that many workers share are written once, and gradients
+    that are not computed yet as their model and job. The file is written under a temporary name, then renamed.
 
     Args:
       path: the file, `.npz`.
-      clock: whose state it is.
-      state: to write.
+      clock: the simulator of the state.
+      state: the state.
 
     Raises:
       ValueError: the model or a state has nodes other than dicts, lists, tuples and NamedTuples.
@@ -38,32 +38,33 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
     """
     arrays: dict[str, np.ndarray] = {}
 
-    def store(one: Any) -> str:
+    def store(value: Any) -> str:
         name = f"a{len(arrays)}"
-        arrays[name] = flat(one)
+        arrays[name] = flat(value)
         return name
 
-    content = {one.name: getattr(state, one.name) for one in fields(state)}
+    content = {entry.name: getattr(state, entry.name) for entry in fields(state)}
     text = write({"of": _identity(clock), "state": content}, store)
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
+    # Renamed when complete, so that a run that is killed here leaves the last file intact.
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
         parts: Any = arrays | {"text": np.frombuffer(text.encode(), np.uint8)}
         np.savez(file, **parts)
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def restore(path: Path, clock: Simulator) -> ReplayState:
-    """Reads what `save` wrote.
+    """Reads a state that `save` wrote.
 
     Args:
       path: the file.
-      clock: made as the one that was saved.
+      clock: a simulator made with the same arguments as the saved one.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: the file is of another rule, seed or number of workers, or names something that is no NamedTuple.
+      ValueError: the file is of another rule, seed or number of workers, or names a class that is not a NamedTuple.
 
     Example:
       >>> import optax, tempfile, pathlib
@@ -76,13 +77,15 @@ def restore(path: Path, clock: Simulator) -> ReplayState:
     """
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    content = read(arrays.pop("text").tobytes().decode(), arrays.__getitem__, clock.setup.gradient)
+    content = read(arrays.pop("text").tobytes().decode(), arrays.__getitem__, clock.config.gradient)
     if content["of"] != _identity(clock):
-        raise ValueError(f"{path} is of {content['of']}, not of {_identity(clock)}")
+        raise ValueError(
+            f"{path} is a replay of {content['of']}, not of {_identity(clock)}: use the arguments of the first run"
+        )
     return ReplayState(**content["state"])
 
 
 def _identity(clock: Simulator) -> dict[str, Any]:
-    setup = clock.setup
-    timing = isinstance(setup.params, Spec)
-    return {"rule": setup.rule.name, "workers": setup.workers, "seed": setup.seed, "timing_only": timing}
+    config = clock.config
+    timing = isinstance(config.params, Spec)
+    return {"rule": config.rule.name, "workers": config.workers, "seed": config.seed, "timing_only": timing}

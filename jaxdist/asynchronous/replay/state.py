@@ -1,10 +1,11 @@
-"""All that a replay knows between two events: plain numbers, tuples and values."""
+"""The state of a replay between two events: plain numbers, tuples and values."""
 
 import copy
 from array import array
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+# The classes of events, in the order in which events of the same tick happen; see `trace.CLASSES`.
 FAULT, MESSAGE, DONE, COLLECTIVE, TIMER, EVALUATION = range(6)
 
 
@@ -16,19 +17,26 @@ def _integers() -> array:
 class ReplayState:
     """The state of the virtual clock, which `save` writes to a file.
 
+    A place is a worker, or the server (index -1).
+
     Attributes:
-      tick, sequence, live: the time, how many events were ever made, and how many that matter are in the heap.
-      heap: `(tick, class, place, sequence, data)`; the next event is the least.
       roles: the state of each worker's role and, last, the server's.
-      running: for each worker `(job, start, end, version, params)` of what it computes, or None.
-      jobs: how many gradients each worker has begun.
-      gone: since when each worker is gone, or -1; `faults` how often it failed or came back.
-      link_free, out_free, in_free: when links and places are free again.
-      collectives: the parts given so far, by `(group, tag)`.
-      late: collectives that are done but for members that are gone.
-      computed, down: ticks that each worker computed and was gone.
-      sent, received, links: bytes.
-      words: the numbers of the kinds of messages.
+      running: for each worker `(job, start, end, version, params)` of its running gradient, or None.
+      jobs: the number of gradients that each worker has begun.
+      gone: the tick at which each worker failed, or -1 if it is up.
+      faults: the number of failures and recoveries of each worker.
+      out_free, in_free: the ticks at which each place can send and receive again, with one network card each.
+      computed, down: ticks that each worker computed and was down.
+      sent, received: bytes of each place.
+      tick: the time.
+      sequence: the number of events created so far.
+      live: the number of events in the heap other than evaluations.
+      heap: `(tick, class, place, sequence, data)`; the smallest is the next event.
+      link_free: the tick at which each link `(source, destination)` is free again.
+      collectives: the contributions so far, by `(group, tag)`.
+      late: collectives that wait only for failed members to recover.
+      links: bytes of each link.
+      words: the numbers of the message kinds.
       events, gradients, steps, times, losses: the columns of the trace.
     """
 
@@ -59,8 +67,8 @@ class ReplayState:
     losses: array = field(default_factory=lambda: array("d"))
 
 
-def empty(workers: int) -> ReplayState:
-    """Before anything began."""
+def empty_state(workers: int) -> ReplayState:
+    """Returns the state before any role has begun."""
     places = workers + 1
     return ReplayState(
         roles=[None] * places,
@@ -77,8 +85,8 @@ def empty(workers: int) -> ReplayState:
     )
 
 
-def copied(state: ReplayState) -> ReplayState:
-    """A state to go on from while the old one stays: containers are new, values are shared."""
-    out = ReplayState(**{one.name: copy.copy(getattr(state, one.name)) for one in fields(state)})
-    out.collectives = {key: dict(parts) for key, parts in state.collectives.items()}
-    return out
+def copy_state(state: ReplayState) -> ReplayState:
+    """Copies a state so that the original stays valid: containers are copied, values are shared."""
+    new = ReplayState(**{entry.name: copy.copy(getattr(state, entry.name)) for entry in fields(state)})
+    new.collectives = {key: dict(parts) for key, parts in state.collectives.items()}
+    return new

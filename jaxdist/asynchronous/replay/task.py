@@ -1,4 +1,4 @@
-"""What is trained in a replay."""
+"""Training tasks: a model, its loss and its data."""
 
 import functools
 from collections.abc import Callable
@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.types import Array, PyTree
+from ..errors import NonFiniteGradient
 from ..values import Lazy, Spec, force, spec_of
-from .errors import NonFiniteGradient
 
 
 class Task(NamedTuple):
     """A model and its data, as pure functions.
 
     Attributes:
-      params: the model to begin with.
-      loss: `loss(params, batch) -> scalar`, what gradients are of.
-      batch: `batch(seed, worker, job) -> Batch`: the data follow from the worker and its own count of jobs, so that
-        they are the same under every rule. Called for gradients that somebody uses.
-      evaluate: `evaluate(params) -> float`, what the curve over virtual time shows; None for no curve.
+      params: the initial model.
+      loss: `loss(params, batch) -> scalar`, whose gradients the workers compute.
+      batch: `batch(seed, worker, job) -> Batch`: the data depend on the worker and its own job count, so that they are
+        the same under every rule. Called only for gradients that are used.
+      evaluate: `evaluate(params) -> float`, plotted over virtual time; None for no evaluations.
     """
 
     params: PyTree
@@ -30,35 +30,36 @@ class Task(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(params: PyTree, batch: Any) -> tuple[PyTree, Array]:
+def _checked_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(params: PyTree, batch: Any) -> tuple[PyTree, Array]:
         gradient = jax.grad(loss)(params, batch)
         return gradient, _all_finite(gradient)
 
-    return jax.jit(checked)
+    return jax.jit(compute)
 
 
 def _all_finite(tree: PyTree) -> Array:
     return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)], bool).all()
 
 
-def gradients(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
-    """`gradient(params, worker, job)`: lazy, or shapes of shapes; an error where it is not finite."""
-    gradient, shapes = _gradient(task.loss), spec_of(task.params)
+def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
+    """Makes `gradient(params, worker, job)`: lazy, or shapes if `params` are; raises if the result is not finite."""
+    gradient, shapes = _checked_gradient(task.loss), spec_of(task.params)
 
     @no_type_check
-    def read(params: Any, worker: int, job: int) -> Any:
+    def compute(params: Any, worker: int, job: int) -> Any:
         params = force(params)
-        found, finite = gradient(params, task.batch(seed, worker, job))
+        result, finite = gradient(params, task.batch(seed, worker, job))
         if not finite:
             raise NonFiniteGradient(worker, job, diverged=not _all_finite(params))
-        return found
+        return result
 
     @no_type_check
-    def at(params: Any, worker: int, job: int) -> Any:
+    def defer(params: Any, worker: int, job: int) -> Any:
         if type(params) is Spec:
             return params
+        # The recipe is stored in files instead of the gradient.
         recipe = (params, worker, job)
-        return Lazy(lambda: read(*recipe), shapes, recipe)
+        return Lazy(lambda: compute(*recipe), shapes, recipe)
 
-    return at
+    return defer

@@ -1,4 +1,4 @@
-"""What happened in a replay, in columns."""
+"""The results of a run: columns of events, gradients and steps, and statistics of staleness."""
 
 import json
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ from jaxtyping import Float, Int
 
 from ..._core.types import Number
 
+# The names of the event classes, in the order of the constants in `state`.
 CLASSES = ("fault", "message", "computed", "collective", "timer", "evaluation")
 
 
 class Trace(NamedTuple):
-    """Columns of a run; `trace.gradients.delay` or `len(trace.steps)`. Times are whole ticks.
+    """Columns of a run, such as `trace.gradients.read`; `len(trace.steps)` counts rows. Times are integer ticks.
 
     Attributes:
-      events: `tick, what (an index into CLASSES), place, sender, word (an index into words), bytes`, in order; the
-        server is -1.
-      gradients: `tick, worker, read, version, accepted`: each gradient that reached where it was to be used.
-      steps: `tick, version, oldest`: each update of the model, and the oldest version that a gradient in it was read
-        at.
-      words: the kinds of messages.
+      events: `tick, what (an index into CLASSES), place, sender, word (an index into words), bytes`, in order; a place
+        is a worker, or -1 for the server.
+      gradients: `tick, worker, read, version, accepted`: each gradient that arrived, applied or discarded.
+      steps: `tick, version, oldest`: each update of the model, and the oldest version at which a gradient in it was
+        computed.
+      words: the message kinds.
     """
 
     events: np.recarray
@@ -32,21 +33,20 @@ class Trace(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A run on the virtual clock.
+    """The result of a run, on the virtual clock or on real processes.
 
     Attributes:
-      trace: what happened.
-      seconds: the virtual time that passed.
-      times: when the model was evaluated.
-      losses: what `Task.evaluate` gave then.
-      params: the model at the end: the server's, or the mean of the workers'. Shapes after a run of timing only.
-      computing: for each worker, the part of the time that it computed.
-      down: the part that it was gone.
-      sent: bytes that each worker sent, the server's last; those of collectives are counted as a ring or a gather has
-        them.
-      received: the same for what came.
+      trace: events, gradients and steps.
+      seconds: the time that passed.
+      times: the times of evaluations.
+      losses: the results of `Task.evaluate`.
+      params: the final model: the server's, or the mean of the workers'. Shapes after a run with `timing_only`.
+      computing: for each worker, the fraction of time that it computed.
+      down: for each worker, the fraction of time that it was down.
+      sent: bytes that each worker sent, and last the server; collectives are counted as a ring or a gather.
+      received: bytes that each received, likewise.
       links: bytes for each `(source, destination)`.
-      ticks_per_second: the unit of the trace.
+      ticks_per_second: the unit of time of the trace.
     """
 
     trace: Trace
@@ -62,20 +62,20 @@ class Result(NamedTuple):
     ticks_per_second: int
 
 
-def columns(flat: Any, names: str, flags: str = "") -> np.recarray:
-    """Rows that lie one after the other, as named columns; those of `flags` as truth values."""
+def columns(flat: Any, names: str, flag: str = "") -> np.recarray:
+    """Turns consecutive rows into named columns; the column `flag` becomes boolean."""
     rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
     columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
-    typed = [column.astype(bool) if name == flags else column for name, column in zip(names.split(), columns)]
+    typed = [column.astype(bool) if name == flag else column for name, column in zip(names.split(), columns)]
     return np.rec.fromarrays(typed, names=",".join(names.split()))  # pyright: ignore[reportArgumentType]
 
 
 def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
-    """The staleness of each gradient that was used: versions between reading and using.
+    """Returns the staleness of each gradient that was used: versions between reading and using.
 
     Args:
-      trace: of a run.
-      worker: of one worker alone.
+      trace: the trace of a run.
+      worker: restricts the result to one worker.
 
     Returns:
       `version - read` of the accepted gradients.
@@ -88,15 +88,15 @@ def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradien
       [0.75, 2.5, 6.0]
     """
     rows = trace.gradients
-    chosen = rows.accepted if worker is None else rows.accepted & (rows.worker == worker)
-    return (rows.version - rows.read)[chosen]
+    selected = rows.accepted if worker is None else rows.accepted & (rows.worker == worker)
+    return (rows.version - rows.read)[selected]
 
 
 def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
-    """For each step how old its oldest gradient was.
+    """Returns the staleness of the oldest gradient of each step.
 
     Args:
-      trace: of a run.
+      trace: the trace of a run.
 
     Returns:
       Versions between reading and the step, 0 for a gradient at the model that is stepped.
@@ -112,16 +112,16 @@ def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
 
 
 def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
-    """For rules without a server: how many gradients all workers applied between reading and using each.
+    """Counts the gradients that all workers applied between reading and using each one, for rules without a server.
 
-    There is no common version then: those in the trace are a worker's own count of steps, as `rules.ad_psgd` has them.
+    These rules have no common version: versions in the trace are a worker's own step count, as in `rules.ad_psgd`.
 
     Args:
-      trace: of a run in which each accepted gradient is one of its worker's steps.
-      worker: of one worker alone.
+      trace: the trace of a run in which each accepted gradient is a step of its worker.
+      worker: restricts the result to one worker.
 
     Returns:
-      A number for each accepted gradient, 0 where nobody else applied one meanwhile.
+      A number for each accepted gradient, 0 if no other worker applied one meanwhile.
 
     Example:
       >>> import optax, jaxdist as jd
@@ -132,21 +132,22 @@ def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gr
     """
     used = trace.gradients.accepted
     workers, read = trace.gradients.worker[used], trace.gradients.read[used]
-    out = np.zeros(len(workers), np.int64)
-    for one in np.unique(workers):
-        places = np.flatnonzero(workers == one)
-        own = read[places]
-        out[places] = places - np.where(own > 0, places[own - 1] + 1, 0)
-    return out if worker is None else out[workers == worker]
+    counts = np.zeros(len(workers), np.int64)
+    for index in np.unique(workers):
+        rows = np.flatnonzero(workers == index)
+        own_steps = read[rows]
+        # A worker's step k is row rows[k - 1] of all applied gradients.
+        counts[rows] = rows - np.where(own_steps > 0, rows[own_steps - 1] + 1, 0)
+    return counts if worker is None else counts[workers == worker]
 
 
 def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
-    """The first time from which `persist` evaluations in a row are at the level or below.
+    """Returns the first time from which `persist` consecutive evaluations are at the level or below.
 
     Args:
-      result: of a run with evaluations, on a fixed grid.
+      result: the result of a run with evaluations.
       level: the loss to reach.
-      persist: how many evaluations must be as low, so that one lucky evaluation is not a success.
+      persist: the number of consecutive evaluations at the level, so that a single lucky one does not count.
 
     Returns:
       Virtual seconds, or infinity.
@@ -165,20 +166,21 @@ def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
     """
     if persist < 1:
         raise ValueError(f"persist must be at least 1, got {persist}")
+    # Differences of a running count of evaluations at the level find windows in which all are.
     low = np.concatenate([[0], np.cumsum(np.asarray(result.losses) <= level)])
     runs = np.flatnonzero(low[persist:] - low[:-persist] == persist) if len(low) > persist else []
     return float(result.times[runs[0]]) if len(runs) else float("inf")
 
 
 def event_lines(trace: Trace, *, first: int = 0) -> Iterator[str]:
-    """Each event as a line of JSON: `{"tick", "event", "place", "from", "kind", "bytes"}`.
+    """Yields each event as a line of JSON: `{"tick", "event", "place", "from", "kind", "bytes"}`.
 
     Args:
-      trace: of a run.
-      first: the event to begin with.
+      trace: the trace of a run.
+      first: the index of the first event.
 
     Returns:
-      Lines without their ends.
+      Lines without line ends.
 
     Example:
       >>> import optax
@@ -193,6 +195,6 @@ def event_lines(trace: Trace, *, first: int = 0) -> Iterator[str]:
 
 
 def write_events(trace: Trace, path: Path) -> None:
-    """The lines of `event_lines` in a file."""
+    """Writes the lines of `event_lines` to a file."""
     with path.open("w") as file:
         file.writelines(f"{line}\n" for line in event_lines(trace))

@@ -1,6 +1,7 @@
-"""Any rule with compressed messages."""
+"""Compresses the messages of any rule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,16 @@ from ..protocol import REDUCED, Action, Actions, Message, Reduce, Role, Rule, Se
 from ..values import Encoded, Spec, mean_of, numeric, spec_of
 
 
-class CompressedState(NamedTuple):
-    """The state of the role inside, its site, how often it sent, what is owed to whom, and the means it waits for."""
+class _CompressedRoleState(NamedTuple):
+    """The state of a role whose messages are compressed.
+
+    Attributes:
+      inner: the state of the role itself.
+      site: where it runs.
+      sent: the number of encoded messages, for random keys.
+      residuals: the residual of each `(kind, receiver)`.
+      means: the tags of collectives that were turned from means into gathers.
+    """
 
     inner: Any
     site: Site
@@ -24,38 +33,54 @@ class CompressedState(NamedTuple):
     means: tuple[int, ...]
 
 
-class Code(NamedTuple):
-    """A compressor of values: `encode(value, words)`, `settle(value, residual, words) -> (payload, residual)`."""
+class _Codec(NamedTuple):
+    """A compressor as functions of values; `decoders` caches one compiled function per shape.
 
-    encode: Any
-    settle: Any
-    zeros: Any
+    Attributes:
+      encode: `encode(value, words) -> payload`.
+      encode_with_feedback: `encode_with_feedback(value, residual, words) -> (payload, residual)`.
+      zeros: `zeros(value)`, the first residual.
+      compressor: of one array.
+      decoders: filled by `_decode`.
+    """
+
+    encode: Callable[..., Any]
+    encode_with_feedback: Callable[..., Any]
+    zeros: Callable[..., Any]
     compressor: Compressor
     decoders: dict[Spec, Any]
 
 
+class _Config(NamedTuple):
+    """The codecs by kind, and the kinds with error feedback."""
+
+    codecs: dict[str, _Codec]
+    feedback: tuple[str, ...]
+
+
 def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequence[str] = ()) -> Rule:
-    """A rule whose messages of some kinds travel compressed: `C(x)`; with feedback `C(x + e)`, `e <- x + e - C(x + e)`.
+    """Compresses messages of the given kinds: `C(x)`, or with feedback `C(x + e)`, `e <- x + e - C(x + e)`.
 
-    The rule works as before; its gradients and models arrive as what the other side decoded. Kinds are the rule's
-    words: `"gradient"` and `"params"` for all rules with a parameter server, and `"reduced"` for collectives, whose
-    payloads are gathered and averaged after decoding. Whole numbers, by which rules decide, travel as they are.
+    The rule is unchanged; its gradients and models arrive as decoded payloads. The kinds are those of the rule:
+    `"gradient"` and `"params"` for all rules with a parameter server, and `"reduced"` for collectives, whose payloads
+    are gathered and averaged after decoding. Integers, by which rules decide, are sent uncompressed.
 
-    On the wire: what the compressor makes of each leaf.
+    On the wire: the payload of each leaf.
 
-    State: with feedback, what is still owed to each receiver, a model for each.
+    State: with feedback, a residual for each receiver, of the size of a model.
 
     Args:
       rule: the method.
       codes: a compressor for each kind of message that is compressed.
-      feedback: the kinds with error feedback. Gradients want it with biased codes such as `top_k`; it needs every
-        gradient, thrown away or not. For a server's models it costs a model per worker.
+      feedback: the kinds with error feedback. Use it for gradients with biased compressors such as `top_k`; it assumes
+        that every gradient is sent, used or discarded. For a server's models it costs a model per worker.
 
     Returns:
-      The rule; with a replay or on real processes.
+      The rule, for a replay or for real processes.
 
     Raises:
-      ValueError: feedback for a kind without a code, or for a code that states neither contraction nor variance.
+      ValueError: feedback for a kind without a compressor, or for a compressor that states neither contraction nor
+        variance.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -64,7 +89,7 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
       >>> rule = rules.compressed(rules.asgd(optax.sgd(0.1)), {"gradient": jd.top_k(0.01)}, feedback=("gradient",))
       >>> task = replay.Task(jnp.ones(1000), lambda x, batch: (x**2).sum(), lambda *job: None)
       >>> run = replay.run(rule, task, workers=2, steps=10)
-      >>> run.links[0, -1] / 5  # 10 entries of 4 bytes, and 12 bytes that say where
+      >>> run.links[0, -1] / 5  # 10 entries of 4 bytes, and 12 bytes of positions
       52.0
 
     References:
@@ -75,89 +100,125 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
     for kind in feedback:
         if kind not in codes:
             raise ValueError(f"feedback={tuple(feedback)} needs a compressor for {kind!r}; codes has {sorted(codes)}")
-    made = {kind: _code(contraction_form(one) if kind in feedback else one) for kind, one in codes.items()}
-
-    def coded(state: CompressedState, kind: str, to: int, value: Any) -> tuple[CompressedState, Encoded]:
-        code, site, like = made[kind], state.site, spec_of(value)
-        words = np.array([site.seed & 0xFFFFFFFF, site.index + 1, state.sent], np.uint32)
-        state = state._replace(sent=state.sent + 1)
-        if kind not in feedback:
-            return state, Encoded(code.encode(value, words), like)
-        owed = state.residuals.get((kind, to))
-        payload, owed = code.settle(value, code.zeros(value) if owed is None else owed, words)
-        return state._replace(residuals=state.residuals | {(kind, to): owed}), Encoded(payload, like)
-
-    def outgoing(state: CompressedState, action: Action) -> tuple[CompressedState, Action]:
-        if type(action) is Send:
-            message = action.message
-            if message.kind in made and message.value is not None:
-                state, value = coded(state, message.kind, action.to, message.value)
-                return state, Send(action.to, message._replace(value=value))
-        elif type(action) is Reduce and REDUCED in made and type(action.value) is not int:
-            state, value = coded(state, REDUCED, action.tag if REDUCED not in feedback else 0, action.value)
-            if action.op == "mean":
-                state = state._replace(means=(*state.means, action.tag))
-            return state, action._replace(value=value, op="gather")
-        return state, action
-
-    def all_outgoing(state: CompressedState, actions: Actions) -> tuple[CompressedState, Actions]:
-        out = []
-        for action in actions:
-            state, action = outgoing(state, action)
-            out.append(action)
-        return state, tuple(out)
-
-    def decoded(value: Encoded, kind: str) -> Any:
-        return _decoder(made[kind], value.like)(value.payload)
-
-    def incoming(state: CompressedState, message: Message) -> tuple[CompressedState, Message]:
-        value = message.value
-        if type(value) is Encoded:
-            return state, message._replace(value=decoded(value, message.kind))
-        if message.kind == REDUCED and type(value) is tuple and value and type(value[0]) is Encoded:
-            value = tuple([decoded(one, REDUCED) for one in value])
-            if message.tag in state.means:
-                state = state._replace(means=tuple([tag for tag in state.means if tag != message.tag]))
-                value = mean_of(value)
-            return state, message._replace(value=value)
-        return state, message
-
-    def wrapped(role: Role) -> Role:
-        def init(site: Site, params: Any) -> tuple[CompressedState, Actions]:
-            inner, actions = role.init(site, params)
-            return all_outgoing(CompressedState(inner, site, 0, {}, ()), actions)
-
-        def receive(state: CompressedState, sender: int, message: Message) -> tuple[CompressedState, Actions]:
-            state, message = incoming(state, message)
-            inner, actions = role.receive(state.inner, sender, message)
-            return all_outgoing(state._replace(inner=inner), actions)
-
-        return Role(init, receive, lambda state: role.params(state.inner), lambda state: role.waits_for(state.inner))
-
-    return Rule(rule.name, wrapped(rule.worker), wrapped(rule.server) if rule.server else None)
+    codecs = {
+        kind: _codec(contraction_form(compressor) if kind in feedback else compressor)
+        for kind, compressor in codes.items()
+    }
+    cfg = _Config(codecs, tuple(feedback))
+    return Rule(rule.name, _compress_role(cfg, rule.worker), _compress_role(cfg, rule.server) if rule.server else None)
 
 
-def _code(compressor: Compressor) -> Code:
-    def encode(value: PyTree, words: Any) -> list[Any]:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(words[0]), words[1]), words[2])
-        leaves = jax.tree.leaves(value)
-        return [compressor.compress(leaf, jax.random.fold_in(key, k)) for k, leaf in enumerate(leaves)]
-
-    def settle(value: PyTree, residual: PyTree, words: Any) -> tuple[list[Any], PyTree]:
-        total = jax.tree.map(lambda x, e: x + e, value, residual)
-        payload = encode(total, words)
-        return payload, jax.tree.map(lambda x, c: x - c, total, _decode(compressor, payload, total))
-
-    zeros = numeric(lambda value: jax.tree.map(jnp.zeros_like, value))
-    return Code(numeric(encode, lazy=True), numeric(settle, outputs=2), zeros, compressor, {})
+def _compress_role(cfg: _Config, role: Role) -> Role:
+    return Role(
+        partial(_init, cfg, role),
+        partial(_receive, cfg, role),
+        lambda state: role.params(state.inner),
+        lambda state: role.waits_for(state.inner),
+    )
 
 
-def _decode(compressor: Compressor, payload: list[Any], like: PyTree) -> PyTree:
+def _init(cfg: _Config, role: Role, site: Site, params: Any) -> tuple[_CompressedRoleState, Actions]:
+    inner, actions = role.init(site, params)
+    return _encode_actions(cfg, _CompressedRoleState(inner, site, 0, {}, ()), actions)
+
+
+def _receive(
+    cfg: _Config, role: Role, state: _CompressedRoleState, sender: int, message: Message
+) -> tuple[_CompressedRoleState, Actions]:
+    state, message = _decode_message(cfg, state, message)
+    inner, actions = role.receive(state.inner, sender, message)
+    return _encode_actions(cfg, state._replace(inner=inner), actions)
+
+
+def _encode_actions(
+    cfg: _Config, state: _CompressedRoleState, actions: Actions
+) -> tuple[_CompressedRoleState, Actions]:
+    encoded = []
+    for action in actions:
+        state, action = _encode_action(cfg, state, action)
+        encoded.append(action)
+    return state, tuple(encoded)
+
+
+def _encode_action(cfg: _Config, state: _CompressedRoleState, action: Action) -> tuple[_CompressedRoleState, Action]:
+    if type(action) is Send:
+        message = action.message
+        if message.kind in cfg.codecs and message.value is not None:
+            state, value = _encode(cfg, state, message.kind, action.to, message.value)
+            return state, Send(action.to, message._replace(value=value))
+    elif type(action) is Reduce and REDUCED in cfg.codecs and type(action.value) is not int:
+        # All collectives share one residual; without feedback the receiver is not used.
+        state, value = _encode(cfg, state, REDUCED, 0, action.value)
+        # Payloads cannot be averaged: they are gathered, and each member averages what it decodes.
+        if action.op == "mean":
+            state = state._replace(means=(*state.means, action.tag))
+        return state, action._replace(value=value, op="gather")
+    return state, action
+
+
+def _encode(
+    cfg: _Config, state: _CompressedRoleState, kind: str, to: int, value: Any
+) -> tuple[_CompressedRoleState, Encoded]:
+    codec, site, like = cfg.codecs[kind], state.site, spec_of(value)
+    words = np.array([site.seed & 0xFFFFFFFF, site.index + 1, state.sent], np.uint32)
+    state = state._replace(sent=state.sent + 1)
+    if kind not in cfg.feedback:
+        return state, Encoded(codec.encode(value, words), like)
+    residual = state.residuals.get((kind, to))
+    residual = codec.zeros(value) if residual is None else residual
+    payload, residual = codec.encode_with_feedback(value, residual, words)
+    return state._replace(residuals=state.residuals | {(kind, to): residual}), Encoded(payload, like)
+
+
+def _decode_message(
+    cfg: _Config, state: _CompressedRoleState, message: Message
+) -> tuple[_CompressedRoleState, Message]:
+    value = message.value
+    if type(value) is Encoded:
+        return state, message._replace(value=_decode(cfg.codecs[message.kind], value))
+    if message.kind == REDUCED and type(value) is tuple and value and type(value[0]) is Encoded:
+        value = tuple([_decode(cfg.codecs[REDUCED], part) for part in value])
+        if message.tag in state.means:
+            state = state._replace(means=tuple([tag for tag in state.means if tag != message.tag]))
+            value = mean_of(value)
+        return state, message._replace(value=value)
+    return state, message
+
+
+def _codec(compressor: Compressor) -> _Codec:
+    return _Codec(
+        numeric(partial(_encode_tree, compressor), lazy=True),
+        numeric(partial(_encode_tree_with_feedback, compressor), outputs=2),
+        numeric(lambda value: jax.tree.map(jnp.zeros_like, value)),
+        compressor,
+        {},
+    )
+
+
+def _decode(codec: _Codec, encoded: Encoded) -> Any:
+    like = encoded.like
+    if like not in codec.decoders:
+        codec.decoders[like] = numeric(partial(_decode_tree, codec.compressor, like=like.tree), lazy=True)
+    return codec.decoders[like](encoded.payload)
+
+
+def _encode_tree(compressor: Compressor, value: PyTree, words: Any) -> list[Any]:
+    # Keys differ by seed, role, message and leaf.
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(words[0]), words[1]), words[2])
+    return [
+        compressor.compress(leaf, jax.random.fold_in(key, index)) for index, leaf in enumerate(jax.tree.leaves(value))
+    ]
+
+
+def _encode_tree_with_feedback(
+    compressor: Compressor, value: PyTree, residual: PyTree, words: Any
+) -> tuple[list[Any], PyTree]:
+    # C(x + e), e <- x + e - C(x + e)
+    total = jax.tree.map(lambda x, e: x + e, value, residual)
+    payloads = _encode_tree(compressor, total, words)
+    return payloads, jax.tree.map(lambda x, c: x - c, total, _decode_tree(compressor, payloads, total))
+
+
+def _decode_tree(compressor: Compressor, payloads: list[Any], like: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten([compressor.decompress(one, leaf) for one, leaf in zip(payload, leaves)])
-
-
-def _decoder(code: Code, like: Spec) -> Any:
-    if like not in code.decoders:
-        code.decoders[like] = numeric(lambda payload: _decode(code.compressor, payload, like.tree), lazy=True)
-    return code.decoders[like]
+    return structure.unflatten([compressor.decompress(payload, leaf) for payload, leaf in zip(payloads, leaves)])

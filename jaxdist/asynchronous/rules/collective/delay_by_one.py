@@ -1,5 +1,7 @@
-"""The mean of all models beside the gradient: synchronous, with the time of the collective hidden."""
+"""Model averaging concurrent with the gradient: synchronous, with the collective hidden by the computation."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optax
@@ -11,20 +13,19 @@ from ...protocol import (
     REDUCED,
     Actions,
     Compute,
-    Counted,
+    GradientRecord,
     Message,
     Reduce,
     Role,
     Rule,
     Site,
-    Stepped,
 )
 from ...values import numeric
-from ..server.base import everybody, others
+from ..base import all_workers, other_workers, params_of, step_records, unknown_message
 
 
-class DelayByOneState(NamedTuple):
-    """A worker's site, model, optimizer state, iteration, and of this one the gradient and the mean, None before."""
+class _DelayByOneState(NamedTuple):
+    """A worker's site, model, optimizer state, iteration, and this iteration's gradient and mean (None until known)."""
 
     site: Site
     params: Any
@@ -35,18 +36,19 @@ class DelayByOneState(NamedTuple):
 
 
 def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
-    """The mean of all models is made while gradients are computed: `x_i <- x̄ - γ g(x_i)`.
+    """Averages all models while gradients are computed: `x_i <- x̄ - γ g(x_i)`.
 
-    An iteration takes the longer of the slowest gradient and the all-reduce. The gradient is at the worker's own model,
-    in which the others' last gradients are not yet: one version old. The fastest where workers are equally fast, but it
-    waits for the slowest as `bsp` does. It is `d_psgd` on the complete graph, combining first, with an all-reduce.
+    An iteration takes the maximum of the slowest gradient and the all-reduce. The gradient is computed at the worker's
+    own model, without the other workers' last gradients: it is one version old. The fastest rule for workers of equal
+    speed; it waits for the slowest worker as `bsp` does. Equivalent to `d_psgd` with `order="combine_then_adapt"` on
+    the complete graph, with an all-reduce.
 
     On the wire: an all-reduce of the model per iteration.
 
     State: a worker's model and optimizer.
 
     Args:
-      optimizer: what each worker steps with, on its own.
+      optimizer: the local optimizer of each worker.
 
     Returns:
       The rule; it has no server.
@@ -63,40 +65,52 @@ def delay_by_one(optimizer: optax.GradientTransformation) -> Rule:
       Cui, Zhang, Kayi, Liu, Finkler, Kingsbury, Saon, Kung, "Asynchronous decentralized distributed training of
       acoustic models", arXiv:2110.11199, 2021.
     """
+    start, step = numeric(optimizer.init), numeric(partial(_step_from_mean, optimizer), outputs=2)
+    return Rule("delay_by_one", Role(partial(_init, start), partial(_receive, step), params_of, _waits_for))
 
-    def moved(mean: PyTree, params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(mean, updates), opt_state
 
-    start, move = numeric(optimizer.init), numeric(moved, outputs=2)
+def _step_from_mean(
+    optimizer: optax.GradientTransformation, mean: PyTree, params: PyTree, opt_state: PyTree, gradient: PyTree
+) -> tuple[PyTree, PyTree]:
+    # x_i <- x̄ - γ g(x_i): the update is computed at the worker's own model and applied to the mean.
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(mean, updates), opt_state
 
-    def begun(state: DelayByOneState) -> tuple[DelayByOneState, Actions]:
-        part = Reduce(everybody(state.site.workers), state.version, state.params)
-        return state, (Compute(state.params, state.version), part)
 
-    def init(site: Site, params: Any) -> tuple[DelayByOneState, Actions]:
-        return begun(DelayByOneState(site, params, start(params), 0, None, None))
+def _init(start: Callable[..., Any], site: Site, params: Any) -> tuple[_DelayByOneState, Actions]:
+    state = _DelayByOneState(site, params, start(params), 0, None, None)
+    return state, _begin_iteration(state)
 
-    def settled(state: DelayByOneState) -> tuple[DelayByOneState, Actions]:
-        site, params, opt_state, version, gradient, mean = state
-        if gradient is None or mean is None:
-            return state, ()
-        params, opt_state = move(mean, params, opt_state, gradient)
-        read = max(version - 1, 0)
-        books = (Counted(site.index, read, version), *((Stepped(version + 1, read),) if site.index == 0 else ()))
-        state, actions = begun(DelayByOneState(site, params, opt_state, version + 1, None, None))
-        return state, (*books, *actions)
 
-    def receive(state: DelayByOneState, sender: int, message: Message) -> tuple[DelayByOneState, Actions]:
-        if message.kind == COMPUTED:
-            return settled(state._replace(gradient=message.value))
-        if message.kind == REDUCED:
-            return settled(state._replace(mean=message.value))
-        if message.kind == RECOVERED:
-            return state, (Compute(state.params, state.version),) if state.gradient is None else ()
-        raise ValueError(f"a worker of delay_by_one does not know the message {message.kind!r}")
+def _begin_iteration(state: _DelayByOneState) -> Actions:
+    reduce = Reduce(all_workers(state.site.workers), state.version, state.params)
+    return Compute(state.params, state.version), reduce
 
-    def waits_for(state: DelayByOneState) -> tuple[int, ...]:
-        return others(state.site) if state.mean is None and state.gradient is not None else ()
 
-    return Rule("delay_by_one", Role(init, receive, lambda state: state.params, waits_for))
+def _receive(
+    step: Callable[..., Any], state: _DelayByOneState, sender: int, message: Message
+) -> tuple[_DelayByOneState, Actions]:
+    if message.kind == COMPUTED:
+        return _try_advance(step, state._replace(gradient=message.value))
+    if message.kind == REDUCED:
+        return _try_advance(step, state._replace(mean=message.value))
+    if message.kind == RECOVERED:
+        return state, (Compute(state.params, state.version),) if state.gradient is None else ()
+    raise unknown_message("a worker of delay_by_one", message)
+
+
+def _try_advance(step: Callable[..., Any], state: _DelayByOneState) -> tuple[_DelayByOneState, Actions]:
+    """Begins the next iteration once both the gradient and the mean of this one are known."""
+    if state.gradient is None or state.mean is None:
+        return state, ()
+    site, version = state.site, state.version
+    params, opt_state = step(state.mean, state.params, state.opt_state, state.gradient)
+    # The model of iteration 0 is the same everywhere; afterwards the other workers' last gradients are missing in it.
+    read = max(version - 1, 0)
+    records = GradientRecord(site.index, read, version), *step_records(site, version + 1, read)
+    state = _DelayByOneState(site, params, opt_state, version + 1, None, None)
+    return state, (*records, *_begin_iteration(state))
+
+
+def _waits_for(state: _DelayByOneState) -> tuple[int, ...]:
+    return other_workers(state.site) if state.mean is None and state.gradient is not None else ()

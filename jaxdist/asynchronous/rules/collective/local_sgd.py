@@ -1,6 +1,7 @@
-"""Local SGD and what hides its wait: DaSGD, LASGD, PALSGD."""
+"""Local SGD and variants that hide or reduce its waiting: DaSGD, LASGD, PALSGD."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,20 +17,20 @@ from .local import LocalStep, local_rule, plain_step
 def local_sgd(
     optimizer: optax.GradientTransformation, *, sync_period: int, outer: optax.GradientTransformation | None = None
 ) -> Rule:
-    """H local steps, then the average: `a <- a - mean(a - x_i)`, `x_i <- a`. All wait for the slowest once in H steps.
+    """Averages after every H local steps, `a <- a - mean(a - x_i)`, `x_i <- a`, and waits for the slowest only then.
 
-    It is `jd.local_steps` on the clock. A round takes the longest of n sums of H computations, which for times that
+    The counterpart of `jd.local_steps`. A round takes the longest of n sums of H computations, which for times that
     vary is less than H times the longest, and one all-reduce.
 
     On the wire: an all-reduce of the drift `a - x_i`, in float32, per round, kind `"reduced"`.
 
-    State: each worker its model and optimizer; the anchor and the outer optimizer, the same at all. What is shipped is
-    the anchor; a step in the trace is an average.
+    State: each worker's model and optimizer; the global parameters a and the outer optimizer, replicated. The final
+    model is a; a step in the trace is an average.
 
     Args:
-      optimizer: of each worker.
-      sync_period: H. More sends less and waits less, and workers drift further apart; start at 8.
-      outer: the optimizer of the anchor, which gets the mean drift as its gradient. Default: `optax.sgd(1.0)`, which
+      optimizer: the local optimizer of each worker.
+      sync_period: H. A larger value sends and waits less, but lets workers drift further apart; start at 8.
+      outer: the optimizer of the global parameters, whose gradient is the mean drift. Default: `optax.sgd(1.0)`, which
         averages; `optax.sgd(0.7, momentum=0.9, nesterov=True)` is DiLoCo.
 
     Returns:
@@ -54,19 +55,19 @@ def local_sgd(
 
 
 def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: int) -> Rule:
-    """Local SGD whose averages travel during the next d local steps, which are kept: `x_i <- a' + (x_i - s_i)`.
+    """Local SGD whose averages overlap the next d local steps, which are kept: `x_i <- a' + (x_i - s_i)`.
 
-    The average of the snapshots `s_i` of local step t is taken over after local step t + d, at all workers alike; who
-    is there first waits. An average that takes no longer than d steps costs no time.
+    All workers merge the average of the snapshots `s_i` of local step t after local step t + d; faster workers wait.
+    An average that takes no longer than d steps costs no time.
 
     On the wire: as `local_sgd`.
 
     State: as `local_sgd`, and per worker the snapshot.
 
     Args:
-      optimizer: of each worker.
+      optimizer: the local optimizer of each worker.
       sync_period: H.
-      delay: d, less than H: as many steps as an all-reduce takes. 0 is `local_sgd`.
+      delay: d, less than H: the duration of an all-reduce in steps. 0 is `local_sgd`.
 
     Returns:
       The rule; it has no server.
@@ -96,18 +97,18 @@ def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: i
 def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> Rule:
     """Local SGD that never waits: snapshots are averaged in the background, and then `x_i <- x_i + (mean(s) - s_i)`.
 
-    A worker takes a snapshot as soon as the average before is back and it has taken H steps since the last; then it
-    goes on. A gradient that is in the making when the average comes is applied to the moved model. An all-reduce begins
-    when the slowest worker takes part, so that a straggler makes averages rare, and nobody slow. On data that differ
-    between workers fast ones count more.
+    A worker takes a snapshot as soon as the previous average has arrived and it has taken H steps since the last
+    snapshot, and continues. A gradient that is running when the average arrives is applied to the merged model. An
+    all-reduce begins when the slowest worker joins, so that a straggler makes averages rare but slows no worker down.
+    On data that differ between workers fast ones count more.
 
     On the wire: as `local_sgd`.
 
     State: as `local_sgd`, and per worker the snapshot.
 
     Args:
-      optimizer: of each worker.
-      sync_period: H, at least so many local steps between two snapshots. 1 averages as often as the network can.
+      optimizer: the local optimizer of each worker.
+      sync_period: H, the least number of local steps between two snapshots. 1 averages as often as the network allows.
 
     Returns:
       The rule; it has no server.
@@ -141,23 +142,24 @@ def palsgd(
     pull: Number = 0.5,
     outer: optax.GradientTransformation | None = None,
 ) -> Rule:
-    """DiLoCo whose workers, with probability p, are pulled to the anchor in place of a step: `x -= (γ η / p) (x - a)`.
+    """DiLoCo whose workers, with probability p, move towards the anchor instead of stepping: `x -= (γ η / p) (x - a)`.
 
-    Otherwise they step with `γ / (1 - p)`. A pull costs no communication and keeps workers closer, so that rounds can
-    be longer. The gradient of a step that turns out a pull is computed and not used, as in the paper's code. It is
-    `jd.local_sgd.palsgd` on the clock, coins included, for equal seeds and no warm-up.
+    Otherwise they step with `γ / (1 - p)`. A pull needs no communication and keeps workers closer together, so that
+    rounds can be longer. The gradient of a pull step is computed but not used, as in the paper's code. The counterpart
+    of `jd.local_sgd.palsgd`, with the same random decisions for equal seeds and no warm-up.
 
     On the wire: as `local_sgd`.
 
     State: as `local_sgd`.
 
     Args:
-      optimizer: of each worker; its whole update is scaled by `1 / (1 - p)`.
-      learning_rate: its rate γ once more, a number or a schedule of local steps, for the pull.
-      sync_period: H; the paper's code has 100.
-      probability: p, in [0, 1); the code has 0.2. 0 is DiLoCo.
-      pull: η, at least 0; the code has 0.5. `γ η / p` must stay well below 1.
-      outer: the optimizer of the anchor. Default: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      optimizer: the local optimizer of each worker; its whole update is scaled by `1 / (1 - p)`.
+      learning_rate: γ, the rate of that optimizer, a number or a schedule of local steps; used by the pull.
+      sync_period: H; the paper's code uses 100.
+      probability: p, in [0, 1); the paper's code uses 0.2. 0 is DiLoCo.
+      pull: η, at least 0; the paper's code uses 0.5. `γ η / p` must stay well below 1.
+      outer: the optimizer of the anchor, the global parameters. Default: `optax.sgd(0.7, momentum=0.9,
+        nesterov=True)`.
 
     Returns:
       The rule; it has no server.
@@ -181,30 +183,38 @@ def palsgd(
     if pull < 0:
         raise ValueError(f"pull must be at least 0, got {pull}")
     averages = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    step = _pulled(plain_step(optimizer), learning_rate, float(probability), float(pull))
+    step = plain_step(optimizer)
+    if probability:
+        step = partial(_step_or_pull, step, learning_rate, float(probability), float(pull))
     return local_rule("palsgd", optimizer.init, step, averages, sync_period=sync_period, delay=0)
 
 
-def _pulled(step: LocalStep, learning_rate: Any, probability: float, pull: float) -> LocalStep:
-    if not probability:
-        return step
+def _step_or_pull(
+    step: LocalStep,
+    learning_rate: Any,
+    probability: float,
+    pull: float,
+    params: PyTree,
+    opt_state: PyTree,
+    gradient: PyTree,
+    anchor: PyTree,
+    words: Any,
+) -> tuple[PyTree, PyTree]:
+    seed, worker, count = words
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), worker)
+    pulls = jax.random.bernoulli(key, probability)
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    strength = jnp.asarray(rate, jnp.float32) * (pull / probability)
+    stepped, new_opt_state = step(params, opt_state, gradient, anchor, words)
 
-    def pulled(params: PyTree, opt_state: PyTree, gradient: PyTree, anchor: PyTree, words: Any) -> tuple:
-        seed, worker, count = words
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), worker)
-        pulls = jax.random.bernoulli(key, probability)
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        strength = jnp.asarray(rate, jnp.float32) * (pull / probability)
-        moved, new = step(params, opt_state, gradient, anchor, words)
+    def move_leaf(x: Any, y: Any, a: Any) -> Any:
+        wide = working_dtype(x.dtype)
+        old = x.astype(wide)
+        towards_anchor = strength.astype(wide) * (a.astype(wide) - old)
+        # Steps are rarer by 1 - p and larger by its inverse: the expected update stays.
+        own_step = (y.astype(wide) - old) / (1 - probability)
+        return (old + jnp.where(pulls, towards_anchor, own_step)).astype(x.dtype)
 
-        def one(x: Any, y: Any, a: Any) -> Any:
-            wide = working_dtype(x.dtype)
-            old = x.astype(wide)
-            towards = strength.astype(wide) * (a.astype(wide) - old)
-            away = (y.astype(wide) - old) / (1 - probability)
-            return (old + jnp.where(pulls, towards, away)).astype(x.dtype)
-
-        kept = jax.tree.map(lambda before, after: jnp.where(pulls, before, after), opt_state, new)
-        return jax.tree.map(one, params, moved, anchor), kept
-
-    return pulled
+    # A pull leaves the local optimizer as it was.
+    opt_state = jax.tree.map(lambda old, new: jnp.where(pulls, old, new), opt_state, new_opt_state)
+    return jax.tree.map(move_leaf, params, stepped, anchor), opt_state

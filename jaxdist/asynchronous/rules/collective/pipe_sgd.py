@@ -1,5 +1,7 @@
-"""Pipe-SGD: the all-reduce of a gradient beside the computation of the next."""
+"""Pipe-SGD: the all-reduce of a gradient overlaps the computation of the next ones."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import optax
@@ -10,30 +12,29 @@ from ...protocol import (
     REDUCED,
     Actions,
     Compute,
-    Counted,
+    GradientRecord,
     Message,
     Reduce,
     Role,
     Rule,
     Site,
-    Stepped,
 )
-from ..server.base import everybody, others, replica
+from ..base import all_workers, other_workers, params_of, replicated_optimizer, step_records, unknown_message
 
 
-class PipeState(NamedTuple):
-    """A worker's model and the iteration that it is at; gradients on their way out and means that came back.
+class _PipeState(NamedTuple):
+    """A worker's model and iteration, gradients that wait for an all-reduce, and means that wait to be applied.
 
     Attributes:
       site: where it runs.
-      params: the model of this iteration, the same at all workers.
-      opt_state: the optimizer's state.
+      params: the model of this iteration, replicated.
+      opt_state: the optimizer's state, replicated.
       version: the number of steps of the model.
       iteration: the number of gradients computed before.
-      computing: whether the gradient of this iteration is in the making.
-      travelling: whether an all-reduce is under way.
-      outbox: own gradients, oldest first, whose all-reduce has not begun.
-      means: what came back and is not applied yet, oldest first.
+      computing: whether the gradient of this iteration is running.
+      reducing: whether an all-reduce is running.
+      outbox: own gradients, oldest first, as `(iteration, gradient)`, whose all-reduce has not begun.
+      means: mean gradients that are not applied yet, oldest first, as `(iteration, mean)`.
     """
 
     site: Site
@@ -42,7 +43,7 @@ class PipeState(NamedTuple):
     version: int
     iteration: int
     computing: bool
-    travelling: bool
+    reducing: bool
     outbox: tuple[Any, ...]
     means: tuple[Any, ...]
 
@@ -50,17 +51,17 @@ class PipeState(NamedTuple):
 def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule:
     """Synchronous SGD whose all-reduce is hidden: `x_{t+1} = x_t - γ ḡ_{t-(W-1)}`, with gradients W - 1 steps old.
 
-    The gradient of iteration t is reduced while the next ones are computed, one all-reduce after the other, and applied
-    W - 1 iterations later at all workers alike. With W = 2 an iteration takes the longer of computation and
-    communication; more only helps where their times vary. Everybody still waits for the slowest worker. The first W - 1
-    iterations have nothing to apply.
+    The gradient of iteration t is reduced while the next ones are computed, one all-reduce after the other, and all
+    workers apply it W - 1 iterations later. With W = 2 an iteration takes the maximum of computation and communication;
+    a larger W helps only if these times vary. All workers still wait for the slowest. The first W - 1 iterations apply
+    no gradient.
 
     On the wire: an all-reduce of the gradient per step, kind `"reduced"`.
 
-    State: each worker has the model and the optimizer's state, all the same, and up to W gradients.
+    State: replicated model and optimizer state, and up to W gradients per worker.
 
     Args:
-      optimizer: what every worker steps with. Momentum adds to the delay; keep it low, or the rate.
+      optimizer: the optimizer of every worker. Momentum compounds the delay: lower it, or the rate.
       width: W. 1 is `bsp`.
 
     Returns:
@@ -84,50 +85,63 @@ def pipe_sgd(optimizer: optax.GradientTransformation, *, width: int = 2) -> Rule
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}: 1 waits for each all-reduce, 2 hides it")
-    start, move = replica(optimizer)
+    cfg = _Config(*replicated_optimizer(optimizer), width)
+    return Rule("pipe_sgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for))
 
-    def init(site: Site, params: Any) -> tuple[PipeState, Actions]:
-        return PipeState(site, params, start(params), 0, 0, True, False, (), ()), (Compute(params, 0),)
 
-    def sent(state: PipeState) -> tuple[PipeState, Actions]:
-        """One all-reduce at a time: the network carries no two at once any faster."""
-        if state.travelling or not state.outbox:
-            return state, ()
-        (tag, value), *rest = state.outbox
-        part = Reduce(everybody(state.site.workers), tag, value)
-        return state._replace(travelling=True, outbox=tuple(rest)), (part,)
+class _Config(NamedTuple):
+    """The replicated optimizer on values, and W."""
 
-    def went_on(state: PipeState) -> tuple[PipeState, Actions]:
-        """The next iteration, if the step before it can be taken; a mean that came early is held back till then."""
-        due = state.iteration + 1 >= width
-        if state.computing or (due and not state.means):
-            return state, ()
-        state, books = state._replace(iteration=state.iteration + 1, computing=True), ()
-        if due:
-            (read, mean), *rest = state.means
-            params, opt_state = move(state.params, state.opt_state, mean)
-            state = state._replace(params=params, opt_state=opt_state, version=state.version + 1, means=tuple(rest))
-            books = (Stepped(state.version, max(0, read - width + 1)),) if state.site.index == 0 else ()
-        return state, (*books, Compute(state.params, state.version))
+    start: Callable[..., Any]
+    step: Callable[..., Any]
+    width: int
 
-    @no_type_check
-    def receive(state: PipeState, sender: int, message: Message) -> tuple[PipeState, Actions]:
-        books = ()
-        if message.kind == COMPUTED:
-            # The gradient of iteration t makes version t + 1.
-            books = (Counted(state.site.index, message.version, state.iteration),)
-            state = state._replace(computing=False, outbox=(*state.outbox, (state.iteration, message.value)))
-        elif message.kind == REDUCED:
-            state = state._replace(travelling=False, means=(*state.means, (message.tag, message.value)))
-        elif message.kind == RECOVERED:
-            return state, (Compute(state.params, state.version),) if state.computing else ()
-        else:
-            raise ValueError(f"a worker of pipe_sgd does not know the message {message.kind!r}")
-        state, parts = sent(state)
-        state, steps = went_on(state)
-        return state, (*books, *parts, *steps)
 
-    def waits_for(state: PipeState) -> tuple[int, ...]:
-        return () if state.computing else others(state.site)
+def _init(cfg: _Config, site: Site, params: Any) -> tuple[_PipeState, Actions]:
+    return _PipeState(site, params, cfg.start(params), 0, 0, True, False, (), ()), (Compute(params, 0),)
 
-    return Rule("pipe_sgd", Role(init, receive, lambda state: state.params, waits_for))
+
+@no_type_check
+def _receive(cfg: _Config, state: _PipeState, sender: int, message: Message) -> tuple[_PipeState, Actions]:
+    records = ()
+    if message.kind == COMPUTED:
+        # The gradient of iteration t makes version t + 1.
+        records = (GradientRecord(state.site.index, message.version, state.iteration),)
+        state = state._replace(computing=False, outbox=(*state.outbox, (state.iteration, message.value)))
+    elif message.kind == REDUCED:
+        state = state._replace(reducing=False, means=(*state.means, (message.tag, message.value)))
+    elif message.kind == RECOVERED:
+        return state, (Compute(state.params, state.version),) if state.computing else ()
+    else:
+        raise unknown_message("a worker of pipe_sgd", message)
+    state, reduces = _try_reduce(state)
+    state, steps = _try_advance(cfg, state)
+    return state, (*records, *reduces, *steps)
+
+
+def _try_reduce(state: _PipeState) -> tuple[_PipeState, Actions]:
+    """Starts the next all-reduce. One runs at a time: two at once would share the same bandwidth."""
+    if state.reducing or not state.outbox:
+        return state, ()
+    (iteration, gradient), *rest = state.outbox
+    reduce = Reduce(all_workers(state.site.workers), iteration, gradient)
+    return state._replace(reducing=True, outbox=tuple(rest)), (reduce,)
+
+
+def _try_advance(cfg: _Config, state: _PipeState) -> tuple[_PipeState, Actions]:
+    """Begins the next iteration if its step can be taken; a mean that arrived early waits until then."""
+    due = state.iteration + 1 >= cfg.width
+    if state.computing or (due and not state.means):
+        return state, ()
+    state, records = state._replace(iteration=state.iteration + 1, computing=True), ()
+    if due:
+        # x_{t+1} = x_t - γ ḡ_{t-(W-1)}
+        (iteration, mean), *rest = state.means
+        params, opt_state = cfg.step(state.params, state.opt_state, mean)
+        state = state._replace(params=params, opt_state=opt_state, version=state.version + 1, means=tuple(rest))
+        records = step_records(state.site, state.version, max(0, iteration - cfg.width + 1))
+    return state, (*records, Compute(state.params, state.version))
+
+
+def _waits_for(state: _PipeState) -> tuple[int, ...]:
+    return () if state.computing else other_workers(state.site)

@@ -1,21 +1,22 @@
-"""Asynchronous decentralized SGD: every worker at its own pace, averaging with one neighbor at a time."""
+"""AD-PSGD: each worker steps at its own pace and averages with one neighbor at a time."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import optax
 
-from ...protocol import COMPUTED, RECOVERED, Actions, Compute, Counted, Message, Role, Rule, Site, Stepped
-from ...values import numeric
-from ..server.base import step_of
+from ...protocol import COMPUTED, RECOVERED, Actions, Compute, GradientRecord, Message, Role, Rule, Site, StepRecord
+from ..base import local_optimizer, params_of, unknown_message
 from .exchange import Exchange, whole_models
 from .neighbors import Choice, Graph, Halves, check_choice, graph_of, halves
-from .pairs import BACK, PARAMS, Node, Pairs, node_of, protocol
+from .pairs import BACK, PARAMS, PairProtocol, Pairs, Peer, pair_protocol, peer_of
 
 
-class ADPSGDState(NamedTuple):
-    """A worker's node, the halves of the graph, its model, optimizer state, count of steps, and its exchanges."""
+class _ADPSGDState(NamedTuple):
+    """A worker's peer, the halves of the graph, its model, optimizer state and step count, and its exchanges."""
 
-    node: Node
+    peer: Peer
     graph: Halves
     params: Any
     opt_state: Any
@@ -32,39 +33,38 @@ def ad_psgd(
 ) -> Rule:
     """Each worker steps at its own pace, `x_i <- x_i - γ g(x̂_i)`, and averages with one neighbor meanwhile.
 
-    `x̂_i` is a copy of the model, taken when the gradient begins; while it is computed x_i and the model of a neighbor
-    become their mean, and the gradient is applied to what x_i is then. Nobody waits: the time of an exchange is hidden
-    behind the gradient. With data that differ between workers the limit is weighted by the workers' speeds, as that of
-    `asgd` is.
+    `x̂_i` is the model when the gradient begins; while the gradient is computed, x_i and the model of a neighbor become
+    their mean, and the gradient is applied to the averaged x_i. No worker waits: the exchange overlaps the gradient.
+    With data that differ between workers the limit is weighted by the workers' speeds, as for `asgd`.
 
-    One half of the graph asks, with each gradient it begins (if its last exchange is over), and the other half only
-    replies: so nobody waits in a circle, and the graph must be bipartite. If a worker is gone, the others step on; who
-    has asked it averages again when it is back.
+    One half of the graph initiates an exchange with each gradient that it begins (if its last exchange is complete),
+    and the other half only replies, so that no cycle of waiting workers can form: the graph must be bipartite. If a
+    worker fails, the others continue; exchanges that it interrupted are repeated when it recovers.
 
-    Versions in the trace are a worker's own count of steps; `replay.peer_delays` counts the gradients that all workers
-    applied between reading and using one: the number of workers less one, on average.
+    Versions in the trace are a worker's own step count; `replay.peer_delays` counts the gradients that all workers
+    applied between reading and using one: the number of workers minus one, on average.
 
-    On the wire: a model each way per gradient of the half that asks; other exchanges send less. `compressed` with a
-    code for `"params"` works too, but its errors are in proportion to the models rather than to their difference, do
-    not vanish as workers agree, and move the sum of all models by half of each: 16 bits are safe; for less take an
-    exchange.
+    On the wire: a model each way per gradient of the half that initiates; other exchanges send less. `compressed` with
+    a compressor for `"params"` works too, but its errors are proportional to the models rather than to their
+    difference, do not vanish as workers agree, and change the sum of all models by half of each: 16 bits are safe; for
+    less use an exchange.
 
-    State: a worker's model and optimizer; of the half that replies the last reply to each neighbor, in case it was
+    State: a worker's model and optimizer; in the half that replies the last reply to each neighbor, in case it was
     lost.
 
     Args:
-      graph: a bipartite topology, or what makes one for any number of workers, such as `jd.topology.ring` (which needs
-        an even number). One that changes goes on to its next round with each exchange of a worker; of those that are
-        drawn, such as the randomized ring, `lambda n: jd.topology.relabelled_ring(n, halves=True)` keeps halves.
-      optimizer: what each worker steps with, on its own.
+      graph: a bipartite topology, or a function that makes one for a number of workers, such as `jd.topology.ring`
+        (which needs an even number). A topology that changes advances with each exchange of a worker; of the random
+        ones, `lambda n: jd.topology.relabelled_ring(n, halves=True)` is bipartite.
+      optimizer: the local optimizer of each worker.
       choice: of the neighbors, `"uniform"` or `"in_turn"` (a fixed ring).
-      exchange: how a pair averages: `whole_models()`, `power_gossip(rank)`, or `choco_exchange(...)` for any code.
+      exchange: how pairs average: `whole_models()`, `power_gossip(rank)`, or `choco_exchange(...)`.
 
     Returns:
       The rule; it has no server.
 
     Raises:
-      ValueError: the graph is of another number of workers, or has an odd cycle; no such choice.
+      ValueError: the graph has another number of workers or an odd cycle, or `choice` is unknown.
 
     Example:
       >>> import optax, jaxdist as jd
@@ -81,34 +81,43 @@ def ad_psgd(
       arXiv:2110.11199, 2021.
     """
     check_choice(choice)
-    talk = protocol(exchange or whole_models(), choice)
-    start, move = numeric(optimizer.init), numeric(step_of(optimizer), outputs=2)
+    cfg = _Config(graph, pair_protocol(exchange or whole_models(), choice), *local_optimizer(optimizer))
+    return Rule("ad_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of))
 
-    def begun(state: ADPSGDState) -> tuple[ADPSGDState, Actions]:
-        """A gradient at the model as it is now, and an exchange beside it."""
-        pairs, sent = talk.begin(state.pairs, state.node, state.graph, state.params)
-        return state._replace(pairs=pairs), (Compute(state.params, state.version), *sent)
 
-    def init(site: Site, params: Any) -> tuple[ADPSGDState, Actions]:
-        node, split = node_of(site), halves(graph_of(graph, site.workers))
-        return begun(ADPSGDState(node, split, params, start(params), 0, talk.init(node, split, params)))
+class _Config(NamedTuple):
+    """The graph, the exchanges, and the optimizer on values."""
 
-    @no_type_check
-    def receive(state: ADPSGDState, sender: int, message: Message) -> tuple[ADPSGDState, Actions]:
-        node, split, params, opt_state, version, pairs = state
-        if message.kind == COMPUTED:
-            params, opt_state = move(params, opt_state, message.value)
-            state, actions = begun(ADPSGDState(node, split, params, opt_state, version + 1, pairs))
-            return state, (
-                Counted(node.index, message.version, version),
-                Stepped(version + 1, message.version),
-                *actions,
-            )
-        if message.kind in (PARAMS, BACK):
-            pairs, params, actions = talk.receive(pairs, node, split, params, sender, message)
-            return state._replace(params=params, pairs=pairs), actions
-        if message.kind == RECOVERED:
-            return state, (Compute(params, version), *talk.recovered(pairs, node, split))
-        raise ValueError(f"a worker of ad_psgd does not know the message {message.kind!r}")
+    graph: Graph
+    pairs: PairProtocol
+    start: Callable[..., Any]
+    step: Callable[..., Any]
 
-    return Rule("ad_psgd", Role(init, receive, lambda state: state.params))
+
+def _init(cfg: _Config, site: Site, params: Any) -> tuple[_ADPSGDState, Actions]:
+    peer, split = peer_of(site), halves(graph_of(cfg.graph, site.workers))
+    pairs = cfg.pairs.init(peer, split, params)
+    return _begin_gradient(cfg, _ADPSGDState(peer, split, params, cfg.start(params), 0, pairs))
+
+
+def _begin_gradient(cfg: _Config, state: _ADPSGDState) -> tuple[_ADPSGDState, Actions]:
+    """Starts a gradient at the current model, and an exchange beside it."""
+    pairs, sends = cfg.pairs.begin(state.pairs, state.peer, state.graph, state.params)
+    return state._replace(pairs=pairs), (Compute(state.params, state.version), *sends)
+
+
+@no_type_check
+def _receive(cfg: _Config, state: _ADPSGDState, sender: int, message: Message) -> tuple[_ADPSGDState, Actions]:
+    peer, split, params, opt_state, version, pairs = state
+    if message.kind == COMPUTED:
+        # The gradient of x̂_i is applied to x_i, which exchanges have changed meanwhile.
+        params, opt_state = cfg.step(params, opt_state, message.value)
+        records = GradientRecord(peer.index, message.version, version), StepRecord(version + 1, message.version)
+        state, actions = _begin_gradient(cfg, _ADPSGDState(peer, split, params, opt_state, version + 1, pairs))
+        return state, (*records, *actions)
+    if message.kind in (PARAMS, BACK):
+        pairs, params, actions = cfg.pairs.receive(pairs, peer, split, params, sender, message)
+        return state._replace(params=params, pairs=pairs), actions
+    if message.kind == RECOVERED:
+        return state, (Compute(params, version), *cfg.pairs.recover(pairs, peer, split))
+    raise unknown_message("a worker of ad_psgd", message)

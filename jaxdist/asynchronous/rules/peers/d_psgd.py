@@ -1,6 +1,8 @@
-"""Decentralized SGD that waits for its neighbors, and for nobody else."""
+"""D-PSGD: decentralized SGD in which each worker waits for its neighbors only."""
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -10,41 +12,66 @@ import optax
 from ...._core.types import PyTree
 from ....topology.base import Topology
 from ....topology.spectrum import is_doubly_stochastic
-from ...protocol import COMPUTED, RECOVERED, Actions, Compute, Counted, Message, Role, Rule, Send, Site, Stepped
+from ...protocol import (
+    COMPUTED,
+    RECOVERED,
+    Actions,
+    Compute,
+    GradientRecord,
+    Message,
+    Role,
+    Rule,
+    Send,
+    Site,
+    StepRecord,
+)
 from ...values import numeric
+from ..base import params_of, unknown_message
 from .neighbors import Graph, graph_of
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
+# A model; an acknowledgment that a model was used; a request to repeat models after a failure.
 PARAMS, USED, AGAIN = "params", "used", "again"
 
 
-class Neighbors(NamedTuple):
-    """A worker's rounds: whom it hears, with what weights, and whom it tells; `order` as in a topology."""
+class _Rounds(NamedTuple):
+    """For each round of a worker its sources, their weights, and its destinations; `order` as in a topology."""
 
-    heard: tuple[tuple[int, ...], ...]
+    sources: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
-    told: tuple[tuple[int, ...], ...]
+    destinations: tuple[tuple[int, ...], ...]
     order: tuple[int, ...]
 
+    def at(self, iteration: int) -> int:
+        """Returns the index of the round of an iteration."""
+        return self.order[iteration % len(self.order)]
 
-class DPSGDState(NamedTuple):
-    """A worker's site, neighbors, model, optimizer state, iteration, whether it computes, and what waits.
 
-    `made` is what came of the computation: the model that it steps to, or the gradient where it combines first.
-    `inbox` has models by `(iteration, sender)`, and `kept` those that it sent and may have to repeat, by `(receiver,
-    iteration)`.
+class _DPSGDState(NamedTuple):
+    """The state of a worker.
+
+    Attributes:
+      site: where it runs.
+      rounds: its neighbors.
+      params: its model.
+      opt_state: its optimizer's state.
+      version: its iteration.
+      computing: whether a gradient is running.
+      result: of this iteration's computation: the adapted model, or the gradient if it combines first.
+      inbox: models that have arrived, by `(iteration, sender)`.
+      outbox: models that it has sent and may have to repeat, by `(receiver, iteration)`.
     """
 
     site: Site
-    neighbors: Neighbors
+    rounds: _Rounds
     params: Any
     opt_state: Any
     version: int
     computing: bool
-    made: Any
+    result: Any
     inbox: dict[tuple[int, int], Any]
-    kept: dict[tuple[int, int], Any]
+    outbox: dict[tuple[int, int], Any]
 
 
 def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Order = "adapt_then_combine") -> Rule:
@@ -52,30 +79,29 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
 
         adapt_then_combine:  x_i <- Σ_j W_ij (x_j + u_j)        combine_then_adapt:  x_i <- u_i + Σ_j W_ij x_j
 
-    It computes what `jd.gossip` with `method="d_psgd"` does. A local barrier: with random durations an iteration takes
-    less than the longest of all workers, however many there are; a worker that is always slow holds up its neighbors,
-    and through them everybody.
+    The same computation as `jd.gossip` with `method="d_psgd"`. The barrier is local: with random durations an iteration
+    takes less than the longest of all workers, whatever their number; but a worker that is always slow delays its
+    neighbors, and through them all workers.
 
-    Steps in the trace are those of single workers, n an iteration, and versions their own counts.
+    Steps in the trace are those of single workers, n per iteration, and versions are their own counts.
 
-    On the wire: a model to each neighbor per iteration; in graphs whose messages go one way, or that change, a word
-    without bytes back. What a worker missed while it was gone is repeated.
+    On the wire: a model to each neighbor per iteration; in directed or changing graphs an acknowledgment without bytes
+    back. Models that a worker missed during an outage are repeated.
 
-    State: a worker's model and optimizer; models of neighbors that are ahead; its own last ones, until they are used.
+    State: a worker's model and optimizer; models of neighbors that are ahead; its own last models, until they are used.
 
     Args:
-      graph: a topology with doubly stochastic weights, or what makes one for any number of workers, such as
+      graph: a topology with doubly stochastic weights, or a function that makes one for a number of workers, such as
         `jd.topology.ring`.
-      optimizer: what each worker steps with, on its own.
-      order: `"adapt_then_combine"` sends after the gradient, and is the more accurate; `"combine_then_adapt"`, the
-        paper's, sends before it, which hides the time of the messages and lets neighbors be an iteration apart.
+      optimizer: the local optimizer of each worker.
+      order: `"adapt_then_combine"` sends after the gradient and is more accurate; `"combine_then_adapt"`, the paper's,
+        sends before it, which hides the time of the messages and lets neighbors be one iteration apart.
 
     Returns:
       The rule; it has no server.
 
     Raises:
-      ValueError: there is no such order; the graph is of another number of workers, or its weights do not keep the
-        mean.
+      ValueError: `order` is unknown, the graph has another number of workers, or its weights are not doubly stochastic.
 
     Example:
       >>> import optax, jaxdist as jd
@@ -93,125 +119,167 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    adapt_first = order == "adapt_then_combine"
-
-    def mixed(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
-        # Of differences, since weights such as 1/3 are rounded and would let models drift where they agree.
-        def one(own, *theirs):
-            change = sum(((x - own) * weight for x, weight in zip(theirs, weights, strict=True)), start=0.0)
-            return own + jnp.asarray(change, own.dtype)
-
-        return jax.tree.map(one, params, *others)
-
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, weights: Any, *others: PyTree) -> tuple:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(mixed(params, weights, *others), updates), opt_state
-
-    start, mix, move = numeric(optimizer.init), numeric(mixed), numeric(moved, outputs=2)
-
-    @no_type_check
-    def told(state: DPSGDState, model: Any) -> tuple[DPSGDState, Actions]:
-        """The model of this iteration for all that hear it."""
-        k, around = state.version, state.neighbors
-        receivers = around.told[around.order[k % len(around.order)]]
-        kept = state.kept | {(to, k): model for to in receivers}
-        return state._replace(kept=kept), tuple([Send(to, Message(PARAMS, model, 0, k)) for to in receivers])
-
-    @no_type_check
-    def begun(state: DPSGDState) -> tuple[DPSGDState, Actions]:
-        state, sends = (state, ()) if adapt_first else told(state, state.params)
-        return state, (*sends, Compute(state.params, state.version))
-
-    @no_type_check
-    def settled(state: DPSGDState) -> tuple[DPSGDState, Actions]:
-        """The next iteration, if all of this one is there."""
-        site, around, params, opt_state, k, computing, made, inbox, kept = state
-        which = around.order[k % len(around.order)]
-        heard = around.heard[which]
-        if computing or any((k, j) not in inbox for j in heard):
-            return state, ()
-        others, weights = [inbox[k, j] for j in heard], around.weights[which]
-        if adapt_first:
-            params = mix(made, weights, *others)
-        else:
-            params, opt_state = move(params, opt_state, made, weights, *others)
-        inbox = {key: model for key, model in inbox.items() if key[0] > k}
-        state, actions = begun(DPSGDState(site, around, params, opt_state, k + 1, True, None, inbox, kept))
-        following = around.told[around.order[(k + 1) % len(around.order)]]
-        # To whom the next model goes, that one says it.
-        used = [Send(j, Message(USED, None, 0, k)) for j in heard if j not in following]
-        return state, (Counted(site.index, k, k), Stepped(k + 1, k), *actions, *used)
-
-    def init(site: Site, params: Any) -> tuple[DPSGDState, Actions]:
-        around = _neighbors(graph_of(graph, site.workers))[site.index]
-        return begun(DPSGDState(site, around, params, start(params), 0, True, None, {}, {}))
-
-    @no_type_check
-    def receive(state: DPSGDState, sender: int, message: Message) -> tuple[DPSGDState, Actions]:
-        kind, k = message.kind, state.version
-        if kind == COMPUTED:
-            if not adapt_first:
-                return settled(state._replace(computing=False, made=message.value))
-            made, opt_state = move(state.params, state.opt_state, message.value, ())
-            state = state._replace(computing=False, made=made, opt_state=opt_state)
-            state, sends = told(state, made)
-            state, actions = settled(state)
-            return state, (*sends, *actions)
-        if kind == PARAMS:
-            state = state._replace(kept=_without(state.kept, sender, message.tag - 1))
-            if message.tag < k:  # repeated, so it may not have heard that it was used
-                return state, (Send(sender, Message(USED, None, 0, k - 1)),)
-            return settled(state._replace(inbox=state.inbox | {(message.tag, sender): message.value}))
-        if kind == USED:
-            return state._replace(kept=_without(state.kept, sender, message.tag)), ()
-        if kind == AGAIN:
-            return state, tuple([one for one in repeated(state) if one.to == sender and one.message.tag >= message.tag])
-        if kind == RECOVERED:
-            everybody = sorted({j for heard in state.neighbors.heard for j in heard})
-            asks = tuple(Send(j, Message(AGAIN, None, 0, k)) for j in everybody)
-            restart = (Compute(state.params, k),) if state.computing else ()
-            return state, (*restart, *repeated(state), *asks)
-        raise ValueError(f"a worker of d_psgd does not know the message {kind!r}")
-
-    def repeated(state: DPSGDState) -> Actions:
-        return tuple(
-            Send(to, Message(PARAMS, model, 0, k)) for (to, k), model in sorted(state.kept.items(), key=_first)
-        )
-
-    def waits_for(state: DPSGDState) -> tuple[int, ...]:
-        around, k = state.neighbors, state.version
-        heard = around.heard[around.order[k % len(around.order)]]
-        return () if state.computing else tuple(j for j in heard if (k, j) not in state.inbox)
-
-    return Rule("d_psgd", Role(init, receive, lambda state: state.params, waits_for))
+    cfg = _Config(
+        graph,
+        order == "adapt_then_combine",
+        numeric(optimizer.init),
+        numeric(_combine),
+        numeric(partial(_combine_and_adapt, optimizer), outputs=2),
+    )
+    return Rule("d_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for))
 
 
-def _first(entry: tuple) -> Any:
-    return entry[0]
+class _Config(NamedTuple):
+    """The graph, the order, and functions of values: the optimizer's, `Σ_j W_ij x_j`, and that with a step."""
+
+    graph: Graph
+    adapt_first: bool
+    start: Callable[..., Any]
+    combine: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
+    def combine_leaves(own: Any, *theirs: Any) -> Any:
+        # x_i + Σ_j W_ij (x_j - x_i): weights such as 1/3 are rounded, and a plain sum would let equal models drift.
+        change = sum(((x - own) * weight for x, weight in zip(theirs, weights, strict=True)), start=0.0)
+        return own + jnp.asarray(change, own.dtype)
+
+    return jax.tree.map(combine_leaves, params, *others)
+
+
+def _combine_and_adapt(
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    gradient: PyTree,
+    weights: Any,
+    *others: PyTree,
+) -> tuple[PyTree, PyTree]:
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(_combine(params, weights, *others), updates), opt_state
+
+
+def _init(cfg: _Config, site: Site, params: Any) -> tuple[_DPSGDState, Actions]:
+    rounds = _rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
+    return _begin_iteration(cfg, _DPSGDState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
 
 
 @no_type_check
-def _without(kept: dict, receiver: int, last: int) -> dict:
-    """Without what a receiver has used, up to an iteration."""
-    return {key: model for key, model in kept.items() if key[0] != receiver or key[1] > last}
+def _begin_iteration(cfg: _Config, state: _DPSGDState) -> tuple[_DPSGDState, Actions]:
+    state, sends = (state, ()) if cfg.adapt_first else _send_model(state, state.params)
+    return state, (*sends, Compute(state.params, state.version))
+
+
+@no_type_check
+def _send_model(state: _DPSGDState, model: Any) -> tuple[_DPSGDState, Actions]:
+    """Sends the model of this iteration to all destinations."""
+    k, rounds = state.version, state.rounds
+    destinations = rounds.destinations[rounds.at(k)]
+    outbox = state.outbox | {(to, k): model for to in destinations}
+    return state._replace(outbox=outbox), tuple([Send(to, Message(PARAMS, model, 0, k)) for to in destinations])
+
+
+@no_type_check
+def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> tuple[_DPSGDState, Actions]:
+    kind = message.kind
+    if kind == COMPUTED:
+        return _on_gradient(cfg, state, message.value)
+    if kind == PARAMS:
+        return _on_model(cfg, state, sender, message)
+    if kind == USED:
+        return state._replace(outbox=_drop_used(state.outbox, sender, message.tag)), ()
+    if kind == AGAIN:
+        return state, tuple([s for s in _repeat_models(state) if s.to == sender and s.message.tag >= message.tag])
+    if kind == RECOVERED:
+        sources = sorted({j for sources in state.rounds.sources for j in sources})
+        requests = tuple(Send(j, Message(AGAIN, None, 0, state.version)) for j in sources)
+        restart = (Compute(state.params, state.version),) if state.computing else ()
+        return state, (*restart, *_repeat_models(state), *requests)
+    raise unknown_message("a worker of d_psgd", message)
+
+
+@no_type_check
+def _on_gradient(cfg: _Config, state: _DPSGDState, gradient: Any) -> tuple[_DPSGDState, Actions]:
+    if not cfg.adapt_first:
+        return _try_advance(cfg, state._replace(computing=False, result=gradient))
+    # x_i + u_i, without neighbors
+    adapted, opt_state = cfg.step(state.params, state.opt_state, gradient, ())
+    state = state._replace(computing=False, result=adapted, opt_state=opt_state)
+    state, sends = _send_model(state, adapted)
+    state, actions = _try_advance(cfg, state)
+    return state, (*sends, *actions)
+
+
+@no_type_check
+def _on_model(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> tuple[_DPSGDState, Actions]:
+    # To reach this iteration the sender has used all earlier models of this worker.
+    state = state._replace(outbox=_drop_used(state.outbox, sender, message.tag - 1))
+    if message.tag < state.version:
+        # It was repeated, so the sender may have missed the acknowledgment.
+        return state, (Send(sender, Message(USED, None, 0, state.version - 1)),)
+    return _try_advance(cfg, state._replace(inbox=state.inbox | {(message.tag, sender): message.value}))
+
+
+@no_type_check
+def _try_advance(cfg: _Config, state: _DPSGDState) -> tuple[_DPSGDState, Actions]:
+    """Begins the next iteration if the gradient and all models of this one are known."""
+    k, rounds = state.version, state.rounds
+    sources = rounds.sources[rounds.at(k)]
+    if state.computing or any((k, j) not in state.inbox for j in sources):
+        return state, ()
+    others, weights = [state.inbox[k, j] for j in sources], rounds.weights[rounds.at(k)]
+    if cfg.adapt_first:
+        params, opt_state = cfg.combine(state.result, weights, *others), state.opt_state
+    else:
+        params, opt_state = cfg.step(state.params, state.opt_state, state.result, weights, *others)
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        version=k + 1,
+        computing=True,
+        result=None,
+        inbox={key: model for key, model in state.inbox.items() if key[0] > k},
+    )
+    state, actions = _begin_iteration(cfg, state)
+    # The next model acknowledges this one; sources that do not receive it get an explicit acknowledgment.
+    next_destinations = rounds.destinations[rounds.at(k + 1)]
+    used = [Send(j, Message(USED, None, 0, k)) for j in sources if j not in next_destinations]
+    return state, (GradientRecord(state.site.index, k, k), StepRecord(k + 1, k), *actions, *used)
+
+
+def _repeat_models(state: _DPSGDState) -> Actions:
+    models = sorted(state.outbox.items(), key=lambda entry: entry[0])
+    return tuple(Send(to, Message(PARAMS, model, 0, k)) for (to, k), model in models)
+
+
+@no_type_check
+def _drop_used(outbox: dict, receiver: int, last: int) -> dict:
+    """Drops the models that a receiver has used, up to an iteration."""
+    return {key: model for key, model in outbox.items() if key[0] != receiver or key[1] > last}
+
+
+def _waits_for(state: _DPSGDState) -> tuple[int, ...]:
+    sources = state.rounds.sources[state.rounds.at(state.version)]
+    return () if state.computing else tuple(j for j in sources if (state.version, j) not in state.inbox)
 
 
 @functools.lru_cache(maxsize=16)
-def _neighbors(topology: Topology) -> tuple[Neighbors, ...]:
-    """Those of each worker."""
+def _rounds_of_workers(topology: Topology) -> tuple[_Rounds, ...]:
+    """Returns the rounds of each worker."""
     if not is_doubly_stochastic(topology):
         raise ValueError(
-            f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not agree on their "
-            "mean: use an undirected graph, or one in which all have as many neighbors"
+            f"the weights of {topology.name} do not sum to 1 in both directions, so averaging would not keep the mean: "
+            "use an undirected graph, or one in which all workers have equally many neighbors"
         )
     found = []
     for worker in range(topology.workers):
-        heard, told = [], []
-        for one in topology.rounds:
-            pairs = [(source, to, m.weights[to]) for m in one.messages for source, to in m.pairs if source != to]
-            heard.append([(source, weight) for source, to, weight in pairs if to == worker])
-            told.append(tuple(to for source, to, _ in pairs if source == worker))
-        sources = tuple(tuple(source for source, _ in one) for one in heard)
-        weights = tuple(tuple(weight for _, weight in one) for one in heard)
-        found.append(Neighbors(sources, weights, tuple(told), topology.order))
+        incoming, destinations = [], []
+        for step in topology.rounds:
+            pairs = [(source, to, m.weights[to]) for m in step.messages for source, to in m.pairs if source != to]
+            incoming.append([(source, weight) for source, to, weight in pairs if to == worker])
+            destinations.append(tuple(to for source, to, _ in pairs if source == worker))
+        sources = tuple(tuple(source for source, _ in pairs) for pairs in incoming)
+        weights = tuple(tuple(weight for _, weight in pairs) for pairs in incoming)
+        found.append(_Rounds(sources, weights, tuple(destinations), topology.order))
     return tuple(found)

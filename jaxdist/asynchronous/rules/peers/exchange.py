@@ -1,6 +1,7 @@
-"""What two workers tell each other about their models in an exchange, and what each makes of it."""
+"""Pairwise averaging: the payloads that two workers exchange, and how each updates its model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +16,18 @@ ACTIVE, PASSIVE = 1, -1
 
 
 class Exchange(NamedTuple):
-    """How a pair averages: what each sends, and what both do then. Whatever it loses, the sum of the two models stays.
+    """A method of averaging a pair of models. However lossy, it keeps the sum of the two models.
 
-    One end, the active one, asks, and the other replies; both end with the same memory.
+    The active end initiates an exchange, and the passive end replies; both end with the same memory.
 
     Attributes:
       name: for messages.
-      start: `start(params, words) -> memory`, from the model that all workers begin with and three numbers that tell
-        this pair from others.
-      encode: `encode(params, memory, end, turn, words) -> payload`, with `end` 1 for the active one and -1 for the
-        other, and `turn` counting the exchanges of the pair.
-      settle: `settle(params, memory, asked, replied, end, turn) -> (params, memory)`, with the payloads of both ends.
-        The model may have moved since it was sent.
+      start: `start(params, words) -> memory`, from the initial model of all workers and three numbers that identify the
+        pair.
+      encode: `encode(params, memory, end, turn, words) -> payload`; `end` is 1 for the active end and -1 for the
+        passive one, and `turn` counts the exchanges of the pair.
+      settle: `settle(params, memory, request, reply, end, turn) -> (params, memory)`, with the payloads of both ends.
+        The model may have changed since it was sent.
     """
 
     name: str
@@ -36,11 +37,11 @@ class Exchange(NamedTuple):
 
 
 def whole_models() -> Exchange:
-    """Both send their model and take the mean: `x_i <- x_i + (x_j - x_i)/2`, on the models as they were sent.
+    """Both ends send their model and move to the mean: `x_i <- x_i + (x_j - x_i)/2`, with the models as sent.
 
     On the wire: a model each way.
 
-    State: nothing.
+    State: none.
 
     Returns:
       The exchange, which is the default.
@@ -53,41 +54,44 @@ def whole_models() -> Exchange:
     References:
       Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
     """
+    return Exchange("whole_models", lambda params, words: (), lambda params, *rest: params, _settle_whole)
 
-    def pulled(params: PyTree, asked: PyTree, replied: PyTree, end: Any) -> PyTree:
-        return jax.tree.map(lambda x, a, p: x + (end * ((p - a) / 2)).astype(x.dtype), params, asked, replied)
 
-    pull = numeric(pulled)
+def _half_difference(params: PyTree, request: PyTree, reply: PyTree, end: Any) -> PyTree:
+    # A difference is added, and not the mean assigned, since the model may have changed since it was sent.
+    return jax.tree.map(lambda x, a, p: x + (end * ((p - a) / 2)).astype(x.dtype), params, request, reply)
 
-    def settle(params: Any, memory: Any, asked: Any, replied: Any, end: int, turn: int) -> tuple[Any, Any]:
-        return pull(params, asked, replied, end), memory
 
-    return Exchange("whole_models", lambda params, words: (), lambda params, *rest: params, settle)
+_add_half_difference = numeric(_half_difference)
+
+
+def _settle_whole(params: Any, memory: Any, request: Any, reply: Any, end: int, turn: int) -> tuple[Any, Any]:
+    return _add_half_difference(params, request, reply, end), memory
 
 
 def choco_exchange(compressor: Compressor, *, step_size: float | int) -> Exchange:
-    """Both know a copy `x̂` of either model, and send the code of what their own is ahead of it.
+    """Both ends keep a copy `x̂` of each model, and send the compressed difference between their model and its copy.
 
         q_i = C(x_i - x̂_i);   x̂_i += q_i;   x_i += γ/2 (x̂_j - x̂_i)
 
-    Errors of the code stay in `x - x̂` and are sent later; they vanish as the models agree, and the sum of the models is
-    kept exactly. A code on whole models, by `compressed`, has errors in proportion to the models instead, and moves
-    their sum.
+    Compression errors remain in `x - x̂` and are sent later; they vanish as the models agree, and the sum of the models
+    is kept exactly. Compressing whole models, with `compressed`, has errors in proportion to the models instead, and
+    changes their sum.
 
-    On the wire: the payload of the code each way.
+    On the wire: the payload each way.
 
-    State: for each neighbor of a worker two models.
+    State: two models per neighbor of a worker.
 
     Args:
-      compressor: the code of one array; an unbiased one is scaled by `1/(1+ω)`.
-      step_size: γ. 1 is the mean where the code loses nothing; too high diverges. Start near the share of entries that
-        are sent, or at 0.5 with 4 to 8 bits.
+      compressor: the compressor of one array; an unbiased one is scaled by `1/(1+ω)`.
+      step_size: γ. 1 is the mean if the compressor is lossless; too large a value diverges. Start near the fraction of
+        entries that are sent, or at 0.5 with 4 to 8 bits.
 
     Returns:
       The exchange.
 
     Raises:
-      ValueError: `step_size` is outside (0, 1], or the code states neither contraction nor variance.
+      ValueError: `step_size` is outside (0, 1], or the compressor states neither contraction nor variance.
 
     Example:
       >>> import optax, jaxdist as jd
@@ -102,36 +106,56 @@ def choco_exchange(compressor: Compressor, *, step_size: float | int) -> Exchang
     """
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
-    code = contraction_form(compressor)
-
-    def encoded(params: PyTree, known: PyTree, words: Any) -> list[Any]:
-        key = jax.random.key(words[0])
-        for word in range(1, 5):
-            key = jax.random.fold_in(key, words[word])
-        ahead = jax.tree.leaves(jax.tree.map(lambda x, hat: x - hat, params, known))
-        return [code.compress(leaf, jax.random.fold_in(key, k)) for k, leaf in enumerate(ahead)]
-
-    def added(known: PyTree, payload: list[Any]) -> PyTree:
-        leaves, structure = jax.tree.flatten(known)
-        return structure.unflatten([hat + code.decompress(one, hat) for hat, one in zip(leaves, payload, strict=True)])
-
-    def settled(params: PyTree, active: PyTree, passive: PyTree, asked: Any, replied: Any, end: Any) -> tuple:
-        active, passive = added(active, asked), added(passive, replied)
-
-        def pulled(x, a, p):
-            return x + (end * (step_size / 2) * (p - a)).astype(x.dtype)
-
-        return jax.tree.map(pulled, params, active, passive), active, passive
-
-    encoder, settler = numeric(encoded), numeric(settled, outputs=3)
-
-    def encode(params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
-        # Each end's own draws. A key that all share, as random-k has it, is of use in sums alone.
-        own = np.array([*words, turn & 0xFFFFFFFF, 1 if end == ACTIVE else 2], np.uint32)
-        return encoder(params, memory[0] if end == ACTIVE else memory[1], own)
-
-    def settle(params: Any, memory: Any, asked: Any, replied: Any, end: int, turn: int) -> tuple[Any, Any]:
-        params, active, passive = settler(params, *memory, asked, replied, end)
-        return params, (active, passive)
-
+    compressor = contraction_form(compressor)
+    encode = partial(_encode_choco, numeric(partial(_encode_difference, compressor)))
+    settle = partial(_settle_choco, numeric(partial(_update_copies, compressor, step_size), outputs=3))
     return Exchange("choco_exchange", lambda params, words: (params, params), encode, settle)
+
+
+def _encode_choco(encode: Callable[..., Any], params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
+    # The two ends draw different numbers: a key that all share, as random-k has it, helps in sums only.
+    words = np.array([*words, turn & 0xFFFFFFFF, 1 if end == ACTIVE else 2], np.uint32)
+    return encode(params, memory[0] if end == ACTIVE else memory[1], words)
+
+
+def _settle_choco(
+    update: Callable[..., Any], params: Any, memory: Any, request: Any, reply: Any, end: int, turn: int
+) -> tuple[Any, Any]:
+    params, active, passive = update(params, *memory, request, reply, end)
+    return params, (active, passive)
+
+
+def _encode_difference(compressor: Compressor, params: PyTree, copy: PyTree, words: Any) -> list[Any]:
+    # q_i = C(x_i - x̂_i)
+    key = jax.random.key(words[0])
+    for word in range(1, 5):
+        key = jax.random.fold_in(key, words[word])
+    differences = jax.tree.leaves(jax.tree.map(lambda x, hat: x - hat, params, copy))
+    return [compressor.compress(leaf, jax.random.fold_in(key, k)) for k, leaf in enumerate(differences)]
+
+
+def _add_decoded(compressor: Compressor, copy: PyTree, payloads: list[Any]) -> PyTree:
+    # x̂_i += q_i
+    leaves, structure = jax.tree.flatten(copy)
+    return structure.unflatten(
+        [hat + compressor.decompress(payload, hat) for hat, payload in zip(leaves, payloads, strict=True)]
+    )
+
+
+def _update_copies(
+    compressor: Compressor,
+    step_size: float | int,
+    params: PyTree,
+    active: PyTree,
+    passive: PyTree,
+    request: Any,
+    reply: Any,
+    end: Any,
+) -> tuple[PyTree, PyTree, PyTree]:
+    active, passive = _add_decoded(compressor, active, request), _add_decoded(compressor, passive, reply)
+
+    def move_leaf(x: Any, a: Any, p: Any) -> Any:
+        # x_i += γ/2 (x̂_j - x̂_i)
+        return x + (end * (step_size / 2) * (p - a)).astype(x.dtype)
+
+    return jax.tree.map(move_leaf, params, active, passive), active, passive

@@ -1,6 +1,8 @@
-"""What a worker of Hop keeps of its neighbors' models, which of them an iteration may use, and with what weight."""
+"""Hop: decentralized training with queues of models and tokens, backup workers, bounded staleness and skipping."""
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -11,97 +13,48 @@ from jaxtyping import Float
 
 from ...._core.types import PyTree
 from ....topology.base import matrix
-from ...protocol import COMPUTED, RECOVERED, Actions, Compute, Counted, Message, Role, Rule, Send, Site, Stepped
+from ...protocol import (
+    COMPUTED,
+    RECOVERED,
+    Actions,
+    Compute,
+    GradientRecord,
+    Message,
+    Role,
+    Rule,
+    Send,
+    Site,
+    StepRecord,
+)
 from ...values import numeric
-from ..server.base import PARAMS, PULL, put
+from ..base import params_of, replace_at, unknown_message
 from .neighbors import Graph, graph_of
 
+PARAMS, TOKEN, PULL = "params", "token", "pull"
+
+# The models of one neighbor that are not used yet, as `(iteration, model)`, the oldest first.
 Queue = tuple[tuple[int, Any], ...]
 
 
-class Neighbors(NamedTuple):
-    """Whose models a worker gets, who gets its own, and the weights of its own model and of those it gets."""
+class _Neighbors(NamedTuple):
+    """A worker's sources and destinations, and the weights of its own model and of its sources'."""
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
     weights: tuple[float, ...]
 
 
-@functools.lru_cache(maxsize=16)
-def neighbors_in(graph: Graph, workers: int) -> tuple[Neighbors, ...]:
-    """The neighbors of each worker; refuses graphs that change, or that are not for so many workers."""
-    topology = graph_of(graph, workers)
-    if len(topology.rounds) > 1:
-        raise ValueError(
-            f"the {topology.name} changes from step to step, and neighbors must stay: take a static topology"
-        )
-    weights = matrix(topology)
-    if abs(weights.sum(1) - 1).max() > 1e-6:
-        raise ValueError(f"the rows of the {topology.name} must sum to 1: push-sum weights do not work here")
-    own, others = np.diag(weights), weights - np.diag(np.diag(weights))
-    found = []
-    for index in range(workers):
-        sources = np.flatnonzero(others[index])
-        given = (own[index].item(), *others[index, sources].tolist())
-        found.append(Neighbors(tuple(sources.tolist()), tuple(np.flatnonzero(others[:, index]).tolist()), given))
-    return tuple(found)
-
-
-@no_type_check
-def arrived(queue: Queue, iteration: int, model: Any, *, newest: bool) -> Queue:
-    """The queue of a neighbor with one more model; of two the newest alone, where that is all that counts."""
-    if queue and queue[-1][0] >= iteration:  # sent again, by one who had been gone
-        return queue
-    return ((iteration, model),) if newest else (*queue, (iteration, model))
-
-
-@no_type_check
-def usable(queues: tuple[Queue, ...], iteration: int, staleness: int) -> list[tuple[int, int, Any]]:
-    """`(which neighbor, iteration, model)` of all that this iteration may use.
-
-    Without staleness the model of this very iteration. Where that was lost, since nobody was there to take it, a later
-    one is first in the queue and stands in: links keep their order, so the lost one cannot come any more.
-    """
-    found = []
-    for which, queue in enumerate(queues):
-        for sent, model in queue:
-            if sent >= iteration - staleness:
-                found.append((which, sent, model))
-                break
-    return found
-
-
-@no_type_check
-def since(queues: tuple[Queue, ...], iteration: int) -> tuple[Queue, ...]:
-    """The queues without what came too late for this iteration."""
-    return tuple([tuple([one for one in queue if one[0] >= iteration]) for queue in queues])
-
-
-def shares(
-    weights: tuple[float, ...], found: list[tuple[int, int, Any]], iteration: int, staleness: int
-) -> Float[np.ndarray, " models"]:
-    """The weights of the own model and of those found: they sum to 1, and fall linearly with staleness.
-
-    `w_ij (k_j - (k - s) + 1)`, normalized; the own model is of iteration `k`. With no staleness, `w_ij`.
-    """
-    fresh = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
-    given = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * fresh
-    return (given / given.sum()).astype(np.float32)
-
-
-TOKEN = "token"
-
-
-class HopState(NamedTuple):
-    """One worker of Hop.
+class _HopState(NamedTuple):
+    """The state of a worker.
 
     Attributes:
       site: where it runs.
-      params, opt_state: its model, as its iteration began, and its optimizer's state.
-      iteration: how many iterations it has behind it.
-      gradient: that of this iteration, or None while it is in the making.
-      queues: for each neighbor that sends to it, models not used yet as `(iteration, model)`, the oldest first.
-      leads: for each neighbor that it sends to, the iteration that its tokens tell.
+      params: its model at the beginning of its iteration.
+      opt_state: its optimizer's state.
+      iteration: the number of completed iterations.
+      gradient: that of this iteration, or None while it is running.
+      queues: for each source, its queue of models.
+      leads: for each destination, the iteration that its tokens report.
     """
 
     site: Site
@@ -124,49 +77,50 @@ def hop(
 ) -> Rule:
     """Decentralized training with queues: each worker waits for its neighbors' models of its own iteration k.
 
-    Entering iteration k a worker sends `x_i^k` to its neighbors and computes its gradient there, at the same time;
+    Entering iteration k, a worker sends `x_i^k` to its neighbors and computes its gradient there, at the same time;
     then `x_i^(k+1) = Σ_j w_ij x_j^k + u_i`, with the optimizer's update `u_i` (`-γ g_i` for SGD): D-PSGD without a
-    global barrier. A worker leads another by the hops between them at most, and all go as fast as the slowest. Against
-    that there are
+    global barrier. A worker leads another by at most the hops between them, and all are as fast as the slowest. These
+    options relax that:
 
-    - *token queues*: each neighbor that a worker sends to keeps a queue of tokens for it, `tokens` of them at first.
-      Entering an iteration takes one token from each and puts one into each own queue, so that nobody leads a
+    - *token queues*: each destination of a worker keeps a queue of tokens for it, initially `tokens`. Entering an
+      iteration takes one token from each destination and puts one into each own queue, so that no worker leads a
       neighbor by more than `tokens`;
-    - *backup workers*: an iteration waits for all but `backup` of the neighbors, uses what else has come and drops
-      what comes late. Weights are divided by their sum;
-    - *bounded staleness*: the newest model of each neighbor serves, from iteration `k - s` on, with a weight that
-      falls linearly with its age: `w_ij (k_j - (k - s) + 1)` over the sum of these. A worker leads another by `s + 1`
-      for each hop;
-    - *skipping*: a worker that is two iterations or more behind all whom it sends to, as their tokens tell, enters that
-      of the nearest of them at once, at most `skip` further on. Its gradient is added to the mean of its neighbors'
-      models of the iteration before the one that it enters; its own old model has no part in that.
+    - *backup workers*: an iteration waits for all but `backup` of the neighbors, uses the other models if they have
+      arrived, and drops late ones. Weights are divided by their sum;
+    - *bounded staleness*: the newest model of each neighbor is used if it is of iteration `k - s` or later, with a
+      weight that falls linearly with its age: `w_ij (k_j - (k - s) + 1)` over the sum of these. A worker leads another
+      by at most `s + 1` per hop;
+    - *skipping*: a worker that is at least two iterations behind all its destinations, according to their tokens,
+      enters the iteration of the nearest one at once, at most `skip` ahead. Its gradient is added to the mean of its
+      neighbors' models of the iteration before the entered one; its own old model is not part of that mean.
 
-    The paper leaves open what becomes of the gradient where iterations are skipped, and takes equal weights; here the
-    weights are the graph's. A worker that was gone takes its neighbors' newest models for those that it missed.
+    The paper does not specify the use of the gradient when iterations are skipped, and has equal weights; here the
+    weights are those of the graph. After an outage a worker uses its neighbors' newest models in place of those that it
+    missed.
 
     On the wire: a model to each neighbor per iteration, and with tokens a message without a value from each.
 
-    State: each worker's model and optimizer, and of each neighbor the models that came early: one without tokens in an
+    State: each worker's model and optimizer, and per neighbor the models that arrived early: one without tokens in an
     undirected graph, up to `tokens + 1` with them, one with staleness.
 
     Args:
-      graph: a topology, which says who sends to whom and with what weight, or what makes one for any number of
-        workers, such as `jd.topology.ring`. It must stay the same.
-      optimizer: what every worker steps with.
-      tokens: how far a worker may lead a neighbor (`max_ig` in the paper), or None for no token queues. With many,
-        models that came early fill the memory.
-      backup: how many neighbors an iteration does not wait for (`N_b`). 1 is enough for one slow neighbor.
-      staleness: s. It absorbs random slowdowns of so many iterations.
-      skip: most iterations to go on at once (`max_jump`), or 0. With a worker that is slow for good, backup workers and
-        staleness help only until tokens or age run out; with `skip`, tokens and any staleness at least the factor by
-        which it is slower, the others go at full speed.
+      graph: a static topology with the neighbors and weights of each worker, or a function that makes one for a number
+        of workers, such as `jd.topology.ring`.
+      optimizer: the local optimizer of every worker.
+      tokens: the largest lead over a neighbor (`max_ig` in the paper), or None for no token queues. A large value
+        stores many early models.
+      backup: the number of neighbors that an iteration does not wait for (`N_b`). 1 is enough for one slow neighbor.
+      staleness: s. It absorbs random slowdowns of up to s iterations.
+      skip: the largest number of iterations to advance at once (`max_jump`), or 0. If a worker is always slow, backup
+        workers and staleness help only until tokens or age run out; with `skip`, tokens and any staleness at least the
+        factor by which it is slower, the others run at full speed.
 
     Returns:
-      The rule; it has no server. Versions in the books are iterations.
+      The rule; it has no server. Versions in the trace are iterations.
 
     Raises:
-      ValueError: an argument cannot work, or backup workers without tokens, or skipping without tokens or where nobody
-        may be ahead (neither backup workers nor staleness).
+      ValueError: an argument is out of its range, or there are backup workers without tokens, or skipping without
+        tokens or without both backup workers and staleness.
 
     Example:
       >>> import optax
@@ -187,103 +141,235 @@ def hop(
       2017 (the iteration).
     """
     _check(tokens, backup, staleness, skip)
+    cfg = _Config(
+        graph,
+        tokens,
+        backup,
+        staleness,
+        skip,
+        numeric(optimizer.init, shared=True),
+        numeric(partial(_combine_and_adapt, optimizer), outputs=2),
+    )
+    return Rule("hop", Role(partial(_init, cfg), partial(_receive, cfg), params_of, partial(_waits_for, cfg)))
 
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, weights: Any, *others: PyTree) -> tuple:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
 
-        def mixed(*leaves: Any) -> Any:
-            total = sum(weights[k] * leaf.astype(jnp.float32) for k, leaf in enumerate(leaves))
-            return jnp.asarray(total).astype(leaves[0].dtype)
+class _Config(NamedTuple):
+    """The arguments of `hop`; the optimizer as functions of values."""
 
-        return optax.apply_updates(jax.tree.map(mixed, params, *others), updates), opt_state
+    graph: Graph
+    tokens: int | None
+    backup: int
+    staleness: int
+    skip: int
+    start: Callable[..., Any]
+    step: Callable[..., Any]
 
-    start = numeric(optimizer.init, shared=True)
-    move = numeric(moved, outputs=2)
 
-    @no_type_check
-    def enter(state: HopState, near: Neighbors) -> Actions:
-        k, sends = state.iteration, ()
-        if tokens is not None:
-            sends = tuple([Send(j, Message(TOKEN, None, k)) for j in near.sources])
-        return (*sends, *[Send(j, Message(PARAMS, state.params, k)) for j in near.destinations])
+def _combine_and_adapt(
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    gradient: PyTree,
+    weights: Any,
+    *others: PyTree,
+) -> tuple[PyTree, PyTree]:
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
 
-    def init(site: Site, params: Any) -> tuple[HopState, Actions]:
-        found = neighbors_in(graph, site.workers)
-        for index, near in enumerate(found):
-            if backup and backup >= len(near.sources):
-                raise ValueError(
-                    f"backup must be less than the {len(near.sources)} neighbors of worker {index}, got {backup}"
-                )
-        near = found[site.index]
-        empty = ((),) * len(near.sources)
-        state = HopState(site, params, start(params), 0, None, empty, (0,) * len(near.destinations))
-        return state, (*enter(state, near), Compute(params, 0))
+    def combine_leaves(*leaves: Any) -> Any:
+        total = sum(weights[k] * leaf.astype(jnp.float32) for k, leaf in enumerate(leaves))
+        return jnp.asarray(total).astype(leaves[0].dtype)
 
-    @no_type_check
-    def following(state: HopState) -> int:
-        """The iteration that the tokens allow to enter, or that of now if there are none."""
-        k = state.iteration
-        if tokens is None or not state.leads:
-            return k + 1
-        least = min(state.leads)
-        if skip and state.queues and least >= k + 2:
-            return min(least, k + skip, k + tokens)
-        return k + 1 if k + 1 <= least + tokens else k
+    # x_i^(k+1) = Σ_j w_ij x_j^k + u_i
+    return optax.apply_updates(jax.tree.map(combine_leaves, params, *others), updates), opt_state
 
-    @no_type_check
-    def onward(state: HopState) -> tuple[HopState, Actions]:
-        site, params, opt_state, k, gradient, queues, leads = state
-        entered = following(state)
-        if gradient is None or entered == k:
-            return state, ()
-        near = neighbors_in(graph, site.workers)[site.index]
-        found = usable(queues, entered - 1, staleness)
-        if len(found) < len(queues) - backup:
-            return state, ()
-        weights = near.weights if entered == k + 1 else (0.0, *near.weights[1:])
-        given = shares(weights, found, entered - 1, staleness)
-        params, opt_state = move(params, opt_state, gradient, given, *[model for _, _, model in found])
-        books = (Counted(site.index, k, entered - 1), Stepped(entered, k))
-        queues = queues if staleness else since(queues, entered)
-        state = HopState(site, params, opt_state, entered, None, queues, leads)
-        return state, (*books, *enter(state, near), Compute(params, entered))
 
-    @no_type_check
-    def receive(state: HopState, sender: int, message: Message) -> tuple[HopState, Actions]:
-        kind = message.kind
-        if kind == COMPUTED:
-            return onward(state._replace(gradient=message.value))
-        near = neighbors_in(graph, state.site.workers)[state.site.index]
-        if kind == PARAMS:
-            if not staleness and message.version < state.iteration:
-                return state, ()  # late
-            which = near.sources.index(sender)
-            queue = arrived(state.queues[which], message.version, message.value, newest=staleness > 0)
-            return onward(state._replace(queues=put(state.queues, which, queue)))
-        if kind == TOKEN:
-            which = near.destinations.index(sender)
-            lead = max(state.leads[which], message.version)
-            return onward(state._replace(leads=put(state.leads, which, lead)))
-        if kind == PULL:  # of one who was gone
-            return state, tuple([send for send in enter(state, near) if send.to == sender])
-        if kind == RECOVERED:
-            # What others asked for meanwhile is lost too: they are told, and asked.
-            ask = tuple([Send(j, Message(PULL)) for j in sorted({*near.sources, *near.destinations})])
-            begin = (Compute(state.params, state.iteration),) if state.gradient is None else ()
-            return state, (*enter(state, near), *ask, *begin)
-        raise ValueError(f"a worker of hop does not know the message {kind!r}")
+def _init(cfg: _Config, site: Site, params: Any) -> tuple[_HopState, Actions]:
+    by_worker = neighbors_of_workers(cfg.graph, site.workers)
+    for index, neighbors in enumerate(by_worker):
+        if cfg.backup and cfg.backup >= len(neighbors.sources):
+            raise ValueError(
+                f"backup must be less than the {len(neighbors.sources)} neighbors of worker {index}, got {cfg.backup}"
+            )
+    neighbors = by_worker[site.index]
+    state = _HopState(
+        site=site,
+        params=params,
+        opt_state=cfg.start(params),
+        iteration=0,
+        gradient=None,
+        queues=((),) * len(neighbors.sources),
+        leads=(0,) * len(neighbors.destinations),
+    )
+    return state, (*_announce(cfg, state, neighbors), Compute(params, 0))
 
-    def waits_for(state: HopState) -> tuple[int, ...]:
-        if state.gradient is None:
-            return ()
-        near, entered = neighbors_in(graph, state.site.workers)[state.site.index], following(state)
-        if entered == state.iteration:
-            assert tokens is not None
-            return tuple(j for j, lead in zip(near.destinations, state.leads) if lead + tokens <= entered)
-        there = {which for which, _, _ in usable(state.queues, entered - 1, staleness)}
-        return tuple(j for which, j in enumerate(near.sources) if which not in there)
 
-    return Rule("hop", Role(init, receive, lambda state: state.params, waits_for))
+@no_type_check
+def _neighbors(cfg: _Config, state: _HopState) -> _Neighbors:
+    return neighbors_of_workers(cfg.graph, state.site.workers)[state.site.index]
+
+
+@no_type_check
+def _announce(cfg: _Config, state: _HopState, neighbors: _Neighbors) -> Actions:
+    """Sends what entering an iteration sends: tokens to sources, and the model to destinations."""
+    k, tokens = state.iteration, ()
+    if cfg.tokens is not None:
+        tokens = tuple([Send(j, Message(TOKEN, None, k)) for j in neighbors.sources])
+    return (*tokens, *[Send(j, Message(PARAMS, state.params, k)) for j in neighbors.destinations])
+
+
+@no_type_check
+def _receive(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
+    kind = message.kind
+    if kind == COMPUTED:
+        return _try_advance(cfg, state._replace(gradient=message.value))
+    if kind == PARAMS:
+        return _on_model(cfg, state, sender, message)
+    if kind == TOKEN:
+        return _on_token(cfg, state, sender, message)
+    if kind == PULL:
+        # The sender was down, and may have missed this worker's token and model.
+        neighbors = _neighbors(cfg, state)
+        return state, tuple([send for send in _announce(cfg, state, neighbors) if send.to == sender])
+    if kind == RECOVERED:
+        return _on_recovery(cfg, state)
+    raise unknown_message("a worker of hop", message)
+
+
+@no_type_check
+def _on_model(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
+    # Without staleness a model of an earlier iteration arrived too late.
+    if not cfg.staleness and message.version < state.iteration:
+        return state, ()
+    which = _neighbors(cfg, state).sources.index(sender)
+    queue = _add_model(state.queues[which], message.version, message.value, only_newest=cfg.staleness > 0)
+    return _try_advance(cfg, state._replace(queues=replace_at(state.queues, which, queue)))
+
+
+@no_type_check
+def _on_token(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
+    which = _neighbors(cfg, state).destinations.index(sender)
+    lead = max(state.leads[which], message.version)
+    return _try_advance(cfg, state._replace(leads=replace_at(state.leads, which, lead)))
+
+
+@no_type_check
+def _on_recovery(cfg: _Config, state: _HopState) -> tuple[_HopState, Actions]:
+    # Messages in both directions may be lost: announce again, and ask the neighbors to do the same.
+    neighbors = _neighbors(cfg, state)
+    pulls = tuple([Send(j, Message(PULL)) for j in sorted({*neighbors.sources, *neighbors.destinations})])
+    restart = (Compute(state.params, state.iteration),) if state.gradient is None else ()
+    return state, (*_announce(cfg, state, neighbors), *pulls, *restart)
+
+
+@no_type_check
+def _next_iteration(cfg: _Config, state: _HopState) -> int:
+    """Returns the iteration that the tokens allow to enter, or the current one if there are none."""
+    k = state.iteration
+    if cfg.tokens is None or not state.leads:
+        return k + 1
+    least = min(state.leads)
+    if cfg.skip and state.queues and least >= k + 2:
+        return min(least, k + cfg.skip, k + cfg.tokens)
+    return k + 1 if k + 1 <= least + cfg.tokens else k
+
+
+@no_type_check
+def _try_advance(cfg: _Config, state: _HopState) -> tuple[_HopState, Actions]:
+    """Enters the next iteration if the gradient, the tokens and enough models are there."""
+    k, entered = state.iteration, _next_iteration(cfg, state)
+    if state.gradient is None or entered == k:
+        return state, ()
+    found = _usable_models(state.queues, entered - 1, cfg.staleness)
+    if len(found) < len(state.queues) - cfg.backup:
+        return state, ()
+    neighbors = _neighbors(cfg, state)
+    # A skipping worker's own model is of an old iteration: weight 0.
+    base_weights = neighbors.weights if entered == k + 1 else (0.0, *neighbors.weights[1:])
+    weights = model_weights(base_weights, found, entered - 1, cfg.staleness)
+    models = [model for _, _, model in found]
+    params, opt_state = cfg.step(state.params, state.opt_state, state.gradient, weights, *models)
+    state = state._replace(
+        params=params,
+        opt_state=opt_state,
+        iteration=entered,
+        gradient=None,
+        queues=state.queues if cfg.staleness else _drop_before(state.queues, entered),
+    )
+    records = GradientRecord(state.site.index, k, entered - 1), StepRecord(entered, k)
+    return state, (*records, *_announce(cfg, state, neighbors), Compute(params, entered))
+
+
+def _waits_for(cfg: _Config, state: _HopState) -> tuple[int, ...]:
+    if state.gradient is None:
+        return ()
+    neighbors, entered = _neighbors(cfg, state), _next_iteration(cfg, state)
+    if entered == state.iteration:
+        assert cfg.tokens is not None
+        return tuple(j for j, lead in zip(neighbors.destinations, state.leads) if lead + cfg.tokens <= entered)
+    present = {which for which, _, _ in _usable_models(state.queues, entered - 1, cfg.staleness)}
+    return tuple(j for which, j in enumerate(neighbors.sources) if which not in present)
+
+
+@functools.lru_cache(maxsize=16)
+def neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
+    """Returns the neighbors of each worker; checks that the topology is static and fits the number of workers."""
+    topology = graph_of(graph, workers)
+    if len(topology.rounds) > 1:
+        raise ValueError(f"the {topology.name} changes from step to step, but hop needs a static topology")
+    weights = matrix(topology)
+    if abs(weights.sum(1) - 1).max() > 1e-6:
+        raise ValueError(f"the rows of the {topology.name} must sum to 1: hop does not support push-sum weights")
+    own, others = np.diag(weights), weights - np.diag(np.diag(weights))
+    by_worker = []
+    for index in range(workers):
+        sources = np.flatnonzero(others[index])
+        destinations = tuple(np.flatnonzero(others[:, index]).tolist())
+        row = (own[index].item(), *others[index, sources].tolist())
+        by_worker.append(_Neighbors(tuple(sources.tolist()), destinations, row))
+    return tuple(by_worker)
+
+
+@no_type_check
+def _add_model(queue: Queue, iteration: int, model: Any, *, only_newest: bool) -> Queue:
+    """Appends a model to the queue of a neighbor, or replaces the queue if only the newest model is used."""
+    # After an outage the neighbor repeats its last model.
+    if queue and queue[-1][0] >= iteration:
+        return queue
+    return ((iteration, model),) if only_newest else (*queue, (iteration, model))
+
+
+@no_type_check
+def _usable_models(queues: tuple[Queue, ...], iteration: int, staleness: int) -> list[tuple[int, int, Any]]:
+    """Returns `(index of the neighbor, iteration, model)` for each model that this iteration may use.
+
+    Without staleness that is the model of this iteration. If it was lost during an outage, the next later one is first
+    in the queue and replaces it: links keep the order of messages, so the lost one cannot arrive any more.
+    """
+    found = []
+    for which, queue in enumerate(queues):
+        for sent, model in queue:
+            if sent >= iteration - staleness:
+                found.append((which, sent, model))
+                break
+    return found
+
+
+@no_type_check
+def _drop_before(queues: tuple[Queue, ...], iteration: int) -> tuple[Queue, ...]:
+    """Drops the models that are too old for this iteration."""
+    return tuple([tuple([entry for entry in queue if entry[0] >= iteration]) for queue in queues])
+
+
+def model_weights(
+    weights: tuple[float, ...], found: list[tuple[int, int, Any]], iteration: int, staleness: int
+) -> Float[np.ndarray, " models"]:
+    """Computes the weights of the own model and of those found, which sum to 1 and fall linearly with staleness.
+
+    `w_ij (k_j - (k - s) + 1)`, normalized; the own model is of iteration `k`. Without staleness, `w_ij`.
+    """
+    ages = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
+    unnormalized = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * ages
+    return (unnormalized / unnormalized.sum()).astype(np.float32)
 
 
 def _check(tokens: int | None, backup: int, staleness: int, skip: int) -> None:
@@ -296,13 +382,13 @@ def _check(tokens: int | None, backup: int, staleness: int, skip: int) -> None:
         raise ValueError(f"skip must be at least 2 iterations, or 0 for no skipping, got {skip}")
     if backup and tokens is None:
         raise ValueError(
-            f"backup={backup} needs token queues, as nothing else bounds how far a worker leads those that it does not "
-            "wait for: set tokens="
+            f"backup={backup} needs token queues, since nothing else bounds the lead over neighbors that a worker does "
+            "not wait for: set tokens="
         )
     if skip and tokens is None:
-        raise ValueError(f"skip={skip} needs token queues, which tell how far the neighbors are: set tokens=")
+        raise ValueError(f"skip={skip} needs token queues, which report the neighbors' iterations: set tokens=")
     if skip and not (backup or staleness):
         raise ValueError(
-            f"skip={skip} needs neighbors that may be ahead, and those that wait for every model are not: set backup= "
-            "or staleness="
+            f"skip={skip} needs neighbors that may be ahead, but without backup workers or staleness they wait for "
+            "every model: set backup= or staleness="
         )

@@ -1,4 +1,4 @@
-"""Choices by chance that follow from whole numbers, so that they are the same in every run, and after a restore."""
+"""Neighbors in a bipartite graph, and reproducible random choices among them."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,11 @@ _MASK = (1 << 64) - 1
 
 
 @no_type_check
-def mixed(*words: int) -> int:
-    """64 bits that look random and follow from these numbers (SplitMix64)."""
+def hash_words(*words: int) -> int:
+    """Hashes integers to 64 pseudorandom bits (SplitMix64).
+
+    Random choices are functions of integers in the state, so that they are the same in every run and after a restore.
+    """
     state = 0
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -21,15 +24,16 @@ def mixed(*words: int) -> int:
     return state
 
 
-# A graph, or what makes one for so many workers, such as `topology.ring`.
+# A topology, or a function that makes one for a number of workers, such as `topology.ring`.
 Graph = Topology | Callable[[int], Topology]
 Choice = Literal["uniform", "in_turn"]
 CHOICES = ("uniform", "in_turn")
-_NEIGHBOUR = 3
+# Separates these choices from those of other rules.
+_NEIGHBOR_STREAM = 3
 
 
 class Halves(NamedTuple):
-    """For each node whether it asks; its neighbors in each round, sorted, and those of all rounds."""
+    """For each node whether it initiates exchanges, its sorted neighbors in each round, and those of all rounds."""
 
     active: tuple[bool, ...]
     rounds: tuple[tuple[tuple[int, ...], ...], ...]
@@ -38,27 +42,32 @@ class Halves(NamedTuple):
 
 
 def graph_of(graph: Graph, nodes: int, what: str = "workers") -> Topology:
-    """The graph for so many nodes."""
-    made = graph if isinstance(graph, Topology) else graph(nodes)
-    if made.workers != nodes:
-        raise ValueError(f"the {made.name} joins {made.workers} {what}, and there are {nodes}: make it for as many")
-    return made
+    """Returns the topology for a number of nodes."""
+    topology = graph if isinstance(graph, Topology) else graph(nodes)
+    if topology.workers != nodes:
+        raise ValueError(f"the {topology.name} has {topology.workers} {what}, but the run has {nodes}")
+    return topology
 
 
 def check_choice(choice: str) -> None:
-    """Raises for a wrong spelling."""
+    """Checks that `choice` is a known policy."""
     if choice not in CHOICES:
         raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {choice!r}")
 
 
 @functools.lru_cache(maxsize=16)
 def halves(topology: Topology) -> Halves:
-    """The half that asks, to which the least node of each connected part belongs, and the half that replies."""
+    """Splits a bipartite graph into the half that initiates exchanges and the half that replies.
+
+    The lowest node of each connected component belongs to the half that initiates.
+    """
     nodes = topology.workers
     rounds = tuple(
-        tuple(tuple(sorted(_joined(one.messages, node))) for node in range(nodes)) for one in topology.rounds
+        tuple(tuple(sorted(_neighbors_in_round(step.messages, node))) for node in range(nodes))
+        for step in topology.rounds
     )
-    neighbors = tuple(tuple(sorted({j for one in rounds for j in one[node]})) for node in range(nodes))
+    neighbors = tuple(tuple(sorted({j for step in rounds for j in step[node]})) for node in range(nodes))
+    # Breadth-first search; an edge between nodes of the same parity closes an odd cycle.
     depth: dict[int, int] = {}
     parents: dict[int, int] = {}
     for root in range(nodes):
@@ -73,20 +82,20 @@ def halves(topology: Topology) -> Halves:
                 elif (depth[other] - depth[node]) % 2 == 0:
                     cycle = " - ".join(map(str, _cycle(node, other, parents)))
                     raise ValueError(
-                        "exchanges in pairs need a graph of two halves, one that asks and one that replies, or they "
-                        f"could wait for each other in a circle; the {topology.name} has the odd cycle {cycle}: use a "
-                        "ring of an even number of workers, a hypercube, or another bipartite graph"
+                        "pairwise exchanges need a bipartite graph, or workers could wait for each other in a cycle; "
+                        f"the {topology.name} has the odd cycle {cycle}: use a ring of an even number of workers, a "
+                        "hypercube, or another bipartite graph"
                     )
     return Halves(tuple(depth[node] % 2 == 0 for node in range(nodes)), rounds, topology.order, neighbors)
 
 
-def _joined(messages: tuple, node: int) -> set[int]:
+def _neighbors_in_round(messages: tuple, node: int) -> set[int]:
     pairs = [pair for message in messages for pair in message.pairs if node in pair and pair[0] != pair[1]]
     return {end for pair in pairs for end in pair} - {node}
 
 
 def _cycle(left: int, right: int, parents: dict[int, int]) -> list[int]:
-    """Of two neighbors as far from the root: up from one to where the ways meet, and down to the other."""
+    """Returns the cycle that an edge closes: from one end up to the common ancestor and down to the other end."""
     up, down = [left], [right]
     while up[-1] != down[-1]:
         up.append(parents[up[-1]])
@@ -95,10 +104,10 @@ def _cycle(left: int, right: int, parents: dict[int, int]) -> list[int]:
 
 
 @no_type_check
-def chosen(graph: Halves, choice: Choice, seed: int, node: int, count: int) -> int | None:
-    """With whom a node has its exchange number `count`: the same in every run of this seed; None with nobody."""
+def choose_neighbor(graph: Halves, choice: Choice, seed: int, node: int, count: int) -> int | None:
+    """Returns the partner of a node in its exchange number `count`, or None if it has no neighbor in that round."""
     options = graph.rounds[graph.order[count % len(graph.order)]][node]
     if not options:
         return None
-    which = count // len(graph.order) if choice == "in_turn" else mixed(seed, _NEIGHBOUR, node, count)
+    which = count // len(graph.order) if choice == "in_turn" else hash_words(seed, _NEIGHBOR_STREAM, node, count)
     return options[which % len(options)]

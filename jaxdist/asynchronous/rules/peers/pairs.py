@@ -1,19 +1,20 @@
-"""Exchanges between pairs of neighbors: one half of the graph asks, the other replies, and nothing is lost."""
+"""Exchanges between pairs of neighbors: one half of the graph initiates, the other replies, and none is lost."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
 from ...protocol import Actions, Message, Send, Site
 from .exchange import ACTIVE, PASSIVE, Exchange
-from .neighbors import Choice, Halves, chosen
+from .neighbors import Choice, Halves, choose_neighbor
 
 PARAMS, BACK = "params", "back"
 
 
 class Edge(NamedTuple):
-    """What a node has of a neighbor: how many exchanges are done, the memory of both, and its last reply."""
+    """A peer's view of a neighbor: the number of completed exchanges, the shared memory, and its own last reply."""
 
     count: int
     memory: Any
@@ -21,15 +22,22 @@ class Edge(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A node's exchanges: how many it began, whom it has asked (-1: nobody) and what it sent, and its neighbors."""
+    """The exchanges of a peer.
 
-    begun: int
-    asked: int
-    sent: Any
+    Attributes:
+      started: the number of exchanges that it has initiated.
+      partner: the neighbor whose reply it waits for, or -1.
+      request: the payload that it sent there.
+      edges: the state of each neighbor.
+    """
+
+    started: int
+    partner: int
+    request: Any
     edges: dict[int, Edge]
 
 
-class Node(NamedTuple):
+class Peer(NamedTuple):
     """A worker, or a group of `size` workers whose first one exchanges for all."""
 
     index: int
@@ -37,92 +45,113 @@ class Node(NamedTuple):
     seed: int
 
 
-class Protocol(NamedTuple):
-    """What a node does at the beginning, with each gradient, when a message comes, and when it is back."""
+class PairProtocol(NamedTuple):
+    """The functions of a peer: initially, at each gradient, at each message, and after a failure."""
 
-    init: Callable[[Node, Halves, Any], Pairs]
-    begin: Callable[[Pairs, Node, Halves, Any], tuple[Pairs, Actions]]
-    receive: Callable[[Pairs, Node, Halves, Any, int, Message], tuple[Pairs, Any, Actions]]
-    recovered: Callable[[Pairs, Node, Halves], Actions]
-
-
-def node_of(site: Site, size: int = 1) -> Node:
-    """The node that a worker belongs to."""
-    return Node(site.index // size, size, site.seed)
+    init: Callable[[Peer, Halves, Any], Pairs]
+    begin: Callable[[Pairs, Peer, Halves, Any], tuple[Pairs, Actions]]
+    receive: Callable[[Pairs, Peer, Halves, Any, int, Message], tuple[Pairs, Any, Actions]]
+    recover: Callable[[Pairs, Peer, Halves], Actions]
 
 
-def protocol(exchange: Exchange, choice: Choice) -> Protocol:
-    """The exchanges of one node.
+def peer_of(site: Site, size: int = 1) -> Peer:
+    """Returns the peer that a worker belongs to."""
+    return Peer(site.index // size, size, site.seed)
 
-    The active one sends its model, and the passive one replies with its own and takes its step at once, which no other
-    exchange can come between; the active one takes its step when the reply is there. Steps are differences, so that
-    what the active one did meanwhile (gradients) stays. It has one exchange at a time, and the passive ones never wait:
-    so nobody waits in a circle.
 
-    A message to a node that is gone is lost. Then who asked asks again, when either is back, and who had replied
-    already (the count of exchanges tells) repeats its reply instead of averaging twice.
+def pair_protocol(exchange: Exchange, choice: Choice) -> PairProtocol:
+    """Makes the exchanges of a peer.
+
+    The active peer sends its model. The passive one replies with its own and updates it at once, so that no other
+    exchange comes between; the active one updates its model when the reply arrives. Updates are differences, so that
+    gradients that were applied meanwhile are kept. An active peer has one exchange at a time and passive peers never
+    wait, so that no cycle of waiting peers can form.
+
+    A message to a peer that has failed is lost. The active peer repeats its request when either end recovers, and a
+    passive peer that had replied already (as the count of exchanges shows) repeats its reply instead of averaging
+    twice.
     """
+    return PairProtocol(
+        partial(_init, exchange), partial(_begin, exchange, choice), partial(_receive, exchange), _recover
+    )
 
-    def words(node: Node, active: int, passive: int) -> np.ndarray:
-        return np.array([node.seed & 0xFFFFFFFF, active, passive], np.uint32)
 
-    def init(node: Node, graph: Halves, params: Any) -> Pairs:
-        me, active = node.index, graph.active[node.index]
-        edges = {
-            other: Edge(0, exchange.start(params, words(node, *((me, other) if active else (other, me)))), None)
-            for other in graph.neighbors[me]
-        }
-        return Pairs(0, -1, None, edges)
+def _pair_words(peer: Peer, active: int, passive: int) -> np.ndarray:
+    return np.array([peer.seed & 0xFFFFFFFF, active, passive], np.uint32)
 
-    def ask(pairs: Pairs, node: Node) -> Actions:
-        edge = pairs.edges[pairs.asked]
-        return (Send(pairs.asked * node.size, Message(PARAMS, pairs.sent, 0, edge.count)),)
 
-    def encoded(node: Node, other: int, edge: Edge, params: Any, end: int) -> Any:
-        ends = (node.index, other) if end == ACTIVE else (other, node.index)
-        return exchange.encode(params, edge.memory, end, edge.count, words(node, *ends))
+def _init(exchange: Exchange, peer: Peer, graph: Halves, params: Any) -> Pairs:
+    own, is_active = peer.index, graph.active[peer.index]
+    edges = {}
+    for other in graph.neighbors[own]:
+        ends = (own, other) if is_active else (other, own)
+        edges[other] = Edge(0, exchange.start(params, _pair_words(peer, *ends)), None)
+    return Pairs(0, -1, None, edges)
 
-    @no_type_check
-    def begin(pairs: Pairs, node: Node, graph: Halves, params: Any) -> tuple[Pairs, Actions]:
-        """An exchange, if this node asks and none is under way."""
-        if not graph.active[node.index] or pairs.asked >= 0:
-            return pairs, ()
-        other = chosen(graph, choice, node.seed, node.index, pairs.begun)
-        if other is None:
-            return pairs._replace(begun=pairs.begun + 1), ()
-        sent = encoded(node, other, pairs.edges[other], params, ACTIVE)
-        pairs = Pairs(pairs.begun + 1, other, sent, pairs.edges)
-        return pairs, ask(pairs, node)
 
-    @no_type_check
-    def receive(
-        pairs: Pairs, node: Node, graph: Halves, params: Any, sender: int, message: Message
-    ) -> tuple[Pairs, Any, Actions]:
-        other = sender // node.size
-        edge = pairs.edges[other]
-        if message.kind == BACK:
-            return pairs, params, ask(pairs, node) if pairs.asked == other else ()
-        if graph.active[node.index]:
-            if pairs.asked != other or message.tag != edge.count:  # a reply that was repeated
-                return pairs, params, ()
-            params, memory = exchange.settle(params, edge.memory, pairs.sent, message.value, ACTIVE, edge.count)
-            edges = pairs.edges | {other: Edge(edge.count + 1, memory, None)}
-            return Pairs(pairs.begun, -1, None, edges), params, ()
-        actions = ()
-        if message.tag == edge.count:
-            reply = encoded(node, other, edge, params, PASSIVE)
-            params, memory = exchange.settle(params, edge.memory, message.value, reply, PASSIVE, edge.count)
-            edge = Edge(edge.count + 1, memory, reply)
-            pairs = pairs._replace(edges=pairs.edges | {other: edge})
-        if message.tag == edge.count - 1:
-            actions = (Send(sender, Message(PARAMS, edge.reply, 0, message.tag)),)
-        return pairs, params, actions
+@no_type_check
+def _begin(
+    exchange: Exchange, choice: Choice, pairs: Pairs, peer: Peer, graph: Halves, params: Any
+) -> tuple[Pairs, Actions]:
+    """Initiates an exchange, if this peer is active and has none in progress."""
+    if not graph.active[peer.index] or pairs.partner >= 0:
+        return pairs, ()
+    other = choose_neighbor(graph, choice, peer.seed, peer.index, pairs.started)
+    if other is None:
+        return pairs._replace(started=pairs.started + 1), ()
+    request = _encode(exchange, peer, other, pairs.edges[other], params, ACTIVE)
+    pairs = Pairs(pairs.started + 1, other, request, pairs.edges)
+    return pairs, _send_request(pairs, peer)
 
-    def recovered(pairs: Pairs, node: Node, graph: Halves) -> Actions:
-        if pairs.asked >= 0:
-            return ask(pairs, node)
-        if graph.active[node.index]:
-            return ()
-        return tuple(Send(other * node.size, Message(BACK)) for other in pairs.edges)
 
-    return Protocol(init, begin, receive, recovered)
+@no_type_check
+def _receive(
+    exchange: Exchange, pairs: Pairs, peer: Peer, graph: Halves, params: Any, sender: int, message: Message
+) -> tuple[Pairs, Any, Actions]:
+    other = sender // peer.size
+    edge = pairs.edges[other]
+    if message.kind == BACK:
+        return pairs, params, _send_request(pairs, peer) if pairs.partner == other else ()
+    if graph.active[peer.index]:
+        return _on_reply(exchange, pairs, params, other, edge, message)
+
+    # The passive end: average once, and reply as often as it is asked.
+    actions = ()
+    if message.tag == edge.count:
+        reply = _encode(exchange, peer, other, edge, params, PASSIVE)
+        params, memory = exchange.settle(params, edge.memory, message.value, reply, PASSIVE, edge.count)
+        edge = Edge(edge.count + 1, memory, reply)
+        pairs = pairs._replace(edges=pairs.edges | {other: edge})
+    if message.tag == edge.count - 1:
+        actions = (Send(sender, Message(PARAMS, edge.reply, 0, message.tag)),)
+    return pairs, params, actions
+
+
+@no_type_check
+def _on_reply(
+    exchange: Exchange, pairs: Pairs, params: Any, other: int, edge: Edge, message: Message
+) -> tuple[Pairs, Any, Actions]:
+    # A reply that was repeated has been used already.
+    if pairs.partner != other or message.tag != edge.count:
+        return pairs, params, ()
+    params, memory = exchange.settle(params, edge.memory, pairs.request, message.value, ACTIVE, edge.count)
+    edges = pairs.edges | {other: Edge(edge.count + 1, memory, None)}
+    return Pairs(pairs.started, -1, None, edges), params, ()
+
+
+def _recover(pairs: Pairs, peer: Peer, graph: Halves) -> Actions:
+    if pairs.partner >= 0:
+        return _send_request(pairs, peer)
+    if graph.active[peer.index]:
+        return ()
+    return tuple(Send(other * peer.size, Message(BACK)) for other in pairs.edges)
+
+
+def _send_request(pairs: Pairs, peer: Peer) -> Actions:
+    edge = pairs.edges[pairs.partner]
+    return (Send(pairs.partner * peer.size, Message(PARAMS, pairs.request, 0, edge.count)),)
+
+
+def _encode(exchange: Exchange, peer: Peer, other: int, edge: Edge, params: Any, end: int) -> Any:
+    ends = (peer.index, other) if end == ACTIVE else (other, peer.index)
+    return exchange.encode(params, edge.memory, end, edge.count, _pair_words(peer, *ends))

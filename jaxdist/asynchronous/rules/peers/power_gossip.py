@@ -1,6 +1,8 @@
-"""PowerGossip: a pair exchanges its models along a few directions, which a power iteration finds."""
+"""PowerGossip: a pair averages its models along a few directions, found by a power iteration."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +15,21 @@ from .exchange import Exchange
 
 
 def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
-    """A low-rank step towards the mean: `x_i += ½ (x_j - x_i) Q Qᵀ`, then `x_i += ½ P Pᵀ (x_j - x_i)`, in turns.
+    """Takes low-rank steps to the mean: `x_i += ½ (x_j - x_i) Q Qᵀ` and `x_i += ½ P Pᵀ (x_j - x_i)`, alternately.
 
-    For a matrix both ends know orthonormal directions Q and send `x Q`; from the two products both have `D = (x_j -
-    x_i) Q`, and `Q <- orthonormal(D)` is where the next exchange multiplies from the other side. So a pair's exchanges
-    are one power iteration on the difference of their models, each half of which takes out the part that it has found.
-    No step size, and no copies of models; the sum of the two models is kept.
+    For a matrix, both ends know orthonormal directions Q and send `x Q`; from the two products both compute `D = (x_j -
+    x_i) Q`, and the next exchange multiplies by `orthonormal(D)` from the other side. The exchanges of a pair are thus
+    a power iteration on the difference of their models, and each half of an iteration removes the part that it found.
+    It needs no step size and no copies of models, and keeps the sum of the two models.
 
     On the wire: for a matrix `[m, n]` `r·m` numbers each way in one exchange and `r·n` in the next; vectors, and
-    matrices with a side of r or less, whole.
+    matrices with a side of r or less, are sent whole.
 
-    State: for each neighbor of a worker r directions of each matrix.
+    State: r directions of each matrix per neighbor of a worker.
 
     Args:
-      rank: r. 1 or 2 is a start; more agree faster for more bytes, and of r sides all is exact.
-      seed: of the first directions, which both ends draw alike.
+      rank: r. Start with 1 or 2; a larger rank agrees faster for more bytes, and the full rank is exact.
+      seed: the seed of the initial directions, which both ends draw alike.
 
     Returns:
       The exchange.
@@ -51,66 +53,106 @@ def power_gossip(rank: int, *, seed: int = 0) -> Exchange:
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
 
-    def view(shape: Shape) -> tuple[int, int] | None:
-        sides = squarest_view(shape) if len(shape) > 1 else (0, 0)
-        # The paper cuts the rank to the smaller side; from the larger side that sends more than the matrix has.
-        return sides if min(sides) > rank else None
+    seed &= 0xFFFFFFFF
+    halves = _half(rank, seed, left=False), _half(rank, seed, left=True)
+    return Exchange(
+        "power_gossip",
+        partial(_start, numeric(partial(_draw_bases, rank, seed))),
+        partial(_encode, halves),
+        partial(_settle, halves),
+    )
 
-    def drawn(shape: tuple[int, int], words: Any, turn: Any, leaf: int) -> Array:
-        key = jax.random.key(np.uint32(seed & 0xFFFFFFFF))
-        for word in (words[0], words[1], words[2], turn, leaf):
-            key = jax.random.fold_in(key, word)
-        return jax.random.normal(key, shape)
 
-    def basis(columns: Array, dtype: Any) -> Array:
-        return orthonormal([columns[None]])[0][0].T.astype(dtype)
+class _Half(NamedTuple):
+    """One half of a power iteration, on values: its products, and its step with the next directions."""
 
-    def started(params: PyTree, words: Any) -> list[Array]:
-        out = []
-        for k, leaf in enumerate(jax.tree.leaves(params)):
-            sides = view(leaf.shape)
-            out.append(jnp.zeros(()) if sides is None else basis(drawn((sides[1], rank), words, 0, k), leaf.dtype))
-        return out
+    project: Callable[..., Any]
+    step: Callable[..., Any]
 
-    def half(left: bool) -> tuple[Any, Any]:
-        """Directions of columns, which multiply from the right, or of rows from the left."""
 
-        def encoded(params: PyTree, bases: list[Array]) -> list[Array]:
-            out = []
-            for leaf, q in zip(jax.tree.leaves(params), bases, strict=True):
-                sides = view(leaf.shape)
-                matrix = leaf if sides is None else leaf.reshape(sides)
-                out.append(leaf if sides is None else (matrix.T if left else matrix) @ q)
-            return out
+def _half(rank: int, seed: int, *, left: bool) -> _Half:
+    """Directions of columns multiply from the right, directions of rows from the left."""
+    return _Half(numeric(partial(_project, rank, left)), numeric(partial(_step, rank, seed, left), outputs=2))
 
-        def settled(params: PyTree, bases: list[Array], asked: Any, replied: Any, end: Any, words: Any) -> tuple:
-            leaves, structure = jax.tree.flatten(params)
-            moved, found = [], []
-            for k, (leaf, q, a, p) in enumerate(zip(leaves, bases, asked, replied, strict=True)):
-                d, sides = p - a, view(leaf.shape)
-                change = d if sides is None else (q @ d.T if left else d @ q.T).reshape(leaf.shape)
-                moved.append(leaf + (end * (change / 2)).astype(leaf.dtype))
-                if sides is None:
-                    found.append(q)
-                else:  # where the models agree nothing is found: another draw, or zeros would stay for ever
-                    fresh = drawn(d.shape, words, words[3], k).astype(d.dtype)
-                    found.append(basis(jnp.where(jnp.any(d != 0), d, fresh), leaf.dtype))
-            return structure.unflatten(moved), found
 
-        return numeric(encoded), numeric(settled, outputs=2)
+def _start(draw: Callable[..., Any], params: Any, words: Any) -> tuple[Any, Any]:
+    return draw(params, words), words
 
-    sides, begin = (half(False), half(True)), numeric(started)
 
-    def start(params: Any, words: Any) -> Any:
-        return begin(params, words), words
+def _encode(halves: tuple[_Half, _Half], params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
+    return halves[turn % 2].project(params, memory[0])
 
-    def encode(params: Any, memory: Any, end: int, turn: int, words: Any) -> Any:
-        return sides[turn % 2][0](params, memory[0])
 
-    def settle(params: Any, memory: Any, asked: Any, replied: Any, end: int, turn: int) -> tuple[Any, Any]:
-        bases, words = memory
-        at = np.array([*words, turn + 1], np.uint32)
-        params, bases = sides[turn % 2][1](params, bases, asked, replied, end, at)
-        return params, (bases, words)
+def _settle(
+    halves: tuple[_Half, _Half], params: Any, memory: Any, request: Any, reply: Any, end: int, turn: int
+) -> tuple[Any, Any]:
+    bases, words = memory
+    step_words = np.array([*words, turn + 1], np.uint32)
+    params, bases = halves[turn % 2].step(params, bases, request, reply, end, step_words)
+    return params, (bases, words)
 
-    return Exchange("power_gossip", start, encode, settle)
+
+def _matrix_shape(shape: Shape, rank: int) -> tuple[int, int] | None:
+    sides = squarest_view(shape) if len(shape) > 1 else (0, 0)
+    # The paper clips the rank to the smaller side, but then an exchange along the larger side sends more numbers than
+    # the matrix has.
+    return sides if min(sides) > rank else None
+
+
+def _draw_normal(seed: int, shape: tuple[int, ...], words: Any, turn: Any, leaf: int) -> Array:
+    key = jax.random.key(np.uint32(seed))
+    for word in (words[0], words[1], words[2], turn, leaf):
+        key = jax.random.fold_in(key, word)
+    return jax.random.normal(key, shape)
+
+
+def _orthonormal_basis(columns: Array, dtype: Any) -> Array:
+    return orthonormal([columns[None]])[0][0].T.astype(dtype)
+
+
+def _draw_bases(rank: int, seed: int, params: PyTree, words: Any) -> list[Array]:
+    bases = []
+    for k, leaf in enumerate(jax.tree.leaves(params)):
+        sides = _matrix_shape(leaf.shape, rank)
+        if sides is None:
+            bases.append(jnp.zeros(()))
+        else:
+            bases.append(_orthonormal_basis(_draw_normal(seed, (sides[1], rank), words, 0, k), leaf.dtype))
+    return bases
+
+
+def _project(rank: int, left: bool, params: PyTree, bases: list[Array]) -> list[Array]:
+    """Computes the products `x Q`, or `xᵀ P` from the left; leaves that are not compressed are sent whole."""
+    products = []
+    for leaf, q in zip(jax.tree.leaves(params), bases, strict=True):
+        sides = _matrix_shape(leaf.shape, rank)
+        matrix = leaf if sides is None else leaf.reshape(sides)
+        products.append(leaf if sides is None else (matrix.T if left else matrix) @ q)
+    return products
+
+
+def _step(
+    rank: int,
+    seed: int,
+    left: bool,
+    params: PyTree,
+    bases: list[Array],
+    request: Any,
+    reply: Any,
+    end: Any,
+    words: Any,
+) -> tuple[PyTree, list[Array]]:
+    leaves, structure = jax.tree.flatten(params)
+    moved, new_bases = [], []
+    for k, (leaf, q, a, p) in enumerate(zip(leaves, bases, request, reply, strict=True)):
+        # D = (x_j - x_i) Q, and x_i += ½ D Qᵀ.
+        d, sides = p - a, _matrix_shape(leaf.shape, rank)
+        change = d if sides is None else (q @ d.T if left else d @ q.T).reshape(leaf.shape)
+        moved.append(leaf + (end * (change / 2)).astype(leaf.dtype))
+        if sides is None:
+            new_bases.append(q)
+        else:
+            # If the models agree along Q, D is zero and would stay so forever: draw new directions.
+            fresh = _draw_normal(seed, d.shape, words, words[3], k).astype(d.dtype)
+            new_bases.append(_orthonormal_basis(jnp.where(jnp.any(d != 0), d, fresh), leaf.dtype))
+    return structure.unflatten(moved), new_bases

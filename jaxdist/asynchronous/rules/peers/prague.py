@@ -1,7 +1,8 @@
-"""The group generator of Prague: who averages with whom next, and who waits for whom meanwhile."""
+"""Prague: asynchronous decentralized SGD by partial all-reduces in small groups, made by a group generator."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import optax
@@ -14,206 +15,84 @@ from ...protocol import (
     SERVER,
     Actions,
     Compute,
-    Counted,
+    GradientRecord,
     Message,
     Reduce,
     Role,
     Rule,
     Send,
     Site,
-    Stepped,
+    StepRecord,
 )
 from ...values import numeric
-from ..server.base import PULL, put, step_of
-from .neighbors import mixed
+from ..base import apply_gradient, params_of, replace_at, unknown_message
+from .neighbors import hash_words
 
-REQUEST, DONE = "request", "done"  # to the generator
-GROUP, JOIN = "group", "join"  # from it: a group that answers a request, and one on account of another's
-_GROUPS = 5
+Groups = Literal["random", "static", "smart"]
+GROUPS = ("random", "static", "smart")
+
+# Messages to the generator.
+REQUEST, DONE, PULL = "request", "done", "pull"
+# Messages from it: a group that answers the worker's own request, and one that was made for another's.
+GROUP, JOIN = "group", "join"
+# Separates these random choices from those of other rules.
+_GROUP_STREAM = 5
+# The phases of a worker.
+COMPUTING, ASKING, REDUCING = "computing", "asking", "reducing"
 
 
-class Group(NamedTuple):
-    """A group of workers in increasing order, and whose request it answers; None: of all its members."""
+class AveragingGroup(NamedTuple):
+    """The members of a group, sorted, and the worker whose request it answers; None if it answers all members'."""
 
     members: tuple[int, ...]
     asker: int | None
 
 
-class GeneratorState(NamedTuple):
-    """The group generator.
+class _GeneratorState(NamedTuple):
+    """The state of the group generator.
 
     Attributes:
       site: where it runs.
-      made: how many groups there were ever.
-      groups: those that are not done, by number.
-      buffers: for each worker the numbers of its groups, in the order in which they were made. The first locks it: a
-        group begins when it is the first of all its members.
-      counts: how often each worker has asked.
-      given: into how many groups each worker was put.
+      created: the number of groups created so far.
+      groups: the unfinished groups, by number.
+      buffers: for each worker the numbers of its unfinished groups, in order of creation. A group begins when it is the
+        first in the buffers of all its members.
+      requests: the number of requests of each worker.
+      memberships: the number of groups in which each worker has been placed.
     """
 
     site: Site
-    made: int
-    groups: dict[int, Group]
+    created: int
+    groups: dict[int, AveragingGroup]
     buffers: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]
-    given: tuple[int, ...]
+    requests: tuple[int, ...]
+    memberships: tuple[int, ...]
 
 
-@no_type_check
-def generator(group_size: int, groups: Literal["random", "smart"], max_lag: Number) -> Role:
-    """The role of the server: it makes groups on request, and lets those that overlap run one after the other."""
-
-    def init(site: Site, params: Any) -> tuple[GeneratorState, Actions]:
-        zeros = (0,) * site.workers
-        return GeneratorState(site, 0, {}, ((),) * site.workers, zeros, zeros), ()
-
-    def begun(state: GeneratorState, number: int) -> bool:
-        return all([state.buffers[member][0] == number for member in state.groups[number].members])
-
-    def told(state: GeneratorState, number: int, worker: int) -> Send:
-        members, asker = state.groups[number]
-        kind = GROUP if asker is None or asker == worker else JOIN
-        return Send(worker, Message(kind, None, number, bits(members)))
-
-    def add(state: GeneratorState, group: Group) -> tuple[GeneratorState, Actions]:
-        number, buffers, given = state.made, list(state.buffers), list(state.given)
-        for member in group.members:
-            buffers[member] = (*buffers[member], number)
-            given[member] += 1
-        state = state._replace(
-            made=number + 1, groups=state.groups | {number: group}, buffers=tuple(buffers), given=tuple(given)
-        )
-        return state, begin(state, number)
-
-    def begin(state: GeneratorState, number: int) -> Actions:
-        return tuple([told(state, number, one) for one in state.groups[number].members]) if begun(state, number) else ()
-
-    def requested(state: GeneratorState, worker: int, count: int) -> tuple[GeneratorState, Actions]:
-        site = state.site
-        others = [other for other in range(site.workers) if other != worker]
-        if groups == "random":
-            chosen = shuffled(others, group_size - 1, site.seed, state.made)
-            return add(state, Group(tuple(sorted([worker, *chosen])), worker))
-        state = state._replace(counts=put(state.counts, worker, count))
-        if state.given[worker] >= count:
-            return state, ()  # the group that answers was made before it asked
-        idle = [other for other in others if not state.buffers[other] and state.counts[other] >= count - max_lag]
-        actions: list = []
-        for part in divided([worker, *shuffled(idle, len(idle), site.seed, state.made)], group_size):
-            state, sends = add(state, Group(tuple(sorted(part)), None))
-            actions.extend(sends)
-        return state, tuple(actions)
-
-    def done(state: GeneratorState, number: int) -> tuple[GeneratorState, Actions]:
-        buffers, members = list(state.buffers), state.groups[number].members
-        for member in members:
-            buffers[member] = buffers[member][1:]
-        left = {key: group for key, group in state.groups.items() if key != number}
-        state = state._replace(groups=left, buffers=tuple(buffers))
-        following = sorted({buffers[member][0] for member in members if buffers[member]})
-        return state, tuple([send for one in following for send in begin(state, one)])
-
-    def receive(state: GeneratorState, sender: int, message: Message) -> tuple[GeneratorState, Actions]:
-        if message.kind == REQUEST:
-            return requested(state, sender, message.version)
-        if message.kind == DONE:
-            return done(state, message.version)
-        if message.kind == PULL:  # of one who was gone, and may have missed the group that it is in
-            first = state.buffers[sender][:1]
-            return state, tuple([told(state, number, sender) for number in first if begun(state, number)])
-        raise ValueError(f"the group generator does not know the message {message.kind!r}")
-
-    return Role(init, receive, lambda state: None)
-
-
-@functools.lru_cache(maxsize=16)
-def schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Disjoint groups that all know without asking: `[t % m][i]` is the group of worker i in iteration t.
-
-    In iteration t workers are in the order of `(i mod s, i)`, `s = g^(t mod m)`, `g^m >= n`, and cut into groups of g:
-    neighbors at first, which share a node where nodes are numbered so, and then one of each node. For `n = g^m` the
-    groups of m iterations make an exact mean.
-    """
-    strides = [1]
-    while strides[-1] * group_size < workers:
-        strides.append(strides[-1] * group_size)
-    plan = []
-    for stride in strides:
-        order = [i for first in range(min(stride, workers)) for i in range(first, workers, stride)]
-        groups = [tuple(sorted(order[first : first + group_size])) for first in range(0, workers, group_size)]
-        of = {worker: group for group in groups for worker in group}
-        plan.append(tuple(of[worker] for worker in range(workers)))
-    return tuple(plan)
-
-
-def divided(workers: Sequence[int], group_size: int) -> list[Sequence[int]]:
-    """Groups of nearly equal size, at most `group_size`, in this order; one that is left over stays out."""
-    count = -(-len(workers) // group_size)
-    each, more = divmod(len(workers), count)
-    parts, first = [], 0
-    for part in range(count):
-        last = first + each + (part < more)
-        if part == 0 or last - first > 1:
-            parts.append(workers[first:last])
-        first = last
-    return parts
-
-
-@no_type_check
-def shuffled(values: list[int], length: int, seed: int, count: int) -> list[int]:
-    """The first of these values in an order by chance (Fisher-Yates), the same for equal seeds and counts."""
-    values = list(values)
-    for place in range(min(length, len(values))):
-        other = place + mixed(seed, _GROUPS, count, place) % (len(values) - place)
-        values[place], values[other] = values[other], values[place]
-    return values[:length]
-
-
-@no_type_check
-def bits(members: tuple[int, ...]) -> int:
-    """A set of workers as one whole number, for a message's tag."""
-    return sum([1 << member for member in members])
-
-
-@no_type_check
-def members_of(tag: int) -> tuple[int, ...]:
-    """The workers in such a number, in increasing order."""
-    out = []
-    while tag:
-        out.append((tag & -tag).bit_length() - 1)
-        tag &= tag - 1
-    return tuple(out)
-
-
-Groups = Literal["random", "static", "smart"]
-GROUPS = ("random", "static", "smart")
-COMPUTING, ASKING, REDUCING = "computing", "asking", "reducing"
-
-
-class PragueState(NamedTuple):
-    """One worker of Prague.
+class _PragueState(NamedTuple):
+    """The state of a worker.
 
     Attributes:
       site: where it runs.
-      params, opt_state: its model, and its optimizer's state.
-      steps: how many gradients it has applied.
-      doing: whether it is computing, asking for a group, or reducing with one.
-      group: with whom it reduces now.
-      goes_on: whether it computes after that.
-      held: the group that waits for it while it computes, as the generator told, or None.
-      heard: the number of the last group that it was told.
+      params: its model.
+      opt_state: its optimizer's state.
+      steps: the number of gradients that it has applied.
+      phase: computing, asking for a group, or reducing with one.
+      group: the group of the current reduction.
+      continues: whether it computes after the reduction.
+      pending: the generator's message for a group that it has not joined yet, or None.
+      last_group: the number of the last group that it was sent.
     """
 
     site: Site
     params: Any
     opt_state: Any
     steps: int
-    doing: str
+    phase: str
     group: tuple[int, ...]
-    goes_on: bool
-    held: Message | None
-    heard: int
+    continues: bool
+    pending: Message | None
+    last_group: int
 
 
 def prague(
@@ -225,40 +104,40 @@ def prague(
 ) -> Rule:
     """Each worker steps on its own model and then averages with a small group: `x_i <- 1/|G| Σ_(j in G) x_j`.
 
-    The partial all-reduce waits for the members of the group and for nobody else. A worker computes a gradient at its
-    model, applies it there, takes part in a group and goes on: as in the paper, nothing is computed while it waits.
-    Groups are
+    The partial all-reduce waits for the members of the group only. A worker computes a gradient at its model, applies
+    it, joins a group and continues; as in the paper, it computes nothing while it waits. Groups are
 
-    - *random*: a group generator, the server, draws one for each request. Groups that overlap run in the order in which
-      they were drawn, which all members see alike, so that nobody waits in a circle. A worker is drawn into groups of
-      others too, `group_size` for each gradient. Pairs are what AD-PSGD averages in;
-    - *static*: disjoint groups by a schedule that all know, of neighbors at first and then ever further apart, so that
-      nodes of `group_size` workers average inside and between each other in turn. Nobody asks and nothing conflicts:
-      for workers of equal speed;
-    - *smart*: a request for which no group was made before divides all idle workers, those that are in no group, into
-      groups at once; later requests of theirs find these in their buffers. A worker that has asked more than `max_lag`
-      times less often than the one that asks now is left out, so that nobody waits for it; when it asks itself, it gets
-      a group of the others. For workers of unequal speed.
+    - *random*: a group generator, the server, draws one for each request. Overlapping groups run in the order in which
+      they were drawn, which is the same for all members, so that no cycle of waiting workers can form. A worker is also
+      drawn into groups of others, `group_size` per gradient. With pairs this is the averaging of AD-PSGD;
+    - *static*: disjoint groups by a fixed schedule, first of neighbors and then increasingly far apart, so that nodes
+      of `group_size` workers average within and between nodes in turn. It needs no requests and has no conflicts; for
+      workers of equal speed;
+    - *smart*: a request that no earlier group answers divides all idle workers (those in no group) into groups at once;
+      their later requests find these groups in their buffers. A worker with more than `max_lag` fewer requests than the
+      requesting one is excluded, so that no worker waits for it; its own requests still get a group. For workers of
+      unequal speed.
 
-    Who is faster counts more where data differ between workers. What the slow one held up at the beginning stays as far
-    behind, and meets it more often than others do.
+    If data differ between workers, faster ones count more. Workers that a slow one delayed initially remain behind the
+    others, and are grouped with it more often.
 
     On the wire: an all-reduce of the model in a group per gradient (`group_size` of them if random), `2 (g - 1)/g`
-    models each; but for *static* a request and an answer without values.
+    models each; except for *static*, a request and a reply without values.
 
-    State: each worker's model and optimizer; the generator knows groups and counts alone.
+    State: each worker's model and optimizer; the generator stores groups and counts only.
 
     Args:
-      optimizer: what every worker steps with.
-      group_size: most workers in a group. 2 mixes slowly, many wait for more; 3 or 4 to start with.
-      groups: how groups are made.
-      max_lag: of *smart*, in requests; infinity leaves nobody out. With few, random slowdowns split the workers.
+      optimizer: the local optimizer of every worker.
+      group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; start with 3 or 4.
+      groups: the policy, see above.
+      max_lag: of *smart*, in requests; infinity excludes no worker. With a small value random slowdowns split the
+        workers.
 
     Returns:
-      The rule. Versions in the books are a worker's own steps; the model that it would ship is the mean of all.
+      The rule. Versions in the trace are a worker's own steps; the final model is the mean of all.
 
     Raises:
-      ValueError: an argument cannot work, or groups are larger than the number of workers.
+      ValueError: an argument is out of its range, or groups are larger than the number of workers.
 
     Example:
       >>> import optax
@@ -281,71 +160,260 @@ def prague(
     if groups not in GROUPS:
         raise ValueError(f"groups must be one of {', '.join(GROUPS)}, got {groups!r}")
     if not max_lag >= 1:
-        raise ValueError(f"max_lag must be at least 1, as who computes has asked once less, got {max_lag}")
-    static = groups == "static"
+        raise ValueError(
+            f"max_lag must be at least 1, since a worker that is computing is one request behind, got {max_lag}"
+        )
+    cfg = _Config(
+        group_size,
+        groups,
+        max_lag,
+        numeric(optimizer.init, shared=True),
+        numeric(partial(apply_gradient, optimizer), outputs=2),
+    )
+    worker = Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for)
+    # The generator has no model: the final model is the mean of the workers'.
+    generator = Role(_init_generator, partial(_receive_generator, cfg), lambda state: None)
+    return Rule("prague", worker, None if groups == "static" else generator)
 
-    start = numeric(optimizer.init, shared=True)
-    move = numeric(step_of(optimizer), outputs=2)
 
-    def init(site: Site, params: Any) -> tuple[PragueState, Actions]:
-        if group_size > site.workers:
-            raise ValueError(f"group_size must be at most the {site.workers} workers, got {group_size}")
-        state = PragueState(site, params, start(params), 0, COMPUTING, (), True, None, -1)
-        return state, (Compute(params, 0),)
+class _Config(NamedTuple):
+    """The arguments of `prague`; the optimizer as functions of values."""
 
-    @no_type_check
-    def onward(state: PragueState) -> tuple[PragueState, Actions]:
-        """Into the group that waits, if any."""
-        held = state.held
-        if held is None:
+    group_size: int
+    groups: Groups
+    max_lag: Number
+    start: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+# The worker.
+
+
+def _init(cfg: _Config, site: Site, params: Any) -> tuple[_PragueState, Actions]:
+    if cfg.group_size > site.workers:
+        raise ValueError(f"group_size must be at most the {site.workers} workers, got {cfg.group_size}")
+    state = _PragueState(site, params, cfg.start(params), 0, COMPUTING, (), True, None, -1)
+    return state, (Compute(params, 0),)
+
+
+@no_type_check
+def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -> tuple[_PragueState, Actions]:
+    kind = message.kind
+    if kind == COMPUTED:
+        return _on_gradient(cfg, state, message.value)
+    if kind == REDUCED:
+        return _on_mean(cfg, state, message)
+    if kind in (GROUP, JOIN):
+        # After an outage the generator may send a group twice.
+        if message.version <= state.last_group:
             return state, ()
-        state = state._replace(doing=REDUCING, group=members_of(held.tag), goes_on=held.kind == GROUP, held=None)
-        return state, (Reduce(state.group, held.version, state.params),)
+        state = state._replace(pending=message, last_group=message.version)
+        return _try_join(state) if state.phase == ASKING else (state, ())
+    if kind == RECOVERED:
+        restart = (Compute(state.params, state.steps),) if state.phase == COMPUTING else ()
+        return state, restart if cfg.groups == "static" else (*restart, Send(SERVER, Message(PULL)))
+    raise unknown_message("a worker of prague", message)
 
-    @no_type_check
-    def computed(state: PragueState, gradient: Any) -> tuple[PragueState, Actions]:
-        site, steps = state.site, state.steps + 1
-        params, opt_state = move(state.params, state.opt_state, gradient)
-        books = (Counted(site.index, steps - 1, steps - 1), Stepped(steps, steps - 1))
-        state = state._replace(params=params, opt_state=opt_state, steps=steps, doing=ASKING)
-        if not static:
-            state, actions = onward(state)
-            return state, (*books, Send(SERVER, Message(REQUEST, None, steps)), *actions)
-        plan = schedule(site.workers, group_size)
+
+@no_type_check
+def _on_gradient(cfg: _Config, state: _PragueState, gradient: Any) -> tuple[_PragueState, Actions]:
+    site, steps = state.site, state.steps + 1
+    params, opt_state = cfg.step(state.params, state.opt_state, gradient)
+    records = GradientRecord(site.index, steps - 1, steps - 1), StepRecord(steps, steps - 1)
+    state = state._replace(params=params, opt_state=opt_state, steps=steps, phase=ASKING)
+    if cfg.groups == "static":
+        plan = static_schedule(site.workers, cfg.group_size)
         group = plan[(steps - 1) % len(plan)][site.index]
-        return state._replace(doing=REDUCING, group=group), (*books, Reduce(group, steps, params))
+        return state._replace(phase=REDUCING, group=group), (*records, Reduce(group, steps, params))
+    state, actions = _try_join(state)
+    return state, (*records, Send(SERVER, Message(REQUEST, None, steps)), *actions)
 
-    @no_type_check
-    def reduced(state: PragueState, message: Message) -> tuple[PragueState, Actions]:
-        last = state.site.index == state.group[0] and not static  # one of the group tells that it is done
-        actions = (Send(SERVER, Message(DONE, None, message.tag)),) if last else ()
-        if state.goes_on:
-            state = state._replace(params=message.value, doing=COMPUTING, group=())
-            return state, (*actions, Compute(state.params, state.steps))
-        state, more = onward(state._replace(params=message.value, doing=ASKING, group=()))
-        return state, (*actions, *more)
 
-    @no_type_check
-    def receive(state: PragueState, sender: int, message: Message) -> tuple[PragueState, Actions]:
-        kind = message.kind
-        if kind == COMPUTED:
-            return computed(state, message.value)
-        if kind == REDUCED:
-            return reduced(state, message)
-        if kind in (GROUP, JOIN):
-            if message.version <= state.heard:  # told again
-                return state, ()
-            state = state._replace(held=message, heard=message.version)
-            return onward(state) if state.doing == ASKING else (state, ())
-        if kind == RECOVERED:
-            again = (Compute(state.params, state.steps),) if state.doing == COMPUTING else ()
-            return state, again if static else (*again, Send(SERVER, Message(PULL)))
-        raise ValueError(f"a worker of prague does not know the message {kind!r}")
+@no_type_check
+def _on_mean(cfg: _Config, state: _PragueState, message: Message) -> tuple[_PragueState, Actions]:
+    # The first member reports to the generator that the group is done.
+    reports = state.site.index == state.group[0] and cfg.groups != "static"
+    report = (Send(SERVER, Message(DONE, None, message.tag)),) if reports else ()
+    # x_i <- 1/|G| Σ_(j in G) x_j
+    state = state._replace(params=message.value, group=())
+    if state.continues:
+        return state._replace(phase=COMPUTING), (*report, Compute(state.params, state.steps))
+    state, actions = _try_join(state._replace(phase=ASKING))
+    return state, (*report, *actions)
 
-    def waits_for(state: PragueState) -> tuple[int, ...]:
-        if state.doing == REDUCING:
-            return tuple(member for member in state.group if member != state.site.index)
-        return (SERVER,) if state.doing == ASKING else ()
 
-    worker = Role(init, receive, lambda state: state.params, waits_for)
-    return Rule("prague", worker, None if static else generator(group_size, groups, max_lag))
+@no_type_check
+def _try_join(state: _PragueState) -> tuple[_PragueState, Actions]:
+    """Joins the pending group, if there is one."""
+    pending = state.pending
+    if pending is None:
+        return state, ()
+    group, continues = decode_members(pending.tag), pending.kind == GROUP
+    state = state._replace(phase=REDUCING, group=group, continues=continues, pending=None)
+    return state, (Reduce(group, pending.version, state.params),)
+
+
+def _waits_for(state: _PragueState) -> tuple[int, ...]:
+    if state.phase == REDUCING:
+        return tuple(member for member in state.group if member != state.site.index)
+    return (SERVER,) if state.phase == ASKING else ()
+
+
+# The group generator.
+
+
+def _init_generator(site: Site, params: Any) -> tuple[_GeneratorState, Actions]:
+    zeros = (0,) * site.workers
+    return _GeneratorState(site, 0, {}, ((),) * site.workers, zeros, zeros), ()
+
+
+@no_type_check
+def _receive_generator(
+    cfg: _Config, state: _GeneratorState, sender: int, message: Message
+) -> tuple[_GeneratorState, Actions]:
+    if message.kind == REQUEST:
+        on_request = _on_random_request if cfg.groups == "random" else _on_smart_request
+        return on_request(cfg, state, sender, message.version)
+    if message.kind == DONE:
+        return _on_done(state, message.version)
+    if message.kind == PULL:
+        # The worker was down, and may have missed the message of the group that it is in.
+        first = state.buffers[sender][:1]
+        return state, tuple([_notify(state, number, sender) for number in first if _has_begun(state, number)])
+    raise unknown_message("the group generator", message)
+
+
+@no_type_check
+def _on_random_request(
+    cfg: _Config, state: _GeneratorState, worker: int, count: int
+) -> tuple[_GeneratorState, Actions]:
+    others = [other for other in range(state.site.workers) if other != worker]
+    drawn = shuffle(others, cfg.group_size - 1, state.site.seed, state.created)
+    return _add_group(state, AveragingGroup(tuple(sorted([worker, *drawn])), worker))
+
+
+@no_type_check
+def _on_smart_request(cfg: _Config, state: _GeneratorState, worker: int, count: int) -> tuple[_GeneratorState, Actions]:
+    site, requests = state.site, replace_at(state.requests, worker, count)
+    state = state._replace(requests=requests)
+    # The group that answers was created for an earlier request of another worker.
+    if state.memberships[worker] >= count:
+        return state, ()
+    idle = [
+        other
+        for other in range(site.workers)
+        if other != worker and not state.buffers[other] and requests[other] >= count - cfg.max_lag
+    ]
+    actions: list = []
+    for members in divide([worker, *shuffle(idle, len(idle), site.seed, state.created)], cfg.group_size):
+        state, sends = _add_group(state, AveragingGroup(tuple(sorted(members)), None))
+        actions.extend(sends)
+    return state, tuple(actions)
+
+
+@no_type_check
+def _on_done(state: _GeneratorState, number: int) -> tuple[_GeneratorState, Actions]:
+    buffers, members = list(state.buffers), state.groups[number].members
+    for member in members:
+        buffers[member] = buffers[member][1:]
+    groups = {key: group for key, group in state.groups.items() if key != number}
+    state = state._replace(groups=groups, buffers=tuple(buffers))
+    following = sorted({buffers[member][0] for member in members if buffers[member]})
+    return state, tuple([send for waiting in following for send in _try_begin(state, waiting)])
+
+
+@no_type_check
+def _add_group(state: _GeneratorState, group: AveragingGroup) -> tuple[_GeneratorState, Actions]:
+    number, buffers, memberships = state.created, list(state.buffers), list(state.memberships)
+    for member in group.members:
+        buffers[member] = (*buffers[member], number)
+        memberships[member] += 1
+    state = state._replace(
+        created=number + 1,
+        groups=state.groups | {number: group},
+        buffers=tuple(buffers),
+        memberships=tuple(memberships),
+    )
+    return state, _try_begin(state, number)
+
+
+@no_type_check
+def _try_begin(state: _GeneratorState, number: int) -> Actions:
+    """Notifies the members of a group if none of them is in an earlier unfinished group."""
+    if not _has_begun(state, number):
+        return ()
+    return tuple([_notify(state, number, member) for member in state.groups[number].members])
+
+
+@no_type_check
+def _has_begun(state: _GeneratorState, number: int) -> bool:
+    return all([state.buffers[member][0] == number for member in state.groups[number].members])
+
+
+@no_type_check
+def _notify(state: _GeneratorState, number: int, worker: int) -> Send:
+    members, asker = state.groups[number]
+    kind = GROUP if asker is None or asker == worker else JOIN
+    return Send(worker, Message(kind, None, number, encode_members(members)))
+
+
+# Groups.
+
+
+@functools.lru_cache(maxsize=16)
+def static_schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns the disjoint groups of the static policy: `[t % m][i]` is the group of worker i in iteration t.
+
+    In iteration t workers are sorted by `(i mod s, i)`, `s = g^(t mod m)`, `g^m >= n`, and split into groups of g: at
+    first neighbors, which share a node if nodes have consecutive workers, then one worker of each node. For `n = g^m`
+    the groups of m iterations compute an exact mean.
+    """
+    strides = [1]
+    while strides[-1] * group_size < workers:
+        strides.append(strides[-1] * group_size)
+    plan = []
+    for stride in strides:
+        order = [i for first in range(min(stride, workers)) for i in range(first, workers, stride)]
+        groups = [tuple(sorted(order[first : first + group_size])) for first in range(0, workers, group_size)]
+        group_of = {worker: group for group in groups for worker in group}
+        plan.append(tuple(group_of[worker] for worker in range(workers)))
+    return tuple(plan)
+
+
+def divide(workers: Sequence[int], group_size: int) -> list[Sequence[int]]:
+    """Divides workers into groups of nearly equal size, at most `group_size`, in order; drops later groups of one."""
+    count = -(-len(workers) // group_size)
+    each, more = divmod(len(workers), count)
+    parts, first = [], 0
+    for part in range(count):
+        last = first + each + (part < more)
+        if part == 0 or last - first > 1:
+            parts.append(workers[first:last])
+        first = last
+    return parts
+
+
+@no_type_check
+def shuffle(values: list[int], length: int, seed: int, count: int) -> list[int]:
+    """Returns the first values of a random order (Fisher-Yates) that depends on seed and count only."""
+    values = list(values)
+    for place in range(min(length, len(values))):
+        other = place + hash_words(seed, _GROUP_STREAM, count, place) % (len(values) - place)
+        values[place], values[other] = values[other], values[place]
+    return values[:length]
+
+
+@no_type_check
+def encode_members(members: tuple[int, ...]) -> int:
+    """Encodes a set of workers as the bits of an integer, for a message's tag."""
+    return sum([1 << member for member in members])
+
+
+@no_type_check
+def decode_members(tag: int) -> tuple[int, ...]:
+    """Returns the workers in a tag, in increasing order."""
+    members = []
+    while tag:
+        members.append((tag & -tag).bit_length() - 1)
+        tag &= tag - 1
+    return tuple(members)

@@ -1,19 +1,19 @@
-"""Asynchronous SGD: every gradient is a step, however old."""
+"""Asynchronous SGD: the server takes a step with every gradient, however stale."""
 
 from collections.abc import Callable
 
 import optax
 
 from ...._core.types import Number
-from ...protocol import Actions, Counted, Message, Rule
+from ...protocol import Actions, GradientRecord, Message, Rule
 from .base import Core, reply, server_rule, stepper
 
 
 def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float] | None = None) -> Rule:
-    """Each gradient that arrives is a step of the server: `x <- x - γ(d) g`, and its worker goes on from the new x.
+    """The server steps with each gradient that arrives, `x <- x - γ(d) g`, and sends its worker the new x.
 
     The delay `d` of a gradient is the number of steps between reading x and using the gradient; on average it is the
-    number of workers less one. With data that differ between workers the limit is the optimum weighted by the workers'
+    number of workers minus one. With data that differ between workers the limit is the optimum weighted by the workers'
     speeds, not the mean: see `ringleader` and `dude`.
 
     On the wire: a gradient up and a model down per step.
@@ -21,8 +21,8 @@ def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float
     State: the server's model and optimizer; a worker's model.
 
     Args:
-      optimizer: what the server steps with. Momentum compounds the staleness: lower it with more workers.
-      rate: a factor for each update from the delay of its gradient, such as `staleness_aware()` or
+      optimizer: the optimizer of the server. Momentum compounds the staleness: lower it with more workers.
+      rate: a factor of each update, as a function of the delay of its gradient, such as `staleness_aware()` or
         `delay_adaptive(...)`.
 
     Returns:
@@ -45,17 +45,15 @@ def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float
 
     def on_gradient(core: Core, worker: int, message: Message) -> tuple[Core, Actions]:
         read, version = message.version, core.version
-        core, stepped = step(core, message.value, factor(version - read), read)
+        core, record = step(core, message.value, factor(version - read), read)
         core, sent = reply(core, worker)
-        return core, (Counted(worker, read, version), stepped, sent)
+        return core, (GradientRecord(worker, read, version), record, sent)
 
     return server_rule("asgd", init, on_gradient, core=lambda state: state)
 
 
 def staleness_aware() -> Callable[[int], float]:
-    """The rate `1 / max(d, 1)` for `asgd`: a gradient that is d steps old counts 1/d.
-
-    On the wire, state: nothing.
+    """The rate `1 / max(d, 1)` for `asgd`: a gradient that is d steps old is weighted by 1/d.
 
     Returns:
       A function of the delay.
@@ -72,14 +70,12 @@ def staleness_aware() -> Callable[[int], float]:
 
 
 def delay_adaptive(concurrency: int, learning_rate: Number, smoothness: Number) -> Callable[[int], float]:
-    """The rate for `asgd` under which only late gradients count less: `γ_d = γ` to the usual delay, then `1 / (4 L d)`.
-
-    On the wire, state: nothing.
+    """The rate for `asgd` that scales down only late gradients: `γ_d = γ` up to the usual delay, then `1 / (4 L d)`.
 
     Args:
-      concurrency: up to which delay the full rate holds; the number of workers.
+      concurrency: the largest delay with the full rate; the number of workers.
       learning_rate: γ, the rate of the server's optimizer.
-      smoothness: L, the Lipschitz constant of the gradient. Larger cuts late gradients more.
+      smoothness: L, the Lipschitz constant of the gradient. A larger value scales late gradients down more.
 
     Returns:
       A function of the delay.
@@ -102,6 +98,7 @@ def delay_adaptive(concurrency: int, learning_rate: Number, smoothness: Number) 
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
 
+    # The ratio γ_d / γ, since `asgd` multiplies the whole update by it.
     def rate(delay: int) -> float:
         return 1.0 if delay <= concurrency else min(1.0, 1.0 / (4 * smoothness * learning_rate * delay))
 

@@ -1,7 +1,7 @@
-"""What the rules with a parameter server share: the worker, and the part of the server that steps and replies."""
+"""The parts that rules with a parameter server share: the worker, and the server's step and replies."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -15,21 +15,24 @@ from ...protocol import (
     Actions,
     Cancel,
     Compute,
-    Counted,
+    GradientRecord,
     Message,
     Role,
     Rule,
     Send,
     Site,
-    Stepped,
+    StepRecord,
 )
 from ...values import numeric
+from ..base import params_of, replace_at, unknown_message
 
+# A worker sends GRADIENT, or PULL after a failure; the server replies with PARAMS, or with AGAIN if the worker has the
+# current parameters already.
 GRADIENT, PARAMS, AGAIN, PULL = "gradient", "params", "again", "pull"
 
 
 class WorkerState(NamedTuple):
-    """The model that a worker computes at, which version that is, and whether it computes now."""
+    """A worker's parameters, their version, and whether it is computing a gradient."""
 
     params: Any
     version: int
@@ -37,7 +40,7 @@ class WorkerState(NamedTuple):
 
 
 class Core(NamedTuple):
-    """A server's model, optimizer state and count of updates, and the version that each worker was sent last."""
+    """A server's parameters, optimizer state and step count, and the version last sent to each worker."""
 
     params: Any
     opt_state: Any
@@ -46,100 +49,76 @@ class Core(NamedTuple):
 
 
 class Stepper(NamedTuple):
-    """`init(site, params) -> core`; `step(core, gradient, rate, oldest) -> (core, action)`."""
+    """`init(site, params) -> core`; `step(core, gradient, rate, oldest) -> (core, record)`."""
 
     init: Callable[[Site, Any], Core]
-    step: Callable[[Core, Any, float, int], tuple[Core, Stepped]]
+    step: Callable[[Core, Any, float, int], tuple[Core, StepRecord]]
 
 
 def stepper(optimizer: optax.GradientTransformation) -> Stepper:
-    """A server's step with any optax transformation; its update is multiplied by a rate that may follow the delay."""
-    start = numeric(optimizer.init)
-
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree, rate: Any) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * rate, updates)), opt_state
-
-    move = numeric(moved, outputs=2)
-
-    def init(site: Site, params: Any) -> Core:
-        return Core(params, start(params), 0, (0,) * site.workers)
-
-    @no_type_check
-    def step(core: Core, gradient: Any, rate: float, oldest: int) -> tuple[Core, Stepped]:
-        params, opt_state = move(core.params, core.opt_state, gradient, rate)
-        version = core.version + 1
-        return Core(params, opt_state, version, core.reads), Stepped(version, oldest)
-
-    return Stepper(init, step)
+    """Makes a server's step from an optax transformation; the update is multiplied by a rate."""
+    return Stepper(
+        partial(_init_core, numeric(optimizer.init)),
+        partial(_step_core, numeric(partial(_apply_scaled, optimizer), outputs=2)),
+    )
 
 
-def step_of(optimizer: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """`(params, opt_state, gradient) -> (params, opt_state)`, of arrays."""
-
-    def moved(params: PyTree, opt_state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return moved
+def _apply_scaled(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, gradient: PyTree, rate: Any
+) -> tuple[PyTree, PyTree]:
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * rate, updates)), opt_state
 
 
-def replica(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`start(params)` and `move(params, opt_state, gradient)`, for workers that all take the same steps: one does."""
-    return numeric(optimizer.init, shared=True), numeric(step_of(optimizer), outputs=2, shared=True)
+def _init_core(start: Callable[..., Any], site: Site, params: Any) -> Core:
+    return Core(params, start(params), 0, (0,) * site.workers)
 
 
-@functools.lru_cache(maxsize=16)  # one object, which is found in dictionaries without being compared
-def everybody(workers: int) -> tuple[int, ...]:
-    """The group of all workers."""
-    return tuple(range(workers))
-
-
-def others(site: Site) -> tuple[int, ...]:
-    """All workers but this one."""
-    return tuple(i for i in range(site.workers) if i != site.index)
-
-
-# What is called for every event goes without the type checks of the test suite, which would take nearly all the time.
 @no_type_check
-def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
-    """The tuple with one entry changed."""
-    return values[:index] + (value,) + values[index + 1 :]  # noqa: RUF005  several times faster for a thousand workers
+def _step_core(apply: Any, core: Core, gradient: Any, rate: float, oldest: int) -> tuple[Core, StepRecord]:
+    params, opt_state = apply(core.params, core.opt_state, gradient, rate)
+    version = core.version + 1
+    return Core(params, opt_state, version, core.reads), StepRecord(version, oldest)
 
 
 @no_type_check
 def reply(core: Core, worker: int) -> tuple[Core, Send]:
-    """The current model for a worker, or no bytes where it has that."""
+    """Sends a worker the current parameters, or a message without a value if it has them already."""
     if core.reads[worker] == core.version:
-        return core, again(core, worker)
-    return fresh(core, worker)
+        return core, reuse_params(core, worker)
+    return send_params(core, worker)
 
 
 @no_type_check
-def again(core: Core, worker: int) -> Send:
-    """Another gradient at the model that the worker has."""
+def reuse_params(core: Core, worker: int) -> Send:
+    """Requests another gradient at the parameters that the worker has."""
     return Send(worker, Message(AGAIN, None, core.reads[worker]))
 
 
 @no_type_check
-def fresh(core: Core, worker: int) -> tuple[Core, Send]:
-    """The current model for a worker, whatever it has."""
+def send_params(core: Core, worker: int) -> tuple[Core, Send]:
+    """Sends a worker the current parameters, even if it has them."""
     params, opt_state, version, reads = core
-    core = Core(params, opt_state, version, put(reads, worker, version))
+    core = Core(params, opt_state, version, replace_at(reads, worker, version))
     return core, Send(worker, Message(PARAMS, core.params, core.version))
 
 
-def to_all(core: Core) -> tuple[Core, Actions]:
-    """The current model for every worker: those that compute give up."""
+def broadcast_params(core: Core) -> tuple[Core, Actions]:
+    """Sends every worker the current parameters; workers discard the gradient that they are computing."""
     sends = tuple([Send(i, Message(PARAMS, core.params, core.version)) for i in range(len(core.reads))])
     return core._replace(reads=(core.version,) * len(core.reads)), sends
 
 
 @no_type_check
-def outdated(core: Core, worker: int, message: Message) -> tuple[Actions, bool]:
-    """Whether a worker sent this before it heard that it should give up; the reply is on its way then."""
-    late = message.version < core.reads[worker]
-    return ((Counted(worker, message.version, core.version, accepted=False),) if late else ()), late
+def is_outdated(core: Core, worker: int, message: Message) -> bool:
+    """Checks whether a gradient was sent before newer parameters reached its worker; their reply is on its way."""
+    return message.version < core.reads[worker]
+
+
+@no_type_check
+def discard(core: Core, worker: int, message: Message) -> Actions:
+    """Logs that a gradient was not used."""
+    return (GradientRecord(worker, message.version, core.version, accepted=False),)
 
 
 def _init_worker(site: Site, params: Any) -> tuple[WorkerState, Actions]:
@@ -150,30 +129,27 @@ def _init_worker(site: Site, params: Any) -> tuple[WorkerState, Actions]:
 def _receive_worker(state: WorkerState, sender: int, message: Message) -> tuple[WorkerState, Actions]:
     kind = message.kind
     if kind == COMPUTED:
-        sent = Send(SERVER, Message(GRADIENT, message.value, message.version, message.tag))
-        return WorkerState(state.params, state.version, False), (sent,)
+        gradient = Send(SERVER, Message(GRADIENT, message.value, message.version, message.tag))
+        return WorkerState(state.params, state.version, False), (gradient,)
     if kind == PARAMS:
         start = Compute(message.value, message.version)
         return WorkerState(message.value, message.version, True), ((Cancel(), start) if state.computing else (start,))
     if kind == AGAIN:
-        if state.computing:  # it asked twice, having failed twice
+        # After two failures it pulled twice, and the second reply finds it computing.
+        if state.computing:
             return state, ()
         return WorkerState(state.params, state.version, True), (Compute(state.params, state.version),)
     if kind == RECOVERED:
         return state._replace(computing=False), (Send(SERVER, Message(PULL, None, state.version)),)
-    raise ValueError(f"a worker of a parameter server does not know the message {kind!r}")
+    raise unknown_message("a worker of a parameter server", message)
 
 
 def _worker_waits_for(state: WorkerState) -> tuple[int, ...]:
     return () if state.computing else (SERVER,)
 
 
-def _params_of(state: Any) -> Any:
-    return state.params
-
-
-# Reads a model, computes, sends the gradient to the server and waits for the next model.
-WORKER = Role(_init_worker, _receive_worker, _params_of, _worker_waits_for)
+# Reads the parameters, computes a gradient, sends it to the server and waits for the next parameters.
+WORKER = Role(_init_worker, _receive_worker, params_of, _worker_waits_for)
 
 
 def server_rule(
@@ -185,13 +161,13 @@ def server_rule(
     on_pull: Callable[[Any, int, Message], tuple[Any, Actions]] | None = None,
     waits_for: Callable[[Any], tuple[int, ...]] = lambda state: (),
 ) -> Rule:
-    """A rule from what the server does with a gradient; a state other than a `Core` has one as `state.core`."""
+    """Makes a rule from the server's reaction to a gradient; a state that is not a `Core` has one as `state.core`."""
 
-    def pulled(state: Any, worker: int, message: Message) -> tuple[Any, Actions]:
-        new, sent = fresh(core(state), worker)
+    def send_current(state: Any, worker: int, message: Message) -> tuple[Any, Actions]:
+        new, sent = send_params(core(state), worker)
         return (new if core(state) is state else state._replace(core=new)), (sent,)
 
-    pull = on_pull or pulled
+    pull = on_pull or send_current
 
     @no_type_check
     def receive(state: Any, sender: int, message: Message) -> tuple[Any, Actions]:
@@ -199,7 +175,7 @@ def server_rule(
             return on_gradient(state, sender, message)
         if message.kind == PULL:
             return pull(state, sender, message)
-        raise ValueError(f"the server of {name} does not know the message {message.kind!r}")
+        raise unknown_message(f"the server of {name}", message)
 
     def start(site: Site, params: Any) -> tuple[Any, Actions]:
         return init(site, params), ()

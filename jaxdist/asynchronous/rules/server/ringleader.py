@@ -1,57 +1,63 @@
 """Ringleader ASGD: asynchronous, and unbiased on data that differ between workers."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from ...._core.types import PyTree
-from ...protocol import Actions, Counted, Message, Rule, Site
-from ...values import numeric, replaced, scale, sum_of
-from .base import Core, again, fresh, put, server_rule, stepper
+from ...protocol import Actions, GradientRecord, Message, Rule, Site
+from ...values import numeric, replace_term, scale, sum_of
+from ..base import replace_at
+from .base import Core, Stepper, reuse_params, send_params, server_rule, stepper
 
 
-class Table(NamedTuple):
-    """For each worker the mean of its gradients, how many they are, and the version of the model they are at."""
+class _Table(NamedTuple):
+    """For each worker the mean and the number of its gradients, and the version at which they were computed."""
 
     means: tuple[Any, ...]
     counts: tuple[int, ...]
     reads: tuple[int, ...]
 
 
-class RingleaderState(NamedTuple):
-    """The server's core, the table in use and the next one, the sum of means (None while gathering), who was served."""
+class _RingleaderState(NamedTuple):
+    """The server's core, the tables of this and the next round, the sum of means, and the workers served so far.
+
+    The sum of means is None during the first phase of a round.
+    """
 
     core: Core
-    table: Table
-    later: Table
+    table: _Table
+    later: _Table
     total: Any
     served: tuple[bool, ...]
 
 
-def _added(mean: PyTree, gradient: PyTree, count: Any) -> PyTree:
+def _update_mean(mean: PyTree, gradient: PyTree, count: Any) -> PyTree:
     return jax.tree.map(lambda old, new: old + (new - old) / count, mean, gradient)
 
 
-_into_mean = numeric(_added)
+_add_to_mean = numeric(_update_mean)
 
 
 def ringleader(optimizer: optax.GradientTransformation) -> Rule:
-    """Rounds of n steps, one for each worker, along the mean over workers of the mean of each worker's gradients.
+    """Rounds of n steps, one per worker, each along the mean over workers of each worker's mean gradient.
 
-    In the first phase of a round the server gathers until it has a gradient of every worker; meanwhile workers go on at
-    the models that they have. In the second the gradient that completed the table, and then the next one of each other
-    worker, triggers a step `x <- x - γ (1/n) Σ_i G_i / b_i` and gets its worker the new model; further gradients of
-    workers that were served go to the table of the next round. Nothing is thrown away, nobody idles, no gradient in a
-    step is older than `2n - 2`, and every worker counts the same however fast it is. In theory `γ = min(1/(8 n L), ε
-    n/(10 L σ²))`, with n the least number of gradients in the table.
+    In the first phase of a round the server gathers until it has a gradient of every worker; meanwhile workers continue
+    at the models that they have. In the second phase, the gradient that completed the table, and then the next one of
+    each other worker, triggers a step `x <- x - γ (1/n) Σ_i G_i / b_i` and its worker receives the new model; further
+    gradients of workers that were served go to the table of the next round. No gradient is discarded, no worker idles,
+    no gradient in a step is older than `2n - 2`, and all workers count the same however fast they are. In theory
+    `γ = min(1/(8 n L), ε n/(10 L σ²))`, with n the least number of gradients in the table.
 
     On the wire: a gradient up per gradient, n models down per round.
 
     State: the server's model, optimizer, and 2n + 1 gradients; a worker's model.
 
     Args:
-      optimizer: what the server steps with. One step is along a mean over all workers.
+      optimizer: the optimizer of the server. Each step uses a mean over all workers.
 
     Returns:
       The rule.
@@ -68,53 +74,69 @@ def ringleader(optimizer: optax.GradientTransformation) -> Rule:
       Maranjyan, Richtárik, "Ringleader ASGD: the first asynchronous SGD with optimal time complexity under data
       heterogeneity", arXiv:2509.22860, 2025.
     """
-    begin, step = stepper(optimizer)
-
-    def init(site: Site, params: Any) -> RingleaderState:
-        empty = _empty(site.workers)
-        return RingleaderState(begin(site, params), empty, empty, None, (False,) * site.workers)
-
-    def on_gradient(state: RingleaderState, worker: int, message: Message) -> tuple[RingleaderState, Actions]:
-        core, table, later, total, served = state
-        counted = Counted(worker, message.version, core.version)
-        if total is not None and served[worker]:
-            later = _fold(later, worker, message)
-            return state._replace(later=later), (counted, again(core, worker))
-        old = table.means[worker]
-        table = _fold(table, worker, message)
-        if total is not None:
-            total = replaced(total, old, table.means[worker])
-        elif all(table.counts):
-            total = sum_of(table.means)
-        else:
-            return state._replace(table=table), (counted, again(core, worker))
-        workers = len(served)
-        core, stepped = step(core, scale(total, 1 / workers), 1.0, min(table.reads))
-        core, sent = fresh(core, worker)
-        served = put(served, worker, True)
-        if all(served):
-            table, later, total, served = later, _empty(workers), None, (False,) * workers
-        return RingleaderState(core, table, later, total, served), (counted, stepped, sent)
-
-    def on_pull(state: RingleaderState, worker: int, message: Message) -> tuple[RingleaderState, Actions]:
-        table = state.later if state.total is not None and state.served[worker] else state.table
-        if table.counts[worker] and message.version == table.reads[worker]:
-            return state, (again(state.core, worker),)  # one entry of a table, one model
-        core, sent = fresh(state.core, worker)
-        return state._replace(core=core), (sent,)
-
-    def waits_for(state: RingleaderState) -> tuple[int, ...]:
-        return tuple(i for i, count in enumerate(state.table.counts) if not count)
-
-    return server_rule("ringleader", init, on_gradient, on_pull=on_pull, waits_for=waits_for)
+    step = stepper(optimizer)
+    on_gradient = partial(_on_gradient, step.step)
+    return server_rule("ringleader", partial(_init, step), on_gradient, on_pull=_on_pull, waits_for=_waits_for)
 
 
-def _empty(workers: int) -> Table:
-    return Table((None,) * workers, (0,) * workers, (0,) * workers)
+def _init(step: Stepper, site: Site, params: Any) -> _RingleaderState:
+    empty = _empty_table(site.workers)
+    return _RingleaderState(step.init(site, params), empty, empty, None, (False,) * site.workers)
 
 
-def _fold(table: Table, worker: int, message: Message) -> Table:
+def _on_gradient(
+    step: Callable[..., Any], state: _RingleaderState, worker: int, message: Message
+) -> tuple[_RingleaderState, Actions]:
+    core, table, later, total, served = state
+    record = GradientRecord(worker, message.version, core.version)
+
+    # A worker that was served in this round contributes to the next one.
+    if total is not None and served[worker]:
+        return state._replace(later=_add_gradient(later, worker, message)), (record, reuse_params(core, worker))
+
+    old_mean = table.means[worker]
+    table = _add_gradient(table, worker, message)
+    if total is not None:
+        # Second phase: only this worker's term of the sum has changed.
+        total = replace_term(total, old_mean, table.means[worker])
+    elif all(table.counts):
+        # The table is complete: the second phase begins with this gradient.
+        total = sum_of(table.means)
+    else:
+        return state._replace(table=table), (record, reuse_params(core, worker))
+
+    workers = len(served)
+    core, step_record = step(core, scale(total, 1 / workers), 1.0, min(table.reads))
+    core, sent = send_params(core, worker)
+    served = replace_at(served, worker, True)
+    if all(served):
+        table, later, total, served = later, _empty_table(workers), None, (False,) * workers
+    return _RingleaderState(core, table, later, total, served), (record, step_record, sent)
+
+
+def _on_pull(state: _RingleaderState, worker: int, message: Message) -> tuple[_RingleaderState, Actions]:
+    table = state.later if state.total is not None and state.served[worker] else state.table
+    # All gradients in an entry of a table are at one model, so the worker must keep that model until the entry is used.
+    if table.counts[worker] and message.version == table.reads[worker]:
+        return state, (reuse_params(state.core, worker),)
+    core, sent = send_params(state.core, worker)
+    return state._replace(core=core), (sent,)
+
+
+def _waits_for(state: _RingleaderState) -> tuple[int, ...]:
+    return tuple(i for i, count in enumerate(state.table.counts) if not count)
+
+
+def _empty_table(workers: int) -> _Table:
+    return _Table((None,) * workers, (0,) * workers, (0,) * workers)
+
+
+def _add_gradient(table: _Table, worker: int, message: Message) -> _Table:
     means, counts, reads = table
     count = counts[worker] + 1
-    mean = message.value if count == 1 else _into_mean(means[worker], message.value, float(count))
-    return Table(put(means, worker, mean), put(counts, worker, count), put(reads, worker, message.version))
+    mean = message.value if count == 1 else _add_to_mean(means[worker], message.value, float(count))
+    return _Table(
+        replace_at(means, worker, mean),
+        replace_at(counts, worker, count),
+        replace_at(reads, worker, message.version),
+    )

@@ -1,28 +1,28 @@
-"""Ringmaster ASGD: asynchronous SGD that throws gradients away that are too old."""
+"""Ringmaster ASGD: asynchronous SGD that discards gradients that are too stale."""
 
 import optax
 
-from ...protocol import Actions, Counted, Message, Rule
-from .base import Core, fresh, outdated, reply, server_rule, stepper
+from ...protocol import Actions, GradientRecord, Message, Rule
+from .base import Core, discard, is_outdated, reply, send_params, server_rule, stepper
 
 
 def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop: bool = False) -> Rule:
-    """A gradient that is less than R steps old is a step of the server; an older one is thrown away.
+    """The server steps with gradients that are less than R steps old and discards older ones.
 
-    With the right R it is as fast as any method can be on workers of unequal, fixed speeds that draw from the same
-    data: hopelessly slow workers take no part. In theory `R = max(1, ⌈σ²/ε⌉)` and `γ = min(1/(2 R L), ε/(4 L σ²))` for
+    With the right R it attains the optimal time complexity for workers of unequal, fixed speeds that draw from the same
+    data: very slow workers do not contribute. In theory `R = max(1, ⌈σ²/ε⌉)` and `γ = min(1/(2 R L), ε/(4 L σ²))` for
     the gradient's variance σ² and the wanted accuracy ε.
 
-    On the wire: a gradient up and a model down per gradient, thrown away or not.
+    On the wire: a gradient up and a model down per gradient, used or discarded.
 
     State: the server's model and optimizer; a worker's model.
 
     Args:
-      max_delay: R. 1 uses only gradients at the current model; no bound is `asgd`. The number of workers that are about
-        equally fast is a start.
-      optimizer: what the server steps with.
-      stop: tell a worker as soon as its gradient will be too old to give it up, so that slow workers start anew from
-        the current model instead of finishing in vain.
+      max_delay: R. 1 uses only gradients at the current model; no bound is `asgd`. Start with the number of workers
+        that are about equally fast.
+      optimizer: the optimizer of the server.
+      stop: send a worker the current model as soon as its gradient will be too old, so that it restarts there instead
+        of finishing a gradient that would be discarded.
 
     Returns:
       The rule.
@@ -47,21 +47,20 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
     init, step = stepper(optimizer)
 
     def on_gradient(core: Core, worker: int, message: Message) -> tuple[Core, Actions]:
-        late, ignored = outdated(core, worker, message)
-        if ignored:
-            return core, late
+        if is_outdated(core, worker, message):
+            return core, discard(core, worker, message)
         read, version = message.version, core.version
         accepted = version - read < max_delay
-        actions: list = [Counted(worker, read, version, accepted)]
+        actions: list = [GradientRecord(worker, read, version, accepted)]
         if accepted:
-            core, stepped = step(core, message.value, 1.0, read)
-            actions.append(stepped)
+            core, record = step(core, message.value, 1.0, read)
+            actions.append(record)
         core, sent = reply(core, worker)
         actions.append(sent)
         if stop and accepted:
-            for other, has in enumerate(core.reads):
-                if core.version - has >= max_delay:
-                    core, sent = fresh(core, other)
+            for other, read_last in enumerate(core.reads):
+                if core.version - read_last >= max_delay:
+                    core, sent = send_params(core, other)
                     actions.append(sent)
         return core, tuple(actions)
 

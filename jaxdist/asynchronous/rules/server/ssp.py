@@ -1,28 +1,39 @@
-"""Stale synchronous parallel: nobody runs more than s iterations ahead."""
+"""Stale synchronous parallel (SSP): no worker is more than s iterations ahead of the slowest."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optax
 
-from ...protocol import Actions, Counted, Message, Rule, Site
-from .base import Core, fresh, put, reply, server_rule, stepper
+from ...protocol import Actions, GradientRecord, Message, Rule, Site
+from ..base import replace_at
+from .base import Core, Stepper, reply, send_params, server_rule, stepper
 
 
-class SSPState(NamedTuple):
-    """The server's core, each worker's completed iterations, their least and how many have it, and who waits."""
+class _SSPState(NamedTuple):
+    """The state of the server.
+
+    Attributes:
+      core: parameters and optimizer state.
+      completed: the number of completed iterations of each worker.
+      least: their minimum.
+      slowest: the number of workers that have it.
+      waiting: the workers that wait for the slowest.
+    """
 
     core: Core
     completed: tuple[int, ...]
     least: int
-    last: int
+    slowest: int
     waiting: tuple[int, ...]
 
 
 def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     """Asynchronous SGD in which a worker starts its next iteration only if `c - min_j c_j <= s`.
 
-    `c` counts completed iterations. It absorbs random slowdowns of up to s iterations; with one worker that is always
-    slow all others end up waiting for it, and each makes one iteration in its time. Iterations that run already are
+    `c` counts completed iterations. The rule absorbs random slowdowns of up to s iterations; if one worker is always
+    slow, all others end up waiting for it, at one iteration each per iteration of that worker. Running iterations are
     finished, so completed counts differ by up to `s + 1`.
 
     On the wire: a gradient up and a model down per step.
@@ -30,8 +41,8 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     State: the server's model and optimizer; a worker's model.
 
     Args:
-      staleness: s. 0 is lockstep (each gradient still a step of its own); large is `asgd`.
-      optimizer: what the server steps with.
+      staleness: s. 0 is lockstep (but each gradient is a separate step); a large value is `asgd`.
+      optimizer: the optimizer of the server.
 
     Returns:
       The rule.
@@ -52,36 +63,45 @@ def ssp(staleness: int, optimizer: optax.GradientTransformation) -> Rule:
     """
     if staleness < 0:
         raise ValueError(f"staleness must be at least 0, got {staleness}")
-    begin, step = stepper(optimizer)
+    step = stepper(optimizer)
+    on_gradient = partial(_on_gradient, step.step, staleness)
+    return server_rule("ssp", partial(_init, step), on_gradient, on_pull=_on_pull, waits_for=_waits_for)
 
-    def init(site: Site, params: Any) -> SSPState:
-        return SSPState(begin(site, params), (0,) * site.workers, 0, site.workers, ())
 
-    def on_gradient(state: SSPState, worker: int, message: Message) -> tuple[SSPState, Actions]:
-        version = state.core.version
-        core, stepped = step(state.core, message.value, 1.0, message.version)
-        done, least = state.completed[worker], state.least
-        completed = put(state.completed, worker, done + 1)
-        last, asking, waiting = state.last - (done == least), [worker], list(state.waiting)
-        if not last:  # the slowest moved: all are looked at once more
-            least = min(completed)
-            last, asking, waiting = completed.count(least), sorted([*waiting, worker]), []
-        actions: list = [Counted(worker, message.version, version), stepped]
-        for other in asking:
-            if completed[other] <= least + staleness:
-                core, sent = reply(core, other)
-                actions.append(sent)
-            else:
-                waiting.append(other)
-        return SSPState(core, completed, least, last, tuple(waiting)), tuple(actions)
+def _init(step: Stepper, site: Site, params: Any) -> _SSPState:
+    return _SSPState(step.init(site, params), (0,) * site.workers, 0, site.workers, ())
 
-    def on_pull(state: SSPState, worker: int, message: Message) -> tuple[SSPState, Actions]:
-        if worker in state.waiting:  # its gradient has arrived, and it must wait as before
-            return state, ()
-        core, sent = fresh(state.core, worker)
-        return state._replace(core=core), (sent,)
 
-    def waits_for(state: SSPState) -> tuple[int, ...]:
-        return tuple(i for i, c in enumerate(state.completed) if c == state.least) if state.waiting else ()
+def _on_gradient(
+    step: Callable[..., Any], staleness: int, state: _SSPState, worker: int, message: Message
+) -> tuple[_SSPState, Actions]:
+    version = state.core.version
+    core, step_record = step(state.core, message.value, 1.0, message.version)
+    done, least = state.completed[worker], state.least
+    completed = replace_at(state.completed, worker, done + 1)
+    slowest, ready, waiting = state.slowest - (done == least), [worker], list(state.waiting)
+    # When the last of the slowest has moved, the minimum rises, and waiting workers may continue. Only then is it
+    # recomputed, which makes an event cheap with a thousand workers.
+    if not slowest:
+        least = min(completed)
+        slowest, ready, waiting = completed.count(least), sorted([*waiting, worker]), []
+    actions: list = [GradientRecord(worker, message.version, version), step_record]
+    for candidate in ready:
+        if completed[candidate] <= least + staleness:
+            core, sent = reply(core, candidate)
+            actions.append(sent)
+        else:
+            waiting.append(candidate)
+    return _SSPState(core, completed, least, slowest, tuple(waiting)), tuple(actions)
 
-    return server_rule("ssp", init, on_gradient, on_pull=on_pull, waits_for=waits_for)
+
+def _on_pull(state: _SSPState, worker: int, message: Message) -> tuple[_SSPState, Actions]:
+    # The worker failed after its gradient had arrived: it must wait as before.
+    if worker in state.waiting:
+        return state, ()
+    core, sent = send_params(state.core, worker)
+    return state._replace(core=core), (sent,)
+
+
+def _waits_for(state: _SSPState) -> tuple[int, ...]:
+    return tuple(i for i, c in enumerate(state.completed) if c == state.least) if state.waiting else ()

@@ -1,0 +1,187 @@
+"""The state store of a run: the last state of every role runner, from which a new process continues, and the log."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..portable import flat, write
+from .role_runner import Records
+
+Arrays = dict[str, np.ndarray]
+
+
+class Packed(NamedTuple):
+    """A state and its model as text, the names of the arrays of each, and the arrays that the store does not have."""
+
+    state: str
+    model: str
+    of_state: tuple[str, ...]
+    of_model: tuple[str, ...]
+    new: Arrays
+
+
+class Entry(NamedTuple):
+    """The information that a process receives when it starts.
+
+    Attributes:
+      life: the number of starts of its place, this one included.
+      config: pickled by the driver; the only code that a process receives.
+      kept: the stored state as text and arrays, or None.
+      peers: the actor handles of all places, empty before the run begins.
+      begun: the time at which the run began, in nanoseconds.
+    """
+
+    life: int
+    config: bytes
+    kept: tuple[str, Arrays] | None
+    peers: dict[int, Any]
+    begun: int
+
+
+class Report(NamedTuple):
+    """A runner's report: the places that it waits for, whether it is computing, ticks of computation, and bytes."""
+
+    waits_for: tuple[int, ...] = ()
+    computing: bool = False
+    computed: int = 0
+    received: int = 0
+    sent: Mapping[int, int] = {}
+
+
+class PlaceStatus(NamedTuple):
+    """The seconds since the last sign of life of a place, its starts, its number of commits, and its last report."""
+
+    silent: float
+    life: int
+    commits: int
+    report: Report
+
+
+class Fault(NamedTuple):
+    """The ticks of the last sign of life of a process that died, and of its replacement, or None if there is none."""
+
+    place: int
+    died: int
+    back: int | None
+
+
+class StatePacker:
+    """Packs the successive states of a runner: an array of the previous state is sent as a name only.
+
+    Args:
+      life: part of the names, so that those of two processes differ.
+    """
+
+    def __init__(self, life: int):
+        self.life, self.count = life, 0
+        # The object is kept beside its name, so that its id is not reused.
+        self.sent: dict[int, tuple[Any, str]] = {}
+
+    def pack(self, state: Any, model: Any) -> Packed:
+        """Packs a state; the model is a part of it that the store can return separately."""
+        used: dict[int, tuple[Any, str]] = {}
+        new: Arrays = {}
+        text, names = self._write(state, used, new)
+        model_text, model_names = self._write(model, used, new)
+        self.sent = used
+        return Packed(text, model_text, names, model_names, new)
+
+    def _write(self, value: Any, used: dict[int, tuple[Any, str]], new: Arrays) -> tuple[str, tuple[str, ...]]:
+        names: list[str] = []
+
+        def store(value: Any) -> str:
+            entry = used.get(id(value)) or self.sent.get(id(value))
+            if entry is None:
+                self.count += 1
+                entry = (value, f"{self.life}.{self.count}")
+                new[entry[1]] = flat(value)
+            used[id(value)] = entry
+            names.append(entry[1])
+            return entry[1]
+
+        return write(value, store), tuple(names)
+
+
+class StateStore:
+    """Stores the last state of every place and the log of the run. It computes nothing and has no rule.
+
+    Args:
+      config: passed to every process.
+    """
+
+    def __init__(self, config: bytes):
+        self.config = config
+        self.peers: dict[int, Any] = {}
+        self.begun = 0
+        self.lives: dict[int, int] = {}
+        self.kept: dict[int, tuple[Packed, Arrays]] = {}
+        self.last_seen: dict[int, float] = {}
+        self.commits: dict[int, int] = {}
+        self.reports: dict[int, Report] = {}
+        self.faults: list[Fault] = []
+        self.records = Records([], [], [])
+
+    def open(self, peers: dict[int, Any], begun: int) -> None:
+        """Begins the run: processes that start from now on continue it without a call of the driver."""
+        self.peers, self.begun = peers, begun
+
+    def enter(self, place: int) -> Entry:
+        """Registers a new process of a place; earlier ones cannot commit any more."""
+        self.lives[place] = life = self.lives.get(place, 0) + 1
+        kept = None
+        if place in self.kept:
+            packed, arrays = self.kept[place]
+            kept = packed.state, {name: arrays[name] for name in packed.of_state}
+        return Entry(life, self.config, kept, self.peers, self.begun)
+
+    def record_death(self, place: int, *, replaced: bool) -> None:
+        """Logs that a process died at its last sign of life, and whether another has replaced it now."""
+        now, tick = time.monotonic(), time.time_ns() - self.begun
+        died = tick - round((now - self.last_seen.get(place, now)) * 1e9)
+        self.faults.append(Fault(place, died, tick if replaced else None))
+        self.last_seen[place] = now
+
+    def commit(self, place: int, life: int, packed: Packed, records: Records, report: Report) -> bool:
+        """Stores a state and the records that led to it, both or neither; False if a newer process has the place."""
+        if not self.beat(place, life):
+            return False
+        arrays = (self.kept[place][1] if place in self.kept else {}) | packed.new
+        # Arrays that the new state does not use are dropped.
+        arrays = {name: arrays[name] for name in (*packed.of_state, *packed.of_model)}
+        self.kept[place] = (packed._replace(new={}), arrays)
+        for mine, theirs in zip(self.records, records):
+            mine.extend(theirs)
+        self.commits[place] = self.commits.get(place, 0) + 1
+        self.reports[place] = report
+        return True
+
+    def beat(self, place: int, life: int) -> bool:
+        """Notes a sign of life; False if a newer process has the place."""
+        if self.lives.get(place) != life:
+            return False
+        self.last_seen[place] = time.monotonic()
+        return True
+
+    def status(self) -> tuple[dict[int, PlaceStatus], int, int]:
+        """Returns the status of each place, and the numbers of steps and gradients."""
+        now = time.monotonic()
+        found = {
+            place: PlaceStatus(now - seen, self.lives[place], self.commits[place], self.reports[place])
+            for place, seen in self.last_seen.items()
+            if place in self.reports
+        }
+        return found, len(self.records.steps), len(self.records.gradients)
+
+    def models(self, places: tuple[int, ...]) -> dict[int, tuple[str, Arrays]]:
+        """Returns the last stored models of some places."""
+        found = {place: self.kept[place] for place in places if place in self.kept}
+        return {
+            place: (packed.model, {name: arrays[name] for name in packed.of_model})
+            for place, (packed, arrays) in found.items()
+        }
+
+    def log(self) -> tuple[Records, list[Fault], dict[int, Report]]:
+        """Returns all records, all faults, and the last report of each place."""
+        return self.records, self.faults, self.reports
