@@ -108,12 +108,12 @@ def effective(state, exchange, workers):
     models = []
     roles = [role for role in state.roles[:workers] if not hasattr(role, "site") or role.site.index % 2 == 0]
     for role in roles:
-        model = role.ahead if hasattr(role, "ahead") else role.params
-        other = role.pairs.asked
+        model = role.averaged if hasattr(role, "averaged") else role.params
+        other = role.pairs.partner
         if other >= 0:
             edge, there = role.pairs.edges[other], roles[other].pairs.edges[role.node.index]
             if there.count > edge.count:
-                model, _ = exchange.settle(model, edge.memory, role.pairs.sent, there.reply, 1, edge.count)
+                model, _ = exchange.settle(model, edge.memory, role.pairs.request, there.reply, 1, edge.count)
         models.append(np.asarray(model["w"], np.float64))
     return np.array(models)
 
@@ -227,7 +227,7 @@ def test_no_failure_changes_what_d_psgd_computes(graph, order):
     for i, role in enumerate(state.roles[:4]):
         np.testing.assert_allclose(role.params["w"].reshape(-1), wanted[done[i] - 1, i], rtol=2e-5, atol=1e-6)
         if graph != "delay":
-            assert len({k for _, k in role.kept}) <= 4  # what others have used is not kept
+            assert len({k for _, k in role.outbox}) <= 4  # what others have used is not kept
 
 
 # Groups.
@@ -238,7 +238,7 @@ def test_a_group_of_one_is_a_worker():
     for rule in (rules.ad_psgd(jd.topology.ring, SGD), rules.hierarchical_ad_psgd(jd.topology.ring, SGD, group_size=1)):
         clock = replay.simulator(rule, MATRIX, workers=4, durations=durations.constant([1.0, 1.137, 1.2911, 1.3379]))
         roles = clock.advance(clock.init(), seconds=20).roles[:4]
-        models.append([(role.ahead if hasattr(role, "ahead") else role.params)["w"] for role in roles])
+        models.append([(role.averaged if hasattr(role, "averaged") else role.params)["w"] for role in roles])
     np.testing.assert_allclose(*models, atol=1e-5)
 
 

@@ -184,7 +184,7 @@ def _combine_and_adapt(
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> tuple[_HopState, Actions]:
-    by_worker = neighbors_of_workers(cfg.graph, site.workers)
+    by_worker = _neighbors_of_workers(cfg.graph, site.workers)
     for index, neighbors in enumerate(by_worker):
         if cfg.backup and cfg.backup >= len(neighbors.sources):
             raise ValueError(
@@ -205,7 +205,7 @@ def _init(cfg: _Config, site: Site, params: Any) -> tuple[_HopState, Actions]:
 
 @no_type_check
 def _neighbors(cfg: _Config, state: _HopState) -> _Neighbors:
-    return neighbors_of_workers(cfg.graph, state.site.workers)[state.site.index]
+    return _neighbors_of_workers(cfg.graph, state.site.workers)[state.site.index]
 
 
 @no_type_check
@@ -311,7 +311,7 @@ def _waits_for(cfg: _Config, state: _HopState) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=16)
-def neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
+def _neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
     """Returns the neighbors of each worker; checks that the topology is static and fits the number of workers."""
     topology = graph_of(graph, workers)
     if len(topology.rounds) > 1:
