@@ -111,7 +111,7 @@ def effective(state, exchange, workers):
         model = role.averaged if hasattr(role, "averaged") else role.params
         other = role.pairs.partner
         if other >= 0:
-            edge, there = role.pairs.edges[other], roles[other].pairs.edges[role.node.index]
+            edge, there = role.pairs.edges[other], roles[other].pairs.edges[role.peer.index]
             if there.count > edge.count:
                 model, _ = exchange.settle(model, edge.memory, role.pairs.request, there.reply, 1, edge.count)
         models.append(np.asarray(model["w"], np.float64))

@@ -99,6 +99,7 @@ def alpha_beta(
         ring = [(group[k], group[(k + 1) % n]) for k in range(n)]
         # The slowest link of the ring, separately in latency and in bandwidth.
         a, b = (max(at(values, *pair) for pair in ring) for values in (alpha, beta))
+        # A group of one needs no messages.
         if n == 1:
             return 0.0
         return (n - 1) * (a + nbytes * b) if op == "gather" else 2 * (n - 1) * a + 2 * (n - 1) / n * nbytes * b
@@ -139,6 +140,7 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
 
     def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
         n = len(group)
+        # StragglAR is an all-reduce for powers of two.
         if op != "mean" or n < 2 or n.bit_count() != 1:
             return ring.collective(group, nbytes, op)
         return straggl_ar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)

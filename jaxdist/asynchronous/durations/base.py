@@ -7,7 +7,8 @@ import numpy as np
 
 from ..._core.types import Number
 
-# Durations are drawn in blocks, each from its own generator, so that a stream can start at any job.
+# Durations are drawn in blocks, each from its own generator, so that a job's duration does not depend on where the
+# stream starts.
 BLOCK = 256
 # Separate the random streams of durations and of outages.
 _COMPUTE, _OUTAGES = 1, 2
@@ -55,6 +56,7 @@ def stream(durations: Durations, seed: int, worker: int, first: int = 0) -> Iter
     """
     block, state = 0, None
     while True:
+        # Laws with a state, such as `markov`, need all earlier blocks.
         rng = np.random.default_rng((seed, _COMPUTE, worker, block))
         drawn, state = durations.draw(rng, worker, block * BLOCK, BLOCK, state)
         yield from drawn[max(0, first - block * BLOCK) :].tolist()

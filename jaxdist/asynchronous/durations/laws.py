@@ -150,6 +150,7 @@ def power(times: Sequence[Number], speeds: Sequence[Sequence[Number]]) -> Durati
             raise ValueError(f"speeds must be {len(starts)} numbers of at least 0 per worker, got {list(row)}")
 
     def draw(rng, worker, first, count, state):
+        # One unit of work each; `finish` turns work into time.
         return np.ones(count), None
 
     def finish(worker: int, start: float, work: float) -> float:

@@ -106,6 +106,7 @@ def markov(base: Durations, *, factor: Number, slow_down: Number, speed_up: Numb
         raise ValueError("slow_down and speed_up are both 0, so no worker would ever change: make one positive")
 
     def draw(rng, worker, first, count, state):
+        # The first state is drawn from the stationary distribution.
         inner, slow = state if state is not None else (None, bool(rng.random() < slow_down / (slow_down + speed_up)))
         drawn, inner = base.draw(rng, worker, first, count, inner)
         factors = np.ones(count)

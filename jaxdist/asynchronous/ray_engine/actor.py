@@ -211,6 +211,7 @@ class Actor:
         """Sends envelopes; those that could not be delivered are sent again a little later."""
         now = time.monotonic()
         for to, calls in self.calls.items():
+            # Deliveries are not waited for: finished calls are only checked for failures.
             finished, self.calls[to] = self.ray.wait(calls, num_returns=len(calls), timeout=0)
             if any(self.has_failed(call) for call in finished):
                 self.retry[to] = now + RETRY_SECONDS

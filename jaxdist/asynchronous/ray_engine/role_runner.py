@@ -149,6 +149,7 @@ class RoleRunner:
             return
         early = self.early.setdefault(source, {})
         early[envelope.number] = envelope
+        # Envelopes are read in order: one that fills a gap releases those behind it.
         while seen + 1 in early:
             seen += 1
             self.state.seen[source] = seen
@@ -293,6 +294,7 @@ class RoleRunner:
         del self.state.parts[group, tag]
         values = [parts[member] for member in group]
         result = Message(REDUCED, tuple(values) if op == "gather" else mean_of(values), 0, tag)
+        # This role is the first member: it distributes the result.
         for member in group[1:]:
             self.enqueue(member, result, group)
         self.ready.append((self.site.index, result))

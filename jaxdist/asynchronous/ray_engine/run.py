@@ -239,6 +239,7 @@ class _Driver:
     def model(self) -> Any:
         """Returns the rule's model from the states that were stored last."""
         all_workers = tuple(range(self.workers))
+        # A server without a model leaves the mean of the workers.
         for places in [(SERVER,), all_workers] if self.rule.server else [all_workers]:
             stored = self.pool.call_store("models", places)
             models = [read(text, arrays.__getitem__) for _, (text, arrays) in sorted(stored.items())]
@@ -258,6 +259,7 @@ class _Driver:
                 events.append((back, ON_FAULT, place, place, RECOVERED, 0))
             if place != SERVER:
                 down[place] += (end if back is None else back) - died
+        # Stable: events of a place at the same tick keep their order.
         events.sort(key=lambda row: row[0])
         words: dict[str, int] = {}
         rows = [(*row[:4], words.setdefault(row[4], len(words)), row[5]) for row in events]

@@ -78,6 +78,7 @@ class Engine:
         arrival = state.tick
         seconds = self.config.links.seconds
         if seconds is not None:
+            # A link transmits one message at a time.
             start = max(arrival, state.link_free.get((place, to), 0))
             if self.config.links.nic:
                 start = max(start, state.out_free[place], state.in_free[to])
@@ -106,6 +107,7 @@ class Engine:
         if seconds != float("inf"):
             end = start + max(1, self.ticks(seconds))
             self.push(end, DONE, place, (job,))
+        # Stored at once, and the gradient computed only at its end, if a rule uses it.
         state.running[place] = (job, start, end, action.version, action.params)
 
     def cancel(self, place: int, action: Cancel | None = None) -> None:
@@ -190,6 +192,7 @@ class Engine:
     def on_collective(self, place: int, data: tuple) -> None:
         state = self.state
         (group, tag), nbytes = data
+        # A collective cannot complete while a member is down.
         if any(state.gone[member] >= 0 for member in group):
             state.late.append(data)
             return
@@ -211,6 +214,7 @@ class Engine:
         state = self.state
         _, down = data
         state.faults[place] += 1
+        # The worker was up: it fails now, and recovers after `down` seconds.
         if state.gone[place] < 0:
             self.record_event(FAULT, place, place, "failed")
             self.cancel(place)
@@ -254,6 +258,7 @@ class Engine:
         model = config.rule.server.params(roles[SERVER]) if config.rule.server else None
         if model is not None:
             return model
+        # Replicated models are often one object, which needs no averaging.
         models = [config.rule.worker.params(role) for role in roles[: config.workers]]
         return models[0] if all(model is models[0] for model in models) else mean_of(models)
 
@@ -290,6 +295,7 @@ class Engine:
             if not state.live:
                 endless = tuple([i for i, running in enumerate(state.running) if running is not None])
                 raise Deadlock(self.waiting_places(), state.tick / self.config.ticks_per_second, endless)
+            # Events at `until` itself are processed.
             if heap[0][0] > until:
                 state.tick = until
                 return

@@ -93,6 +93,7 @@ def simulator(
     References:
       Fujimoto, "Parallel and distributed simulation systems", 2000 (discrete events).
     """
+    # Default cluster: one second per gradient, messages that take no time.
     durations, links = durations or constant(1.0), links or instant()
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
@@ -150,6 +151,7 @@ def _advance(
             or (target is not None and len(state.losses) > 0 and state.losses[-1] <= target)
         )
 
+    # The caller may continue from the old state again.
     engine = Engine(config, copy_state(state))
     counts = steps is not None or gradients is not None or target is not None
     until = _FOREVER if seconds is None else round(seconds * config.ticks_per_second)

@@ -50,6 +50,7 @@ def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
     def compute(params: Any, worker: int, job: int) -> Any:
         params = force(params)
         result, finite = gradient(params, task.batch(seed, worker, job))
+        # The model tells a bad batch from a run that diverged before.
         if not finite:
             raise NonFiniteGradient(worker, job, diverged=not _all_finite(params))
         return result

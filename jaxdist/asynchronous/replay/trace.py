@@ -64,6 +64,7 @@ class Result(NamedTuple):
 
 def columns(flat: Any, names: str, flag: str = "") -> np.recarray:
     """Turns consecutive rows into named columns; the column `flag` becomes boolean."""
+    # `frombuffer` refuses empty buffers.
     rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
     columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
     typed = [column.astype(bool) if name == flag else column for name, column in zip(names.split(), columns)]
@@ -89,6 +90,7 @@ def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradien
     """
     rows = trace.gradients
     selected = rows.accepted if worker is None else rows.accepted & (rows.worker == worker)
+    # Discarded gradients have no staleness at use.
     return (rows.version - rows.read)[selected]
 
 

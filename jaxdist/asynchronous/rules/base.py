@@ -37,6 +37,7 @@ def local_optimizer(optimizer: optax.GradientTransformation) -> tuple[Callable[.
 
 def replicated_optimizer(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the same for models that are replicated: all workers take the same step, which is computed once."""
+    # `shared` finds a call by the identity of its arguments, which all workers have in common.
     step = functools.partial(apply_gradient, optimizer)
     return numeric(optimizer.init, shared=True), numeric(step, outputs=2, shared=True)
 

@@ -164,6 +164,7 @@ def _encode(
     state = state._replace(sent=state.sent + 1)
     if kind not in cfg.feedback:
         return state, Encoded(codec.encode(value, words), like)
+    # The first residual is zero.
     residual = state.residuals.get((kind, to))
     residual = codec.zeros(value) if residual is None else residual
     payload, residual = codec.encode_with_feedback(value, residual, words)

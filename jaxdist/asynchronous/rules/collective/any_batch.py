@@ -127,10 +127,12 @@ def _init(cfg: _Config, site: Site, params: Any) -> tuple[_AnyBatchState, Action
 
 
 def _begin_round(cfg: _Config, state: _AnyBatchState) -> Actions:
+    # The timer has the tag of its round, so that one of an earlier round is ignored.
     return After(cfg.window, state.version), Compute(state.params, state.version)
 
 
 def _end_window(cfg: _Config, state: _AnyBatchState) -> tuple[_AnyBatchState, Actions]:
+    # S_i and b_i, of which the all-reduce computes the means.
     contribution = cfg.contribution(state.total, float(state.count))
     reduce = Reduce(all_workers(state.site.workers), state.version, contribution)
     return state._replace(waiting=True), (Cancel(), reduce)

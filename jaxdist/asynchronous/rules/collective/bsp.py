@@ -72,6 +72,7 @@ def _receive(step: Callable[..., Any], state: _BSPState, sender: int, message: M
         reduce = Reduce(all_workers(site.workers), version, message.value)
         return state._replace(waiting=True), (GradientRecord(site.index, version, version), reduce)
     if message.kind == REDUCED:
+        # x <- x - γ (1/n) Σ g_i
         params, opt_state = step(state.params, state.opt_state, message.value)
         records = step_records(site, version + 1, version)
         return _BSPState(site, params, opt_state, version + 1, False), (*records, Compute(params, version + 1))

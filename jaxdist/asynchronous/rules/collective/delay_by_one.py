@@ -84,6 +84,7 @@ def _init(start: Callable[..., Any], site: Site, params: Any) -> tuple[_DelayByO
 
 def _begin_iteration(state: _DelayByOneState) -> Actions:
     reduce = Reduce(all_workers(state.site.workers), state.version, state.params)
+    # The gradient and the all-reduce of the same models run concurrently.
     return Compute(state.params, state.version), reduce
 
 

@@ -93,6 +93,7 @@ def _merge_average(params: PyTree, anchor: PyTree, sent: PyTree) -> PyTree:
     )
 
 
+# a - x_i in the dtype of the anchor: small differences of bfloat16 models would be lost.
 _drift = numeric(lambda anchor, params: jax.tree.map(lambda a, x: a - x.astype(a.dtype), anchor, params))
 _merge = numeric(_merge_average)
 _cast_like = numeric(lambda anchor, params: jax.tree.map(lambda a, x: a.astype(x.dtype), anchor, params))
@@ -204,6 +205,7 @@ def _receive(cfg: _Config, state: _LocalState, sender: int, message: Message) ->
 
 def _local_step(cfg: _Config, state: _LocalState, message: Message) -> _LocalState:
     site, first = state.site, not state.steps
+    # For random local steps: the same numbers in a replay and on real processes.
     words = np.array([site.seed & 0xFFFFFFFF, site.index, state.total], np.uint32)
     params, opt_state = cfg.step(state.params, state.opt_state, message.value, state.anchor, words)
     return state._replace(
@@ -219,6 +221,7 @@ def _local_step(cfg: _Config, state: _LocalState, message: Message) -> _LocalSta
 def _outer_step(cfg: _Config, state: _LocalState, drift: Any) -> tuple[_LocalState, Actions]:
     """Updates the global parameters as soon as the average arrives, at all workers at once."""
     anchor, outer_state = cfg.outer_step(state.anchor, state.outer_state, drift)
+    # A step in the trace is an average.
     records = step_records(state.site, state.version + 1, state.sent_oldest)
     return state._replace(anchor=anchor, outer_state=outer_state, back=True), records
 
@@ -228,6 +231,7 @@ def _merge_if_due(cfg: _Config, state: _LocalState) -> _LocalState:
     if not state.back or (cfg.delay is not None and state.steps < cfg.delay):
         return state
     anchor, params = state.anchor, state.params
+    # Without local steps since the snapshot the model is the anchor itself.
     params = _merge(params, anchor, state.sent) if state.steps else _cast_like(anchor, params)
     return state._replace(params=params, version=state.version + 1, sent=None, back=False)
 

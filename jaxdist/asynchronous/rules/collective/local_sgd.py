@@ -50,6 +50,7 @@ def local_sgd(
     References:
       Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019.
     """
+    # a <- a - mean(a - x_i) is the mean of the models.
     averages = optax.sgd(1.0) if outer is None else outer
     return local_rule("local_sgd", optimizer.init, plain_step(optimizer), averages, sync_period=sync_period, delay=0)
 
@@ -204,6 +205,7 @@ def _step_or_pull(
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), count), worker)
     pulls = jax.random.bernoulli(key, probability)
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    # x -= (γ η / p) (x - a)
     strength = jnp.asarray(rate, jnp.float32) * (pull / probability)
     stepped, new_opt_state = step(params, opt_state, gradient, anchor, words)
 

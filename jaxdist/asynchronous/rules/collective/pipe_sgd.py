@@ -130,6 +130,7 @@ def _try_reduce(state: _PipeState) -> tuple[_PipeState, Actions]:
 
 def _try_advance(cfg: _Config, state: _PipeState) -> tuple[_PipeState, Actions]:
     """Begins the next iteration if its step can be taken; a mean that arrived early waits until then."""
+    # The first W - 1 iterations have no mean to apply.
     due = state.iteration + 1 >= cfg.width
     if state.computing or (due and not state.means):
         return state, ()

@@ -162,6 +162,7 @@ def _receive(cfg: _Config, state: _AllocationState, sender: int, message: Messag
 def _on_gradient(state: _AllocationState, message: Message) -> tuple[_AllocationState, Actions]:
     site, version = state.site, state.version
     total = message.value if state.total is None else add(state.total, message.value)
+    # Integers: a gather of them is exact, and all workers compute the same shares.
     spent = state.spent + round(message.seconds * 1e6)
     state = state._replace(total=total, count=state.count + 1, spent=spent)
     record = GradientRecord(site.index, version, version)
@@ -177,6 +178,7 @@ def _try_advance(cfg: _Config, state: _AllocationState) -> tuple[_AllocationStat
     site, version, measured = state.site, state.version, state.measured
     if state.mean is None or measured is None:
         return state, ()
+    # The shares of the round that has ended, to divide its durations by.
     counts = shares(cfg.batch, state.seconds or (1.0,) * site.workers)
     seconds = tuple([max(spent, 1) / 1e6 / count for spent, count in zip(measured, counts)])
     if state.seconds:

@@ -102,6 +102,7 @@ def _init(cfg: _Config, site: Site, params: Any) -> tuple[_ADPSGDState, Actions]
 
 def _begin_gradient(cfg: _Config, state: _ADPSGDState) -> tuple[_ADPSGDState, Actions]:
     """Starts a gradient at the current model, and an exchange beside it."""
+    # The exchange sends the model at which the gradient is computed, and overlaps it.
     pairs, sends = cfg.pairs.begin(state.pairs, state.peer, state.graph, state.params)
     return state._replace(pairs=pairs), (Compute(state.params, state.version), *sends)
 

@@ -106,6 +106,7 @@ def choco_exchange(compressor: Compressor, *, step_size: float | int) -> Exchang
     """
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
+    # An unbiased compressor is scaled to a contraction, or differences to the copies would grow.
     compressor = contraction_form(compressor)
     encode = partial(_encode_choco, numeric(partial(_encode_difference, compressor)))
     settle = partial(_settle_choco, numeric(partial(_update_copies, compressor, step_size), outputs=3))

@@ -267,6 +267,7 @@ def _next_iteration(cfg: _Config, state: _HopState) -> int:
     k = state.iteration
     if cfg.tokens is None or not state.leads:
         return k + 1
+    # Tokens of a destination at iteration l allow to enter up to l + `tokens`.
     least = min(state.leads)
     if cfg.skip and state.queues and least >= k + 2:
         return min(least, k + cfg.skip, k + cfg.tokens)
@@ -319,6 +320,7 @@ def _neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
     weights = matrix(topology)
     if abs(weights.sum(1) - 1).max() > 1e-6:
         raise ValueError(f"the rows of the {topology.name} must sum to 1: hop does not support push-sum weights")
+    # Row i of the matrix has the weights that worker i applies.
     own, others = np.diag(weights), weights - np.diag(np.diag(weights))
     by_worker = []
     for index in range(workers):
@@ -367,6 +369,7 @@ def model_weights(
 
     `w_ij (k_j - (k - s) + 1)`, normalized; the own model is of iteration `k`. Without staleness, `w_ij`.
     """
+    # k_j - (k - s) + 1, which is s + 1 for the own model.
     ages = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
     unnormalized = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * ages
     return (unnormalized / unnormalized.sum()).astype(np.float32)

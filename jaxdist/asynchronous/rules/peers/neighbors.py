@@ -16,6 +16,7 @@ def hash_words(*words: int) -> int:
     Random choices are functions of integers in the state, so that they are the same in every run and after a restore.
     """
     state = 0
+    # One round of SplitMix64 per word, started from the hash of the previous ones.
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

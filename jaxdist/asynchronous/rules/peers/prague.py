@@ -218,6 +218,7 @@ def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -
 @no_type_check
 def _on_gradient(cfg: _Config, state: _PragueState, gradient: Any) -> tuple[_PragueState, Actions]:
     site, steps = state.site, state.steps + 1
+    # As in the paper the gradient is applied before the worker joins a group.
     params, opt_state = cfg.step(state.params, state.opt_state, gradient)
     records = GradientRecord(site.index, steps - 1, steps - 1), StepRecord(steps, steps - 1)
     state = state._replace(params=params, opt_state=opt_state, steps=steps, phase=ASKING)
@@ -299,6 +300,7 @@ def _on_smart_request(cfg: _Config, state: _GeneratorState, worker: int, count: 
     # The group that answers was created for an earlier request of another worker.
     if state.memberships[worker] >= count:
         return state, ()
+    # Workers in no group; those with far fewer requests are slow, and would be waited for.
     idle = [
         other
         for other in range(site.workers)
@@ -318,6 +320,7 @@ def _on_done(state: _GeneratorState, number: int) -> tuple[_GeneratorState, Acti
         buffers[member] = buffers[member][1:]
     groups = {key: group for key, group in state.groups.items() if key != number}
     state = state._replace(groups=groups, buffers=tuple(buffers))
+    # The next group in the buffer of a member may have waited for this one.
     following = sorted({buffers[member][0] for member in members if buffers[member]})
     return state, tuple([send for waiting in following for send in _try_begin(state, waiting)])
 
@@ -382,6 +385,7 @@ def static_schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...
 
 def divide(workers: Sequence[int], group_size: int) -> list[Sequence[int]]:
     """Divides workers into groups of nearly equal size, at most `group_size`, in order; drops later groups of one."""
+    # The least number of groups, then sizes that differ by at most one.
     count = -(-len(workers) // group_size)
     each, more = divmod(len(workers), count)
     parts, first = [], 0

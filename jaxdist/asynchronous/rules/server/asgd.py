@@ -45,6 +45,7 @@ def asgd(optimizer: optax.GradientTransformation, *, rate: Callable[[int], float
 
     def on_gradient(core: Core, worker: int, message: Message) -> tuple[Core, Actions]:
         read, version = message.version, core.version
+        # x <- x - γ(d) g, where d is the number of steps since the worker read its parameters.
         core, record = step(core, message.value, factor(version - read), read)
         core, sent = reply(core, worker)
         return core, (GradientRecord(worker, read, version), record, sent)
@@ -66,6 +67,7 @@ def staleness_aware() -> Callable[[int], float]:
     References:
       Zhang, Gupta, Lian, Liu, "Staleness-aware async-SGD for distributed deep learning", arXiv:1511.05950, 2016.
     """
+    # A gradient at the current model has delay 0 and the full rate.
     return lambda delay: 1.0 / max(delay, 1)
 
 

@@ -67,6 +67,7 @@ def _apply_scaled(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, gradient: PyTree, rate: Any
 ) -> tuple[PyTree, PyTree]:
     updates, opt_state = optimizer.update(gradient, opt_state, params)
+    # The update is scaled and not the gradient, so that the rate also acts on Adam-like optimizers.
     return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * rate, updates)), opt_state
 
 
@@ -98,6 +99,7 @@ def reuse_params(core: Core, worker: int) -> Send:
 @no_type_check
 def send_params(core: Core, worker: int) -> tuple[Core, Send]:
     """Sends a worker the current parameters, even if it has them."""
+    # The version sent tells later which gradients of the worker are outdated.
     params, opt_state, version, reads = core
     core = Core(params, opt_state, version, replace_at(reads, worker, version))
     return core, Send(worker, Message(PARAMS, core.params, core.version))

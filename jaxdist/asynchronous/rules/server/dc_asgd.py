@@ -100,6 +100,7 @@ def _compensate_adaptively(
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> _DCASGDState:
+    # A constant λ needs no running mean of squares.
     square = None if cfg.adaptive is None else cfg.zeros(params)
     return _DCASGDState(cfg.stepper.init(site, params), (params,) * site.workers, square)
 
@@ -116,6 +117,7 @@ def _on_gradient(cfg: _Config, state: _DCASGDState, worker: int, message: Messag
     record = GradientRecord(worker, message.version, core.version)
     core, step_record = cfg.stepper.step(core, gradient, 1.0, message.version)
     core, sent = reply(core, worker)
+    # x_i: the model at which the worker computes its next gradient.
     backups = replace_at(state.backups, worker, core.params)
     return _DCASGDState(core, backups, square), (record, step_record, sent)
 

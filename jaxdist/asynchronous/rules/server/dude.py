@@ -61,11 +61,13 @@ def dude(optimizer: optax.GradientTransformation) -> Rule:
         old, workers = gradients[worker], len(reads)
         gradients = replace_at(gradients, worker, message.value)
         reads = replace_at(reads, worker, message.version)
+        # The first step waits for a gradient of every worker, all at the initial model.
         if total is None and any(gradient is None for gradient in gradients):
             return _DuDeState(core, gradients, reads, None), (record, reuse_params(core, worker))
         # The running sum is recomputed every n steps, so that rounding errors do not accumulate.
         recompute = total is None or core.version % workers == 0
         total = sum_of(gradients) if recompute else replace_term(total, old, message.value)
+        # x <- x - γ (1/n) Σ_i G_i; the step is as stale as its oldest gradient.
         core, step_record = step(core, scale(total, 1 / workers), 1.0, min(reads))
         core, sent = send_params(core, worker)
         return _DuDeState(core, gradients, reads, total), (record, step_record, sent)

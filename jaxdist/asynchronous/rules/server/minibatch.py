@@ -112,6 +112,7 @@ def _has_total(batch: int, gathered: tuple, workers: int) -> bool:
 
 
 def _has_harmonic_mean(batch: Number, gathered: tuple, workers: int) -> bool:
+    # n / Σ 1/b_i >= S/n, which no worker without a gradient satisfies.
     counts = [0] * workers
     for worker, _, _ in gathered:
         counts[worker] += 1
@@ -123,6 +124,7 @@ def _mean(gathered: list) -> Any:
 
 
 def _mean_of_means(gathered: list) -> Any:
+    # (1/n) Σ_i (1/b_i) Σ g_i: workers have equal weights, however many gradients they contribute.
     by_worker: dict[int, list[Any]] = {}
     for worker, _, value in gathered:
         by_worker.setdefault(worker, []).append(value)
@@ -158,6 +160,7 @@ def _on_gradient(cfg: _Config, state: _BatchState, worker: int, message: Message
     core, gathered, read = state.core, state.gathered, message.version
     if is_outdated(core, worker, message):
         return state, discard(core, worker, message)
+    # A gradient at an older model is logged as discarded, and its worker gets the current one.
     version, accepted = core.version, read == core.version
     actions: list = [GradientRecord(worker, read, version, accepted)]
     if accepted:

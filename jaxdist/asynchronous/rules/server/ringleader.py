@@ -36,6 +36,7 @@ class _RingleaderState(NamedTuple):
 
 
 def _update_mean(mean: PyTree, gradient: PyTree, count: Any) -> PyTree:
+    # The mean after `count` gradients, without a stored sum.
     return jax.tree.map(lambda old, new: old + (new - old) / count, mean, gradient)
 
 
@@ -106,9 +107,11 @@ def _on_gradient(
         return state._replace(table=table), (record, reuse_params(core, worker))
 
     workers = len(served)
+    # x <- x - γ (1/n) Σ_i G_i / b_i
     core, step_record = step(core, scale(total, 1 / workers), 1.0, min(table.reads))
     core, sent = send_params(core, worker)
     served = replace_at(served, worker, True)
+    # The round is complete: gradients that arrived early form the table of the next one.
     if all(served):
         table, later, total, served = later, _empty_table(workers), None, (False,) * workers
     return _RingleaderState(core, table, later, total, served), (record, step_record, sent)
@@ -124,6 +127,7 @@ def _on_pull(state: _RingleaderState, worker: int, message: Message) -> tuple[_R
 
 
 def _waits_for(state: _RingleaderState) -> tuple[int, ...]:
+    # The first phase waits for every worker without a gradient in the table.
     return tuple(i for i, count in enumerate(state.table.counts) if not count)
 
 

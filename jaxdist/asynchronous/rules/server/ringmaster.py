@@ -53,11 +53,13 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
         accepted = version - read < max_delay
         actions: list = [GradientRecord(worker, read, version, accepted)]
         if accepted:
+            # x <- x - γ g, if the gradient is less than R steps old.
             core, record = step(core, message.value, 1.0, read)
             actions.append(record)
         core, sent = reply(core, worker)
         actions.append(sent)
         if stop and accepted:
+            # Gradients of these workers could only be discarded, so they restart at the new model.
             for other, read_last in enumerate(core.reads):
                 if core.version - read_last >= max_delay:
                     core, sent = send_params(core, other)

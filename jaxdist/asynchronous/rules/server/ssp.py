@@ -76,6 +76,7 @@ def _on_gradient(
     step: Callable[..., Any], staleness: int, state: _SSPState, worker: int, message: Message
 ) -> tuple[_SSPState, Actions]:
     version = state.core.version
+    # Every gradient is a step, x <- x - γ g; only the reply may have to wait.
     core, step_record = step(state.core, message.value, 1.0, message.version)
     done, least = state.completed[worker], state.least
     completed = replace_at(state.completed, worker, done + 1)
@@ -87,6 +88,7 @@ def _on_gradient(
         slowest, ready, waiting = completed.count(least), sorted([*waiting, worker]), []
     actions: list = [GradientRecord(worker, message.version, version), step_record]
     for candidate in ready:
+        # c - min_j c_j <= s
         if completed[candidate] <= least + staleness:
             core, sent = reply(core, candidate)
             actions.append(sent)
