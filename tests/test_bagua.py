@@ -202,7 +202,7 @@ def test_async_model_average_of_equal_models_changes_nothing():
         (lambda: bagua.d_lp_s(interval=-1), "interval must be at least 1.* got -1"),
         (lambda: bagua.qadam(0.1, warmup_steps=0), "warm-up of at least one step, got 0"),
         (lambda: bagua.bytegrad(optax.sgd(1.0), bucket_bytes=0), "bucket_bytes must be"),
-        (lambda: bagua.bytegrad(optax.sgd(1.0), hierarchical=True), "the names of both, slow first"),
+        (lambda: bagua.bytegrad(optax.sgd(1.0), hierarchical=True), "two axes, the slow one first"),
         (lambda: bagua.low_precision_decentralized(optax.sgd(1.0), 4, hierarchical=True), "got 'data'"),
         (lambda: bagua.async_model_average(optax.sgd(1.0), sync_period=4, delay=0), "needs delay >= 1"),
         (lambda: bagua.async_model_average(optax.sgd(1.0), sync_period=2, delay=2), "delay"),

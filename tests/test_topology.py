@@ -188,7 +188,7 @@ def test_matcha_favors_the_link_that_holds_a_graph_together():
     [
         (lambda: graphs.ring(0), "workers must be at least 1, got 0"),
         (lambda: graphs.torus(7), "7 is prime: use ring"),
-        (lambda: graphs.torus(8, shape=(3, 3)), "whose product is 8"),
+        (lambda: graphs.torus(8, shape=(3, 3)), "with the product 8"),
         (lambda: graphs.hypercube(6), "power of two of workers, got 6"),
         (lambda: graphs.shift_one(5), "even number of workers, got 5"),
         (lambda: graphs.random_matchings(4, rounds=0), "rounds must be at least 1"),

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 
 from .. import comm as comms
 from .._core.types import Array, Float
-from ..compressors.adapt_levels import (
-    best_multiplier,
-    bucket_sums,
-    fit_levels,
-    fold,
-    mixture_of,
-    truncated_normals,
-)
+from ..compressors.adapt_levels import best_multiplier, bucket_sums, fit_levels, fold, mixture_of, truncated_normals
 from ..compressors.base import Compressor
 from ..compressors.combinators import scaled
 from ..compressors.levels import powers, with_levels

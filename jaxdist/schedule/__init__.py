@@ -1,4 +1,4 @@
-"""Static plans of what travels when. No devices."""
+"""Static plans of communication, without devices: buckets, periods, priorities, and simulated timelines."""
 
 from .ada_comm import AdaComm as AdaComm
 from .ada_comm import AdaCommState as AdaCommState
@@ -23,7 +23,7 @@ from .stragglar import ring_seconds as ring_seconds
 from .stragglar import straggl_ar_reduce as straggl_ar_reduce
 from .stragglar import straggl_ar_seconds as straggl_ar_seconds
 from .stragglar import stragglar as stragglar
-from .timeline import Message as Message
+from .timeline import TimedMessage as TimedMessage
 from .timeline import Timeline as Timeline
 from .timeline import step_timeline as step_timeline
 from .timeline import timeline as timeline

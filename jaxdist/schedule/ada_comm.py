@@ -1,4 +1,4 @@
-"""AdaComm: rounds become shorter as the loss falls."""
+"""AdaComm: rounds of local steps become shorter as the loss falls."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,14 @@ from .periods import check_whole
 
 
 class AdaCommState(NamedTuple):
-    """The period to use now, and the loss and rate of the first and the last interval; NaN before the first. Agreed."""
+    """The state of `ada_comm`, replicated; losses and rates are NaN before the first update.
+
+    Attributes:
+      period: the number of steps of a round.
+      first_loss: of the first interval.
+      first_rate: of the first interval.
+      last_rate: of the last interval.
+    """
 
     period: Int[Array, ""]
     first_loss: Float[Array, ""]
@@ -26,21 +33,21 @@ class AdaComm(NamedTuple):
 
 
 def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
-    """Chooses `H` anew after each interval: `H_l = ceil(H_0 sqrt(γ_0 / γ_l · F_l / F_0))`, halved if it will not fall.
+    """Updates `H` after each interval: `H_l = ceil(H_0 sqrt(γ_0 / γ_l · F_l / F_0))`, or half of it if it did not fall.
 
-    Early, when the loss is high, long rounds save most time; late, short ones leave less noise. While the learning rate
-    stays as it is and the formula gives no fewer steps than there are, `H` is halved. Where the rate has dropped the
-    formula holds even if it gives more.
+    Early, when the loss is high, long rounds save most time; late, short ones leave less noise. If the learning rate is
+    unchanged and the formula gives no fewer steps than now, `H` is halved. If the rate has dropped, the formula holds
+    even if it gives more.
 
-    *State*: four agreed numbers. Pass `state.period` to the update of `local_steps` as `sync_period=`.
+    *State*: four replicated numbers. Pass `state.period` to the update of `local_steps` as `sync_period=`.
 
     Args:
       period: `H_0`. Start where communication takes a tenth of the time.
-      most: no round is longer.
+      most: the longest round.
 
     Returns:
-      The rule. Intervals are the user's: each epoch, or each minute, as all workers agree; `loss` must be their mean.
-      The first update, with the loss at the start, sets what the others are compared with.
+      The rule. The user chooses the intervals, each epoch or a time that is the same on all workers; `loss` must be the
+      mean over workers. The first update, with the loss at the start, sets the reference for the others.
 
     Raises:
       ValueError: `period` is below 1, or `most` below `period`.
@@ -57,28 +64,28 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
 
     References:
       Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update SGD",
-      arXiv 1810.08313, 2019.
+      arXiv:1810.08313, 2019.
     """
     check_whole("period", period)
     if not 1 <= period <= most:
         raise ValueError(f"period must be in [1, most={most}], got {period}")
 
     def init() -> AdaCommState:
-        # Four arrays, not one: a step may donate them.
+        # Four separate arrays, since a step may donate them.
         return AdaCommState(jnp.asarray(period, jnp.int32), *(jnp.full((), jnp.nan, jnp.float32) for _ in range(3)))
 
     def update(state, *, loss, learning_rate) -> AdaCommState:
         loss, rate = jnp.asarray(loss, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
-        first = jnp.isnan(state.first_loss)
-        first_loss = jnp.where(first, loss, state.first_loss)
-        first_rate = jnp.where(first, rate, state.first_rate)
+        is_first = jnp.isnan(state.first_loss)
+        first_loss = jnp.where(is_first, loss, state.first_loss)
+        first_rate = jnp.where(is_first, rate, state.first_rate)
         ratio = (first_rate / rate) * (loss / first_loss)
         wanted = jnp.ceil(jnp.clip(period * jnp.sqrt(ratio) * (1 - 1e-6), 1.0, float(most)))
-        # A loss or a rate of zero, or one that is not finite, says nothing.
+        # A loss or a rate that is zero or not finite leaves the period as it is.
         wanted = jnp.where(jnp.isfinite(ratio), wanted, state.period).astype(jnp.int32)
         halved = jnp.maximum(state.period // 2, 1)
         stuck = (wanted >= state.period) & (rate == state.last_rate)
-        new = jnp.where(first, period, jnp.where(stuck, halved, wanted)).astype(jnp.int32)
+        new = jnp.where(is_first, period, jnp.where(stuck, halved, wanted)).astype(jnp.int32)
         return AdaCommState(new, first_loss, first_rate, rate)
 
     return AdaComm(init, update)

@@ -1,4 +1,4 @@
-"""Which leaves travel together."""
+"""Buckets: leaves that share a collective."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +13,14 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Cuts leaves, in order, into buckets of about `bucket_bytes`, and returns the buckets last leaf first.
 
-    A bucket closes as soon as it reaches its cap, so it may exceed it by one leaf; a leaf larger than the cap has its
-    own. Reversed, the list follows the order in which a backward pass makes the gradients.
+    A bucket is closed when it reaches its cap, so it may exceed it by one leaf; a leaf larger than the cap has its own
+    bucket. The order of buckets is that in which a backward pass computes gradients.
 
     Args:
       sizes: bytes of each leaf.
-      bucket_bytes: the cap. Too small pays latency for every bucket, too large leaves nothing to overlap; start at 25
-        MiB.
+      bucket_bytes: the cap. Too small pays latency for every bucket, too large leaves no overlap; start at 25 MiB.
       first_bucket_bytes: the cap of the first bucket in definition order, whose gradients come last.
-      kinds: what must not be mixed in one bucket (dtypes).
+      kinds: one for each leaf; leaves of different kinds (dtypes) are in different buckets.
 
     Returns:
       Lists of leaf numbers; every leaf is in exactly one.
@@ -35,7 +34,7 @@ def assign_buckets(
       [[3, 4], [2], [0, 1]]
 
     References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
+      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
     """
     for name, cap in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if cap is not None and cap < 1:

@@ -1,23 +1,23 @@
-"""The shortest step that any order of messages can give, in closed form."""
+"""Bounds of the time of a step over all orders of messages, in closed form."""
 
 import math
 
 import numpy as np
 
-from .profile import Profile, checked, not_negative, positive
+from .profile import Profile, not_negative, positive, profile_lists
 from .timeline import counts_of
 
 
 def optimum(profile: Profile, *, bandwidth: float | int, barrier: bool = False) -> float:
     """The time of a step with infinitely small messages, free preemption and no overhead, in the best order.
 
-    `T* = max_{i <= k} [ r_i + (Σ_{j <= k, r_j >= r_i} s_j) / B + Σ_{j >= k} f_j ]`: nothing of layers `0..k` that is
-    ready at `r_i` or later can travel before, and layers `k..` compute after all of it has. For gradients that become
-    ready last layer first the sum is over all `j <= k` at `i = k`. The order that attains it is by layer: minimizing
+    `T* = max_{i <= k} [ r_i + (Σ_{j <= k, r_j >= r_i} s_j) / B + Σ_{j >= k} f_j ]`: layers `0..k` that are ready at
+    `r_i` or later cannot be sent before, and layers `k..` compute after all of these have been sent. For gradients that
+    become ready last layer first the sum is over all `j <= k` at `i = k`. The order that attains it is by layer: minimizing
     the latest `done_k + Σ_{j >= k} f_j` is the scheduling problem "1 | r_j, pmtn | L_max", and earliest due date first
     is optimal for it.
 
-    With a barrier `T* = max_i [ r_i + (Σ_{r_j >= r_i} s_j) / B ] + Σ f`, in whatever order: priority cannot help.
+    With a barrier `T* = max_i [ r_i + (Σ_{r_j >= r_i} s_j) / B ] + Σ f`, in any order: priority cannot help.
 
     Args:
       profile: the layers.
@@ -40,7 +40,7 @@ def optimum(profile: Profile, *, bandwidth: float | int, barrier: bool = False) 
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019, theorem 1.
       Lawler, Lenstra, Rinnooy Kan, Shmoys, "Sequencing and scheduling: Algorithms and complexity", 1993 (the problem).
     """
-    ready, sizes, forward = map(np.asarray, checked(profile))
+    ready, sizes, forward = map(np.asarray, profile_lists(profile))
     positive(bandwidth=bandwidth)
     whole = ready.max() + forward.sum()
     # later[i, j]: layer j is ready when layer i is, or later.
@@ -59,10 +59,10 @@ def bound(
     credit_bytes: float | int,
     overhead: float | int = 0.0,
 ) -> float:
-    """What priority, partition and credit take at most: `T* + θ Σ n_i + (c + δ) / B + θ (ceil(c / δ) + 1)`.
+    """An upper bound with priority, partition and credit: `T* + θ Σ n_i + (c + δ) / B + θ (ceil(c / δ) + 1)`.
 
-    `n_i = ceil(s_i / δ)` messages of a layer cost `θ` each, and a window of `c + δ` bytes, once handed over, keeps an
-    urgent layer waiting. Its minimum over `δ` at `c = δ`, `sqrt(θ B Σ s / 2)`, is a good place to start tuning.
+    `n_i = ceil(s_i / δ)` messages of a layer cost `θ` each, and an urgent layer waits for `c + δ` bytes that were passed
+    to the link before. Its minimum over `δ` at `c = δ`, `sqrt(θ B Σ s / 2)`, is a good place to start tuning.
 
     Args:
       profile: the layers.
@@ -89,6 +89,6 @@ def bound(
     """
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead)
-    messages = sum(counts_of(checked(profile)[1], partition_bytes))
+    messages = sum(counts_of(profile_lists(profile)[1], partition_bytes))
     window = overhead * (math.ceil(credit_bytes / partition_bytes) + 1) + (credit_bytes + partition_bytes) / bandwidth
     return optimum(profile, bandwidth=bandwidth) + overhead * messages + window

@@ -1,4 +1,4 @@
-"""What a step does when: the times and sizes of its layers."""
+"""The profile of a step: the times and sizes of its layers."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ import numpy as np
 class Profile(NamedTuple):
     """A step from the start of its backward pass to the end of the next forward pass, layer by layer.
 
-    Layers are numbered in the order of the forward pass; the backward pass makes their gradients last layer first.
+    Layers are numbered in the order of the forward pass; the backward pass computes the last gradient first.
 
     Attributes:
-      ready: when the gradient of each layer is there, seconds from the start of the backward pass. The largest is the
-        end of that pass.
-      sizes: what each layer sends, bytes on the link. Of a ring all-reduce a worker sends `2(W-1)/W` of the gradient.
-      forward: how long each layer's forward pass takes, seconds.
+      ready: the time when the gradient of each layer is computed, in seconds from the start of the backward pass. The
+        largest is the end of that pass.
+      sizes: the bytes of each layer on the link. In a ring all-reduce a worker sends `2(W-1)/W` of the gradient.
+      forward: the seconds of each layer's forward pass.
     """
 
     ready: Sequence[float | int]
@@ -31,14 +31,14 @@ def profile_of(
 
     Args:
       forward: seconds of each layer's forward pass.
-      backward: seconds of each layer's backward pass; about twice as many.
+      backward: seconds of each layer's backward pass; about twice those of the forward pass.
       sizes: bytes that each layer sends.
 
     Returns:
       The profile, in tuples of floats.
 
     Raises:
-      ValueError: the lists differ in length, are empty, or have a negative or infinite number.
+      ValueError: the lists differ in length, are empty, or contain a negative or infinite number.
 
     Example:
       >>> from jaxdist.schedule import profile_of
@@ -54,11 +54,11 @@ def profile_of(
 
 
 def merged(profile: Profile, groups: Sequence[Sequence[int]]) -> Profile:
-    """The profile in which several layers are one: ready with the last of them, and as large and slow as all.
+    """Merges layers: each new one is ready with the last of its layers, and has the sum of their sizes and times.
 
     Args:
       profile: the layers.
-      groups: for each new layer the numbers of the layers that it is made of, each once, in forward order.
+      groups: for each new layer the numbers of its layers, each once, in forward order.
 
     Returns:
       The profile.
@@ -68,7 +68,7 @@ def merged(profile: Profile, groups: Sequence[Sequence[int]]) -> Profile:
       >>> merged(Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2]), [[0, 1], [2]])
       Profile(ready=(6.0, 2.0), sizes=(2.0, 6.0), forward=(4.0, 2.0))
     """
-    ready, sizes, forward = checked(profile)
+    ready, sizes, forward = profile_lists(profile)
     return Profile(
         tuple(max(ready[i] for i in group) for group in groups),
         tuple(sum(sizes[i] for i in group) for group in groups),
@@ -76,22 +76,22 @@ def merged(profile: Profile, groups: Sequence[Sequence[int]]) -> Profile:
     )
 
 
-def checked(profile: Profile) -> tuple[list[float], list[float], list[float]]:
-    """The lists of a profile as floats; `ValueError` where one makes no sense."""
+def profile_lists(profile: Profile) -> tuple[list[float], list[float], list[float]]:
+    """Checks the lists of a profile and returns them as floats."""
     _check(profile._asdict())
     ready, sizes, forward = ([float(number) for number in numbers] for numbers in profile)
     return ready, sizes, forward
 
 
 def positive(**values: float | int | None) -> None:
-    """`ValueError` that names the first value which is neither None nor positive."""
+    """Checks that all values are None or positive."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
 def not_negative(**values: float | int) -> None:
-    """`ValueError` that names the first value which is negative or not finite."""
+    """Checks that all values are finite and not negative."""
     for name, value in values.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}")
@@ -100,7 +100,7 @@ def not_negative(**values: float | int) -> None:
 def _check(lists: dict[str, Sequence[float | int]]) -> None:
     lengths = {name: len(numbers) for name, numbers in lists.items()}
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
-        raise ValueError(f"a profile has one number for each layer in every list, got lists of {lengths}")
+        raise ValueError(f"each list of a profile must have one number for each layer, got lists of {lengths}")
     for name, numbers in lists.items():
         if all(0 <= number < math.inf for number in numbers):
             continue

@@ -1,4 +1,4 @@
-"""StragglAR: an all-reduce of which half is done before the last worker arrives."""
+"""StragglAR: an all-reduce, half of which is done before the last worker arrives."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +13,10 @@ class Transfer(NamedTuple):
     """One chunk from one worker to another.
 
     Attributes:
-      source: who sends.
-      destination: who receives, and in the same round sends to `source`, if it sends.
-      chunk: which of the n - 1 chunks.
-      adds: the receiver adds it to its own part, and does not just keep it: between the straggler and an owner.
+      source: the worker that sends.
+      destination: the worker that receives; if it sends in this round, it sends to `source`.
+      chunk: the number of the chunk, of n - 1.
+      adds: whether the receiver adds it to its own part (between the straggler and an owner) or stores it.
     """
 
     source: int
@@ -26,16 +26,16 @@ class Transfer(NamedTuple):
 
 
 def stragglar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
-    """What an all-reduce sends once the straggler is there: `n - 2 + log2 n` rounds of pairs, for `n = 2^k` workers.
+    """The transfers after the straggler has arrived: `n - 2 + log2 n` rounds of pairs, for `n = 2^k` workers.
 
     While they wait, workers `0 ... n - 2` reduce-scatter among themselves: worker i then owns chunk i of n - 1, the sum
-    of all parts but that of the straggler, worker n - 1. In round `t < n - 1` the straggler and worker t exchange their
-    parts of chunk t, and both have its sum. All others pass finished chunks on, in pairs, at most one each way. In the
-    last `log2 n - 1` rounds the straggler helps.
+    of all parts except that of the straggler, worker n - 1. In round `t < n - 1` the straggler and worker t exchange
+    their parts of chunk t, and both have its sum. All others exchange finished chunks in pairs, at most one each way.
+    In the last `log2 n - 1` rounds the straggler does so too.
 
     The pairs are those of a field of 2^k elements with generator g: the straggler is 0, worker t is `g^t`, and in round
-    t `x` meets `x + g^t`. Any k powers in a row are a basis; in that of the last k rounds, the workers that got chunk r
-    are those whose first term is `g^r`. So everybody has one chunk to pass on, and its partner lacks it.
+    t the partner of `x` is `x + g^t`. Any k successive powers are a basis; in that of the last k rounds, the workers
+    that received chunk r are those whose first term is `g^r`. So each worker has one chunk that its partner lacks.
 
     Args:
       workers: n, a power of 2.
@@ -44,13 +44,13 @@ def stragglar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
       The transfers of each round; those of a round run at the same time.
 
     Raises:
-      ValueError: n is no power of 2. For some other even numbers the paper found rounds by search (7 for 6 workers, 15
-        for 12); these are not built here.
+      ValueError: n is not a power of 2. For some other even numbers the paper found rounds by search (7 for 6 workers,
+        15 for 12); these are not implemented.
 
     Example:
       >>> from jaxdist.schedule import stragglar
-      >>> for sent in stragglar(4):
-      ...     print([f"{one.source}->{one.destination} {one.chunk}" for one in sent])
+      >>> for transfers in stragglar(4):
+      ...     print([f"{move.source}->{move.destination} {move.chunk}" for move in transfers])
       ['0->3 0', '3->0 0']
       ['0->2 0', '1->3 1', '3->1 1']
       ['0->1 0', '1->0 1', '2->3 2', '3->2 2']
@@ -67,7 +67,8 @@ def stragglar(workers: int) -> tuple[tuple[Transfer, ...], ...]:
 
 
 def _round(t: int, powers: list[int], rank: dict[int, int], last: int, k: int) -> tuple[Transfer, ...]:
-    first, span = {}, [0]  # the first term of each element, in the basis g^(t-k) ... g^(t-1)
+    # The first term of each element in the basis g^(t-k) ... g^(t-1).
+    first, span = {}, [0]
     for r in range(t - 1, t - k - 1, -1):
         first |= {element ^ powers[r % last]: r for element in span}
         span += [element ^ powers[r % last] for element in span]
@@ -76,14 +77,14 @@ def _round(t: int, powers: list[int], rank: dict[int, int], last: int, k: int) -
         partner = rank[element ^ powers[t % last]]
         if t < last and last in (worker, partner):
             sent.append(Transfer(worker, partner, t, adds=True))
-        # Once it has met all, the straggler lacks nothing and passes on the last chunk, as do those that it reached.
+        # After all exchanges the straggler has every chunk and sends the last one, as do the workers that it reached.
         elif partner != last and (chunk := min(first.get(element, t), last - 1)) >= 0:
             sent.append(Transfer(worker, partner, chunk, adds=False))
     return tuple(sorted(sent))
 
 
 def _powers(workers: int) -> list[int]:
-    """The powers of a generator of the field of so many elements, its elements as polynomials in bits."""
+    """The powers of a generator of the field with one element per worker, as polynomials in bits."""
     k = workers.bit_length() - 1
     if workers < 2 or workers != 2**k:
         raise ValueError(
@@ -99,16 +100,16 @@ def _powers(workers: int) -> list[int]:
 
 
 def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np.ndarray, "workers size"]:
-    """Carries `stragglar` out with arrays in one process: what each worker has at the end.
+    """Runs `stragglar` on arrays in one process.
 
     Args:
       parts: one array for each worker; the straggler's is last.
 
     Returns:
-      The sum, as each worker has it. All are equal to the last bit.
+      The sum on each worker; all are equal to the last bit.
 
     Raises:
-      ValueError: the number of parts is no power of 2.
+      ValueError: the number of parts is not a power of 2.
 
     Example:
       >>> import numpy as np
@@ -121,35 +122,38 @@ def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np
     """
     rounds, last = stragglar(len(parts)), len(parts) - 1
     chunks = [np.array_split(part, last) for part in parts]
-    held = [{i: np.sum([chunks[j][i] for j in range(last)], axis=0)} for i in range(last)]
-    held.append(dict(enumerate(chunks[last])))
-    for sent in rounds:
-        for one, value in [(one, held[one.source][one.chunk]) for one in sent]:
-            own = held[one.destination]
-            own[one.chunk] = own[one.chunk] + value if one.adds else value
-    return np.stack([np.concatenate([own[chunk] for chunk in range(last)]) for own in held])
+    # The chunks of each worker: after the reduce-scatter of the others, and all parts of the straggler.
+    owned = [{i: np.sum([chunks[j][i] for j in range(last)], axis=0)} for i in range(last)]
+    owned.append(dict(enumerate(chunks[last])))
+    for transfers in rounds:
+        # All values are read before any is written, since transfers of a round are simultaneous.
+        values = [owned[move.source][move.chunk] for move in transfers]
+        for move, value in zip(transfers, values, strict=True):
+            own = owned[move.destination]
+            own[move.chunk] = own[move.chunk] + value if move.adds else value
+    return np.stack([np.concatenate([own[chunk] for chunk in range(last)]) for own in owned])
 
 
 def straggl_ar_seconds(
     workers: int, nbytes: Number, *, latency: Number, bandwidth: Number, lead: Number = float("inf")
 ) -> float:
-    """How long StragglAR takes from the arrival of the straggler: `(n - 2 + log2 n)(α + S β/(n - 1))`.
+    """The time of StragglAR from the arrival of the straggler: `(n - 2 + log2 n)(α + S β/(n - 1))`.
 
-    The others have reduce-scattered by then if they came `(n - 2)(α + S β/(n - 1))` before; what is missing of that is
-    added. Against `ring_seconds` it saves up to a half, for many workers and much data.
+    The others have finished their reduce-scatter by then if they arrived `(n - 2)(α + S β/(n - 1))` earlier; otherwise
+    the rest is added. It takes down to half of `ring_seconds`, for many workers and large arrays.
 
     Args:
       workers: n, a power of 2.
       nbytes: S, of one worker's part.
       latency: α, seconds of each round.
       bandwidth: 1/β, bytes per second and direction.
-      lead: how many seconds the straggler came after the others.
+      lead: the seconds from the arrival of the others to that of the straggler.
 
     Returns:
       Seconds.
 
     Raises:
-      ValueError: n is no power of 2, or a number is out of range.
+      ValueError: n is not a power of 2, or a number is out of range.
 
     Example:
       >>> from jaxdist.schedule import ring_seconds, straggl_ar_seconds
@@ -170,7 +174,7 @@ def straggl_ar_seconds(
 
 
 def ring_seconds(workers: int, nbytes: Number, *, latency: Number, bandwidth: Number) -> float:
-    """How long a ring all-reduce takes from the arrival of the last: `2 (n - 1) α + 2 (n - 1)/n S β`.
+    """The time of a ring all-reduce from the arrival of the last worker: `2 (n - 1) α + 2 (n - 1)/n S β`.
 
     Args:
       workers: n.

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-from .profile import Profile, checked, not_negative, positive
+from .profile import Profile, not_negative, positive, profile_lists
 
 # As many messages as a second or two simulates; real links are long since bound by latency.
 MOST_MESSAGES = 2**20
 
 
-class Message(NamedTuple):
+class TimedMessage(NamedTuple):
     """One partition on the link: from `start` to `end` seconds, part `part` of layer `layer`."""
 
     start: float
@@ -31,7 +31,7 @@ class Timeline(NamedTuple):
     """
 
     done: tuple[float, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
     forward: tuple[tuple[float, float], ...]
     makespan: float
 
@@ -62,7 +62,7 @@ def timeline(
       profile: the layers.
       bandwidth: bytes a second.
       policy: which of the messages that are ready is next. Priority helps only where there is no barrier.
-      partition_bytes: layers are cut into messages of so many bytes. Smaller lets urgent layers overtake sooner and
+      partition_bytes: the size of the messages that layers are cut into. Smaller lets urgent layers overtake sooner and
         pays the overhead more often. None: each layer is one message.
       credit_bytes: how much may be under way before the queue waits. As small as a partition overtakes best; larger
         hides the latency. None: no limit.
@@ -74,7 +74,7 @@ def timeline(
       The timeline.
 
     Raises:
-      ValueError: a number is negative (or, but for overhead and latency, zero), the profile's lists do not match, or
+      ValueError: a number is negative (or, except overhead and latency, zero), the profile's lists do not match, or
         the partition gives more than a million messages.
 
     Example:
@@ -90,14 +90,14 @@ def timeline(
 
     References:
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019. Jayarajan
-      et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv 1905.03960, 2019.
+      et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
     """
-    ready, sizes, forward = checked(profile)
+    ready, sizes, forward = profile_lists(profile)
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead, latency=latency)
-    done, messages = _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
+    done, messages = _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
     # The device is busy with the backward pass until its last gradient.
-    return _played(done, messages, forward, max(*ready, *done) if barrier else max(ready))
+    return _with_forward_pass(done, messages, forward, max(*ready, *done) if barrier else max(ready))
 
 
 def step_timeline(
@@ -121,7 +121,7 @@ def step_timeline(
       profile: the layers; `merged` where several of them make one.
       bandwidth: bytes a second.
       order: as for `partitioned`.
-      partition_bytes: layers are cut into messages of so many bytes. None: each layer is one message.
+      partition_bytes: the size of the messages that layers are cut into. None: each layer is one message.
       credit_bytes: how much may be under way, in whole partitions. None: no limit.
       overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
       latency: seconds after its last byte until a message counts as done, while others are on the link already.
@@ -130,7 +130,7 @@ def step_timeline(
       The timeline. It never takes less than `optimum(barrier=True)`.
 
     Raises:
-      ValueError: a number is negative (or, but for overhead and latency, zero), the profile's lists do not match, the
+      ValueError: a number is negative (or, except overhead and latency, zero), the profile's lists do not match, the
         partition gives more than a million messages, or `order` does not name each layer once for each partition.
 
     Example:
@@ -143,10 +143,10 @@ def step_timeline(
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (the global
       barrier).
     """
-    ready, sizes, forward = checked(profile)
+    ready, sizes, forward = profile_lists(profile)
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead, latency=latency)
-    counts = _few_enough(sizes, partition_bytes)
+    counts = _check_count(sizes, partition_bytes)
     if isinstance(order, str):
         forwards = range(len(counts))
         order = [i for i in (forwards if order == "priority" else reversed(forwards)) for _ in range(counts[i])]
@@ -160,13 +160,13 @@ def step_timeline(
         arrived = messages[m - int(window)].end + latency if m >= window else 0.0
         start = max(free, ready[layer], arrived)
         free = start + overhead + size / bandwidth
-        messages.append(Message(start, free, layer, part[layer]))
+        messages.append(TimedMessage(start, free, layer, part[layer]))
         part[layer] += 1
         done[layer] = free + latency
-    return _played(done, messages, forward, max(*ready, *done))
+    return _with_forward_pass(done, messages, forward, max(*ready, *done))
 
 
-def _played(done: list[float], messages: list[Message], forward: list[float], now: float) -> Timeline:
+def _with_forward_pass(done: list[float], messages: list[TimedMessage], forward: list[float], now: float) -> Timeline:
     """The timeline of a forward pass that begins at `now`."""
     passes = []
     for gradient, seconds in zip(done, forward, strict=True):
@@ -182,7 +182,7 @@ def counts_of(sizes: list[float], partition_bytes: float | int | None) -> list[i
     return [math.ceil(size / most) if size > most else int(size > 0) for size in sizes]
 
 
-def _few_enough(sizes: list[float], partition_bytes: float | int | None) -> list[int]:
+def _check_count(sizes: list[float], partition_bytes: float | int | None) -> list[int]:
     counts = counts_of(sizes, partition_bytes)
     if sum(counts) > MOST_MESSAGES:
         raise ValueError(
@@ -192,9 +192,9 @@ def _few_enough(sizes: list[float], partition_bytes: float | int | None) -> list
     return counts
 
 
-def _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency):
+def _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency):
     """When each layer is reduced, and the messages."""
-    counts = _few_enough(sizes, partition_bytes)
+    counts = _check_count(sizes, partition_bytes)
     # What is ready at one time is queued in the order in which a backward pass makes it.
     arrivals = sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer))
     rank = {layer: layer if policy == "priority" else n for n, layer in enumerate(arrivals)}
@@ -228,7 +228,7 @@ def _sent(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhe
                 size = min(partition_bytes, size - k * partition_bytes)
             start = max(now, free)
             free = start + overhead + size / bandwidth
-            messages.append(Message(start, free, layer, k))
+            messages.append(TimedMessage(start, free, layer, k))
             returns.append((free + latency, size))
             credit -= size
             done[layer] = free + latency

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .profile import Profile, checked, not_negative, positive
+from .profile import Profile, not_negative, positive, profile_lists
 from .timeline import MOST_MESSAGES
 
 
@@ -106,7 +106,7 @@ def tune(
         trials = []
         for _ in range(evaluations):
             trial = study.ask()
-            settings = {name: _suggested(trial, name, choices) for name, choices in space.items()}
+            settings = {name: _suggest(trial, name, choices) for name, choices in space.items()}
             seconds = float(measure(**settings))
             seconds = seconds if math.isfinite(seconds) else math.inf
             study.tell(trial, seconds)
@@ -148,7 +148,7 @@ def starting_point(
     References:
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
     """
-    total = sum(checked(profile)[1])
+    total = sum(profile_lists(profile)[1])
     positive(bandwidth=bandwidth)
     not_negative(overhead=overhead, latency=latency)
     partition = max(math.sqrt(overhead * bandwidth * total / 2), total / min(1000, MOST_MESSAGES), 1)
@@ -232,7 +232,7 @@ def _inside(space: Mapping[str, Range | Sequence[Any]], settings: Mapping[str, A
     return moved
 
 
-def _suggested(trial: Any, name: str, choices: Range | Sequence[Any]) -> Any:
+def _suggest(trial: Any, name: str, choices: Range | Sequence[Any]) -> Any:
     if not isinstance(choices, Range):
         return trial.suggest_categorical(name, list(choices))
     whole = isinstance(choices.low, int) and isinstance(choices.high, int)

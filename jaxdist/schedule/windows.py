@@ -1,4 +1,4 @@
-"""Rounds of fixed time: how many examples each worker gets through, and how long the time should be."""
+"""Rounds of fixed time: the number of examples that each worker processes, and the choice of the time."""
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -7,21 +7,21 @@ from jaxtyping import Float, Int, Shaped
 def processed(
     seconds: Shaped[np.ndarray, "*workers most"], window: float | int, *, last: str = "drop"
 ) -> Int[np.ndarray, "*workers"]:
-    """How many examples a worker gets through in a fixed time: `b`, for `examples=` of an update.
+    """The number of examples that a worker processes in a fixed time: `b`, for `examples=` of an update.
 
-    The round takes `window` and the communication, for every worker, however slow some are.
+    The round takes `window` and the communication on every worker, however slow some are.
 
     Args:
-      seconds: how long each of a worker's examples takes, one after the other; as many as a batch can hold at most.
-      window: the time there is.
-      last: what becomes of the example under way when it is over: `"drop"`, or `"finish"` (the round then takes
-        longer). Dropping favors cheap examples, since dear ones are more often the last.
+      seconds: the time of each of a worker's examples, one after the other, for the largest batch.
+      window: the time of a round.
+      last: the treatment of the example under way at the end: `"drop"`, or `"finish"` (the round then takes longer).
+        Dropping favors cheap examples, since costly ones are more often the last.
 
     Returns:
-      A number for each worker, at most as many as there are examples.
+      A number for each worker, at most the size of the batch.
 
     Raises:
-      ValueError: `window` is negative, or `last` neither of the two.
+      ValueError: `window` is negative, or `last` is unknown.
 
     Example:
       >>> import numpy as np
@@ -31,20 +31,20 @@ def processed(
 
     References:
       Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
-      Optimization", arXiv 2006.05752, 2019.
+      Optimization", arXiv:2006.05752, 2019.
     """
     if window < 0:
         raise ValueError(f"window must not be negative, got {window}")
     if last not in ("drop", "finish"):
         raise ValueError(f'last must be "drop" or "finish", got {last!r}')
     ends = np.cumsum(np.asarray(seconds, np.float64), axis=-1)
-    # A time that fits exactly fits, though sums of seconds such as 0.1 are a little off.
+    # Times that fill the window exactly count, although sums of seconds such as 0.1 are rounded.
     done = (ends <= window * (1 + 1e-9)).sum(-1)
     return np.minimum(done + (1 if last == "finish" and window > 0 else 0), seconds.shape[-1])
 
 
 def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
-    """A time in which workers together get through `batch` examples or more, on average: `(1 + W/batch) μ`.
+    """A time in which workers together process `batch` examples or more, on average: `(1 + W/batch) μ`.
 
     Args:
       seconds: `μ`, the mean time that a worker takes for its share, `batch / workers` examples.
@@ -64,7 +64,7 @@ def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
 
     References:
       Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
-      Optimization", arXiv 2006.05752, 2019.
+      Optimization", arXiv:2006.05752, 2019.
     """
     if not (seconds > 0 and workers > 0 and batch > 0):
         raise ValueError(f"all must be positive, got seconds={seconds}, workers={workers}, batch={batch}")
@@ -74,13 +74,13 @@ def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:
 def shifted_exponential(
     rng: np.random.Generator, shape: tuple[int, ...], *, least: float | int, excess: float | int
 ) -> Float[np.ndarray, "..."]:
-    """Times that are `least` and an exponential excess: the usual law of stragglers.
+    """Draws times that are `least` plus an exponential excess: the usual model of stragglers.
 
     Args:
       rng: a generator.
       shape: of the result.
-      least: `ζ`, what everybody takes.
-      excess: the mean of what comes on top.
+      least: `ζ`, the time of all workers.
+      excess: the mean of the additional time.
 
     Returns:
       Seconds, of mean `least + excess`; the largest of `n` has mean `least + excess (1 + 1/2 + ... + 1/n)`.
@@ -93,7 +93,7 @@ def shifted_exponential(
       True
 
     References:
-      Lee, Lam, Pedarsani, Papailiopoulos, Ramchandran, "Speeding Up Distributed Machine Learning Using Codes", arXiv
-      1512.02673, 2018.
+      Lee, Lam, Pedarsani, Papailiopoulos, Ramchandran, "Speeding Up Distributed Machine Learning Using Codes",
+      arXiv:1512.02673, 2018.
     """
     return least + excess * rng.exponential(size=shape)

@@ -1,4 +1,4 @@
-"""BAGUA's algorithms whose workers hold one model: gradients or momenta are averaged over all of them."""
+"""BAGUA's algorithms with replicated parameters: gradients or momenta are averaged over all workers."""
 
 import optax
 
@@ -17,7 +17,7 @@ def gradient_allreduce(
     bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Gradients are averaged in full precision: `c_fp_s`, then the optimizer.
+    """Averages gradients in full precision: `c_fp_s`, then the optimizer.
 
     *On the wire* for `n` entries of float32: `2(W-1)/W · 4n` bytes. Hierarchically, `2(L-1)/L · 4n` over the fast axis
     of `L`, and between `M` nodes `2(M-1)/M · 4n/L` for each worker.
@@ -27,21 +27,21 @@ def gradient_allreduce(
     Args:
       optimizer: gets the mean gradient.
       hierarchical: average within nodes first; with `axis=(slow, fast)`.
-      bucket_bytes: one collective for each bucket of so many bytes; `None` is one for all.
+      bucket_bytes: the size of a bucket; each has its collective. `None`: one for all.
       axis: the mesh axis of the workers, or two.
 
     Returns:
       A gradient transformation for local gradients.
 
     Raises:
-      ValueError: the bucket has no bytes, `hierarchical` without two axes; at trace time, what `all_reduce` raises.
+      ValueError: `bucket_bytes` is not positive, or `hierarchical` without two axes; at trace time, as `all_reduce`.
 
     Example:
       >>> import optax, jaxdist as jd
       >>> tx = jd.recipes.bagua.gradient_allreduce(optax.adam(1e-3))
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     _check_levels(hierarchical, axis)
     reducer = c_fp_s(hierarchical=hierarchical, bucket_bytes=bucket_bytes)
@@ -57,10 +57,10 @@ def bytegrad(
     bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """ByteGrad: gradients are averaged in 8 bits, there and back: `c_lp_s`, then the optimizer.
+    """ByteGrad: averages gradients in 8 bits in both directions: `c_lp_s`, then the optimizer.
 
-    An entry of the mean is off by at most half a step of the first code, averaged over workers, and half a step of the
-    second; a step is the range of a chunk divided by 255.
+    The error of an entry of the mean is at most half a step of the first code, averaged over workers, and half a step
+    of the second; a step is the range of a chunk divided by 255.
 
     *On the wire* for a bucket of `n` entries: `2(W-1) · (8 + 8⌈n / 8W⌉)` bytes, a quarter of an all-reduce of float32.
     Hierarchically, between `M` nodes the same for `n/L` entries and `M`, and `2(L-1)/L · 4n` over the fast axis of `L`.
@@ -69,25 +69,25 @@ def bytegrad(
 
     Args:
       optimizer: gets the mean gradient.
-      compressor: the code of a chunk; by default `min_max_uint8()`.
-      feedback: keep what codes lose, as the paper has it; public code does not.
-      hierarchical: average within nodes first, in full precision; with `axis=(slow, fast)`. Codes are those of the
-        shards of node means, so the numbers differ from those of one level.
-      bucket_bytes: each chunk of a bucket has a range of its own; `None` is one bucket.
+      compressor: of a chunk; by default `min_max_uint8()`.
+      feedback: use error feedback, as the paper does; the public implementation does not.
+      hierarchical: average within nodes first, in full precision; with `axis=(slow, fast)`. The shards
+        of node means are encoded, so the numbers differ from those of one level.
+      bucket_bytes: each chunk of a bucket has its own range; `None`: one bucket.
       axis: the mesh axis of the workers, or two.
 
     Returns:
       A gradient transformation for local gradients.
 
     Raises:
-      ValueError: the bucket has no bytes, `hierarchical` without two axes; at trace time, what `all_reduce` raises.
+      ValueError: `bucket_bytes` is not positive, or `hierarchical` without two axes; at trace time, as `all_reduce`.
 
     Example:
       >>> import optax, jaxdist as jd
       >>> tx = jd.recipes.bagua.bytegrad(optax.sgd(0.1, momentum=0.9))
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     _check_levels(hierarchical, axis)
     reducer = c_lp_s(compressor, feedback=feedback, hierarchical=hierarchical, bucket_bytes=bucket_bytes)
@@ -108,43 +108,43 @@ def qadam(
     bucket_bytes: int | None = BUCKET_BYTES,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """QAdam: Adam in full precision for `warmup_steps`, then momenta in 8 bits over a variance at rest.
+    """QAdam: Adam in full precision for `warmup_steps`, then momenta in 8 bits with a frozen variance.
 
-    `jd.optimizers.qadam` with `c_lp_s` for the momentum. Two things differ from public code, as its docstring says: the
-    bias correction of the variance stops where the variance does (there it goes on, and steps become up to
-    `1/√(1-β₂^warmup_steps)`, 3.2 times, longer), and the gradient of the last step of the warm-up counts.
+    `jd.optimizers.qadam` with `c_lp_s` for the momentum. It differs from the public implementation in two ways, as its
+    docstring says: the bias correction of the variance is frozen with the variance (there it continues, and steps
+    become up to `1/√(1-β₂^warmup_steps)`, 3.2 times, longer), and the gradient of the last warm-up step counts.
 
-    *On the wire*: in the warm-up `2(W-1)/W · 4n` bytes for `n` entries, not hierarchical; then what `c_lp_s` sends.
+    *On the wire*: in the warm-up `2(W-1)/W · 4n` bytes for `n` entries, not hierarchical; then the bytes of `c_lp_s`.
 
-    *State*: agreed, a count, momentum and variance, 8 bytes an entry; with feedback that of `c_lp_s`.
+    *State*: replicated, a count, momentum and variance, 8 bytes an entry; with feedback that of `c_lp_s`.
 
     Args:
       learning_rate: `η`, a number or a schedule.
-      warmup_steps: at least 1, since the variance keeps the value that it has after them.
+      warmup_steps: at least 1; the variance is frozen after them.
       b1: `β₁`, of the momentum.
       b2: `β₂`, of the variance.
       eps: `ε`.
       weight_decay: `λ`, decoupled.
-      compressor: the code of a chunk of momentum; by default `min_max_uint8()`. The tutorial speaks of one bit:
+      compressor: of a chunk of momentum; by default `min_max_uint8()`. For one bit, as in BAGUA's tutorial:
         `jd.compressors.scaled_sign()` with `feedback=True`.
-      feedback: keep what codes lose.
+      feedback: use error feedback.
       hierarchical: average momenta within nodes first, in full precision; with `axis=(slow, fast)`.
-      bucket_bytes: each chunk of a bucket has a range of its own; `None` is one bucket.
+      bucket_bytes: each chunk of a bucket has its own range; `None`: one bucket.
       axis: the mesh axis of the workers, or two.
 
     Returns:
       A gradient transformation for local gradients whose updates contain the learning rate.
 
     Raises:
-      ValueError: an argument is out of range, there is no warm-up, `hierarchical` without two axes; at trace time, what
-        `all_reduce` raises.
+      ValueError: an argument is out of range, there is no warm-up, or `hierarchical` without two axes; at trace time,
+        as `all_reduce`.
 
     Example:
       >>> import jaxdist as jd
       >>> tx = jd.recipes.bagua.qadam(1e-3, warmup_steps=100)
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     _check_levels(hierarchical, axis)
     return optimizers.qadam(

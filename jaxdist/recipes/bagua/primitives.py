@@ -1,4 +1,4 @@
-"""The four primitives: to all workers or to neighbors, in full precision or in a code."""
+"""BAGUA's four primitives: centralized or decentralized, in full or low precision."""
 
 from ..._core.types import AxisNames
 from ...compressors.base import Compressor
@@ -13,7 +13,7 @@ from ...reducers.feedback import error_feedback
 from ...reducers.hierarchical import hierarchical as on_two_levels
 from ...reducers.two_shot import two_shot
 
-# What public code starts with.
+# The default of the public implementation.
 BUCKET_BYTES = 10 << 20
 
 
@@ -26,15 +26,15 @@ def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Re
     *State*: none.
 
     Args:
-      hierarchical: reduce-scatter within nodes, the primitive across nodes on what each worker owns, gather: for two
+      hierarchical: reduce-scatter within nodes, run the primitive across nodes on each worker's shard, gather: for two
         axes, slow first.
-      bucket_bytes: one collective for each bucket of so many bytes, which can start while earlier layers compute.
+      bucket_bytes: the size of a bucket; each has its collective, which can start while earlier layers compute.
 
     Returns:
-      A reducer, for `jd.all_reduce` or whatever takes one.
+      A reducer, for `jd.all_reduce` and other transformations.
 
     Raises:
-      ValueError: the bucket has no bytes; at trace time, there are not two levels.
+      ValueError: `bucket_bytes` is not positive; at trace time, there are not two levels.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -45,9 +45,9 @@ def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Re
       [3.0, 3.0, 3.0]
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
-    return _arranged(exact(), hierarchical, bucket_bytes)
+    return _arrange(exact(), hierarchical, bucket_bytes)
 
 
 def c_lp_s(
@@ -57,33 +57,33 @@ def c_lp_s(
     hierarchical: bool = False,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> Reducer:
-    """Centralized, low precision, synchronous: code each chunk for its owner, average, code again, gather.
+    """Centralized, low precision, synchronous: encode each chunk for its owner, average, encode again, gather.
 
         u_j = Q(x_j + δ_j), δ_j += x_j - u_j;   s = (1/W) Σ_j u_j;   x' = Q(s + ε), ε += s - x'
 
-    with the errors `δ` of the workers and `ε` of the owners of chunks for `feedback=True`, and without them as ByteGrad
-    does it. (The paper prints both errors with the other sign, which would not telescope.)
+    with the errors `δ` of the workers and `ε` of the owners of chunks for `feedback=True`, and without them in
+    ByteGrad. (The paper prints both errors with the opposite sign, which would not telescope.)
 
     *On the wire* for a bucket of `n` entries: one all-to-all and one all-gather of chunks of `c = 8⌈n / 8W⌉`,
-    `2(W-1) · (8 + c)` bytes with the default code. With two levels: on the fast axis of `L` what `c_fp_s` sends, and
-    between `M` nodes these for `n/L` entries and `M` workers.
+    `2(W-1) · (8 + c)` bytes with the default compressor. With two levels: on the fast axis of `L` those of `c_fp_s`,
+    and between `M` nodes these for `n/L` entries and `M` workers.
 
-    *State*: none without feedback (a key and a count); with it, `δ` of `n` per worker and `ε` of `n`, cut over workers.
+    *State*: none without feedback (a key and a count); with it, `δ` of `n` per worker and `ε` of `n`, sharded.
 
     Args:
       compressor: `Q`; by default `min_max_uint8()`, a byte an entry.
-      feedback: keep what codes lose. Needed below 8 bits; at 8 bits rarely.
-      hierarchical: reduce-scatter within nodes, the primitive across nodes on what each worker owns, gather: for two
-        axes, slow first. Codes and residuals then are those of shards: the numbers differ from those of one level.
-      bucket_bytes: each chunk of a bucket has a range of its own. Smaller is more precise and pays latency more often;
-        `None` is one bucket of everything.
+      feedback: use error feedback. Needed below 8 bits; at 8 bits rarely.
+      hierarchical: reduce-scatter within nodes, run the primitive across nodes on each worker's shard, gather: for two
+        axes, slow first. Shards are encoded, so the numbers differ from those of one level.
+      bucket_bytes: each chunk of a bucket has its own range. Smaller is more precise and pays latency more often;
+        `None`: one bucket.
 
     Returns:
-      A reducer, for `jd.all_reduce` or whatever takes one.
+      A reducer, for `jd.all_reduce` and other transformations.
 
     Raises:
-      ValueError: feedback for a code without known error, the bucket has no bytes; at trace time, there are not two
-        levels.
+      ValueError: feedback for a compressor without a known error, or `bucket_bytes` is not positive; at trace time,
+        there are not two levels.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -95,81 +95,81 @@ def c_lp_s(
       True
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     code = min_max_uint8() if compressor is None else compressor
     reducer = error_feedback(two_shot(code)) if feedback else two_shot(code, server_feedback=False)
-    return _arranged(reducer, hierarchical, bucket_bytes)
+    return _arrange(reducer, hierarchical, bucket_bytes)
 
 
 def d_fp_s(*, interval: int = 1) -> Method:
     """Decentralized, full precision, synchronous: `x_i <- u_i + Σ_j W_ij x_j`.
 
-    What is sent are the parameters that a step starts from, so the messages may travel while the gradient is computed.
+    It sends the parameters at the start of a step, so messages may be sent while the gradient is computed.
 
     *On the wire*: one model for each neighbor; on the complete graph one all-reduce.
 
     *State*: none.
 
     Args:
-      interval: neighbors talk in every so many steps.
+      interval: neighbors communicate in every `interval`-th step.
 
     Returns:
       A method, for `jd.gossip` over any doubly stochastic topology.
 
     Raises:
-      ValueError: the interval is not positive.
+      ValueError: `interval` is not positive.
 
     Example:
       >>> import optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(8), method=jd.recipes.bagua.d_fp_s())
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     return d_psgd(order="combine_then_adapt", interval=interval)
 
 
 def d_lp_s(compressor: Compressor | None = None, *, interval: int = 1, replicas: bool = True) -> Method:
-    """Decentralized, low precision, synchronous: neighbors send codes of how far they have moved.
+    """Decentralized, low precision, synchronous: neighbors send compressed steps.
 
-    With the replicas `w_j` that a worker has of itself and its neighbors:
+    With the replicas `w_j` of its own model and its neighbors' on each worker:
 
         c_i = Q(x_i + u_i - w_i + Σ_j W_ij (w_j - w_i));   w_j += c_j for all of them;   x_i = w_i
 
-    *On the wire*: the code of one model for each neighbor, with the default one `n + 8` bytes for each leaf of `n`.
+    *On the wire*: the payload of one model for each neighbor, by default `n + 8` bytes for each leaf of `n`.
 
-    *State*: per worker a model in float32 for itself and for each neighbor; without `replicas` two models.
+    *State*: per-worker, its model and that of each neighbor in float32; without `replicas` two models.
 
     Args:
-      compressor: `Q`; by default `min_max_uint8()`. It must be a good one, 8 bits or so.
-      interval: neighbors talk in every so many steps.
+      compressor: `Q`; by default `min_max_uint8()`. It must be accurate, about 8 bits.
+      interval: neighbors communicate in every `interval`-th step.
       replicas: as in `jd.decentralized.dcd_psgd`; `False` keeps the weighted sum of the neighbors in place of each.
 
     Returns:
       A method, for `jd.gossip` over a static topology with symmetric weights.
 
     Raises:
-      ValueError: the interval is not positive; by `gossip`, the topology is directed or changes.
+      ValueError: `interval` is not positive; by `gossip`, the topology is directed or changes.
 
     Example:
       >>> import optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(8), method=jd.recipes.bagua.d_lp_s())
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     return dcd_psgd(min_max_uint8() if compressor is None else compressor, interval=interval, replicas=replicas)
 
 
 def levels(axis: AxisNames) -> tuple[AxisNames, str]:
-    """The slow axis or axes, and the fast one."""
+    """Splits axes in the slow ones and the fast one."""
     if not isinstance(axis, tuple) or len(axis) < 2:
-        raise ValueError(f'hierarchical=True needs the names of both, slow first, axis=("pod", "chip"), got {axis!r}')
+        raise ValueError(f'hierarchical=True needs two axes, the slow one first, axis=("pod", "chip"), got {axis!r}')
     return axis[0] if len(axis) == 2 else axis[:-1], axis[-1]
 
 
-def _arranged(reducer: Reducer, hierarchical: bool, bucket_bytes: int | None) -> Reducer:
+def _arrange(reducer: Reducer, hierarchical: bool, bucket_bytes: int | None) -> Reducer:
     if hierarchical:
         reducer = on_two_levels(inner=exact(), outer=reducer)
     return reducer if bucket_bytes is None else bucketed(reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=None)
