@@ -216,7 +216,7 @@ def test_a_profile_from_the_times_of_layers():
         ({"profile": Profile([1], [1, 2], [1])}, "one number for each layer"),
         ({"profile": Profile([], [], [])}, "one number for each layer"),
         ({"profile": Profile([1, 2], [1, -2], [1, 1])}, r"sizes\[1\] must be finite and not negative, got -2"),
-        ({"profile": Profile([1], [1e9], [1]), "partition_bytes": 1}, "1,000,000,000 messages.*take at least 954"),
+        ({"profile": Profile([1], [1e9], [1]), "partition_bytes": 1}, "1,000,000,000 messages.*use at least 954"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, message):

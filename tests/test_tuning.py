@@ -76,9 +76,9 @@ def test_settings_that_fail_are_passed_over():
     [
         ({"space": {"a": Range(4, 2)}}, "a must be in a positive range"),
         ({"space": {"a": Range(0, 2)}}, "a must be in a positive range"),
-        ({"space": {"a": []}}, "a has nothing to choose from"),
+        ({"space": {"a": []}}, "a must have at least one choice"),
         ({"start": [{"b": 1}]}, r"settings of space, \['a'\], got \['b'\]"),
-        ({"space": {"a": [1, 2]}, "start": [{"a": 3}]}, r"a=3, which is none of \[1, 2\]"),
+        ({"space": {"a": [1, 2]}, "start": [{"a": 3}]}, r"a=3, which must be one of \[1, 2\]"),
         ({"evaluations": 0}, "evaluations must be at least 1, got 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The layers of a model in the order in which the forward pass comes to them."""
+"""The layers of a model in the order of its forward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +10,17 @@ from .._core.jaxprs import RESHAPES, inner_jaxprs
 from .._core.layers import Entry, groups_of, leaf_entries, listed, opened
 from .._core.types import PyTree
 
-# What only brings a parameter into another form: it is used where the result is.
+# Primitives that only change the form of a parameter, which is used where their result is used.
 FORMS = RESHAPES | {"convert_element_type", "transpose", "copy", "pvary", "slice"}
 
 
 class LayerSplit(NamedTuple):
-    """Parameters taken apart: one dict from entry to subtree for each layer, and how to put them together again."""
+    """Parameters split into layers.
+
+    Attributes:
+      parts: one dict from entry to subtree for each layer.
+      join: the inverse, from parts to parameters.
+    """
 
     parts: tuple[dict[Any, PyTree], ...]
     join: Callable[[Sequence[dict[Any, PyTree]]], PyTree]
@@ -28,9 +33,9 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
 
     Args:
       loss: `loss(params, batch, *rest)`.
-      params: a dict, sequence or NamedTuple of layers, arrays or shapes; what has a single entry (`{"params": ...}`) is
-        opened.
-      batch: as the loss takes it, arrays or shapes.
+      params: a dict, sequence or NamedTuple of layers, arrays or shapes; a tree with a single entry
+        (`{"params": ...}`) is replaced by that entry.
+      batch: of the loss, arrays or shapes.
       rest: further arguments of the loss.
 
     Returns:
@@ -59,12 +64,12 @@ def forward_order(loss: Callable[..., Any], params: PyTree, batch: PyTree, *rest
 
 
 def split_layers(params: PyTree, layers: Sequence[Any] | None) -> LayerSplit:
-    """The layers of a tree of parameters.
+    """Splits a tree of parameters into layers.
 
     Args:
       params: as for `forward_order`.
-      layers: entries, or tuples of entries that make up one layer, in forward order; `None` for sequences and
-        NamedTuples, whose order is that of the forward pass.
+      layers: entries, or tuples of entries that form one layer, in forward order; `None` for sequences and NamedTuples,
+        whose order is that of the forward pass.
 
     Returns:
       The parts and their inverse.
@@ -74,7 +79,7 @@ def split_layers(params: PyTree, layers: Sequence[Any] | None) -> LayerSplit:
     if layers is None:
         if len(names) > 1 and _is_dict(params):
             raise ValueError(
-                f"the parameters are a dict of {listed(names)}, whose order is that of the alphabet, not of the "
+                f"the parameters are a dict of {listed(names)}, whose order is alphabetical, not that of the "
                 "forward pass: pass layers=jd.schedule.forward_order(loss, params, batch), or name them in that order"
             )
         layers = names
@@ -95,9 +100,9 @@ def _is_dict(tree: PyTree) -> bool:
 
 
 def _first_uses(jaxpr: Any, variables: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    """Where each variable is first used: the number of the equation, and inside a call the number there.
+    """The first use of each variable: the number of the equation, and inside a call the number there.
 
-    What a call is given and does not use is not used.
+    Arguments that a call does not use are not used.
     """
     owner = {variable: i for i, variable in enumerate(variables)}
     uses: list[tuple[int, ...] | None] = [None] * len(variables)

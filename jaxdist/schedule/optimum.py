@@ -13,8 +13,8 @@ def optimum(profile: Profile, *, bandwidth: float | int, barrier: bool = False) 
 
     `T* = max_{i <= k} [ r_i + (Σ_{j <= k, r_j >= r_i} s_j) / B + Σ_{j >= k} f_j ]`: layers `0..k` that are ready at
     `r_i` or later cannot be sent before, and layers `k..` compute after all of these have been sent. For gradients that
-    become ready last layer first the sum is over all `j <= k` at `i = k`. The order that attains it is by layer: minimizing
-    the latest `done_k + Σ_{j >= k} f_j` is the scheduling problem "1 | r_j, pmtn | L_max", and earliest due date first
+    become ready last layer first the sum is over all `j <= k` at `i = k`. The order by layer attains it: minimizing the
+    latest `done_k + Σ_{j >= k} f_j` is the scheduling problem "1 | r_j, pmtn | L_max", and earliest due date first
     is optimal for it.
 
     With a barrier `T* = max_i [ r_i + (Σ_{r_j >= r_i} s_j) / B ] + Σ f`, in any order: priority cannot help.
@@ -61,8 +61,8 @@ def bound(
 ) -> float:
     """An upper bound with priority, partition and credit: `T* + θ Σ n_i + (c + δ) / B + θ (ceil(c / δ) + 1)`.
 
-    `n_i = ceil(s_i / δ)` messages of a layer cost `θ` each, and an urgent layer waits for `c + δ` bytes that were passed
-    to the link before. Its minimum over `δ` at `c = δ`, `sqrt(θ B Σ s / 2)`, is a good place to start tuning.
+    `n_i = ceil(s_i / δ)` messages of a layer cost `θ` each, and an urgent layer waits for `c + δ` bytes that the
+    link got before. Its minimum over `δ` at `c = δ`, `sqrt(θ B Σ s / 2)`, is a good place to start tuning.
 
     Args:
       profile: the layers.

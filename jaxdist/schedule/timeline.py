@@ -1,4 +1,4 @@
-"""A link between two passes, event by event: what partition, priority and credit make of a step."""
+"""Simulations of a step on one link, event by event: partitions, priorities and credit (ByteScheduler)."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from .profile import Profile, not_negative, positive, profile_lists
 
-# As many messages as a second or two simulates; real links are long since bound by latency.
+# About the number of messages that are simulated in two seconds. Real links are bound by latency long before.
 MOST_MESSAGES = 2**20
 
 
@@ -21,13 +21,13 @@ class TimedMessage(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What happened, in seconds from the start of the backward pass.
+    """The times of a simulated step, in seconds from the start of the backward pass.
 
     Attributes:
-      done: when each layer's gradient was reduced.
-      messages: what was on the link, in that order.
-      forward: when each layer's forward pass started and ended.
-      makespan: when the last one ended: the time of a step.
+      done: the time when each layer's gradient was reduced.
+      messages: the messages on the link, in their order.
+      forward: the start and the end of each layer's forward pass.
+      makespan: the end of the last one, which is the time of a step.
     """
 
     done: tuple[float, ...]
@@ -47,28 +47,28 @@ def timeline(
     latency: float | int = 0.0,
     barrier: bool = False,
 ) -> Timeline:
-    """Plays one step on one link: gradients become ready, are cut, queued, sent, and let the next forward pass go on.
+    """Simulates one step on one link: gradients are partitioned, queued and sent, and the next forward pass waits.
 
-    The queue is a service beside the program, as ByteScheduler has it: it sends what is most urgent of what is ready.
-    A jitted step has no such queue, and ends before the next forward pass begins: see `step_timeline` for what
-    `partitioned` does in it, and `pipelined_time` for the step that crosses the border.
+    The queue is a service beside the program, as in ByteScheduler: it sends the most urgent of the ready messages. A
+    jitted step has no such queue, and ends before the next forward pass begins: see `step_timeline` for `partitioned`
+    in a jitted step, and `pipelined_time` for a step that defers reductions to the next one.
 
-    A message of `b` bytes occupies the link for `overhead + b / bandwidth`. The link takes messages in the order in
-    which they were handed to it and never interrupts one. While less than `credit_bytes` are under way the queue hands
-    over its first message: of the lowest layer (`"priority"`), or of what was ready first (`"fifo"`). Layer `i` of the
+    A message of `b` bytes occupies the link for `overhead + b / bandwidth`. The link sends messages in the order in
+    which it gets them and never interrupts one. While less than `credit_bytes` are under way the queue passes on its
+    first message: of the lowest layer (`"priority"`), or of the layer that was ready first (`"fifo"`). Layer `i` of the
     next forward pass waits for its own gradient and the layers below it, with `barrier` for all gradients.
 
     Args:
       profile: the layers.
       bandwidth: bytes a second.
-      policy: which of the messages that are ready is next. Priority helps only where there is no barrier.
+      policy: the order of messages that are ready. Priority helps only without a barrier.
       partition_bytes: the size of the messages that layers are cut into. Smaller lets urgent layers overtake sooner and
         pays the overhead more often. None: each layer is one message.
-      credit_bytes: how much may be under way before the queue waits. As small as a partition overtakes best; larger
-        hides the latency. None: no limit.
+      credit_bytes: the bytes that may be under way before the queue waits. One partition gives urgent layers the least
+        delay; more hides the latency. None: no limit.
       overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
       latency: seconds after its last byte until a message counts as done, while others are on the link already.
-      barrier: whether the forward pass starts after the last gradient only, as frameworks do by default.
+      barrier: start the forward pass only after the last gradient, as frameworks do by default.
 
     Returns:
       The timeline.
@@ -78,7 +78,7 @@ def timeline(
         the partition gives more than a million messages.
 
     Example:
-      Three layers, the last of them large. Without partitions its gradient, ready first, holds up that of layer 0.
+      Three layers, the last of them large. Without partitions its gradient, ready first, delays that of layer 0.
 
       >>> from jaxdist.schedule import Profile, timeline
       >>> profile = Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2])
@@ -110,19 +110,19 @@ def step_timeline(
     overhead: float | int = 0.0,
     latency: float | int = 0.0,
 ) -> Timeline:
-    """Plays a jitted step in which `partitioned` of the same arguments reduces the gradients.
+    """Simulates a jitted step in which `partitioned` with the same arguments reduces the gradients.
 
-    Its order is fixed when it is compiled: a message waits for its gradient, for the one before it to be on the link,
-    and for the one `ceil(credit / partition)` before it to arrive. The next forward pass begins when the step has
+    The order is fixed at compilation: a message waits for its gradient, for the previous message to be on the link, and
+    for the message `ceil(credit / partition)` before it to arrive. The next forward pass begins when the step has
     ended, after the last message. So `"fifo"` hides most, and `"priority"` nothing: its first message has the gradient
     that is ready last.
 
     Args:
-      profile: the layers; `merged` where several of them make one.
+      profile: the layers; merge them with `merged` if several make one.
       bandwidth: bytes a second.
       order: as for `partitioned`.
       partition_bytes: the size of the messages that layers are cut into. None: each layer is one message.
-      credit_bytes: how much may be under way, in whole partitions. None: no limit.
+      credit_bytes: the bytes that may be under way, in whole partitions. None: no limit.
       overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
       latency: seconds after its last byte until a message counts as done, while others are on the link already.
 
@@ -148,8 +148,8 @@ def step_timeline(
     not_negative(overhead=overhead, latency=latency)
     counts = _check_count(sizes, partition_bytes)
     if isinstance(order, str):
-        forwards = range(len(counts))
-        order = [i for i in (forwards if order == "priority" else reversed(forwards)) for _ in range(counts[i])]
+        layers = range(len(counts))
+        order = [i for i in (layers if order == "priority" else reversed(layers)) for _ in range(counts[i])]
     elif sorted(order) != [i for i, count in enumerate(counts) for _ in range(count)]:
         raise ValueError(f"order must name each layer once for each of its messages, {counts}, got {list(order)}")
     most = partition_bytes or max(sizes) or 1
@@ -167,7 +167,7 @@ def step_timeline(
 
 
 def _with_forward_pass(done: list[float], messages: list[TimedMessage], forward: list[float], now: float) -> Timeline:
-    """The timeline of a forward pass that begins at `now`."""
+    """Adds the forward pass, which begins at `now` and waits for the gradient of each layer."""
     passes = []
     for gradient, seconds in zip(done, forward, strict=True):
         start = max(now, gradient)
@@ -177,7 +177,7 @@ def _with_forward_pass(done: list[float], messages: list[TimedMessage], forward:
 
 
 def counts_of(sizes: list[float], partition_bytes: float | int | None) -> list[int]:
-    """How many messages each layer makes."""
+    """The number of messages of each layer."""
     most = math.inf if partition_bytes is None else partition_bytes
     return [math.ceil(size / most) if size > most else int(size > 0) for size in sizes]
 
@@ -187,22 +187,33 @@ def _check_count(sizes: list[float], partition_bytes: float | int | None) -> lis
     if sum(counts) > MOST_MESSAGES:
         raise ValueError(
             f"partition_bytes={partition_bytes} makes {sum(counts):,} messages of {sum(sizes):,.0f} bytes: "
-            f"take at least {sum(sizes) / MOST_MESSAGES:,.0f}"
+            f"use at least {sum(sizes) / MOST_MESSAGES:,.0f}"
         )
     return counts
 
 
-def _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency):
-    """When each layer is reduced, and the messages."""
+def _simulate_queue(
+    ready: list[float],
+    sizes: list[float],
+    bandwidth: float | int,
+    policy: str,
+    partition_bytes: float | int | None,
+    credit_bytes: float | int | None,
+    overhead: float | int,
+    latency: float | int,
+) -> tuple[list[float], list[TimedMessage]]:
+    """The times when layers are reduced, and the messages."""
     counts = _check_count(sizes, partition_bytes)
-    # What is ready at one time is queued in the order in which a backward pass makes it.
+    # Gradients that are ready at one time are queued in the order of the backward pass.
     arrivals = sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer))
     rank = {layer: layer if policy == "priority" else n for n, layer in enumerate(arrivals)}
     done, messages = list(ready), []
     credit = most = math.inf if credit_bytes is None else credit_bytes
-    waiting: list[tuple[int, int]] = []  # (rank, layer): those with parts left to hand over
+    # (rank, layer) of the layers with parts in the queue.
+    waiting: list[tuple[int, int]] = []
     part = [0] * len(ready)
-    returns: list[tuple[float, float]] = []  # (time, bytes) of what is under way, in order
+    # (time, bytes) at which credit returns, in order.
+    returns: list[tuple[float, float]] = []
     returned = arrived = 0
     now = free = 0.0
     while returned < len(returns) or arrived < len(arrivals) or waiting:
@@ -210,7 +221,7 @@ def _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_byt
             ready[arrivals[arrived]] if arrived < len(arrivals) else math.inf,
             returns[returned][0] if returned < len(returns) else math.inf,
         )
-        # All that happens at one time happens before the queue is asked.
+        # All events of one time come before the next message leaves the queue.
         while returned < len(returns) and returns[returned][0] <= now:
             credit = min(most, credit + returns[returned][1])
             returned += 1

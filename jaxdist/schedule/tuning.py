@@ -1,4 +1,4 @@
-"""A few trials instead of a grid: settings that make a step short."""
+"""Tuning of settings for the shortest step, with few trials."""
 
 import math
 import time
@@ -13,14 +13,14 @@ from .timeline import MOST_MESSAGES
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`, tried evenly in their logarithm; whole numbers if both ends are."""
+    """Numbers from `low` to `high`, sampled evenly in their logarithm; integers if both ends are integers."""
 
     low: float | int
     high: float | int
 
 
 class Trial(NamedTuple):
-    """What was tried, and the seconds of a step with it."""
+    """Settings, and the seconds of a step with them."""
 
     settings: dict[str, Any]
     seconds: float
@@ -42,22 +42,22 @@ def tune(
     seed: int = 0,
     start: Sequence[Mapping[str, Any]] = (),
 ) -> Tuned:
-    """Looks for the settings with the shortest step, by Bayesian optimization (a tree of Parzen estimators, optuna).
+    """Searches for the settings with the shortest step, by Bayesian optimization (a tree of Parzen estimators, optuna).
 
-    The first third of the trials is drawn at random, the others where good trials are dense and bad ones are not. On
+    The first third of the trials is drawn at random, the others where good trials are denser than bad ones. On
     simulated steps 15 trials are usually within 5 % of the best of a grid of 441; with a `starting_point` always.
 
     Args:
-      measure: `measure(**settings) -> seconds`, from `timeline` or from real steps (`step_seconds`). What is not finite
-        counts as the worst. Where several processes measure together they must agree on the number, or they go apart:
-        give all of them the largest.
+      measure: `measure(**settings) -> seconds`, from `timeline` or from real steps (`step_seconds`). Results
+        that are not finite count as the worst. Processes that measure together must use the same number, or their
+        trials will differ: use the largest.
       space: for each setting a `Range`, or a list of choices.
-      evaluations: how many trials.
+      evaluations: the number of trials.
       seed: of the draws.
-      start: what to try first; numbers outside their range are moved into it.
+      start: settings to try first; numbers outside their range are moved into it.
 
     Returns:
-      The best, and all trials.
+      The best trial, and all trials.
 
     Raises:
       ValueError: a range is empty or not positive, there is nothing to choose from, `start` has other settings than
@@ -75,7 +75,7 @@ def tune(
       >>> len(best.trials), best.seconds < 13.6
       (15, True)
 
-      What is tuned is up to the names in `space`: buckets, and whether to reduce in two levels, as BAGUA does.
+      The names in `space` are free: buckets, and whether to reduce in two levels, as BAGUA does.
 
       >>> best = tune(
       ...     lambda bucket_bytes, hierarchical: bucket_bytes / 1e9 + 1e-3 * 1e8 / bucket_bytes - 0.01 * hierarchical,
@@ -92,7 +92,7 @@ def tune(
         raise ValueError(f"evaluations must be at least 1, got {evaluations}")
     for name, choices in space.items():
         _check_choices(name, choices)
-    begin = [_inside(space, settings) for settings in start]
+    first_trials = [_clip_to_space(space, settings) for settings in start]
     optuna = _optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -101,7 +101,7 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(sampler=sampler)
-        for settings in begin:
+        for settings in first_trials:
             study.enqueue_trial(settings)
         trials = []
         for _ in range(evaluations):
@@ -115,17 +115,17 @@ def tune(
         optuna.logging.set_verbosity(level)
     best = min(trials, key=lambda trial: trial.seconds)
     if not math.isfinite(best.seconds):
-        raise ValueError(f"none of {evaluations} trials gave a finite time: is the space right? {dict(space)}")
+        raise ValueError(f"none of {evaluations} trials gave a finite time: check measure and space={dict(space)}")
     return Tuned(best.settings, best.seconds, tuple(trials))
 
 
 def starting_point(
     profile: Profile, *, bandwidth: float | int, overhead: float | int = 0.0, latency: float | int = 0.0
 ) -> dict[str, int]:
-    """Where to start tuning partition and credit of a `timeline`.
+    """Starting values for tuning partition and credit of a `timeline`.
 
-    The partition minimizes `bound` with a credit as large: `δ = sqrt(θ B Σ s / 2)`. The credit adds to one partition
-    what the link sends during the latency, so that it never waits: `c = δ + λ B`.
+    The partition minimizes `bound` with a credit of the same size: `δ = sqrt(θ B Σ s / 2)`. The credit is one partition
+    and the bytes that the link sends during the latency, so that the link never waits: `c = δ + λ B`.
 
     Args:
       profile: the layers.
@@ -163,14 +163,14 @@ def step_seconds(
     trim: float | int = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The mean time of a step, without the first ones and without the fastest and the slowest.
+    """The mean time of a step, without the first steps, the fastest and the slowest.
 
     Args:
       step: takes one step and waits for its end (`jax.block_until_ready`).
-      steps: how many count.
-      warmup: how many come before and do not count; the first compiles.
+      steps: the number of steps that count.
+      warmup: the number of steps before, which do not count; the first one compiles.
       trim: the share that is left out at each end.
-      clock: tells the time in seconds.
+      clock: returns the time in seconds.
 
     Returns:
       Seconds.
@@ -196,10 +196,10 @@ def step_seconds(
         begin = clock()
         step()
         times.append(clock() - begin)
-    kept = sorted(times[warmup:])
-    # At least one stays, as trim is below a half.
+    counted = sorted(times[warmup:])
+    # At least one remains, since trim is below a half.
     out = int(trim * steps)
-    return float(np.mean(kept[out : steps - out]))
+    return float(np.mean(counted[out : steps - out]))
 
 
 def _optuna() -> Any:
@@ -215,10 +215,10 @@ def _check_choices(name: str, choices: Range | Sequence[Any]) -> None:
         if not 0 < choices.low <= choices.high < math.inf:
             raise ValueError(f"{name} must be in a positive range, got {choices}")
     elif not len(choices):
-        raise ValueError(f"{name} has nothing to choose from")
+        raise ValueError(f"{name} must have at least one choice, got none")
 
 
-def _inside(space: Mapping[str, Range | Sequence[Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _clip_to_space(space: Mapping[str, Range | Sequence[Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
     if set(settings) != set(space):
         raise ValueError(f"start must have the settings of space, {sorted(space)}, got {sorted(settings)}")
     moved = {}
@@ -227,7 +227,7 @@ def _inside(space: Mapping[str, Range | Sequence[Any]], settings: Mapping[str, A
         if isinstance(choices, Range):
             value = type(choices.low)(min(max(value, choices.low), choices.high))
         elif value not in choices:
-            raise ValueError(f"start has {name}={value!r}, which is none of {list(choices)}")
+            raise ValueError(f"start has {name}={value!r}, which must be one of {list(choices)}")
         moved[name] = value
     return moved
 
