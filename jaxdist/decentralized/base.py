@@ -125,7 +125,7 @@ class _Config(NamedTuple):
     carriers: AxisNames
 
 
-def _init(cfg: _Config, params: PyTree) -> GossipState:
+def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
     # Copies, since parameters and optimizer state may both be donated.
     method_state = jax.tree.map(jnp.array, cfg.method.init(wide(params), cfg.graph))
@@ -141,7 +141,7 @@ def _init(cfg: _Config, params: PyTree) -> GossipState:
 def _update(
     cfg: _Config,
     updates: Updates,
-    state: GossipState,
+    state: State,
     params: PyTree | None = None,
     *,
     learning_rate: Any = None,
@@ -149,7 +149,7 @@ def _update(
     active: Array | None = None,
     round: Any = None,
     **extra_args: Any,
-) -> tuple[Updates, GossipState]:
+) -> tuple[Updates, State]:
     _check_update(cfg, updates, params, examples)
     ledger: list[comms.Sent] = []
     comm = comms.counted(_comm(cfg), ledger)

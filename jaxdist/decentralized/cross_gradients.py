@@ -237,8 +237,8 @@ def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTre
 
 def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array) -> Array:
     # Zeros are no constraint: the gradients of workers without this edge.
-    others = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
-    return _project(g, [g, *others])
+    constraints = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
+    return _project(g, [g, *constraints])
 
 
 def _project(g: Array, constraints: Sequence[Array], sweeps: int = 50) -> Array:

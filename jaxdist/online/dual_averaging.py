@@ -10,7 +10,7 @@ import optax
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
 from .._core.trees import choose, next_count, wide
-from .._core.types import Array, AxisNames, Int, PyTree, UInt, Updates
+from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
@@ -107,7 +107,7 @@ class _Config(NamedTuple):
     axis: AxisNames
 
 
-def _init(cfg: _Config, params: PyTree) -> AnytimeMinibatchState:
+def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
     cfg.geometry.check(params)
     dual = zeros_like(params)
@@ -123,12 +123,12 @@ def _init(cfg: _Config, params: PyTree) -> AnytimeMinibatchState:
 def _update(
     cfg: _Config,
     updates: Updates,
-    state: AnytimeMinibatchState,
+    state: State,
     params: PyTree | None = None,
     *,
     examples: Any = None,
     **extra_args: Any,
-) -> tuple[Updates, AnytimeMinibatchState]:
+) -> tuple[Updates, State]:
     del extra_args
     if params is None:
         raise ValueError(NO_PARAMS)

@@ -10,7 +10,7 @@ import optax
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
 from .._core.trees import choose, next_count, wide
-from .._core.types import Array, AxisNames, Int, PyTree, UInt, Updates
+from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
@@ -125,7 +125,7 @@ class _Config(NamedTuple):
         return self.combine_first and self.weights == "batch"
 
 
-def _init(cfg: _Config, params: PyTree) -> MirrorDescentState:
+def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
     cfg.geometry.check(params)
     examples = bind(PerWorker(jnp.ones((), jnp.float32)), cfg.axis) if cfg.keeps_examples else None
@@ -135,12 +135,12 @@ def _init(cfg: _Config, params: PyTree) -> MirrorDescentState:
 def _update(
     cfg: _Config,
     updates: Updates,
-    state: MirrorDescentState,
+    state: State,
     params: PyTree | None = None,
     *,
     examples: Any = None,
     **extra_args: Any,
-) -> tuple[Updates, MirrorDescentState]:
+) -> tuple[Updates, State]:
     del extra_args
     if params is None:
         raise ValueError(NO_PARAMS)

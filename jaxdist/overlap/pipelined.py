@@ -209,12 +209,12 @@ def _apply_pending(cfg: _Config, state: PipelinedState, split: LayerSplit, owner
 
 
 def _reduce_layers(
-    cfg: _Config, gradients: dict[int, PyTree], states: tuple[State, ...]
+    cfg: _Config, gradients: dict[int, PyTree], old_states: tuple[State, ...]
 ) -> tuple[list[PyTree | None], tuple[State, ...]]:
     """Reduces the gradients of layers one after the other, in the order of the dict, with `None` for other layers."""
     comm, reducer = over(cfg.axis), cfg.reducer
-    means: list[PyTree | None] = [None] * len(states)
-    states, previous = list(states), ()
+    means: list[PyTree | None] = [None] * len(old_states)
+    states, previous = list(old_states), ()
     for i, gradient in gradients.items():
         with jax.named_scope(f"layer_{i}"):
             # Each waits for the one before: compilers merge collectives that are independent.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._core.types import Array, PyTree
 from ..state.marks import is_mark
-from .layer_passes import Layer, floating, row, with_floating
+from .layer_passes import floating, row, with_floating
 
 
 class Layered(NamedTuple):
@@ -36,12 +36,12 @@ class WaveModel(NamedTuple):
     """The functions of a model.
 
     Attributes:
-      layer: `(params, x) -> x`, or a tuple of such functions.
+      layer: a `Layer`, `(params, x) -> x`, or a tuple of them.
       head: `(params, x, batch) -> loss`.
       embed: `(params, batch) -> x`.
     """
 
-    layer: Layer | tuple[Layer, ...]
+    layer: Any
     head: Callable[[PyTree, PyTree, PyTree], Array]
     embed: Callable[[PyTree, PyTree], PyTree]
 
