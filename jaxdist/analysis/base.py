@@ -105,6 +105,7 @@ def make_collective(
 
 def permutation_groups(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """Returns the sets of workers that a permutation connects with each other, as sorted groups."""
+    # Union by sets: members of a group share one set object.
     group_of: dict[int, set[int]] = {}
     for source, target in pairs:
         merged = group_of.get(source, {source}) | group_of.get(target, {target})
@@ -122,6 +123,7 @@ def mesh_groups(
       over: positions in `shape` of the axes that take part; their order is the order within a group.
       order: device positions in mesh order, when the mesh is not in the order of its devices.
     """
+    # Move the reduced axes last: each row of the result is then a group.
     ids = np.arange(int(np.prod(shape))) if order is None else order
     rest = [dimension for dimension in range(len(shape)) if dimension not in over]
     members = int(np.prod([shape[dimension] for dimension in over]))

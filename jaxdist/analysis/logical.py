@@ -115,6 +115,7 @@ def _record(kind: str, equation: Any, sizes: Mapping[str, int], where: str, warn
         operands = operands[:1]
         warnings.append(f"a ragged all-to-all in {where} sends as many rows as its sizes say; counted all of them")
     order = list(sizes)
+    # `axis_index_groups` selects parts of each group, by position within it.
     groups = mesh_groups(list(sizes.values()), [order.index(axis) for axis in names])
     if params.get("axis_index_groups"):
         groups = tuple(

@@ -74,6 +74,7 @@ def table(found: Collectives) -> str:
       collective-permute  float32        2      1         1  4,096       4,096
       one worker sends                                                   8,192
     """
+    # Unrolled layers repeat the same collective many times: one row for all of them.
     merged: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
     for op in found.ops:
         merged[op.kind, dtype_name(op), op.group_size, op.bytes].append(op)

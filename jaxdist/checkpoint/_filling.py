@@ -131,6 +131,7 @@ def _portions(names: Sequence[str], stored: Mapping[str, Leaf]) -> Iterator[list
 
 def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]:
     """Reads leaves directly into their shardings."""
+    # Orbax restores each array with the sharding of its target.
     target = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in leaves.items()
     }
@@ -197,6 +198,7 @@ def convert(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], shape: 
 
 def _unshard(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
     """Undoes the marks like `jd.consensus`: per-worker values are combined by their rule, shards are joined."""
+    # Each mark owns the first dimension that is left; only the last one can be Sharded, with padding at its end.
     for mark in cutting(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])

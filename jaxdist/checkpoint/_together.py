@@ -47,6 +47,7 @@ class Together:
         if self._process > 0:
             self._set(f"said/{self._answers}/{self._process}", value)
             return self._receive()
+        # The answer is the list itself, so that all processes return the same.
         found = self._gather()
         return self._answer([value, *(found[process] for process in range(1, self._processes))])
 
@@ -93,6 +94,7 @@ class Together:
         """Waits for the answer of process 0."""
         until = time.monotonic() + LIMIT_SECONDS + GRACE_SECONDS
         while time.monotonic() < until:
+            # In short waits, to notice the failure of another process.
             try:
                 text = self._store.blocking_key_value_get(f"{self._place}/answer/{self._answers}", POLL_MILLISECONDS)
             except jax.errors.JaxRuntimeError as problem:

@@ -162,6 +162,7 @@ def resume(
     with Together(f"resume from {path}") as together:
         root = _files.root_of(path)
         steps, before = together.first(lambda: (_files.steps(root), _files.list_damaged_steps(root)))
+        # The newest first; every process takes part in checking each of them.
         for step in reversed(steps):
             try:
                 folder = _files.folder_of(root, step)
@@ -234,6 +235,7 @@ def _read_one(path: str | Path, step: int | None, take: Callable[[Path, Manifest
                     raise
                 continue
             together.all()
+            # A checkpoint of the same step may have replaced this one halfway through.
             if _is_unchanged(folder, before):
                 return result
     raise FileNotFoundError(

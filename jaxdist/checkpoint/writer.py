@@ -140,6 +140,7 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
             root = _files.root_of(path)
             _check_keep(keep)
             together.first(lambda: held.enter_context(_files.lock(root)))
+        # A single thread, so that saves are committed in their order.
         pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
         try:
             yield Writer(save_beside, wait_for_last)
@@ -205,6 +206,7 @@ def _begin(
         together.first(prepare)
     folder = root / f"{step}{_files.UNFINISHED}" / _files.ARRAYS
     handler = ocp.StandardCheckpointHandler()
+    # `async_save` returns futures of the writes once the arrays are in host memory.
     with _all_or_nothing(together, root, step):
         _wait_for_folder(folder)
         written = run(handler.async_save(path_of(folder), args=ocp.args.StandardSave(arrays)))
@@ -236,6 +238,7 @@ def _wait_for_folder(folder: Path) -> None:
 
 def _wait(written: Sequence[Any], together: Together) -> None:
     """Waits until this process has written everything; cancels the rest if another process fails."""
+    # Wait in a thread, to look for failures of the other processes meanwhile.
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writes")
     done = pool.submit(lambda: [write.result() for write in written])
     try:

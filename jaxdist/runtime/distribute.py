@@ -152,6 +152,7 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
 
 def _run_worker(cfg: _Config, static: dict[str, Any], state: State, batch: PyTree) -> tuple[State, Any]:
     """Runs the step of one worker on its shards, and checks what must be equal on all workers."""
+    # JAX reports values that it cannot type, such as a replicated carry that becomes varying, by a TypeError.
     try:
         new, metrics = run_step(cfg.step, open_state(state, cfg.axes), batch, **static)
     except TypeError as error:

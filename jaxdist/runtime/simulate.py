@@ -94,6 +94,7 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
     specs = [*state_specs, *_batch_specs(batch, cfg.batch_specs, axes)]
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
     blocks = [_to_blocks(leaf, spec, cfg.sizes) for leaf, spec in zip(leaves, specs, strict=True)]
+    # Unmapped outputs must be equal on all workers: `vmap` refuses those that it cannot prove to be.
     try:
         new, metrics = _map_workers(worker, specs, state_specs, None)(*blocks)
     except ValueError as error:
@@ -158,6 +159,7 @@ def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array
     shape: list[int] = []
     # The dimension of each axis in the split array.
     place: dict[str, int] = {}
+    # Dimension `(a·b·n)` sharded over axes a and b becomes `a, b, n`; then the axes move to the front.
     for dimension, length in enumerate(x.shape):
         for name in axis_tuple(spec[dimension]) if dimension < len(spec) else ():
             if length % sizes[name]:

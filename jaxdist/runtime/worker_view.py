@@ -88,8 +88,8 @@ def _map_fields(f: Any, state: State, *rest: State) -> State:
         return f(state, *rest)
     children, structure = fields(state)
     others = [fields(tree)[0] for tree in rest]
+    # A step that adds or drops fields is reported by `check_same`.
     if any(len(other) != len(children) for other in others):
-        # The caller compares the trees and reports the difference.
         return state
     return structure.unflatten([f(*group) for group in zip(children, *others, strict=True)])
 

@@ -59,6 +59,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     limit = constant_of(right)
     if limit is None or left is None or left.element is None:
         return None
+    # The counter: its first value, and its step as the offset that the body adds to its own element.
     start = _element(module, computation, loop.operands[0], left.element, ())
     after = _element(module, body, module.computations[body].root, left.element, _CARRY)
     if start is None or start.element is not None or after is None or after.element != left.element:

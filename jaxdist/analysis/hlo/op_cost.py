@@ -162,6 +162,7 @@ def _writes(body: Computation, fusion: Instruction) -> int:
 
 def _dot(instruction: Instruction, left: list[Shape], right: list[Shape]) -> float:
     del right
+    # 2 · (entries of the result) · (length of the contracted dimensions).
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
     over = [int(n) for n in contracted.group(1).split(",") if n] if contracted else []
     return 2.0 * math.prod(shapes(instruction.result)[0].dimensions) * math.prod(left[0].dimensions[n] for n in over)
@@ -183,6 +184,7 @@ def _convolution(instruction: Instruction, left: list[Shape], right: list[Shape]
         padding = int(_window_entry(window, "pad", n, "0_0").split("_")[0])
         steps = [int(_window_entry(window, key, n, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")]
         count *= _positions(into, size, shape[result.index(str(n))], padding, *steps)
+    # Each result entry sums over the kernel window and its input features, two operations per pair.
     groups = re.search(r"batch_group_count=(\d+)", instruction.attributes)
     batch = left[0].dimensions[data.index("b")] // (int(groups.group(1)) if groups else 1)
     return 2.0 * count * batch * right[0].dimensions[kernel.index("i")] * shape[result.index("f")]

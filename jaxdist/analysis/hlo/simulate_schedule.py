@@ -222,6 +222,7 @@ class _Walker:
         if trips is None:
             self.warnings.append(f"the loop {instruction.name} in {name} runs an unknown number of times; counted once")
             trips = 1
+        # The first iteration may wait for lanes that are busy before the loop; the later ones are alike.
         if trips:
             self.run(body, times)
         if trips > 1:
@@ -306,6 +307,7 @@ class _Walker:
     def collectives_in(self, name: str) -> list[tuple[str, Collective]]:
         """Lists the collectives of a computation and of those that it calls."""
         found = []
+        # A fusion or an asynchronous wrapper can contain the collective that it runs.
         for instruction in self.module.computations[name].instructions.values():
             if kind_of(instruction) and not is_continuation(self.module, self.chains, name, instruction):
                 found.append((instruction.name, record(self.module, name, instruction, self.warnings)))
