@@ -1,5 +1,6 @@
-"""The optimizer's state in the memory of the host."""
+"""ZeRO-Offload: the optimizer's state in host memory, updated there or streamed through the device."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..._core.compat import lies_on_host, varying_axes
-from ..._core.types import Array, PyTree, State
+from ..._core.types import Array, PyTree, State, Updates
 from ...state.marks import OnHost, is_mark
 from .delayed import delayed as with_delay
 from .program import flatten
@@ -18,7 +19,7 @@ MISSING = "offload.host with master_dtype needs the parameters: call update(grad
 
 
 class MasterState(NamedTuple):
-    """`inner` of the optimizer of `master`, the parameters in more precise numbers."""
+    """`inner`: the state of the optimizer; `master`: the parameters in higher precision."""
 
     inner: State
     master: PyTree
@@ -32,37 +33,37 @@ def host(
     master_dtype: Any | None = None,
     tile_bytes: int = TILE_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the state of any optimizer in the host's memory; the numbers are those of `inner`.
+    """Keeps the state of any optimizer in host memory; the results are those of `inner`.
 
-    The trace of `inner.update` is divided: what reads the state and makes the new one is done beside it, all else on
-    the device, and the cut runs where the fewest bytes cross. So clipping, collectives and matrix products stay on the
-    device, of the moments of Adam only gradients go down and only updates come up.
+    The trace of `inner.update` is divided: operations that read the state and compute the new one run beside it, all
+    others on the device, and the cut is where the fewest bytes cross. So clipping, collectives and matrix products stay
+    on the device; for Adam only gradients are sent to the host, and only updates back.
 
-    - `compute="host"` (ZeRO-Offload): the host's processor updates. `4M` bytes cross a step for `M` parameters in
-      bfloat16 with `master_dtype`, `8M` for float32.
-    - `compute="device"`: the state visits the device in portions of `tile_bytes`; while one is computed on, the next
-      travels. Twice the state crosses, 16M bytes for float32 Adam, but no processor stands in the way. Portions are
-      rows, 8 or a multiple, as TPUs move them; matrices of fewer than 24 rows, and vectors of a length that is no
-      multiple of 1024, visit it whole.
+    - `compute="host"` (ZeRO-Offload): the host's processor computes the update. `4M` bytes cross per step for `M`
+      parameters in bfloat16 with `master_dtype`, `8M` for float32.
+    - `compute="device"`: the state is streamed through the device in portions of `tile_bytes`; while one is computed,
+      the next is transferred. Twice the state crosses, 16M bytes for float32 Adam, but the host computes nothing.
+      Portions are multiples of 8 rows, as TPUs transfer them; matrices of fewer than 24 rows, and vectors whose length
+      is not a multiple of 1024, are transferred whole.
 
-    Around `zero_redundancy` each worker keeps its part in its host's memory, `K/W` bytes a parameter, and computes on
-    it: write `host(zero_redundancy(inner))`. The other order is refused.
+    Around `zero_redundancy` each worker keeps its shard in its host's memory, `K/W` bytes per parameter, and computes
+    on it: write `host(zero_redundancy(inner))`. The other order is refused.
 
-    *On the wire*: what `inner` sends, unchanged.
+    *On the wire*: the collectives of `inner`, unchanged.
 
-    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had. What `init` returns lies in host
-    memory already; `distribute` and `simulate` keep it there, as do plain `jax.jit` and donation.
+    *State*: that of `inner`, every leaf in the mark `OnHost` around the mark it had. `init` returns it in host memory;
+    `distribute` and `simulate` keep it there, as do plain `jax.jit` and donation.
 
     Args:
       inner: any optimizer, or a chain. Loops that work on the state are refused.
-      compute: where the update is computed. The device, unless the link to the host is slow and its memory fast.
-      delayed: `True` or a step: from then on each update is that of the gradients of the step before, so that the host
-        may work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner` that
-        communicates write `host(zero_redundancy(offload.delayed(...)))`.
+      compute: where the update is computed. Use the device, unless the link to the host is slow and its memory fast.
+      delayed: `True` or a step: from then on each step applies the update of the previous step's gradients, so that the
+        host can work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner`
+        that communicates write `host(zero_redundancy(offload.delayed(...)))`.
       master_dtype: `jnp.float32` keeps the parameters in it on the host, updates those, and sends their rounding.
-      tile_bytes: how much state is one portion: smaller takes less memory on the device, larger has fewer transfers.
-        Two portions are at work at a time, with their results. A leaf larger than it is cut if its entries do not
-        depend on one another.
+      tile_bytes: the bytes of state in one portion: smaller takes less memory on the device, larger has fewer
+        transfers. Two portions are on the device at a time, with their results. A larger leaf is cut if its operations
+        are entrywise.
 
     Returns:
       A gradient transformation; call its `update` under `jax.jit`. With `master_dtype` updates are float32, so that
@@ -88,46 +89,54 @@ def host(
         raise ValueError(f'compute must be "host" or "device", got {compute!r}')
     if tile_bytes < 1:
         raise ValueError(f"tile_bytes must be at least 1, got {tile_bytes}")
-    waits = delayed is not False
     if master_dtype is not None:
         inner = _with_master(inner, master_dtype)
-    if waits:
-        inner = with_delay(inner, int(delayed) if delayed is not True else 0)
-    inner = optax.with_extra_args_support(inner)
+    if delayed is not False:
+        inner = with_delay(inner, 0 if delayed is True else int(delayed))
+    cfg = _Config(optax.with_extra_args_support(inner), compute, delayed is not False, tile_bytes)
+    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
-    def init(params) -> State:
-        def one(node):
-            return node if isinstance(node, OnHost) else OnHost(jax.tree.map(_to_host, node))
 
-        return jax.tree.map(one, inner.init(params), is_leaf=is_mark)
+class _Config(NamedTuple):
+    inner: optax.GradientTransformationExtraArgs
+    compute: Literal["host", "device"]
+    is_delayed: bool
+    tile_bytes: int
 
-    def update(updates, state, params=None, **extra_args):
-        uncut = [x for x in jax.tree.leaves(updates, is_leaf=is_mark) if not is_mark(x)]
-        if waits and any(map(varying_axes, uncut)):
-            raise ValueError(
-                "delayed= would keep gradients that differ between workers: average them before, or put the delay "
-                "where they are, offload.host(zero_redundancy(offload.delayed(inner)))"
-            )
-        bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
 
-        def whole(updates, bare, params):
-            return inner.update(*jax.tree.map(_to_device, (updates, bare, params)), **extra_args)
+def _init(cfg: _Config, params: PyTree) -> State:
+    def mark_on_host(node: Any) -> OnHost:
+        return node if isinstance(node, OnHost) else OnHost(jax.tree.map(_to_host, node))
 
-        arguments = (updates, bare, params)
-        closed, shapes = jax.make_jaxpr(whole, return_shape=True)(*arguments)
-        if jax.tree.structure(shapes[1]) != jax.tree.structure(bare):
-            raise ValueError("the optimizer returned a state with another tree than it was given")
-        count = len(jax.tree.leaves(bare))
-        first_in, first_out = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
-        pairs = {first_in + i: first_out + i for i in range(count)}
-        with jax.named_scope("offload_host"):
-            out = run(flatten(closed), jax.tree.leaves(arguments), pairs, compute=compute, tile_bytes=tile_bytes)
-        steps, new = jax.tree.structure(shapes).unflatten(out)
-        return steps, jax.tree.map(
-            lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark
+    return jax.tree.map(mark_on_host, cfg.inner.init(params), is_leaf=is_mark)
+
+
+def _update(
+    cfg: _Config, updates: Updates, state: State, params: PyTree = None, **extra_args: Any
+) -> tuple[Updates, State]:
+    replicated = [x for x in jax.tree.leaves(updates, is_leaf=is_mark) if not is_mark(x)]
+    if cfg.is_delayed and any(map(varying_axes, replicated)):
+        raise ValueError(
+            "delayed= would keep gradients that differ between workers: average them before, or delay the shards of "
+            "their mean, offload.host(zero_redundancy(offload.delayed(inner)))"
         )
+    bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def update_on_device(updates, bare, params):
+        return cfg.inner.update(*jax.tree.map(_to_device, (updates, bare, params)), **extra_args)
+
+    arguments = (updates, bare, params)
+    closed, shapes = jax.make_jaxpr(update_on_device, return_shape=True)(*arguments)
+    if jax.tree.structure(shapes[1]) != jax.tree.structure(bare):
+        raise ValueError("the optimizer returned a state with another tree than it was given")
+    # The state follows the updates, among the flat arguments and among the flat results.
+    first_in, first_out = len(jax.tree.leaves(updates)), len(jax.tree.leaves(shapes[0]))
+    pairs = {first_in + i: first_out + i for i in range(len(jax.tree.leaves(bare)))}
+    with jax.named_scope("offload_host"):
+        given = jax.tree.leaves(arguments)
+        out = run(flatten(closed), given, pairs, compute=cfg.compute, tile_bytes=cfg.tile_bytes)
+    steps, new = jax.tree.structure(shapes).unflatten(out)
+    return steps, jax.tree.map(lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark)
 
 
 def _to_host(x: Array) -> Array:
@@ -139,7 +148,7 @@ def _to_device(x: Array) -> Array:
 
 
 def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
-    """Updates a copy of the parameters in more precise numbers; theirs are its rounding."""
+    """Updates a copy of the parameters in higher precision; the parameters are its rounding."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params) -> MasterState:
@@ -152,7 +161,7 @@ def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.Gradi
         updates = jax.tree.map(lambda g: g.astype(dtype), updates)
         steps, new = inner.update(updates, state.inner, state.master, **extra_args)
         master = optax.apply_updates(state.master, steps)
-        # In more precise numbers, unlike other updates: added to the parameter it gives the rounding exactly.
+        # In `dtype`, unlike other updates: added to the parameter it gives the rounding exactly.
         differences = jax.tree.map(lambda x, p: x.astype(p.dtype).astype(dtype) - p.astype(dtype), master, params)
         return differences, MasterState(new, master)
 

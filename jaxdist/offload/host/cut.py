@@ -1,153 +1,187 @@
-"""Which equations of an update are computed beside the state, and what must cross for it.
+"""Chooses the operations of an update that run beside the state, and so the arrays that cross between memories.
 
-An equation is *beside* the state if it reads the state (from any distance) and the new state needs it. What comes
-before (reductions of gradients, norms, collectives) and what comes after is done on the device, but the cut runs where
-the fewest bytes cross: what makes an array larger on its way to the host is moved behind the crossing, and likewise on
-the way back. So of `(1-β₁)g` and `(1-β₂)g²` only `g` crosses, in the dtype that it came in, and of new master
-parameters only their rounding.
+An operation runs *beside* the state if it reads the state (directly or not) and the new state needs it. Operations
+before (reductions of gradients, norms, collectives) and after run on the device, but the cut is placed where the fewest
+bytes cross: an operation that enlarges an array on its way to the host is moved behind the crossing, and likewise on
+the way back. So of `(1-β₁)g` and `(1-β₂)g²` only `g` crosses, in its own dtype, and of new master parameters only their
+rounding.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
-from .program import CHEAP, LOOPS, Node, Program
+from ..._core.jaxprs import LOOPS
+from .program import CHEAP, Operation, Program
 
 
-class Cut(NamedTuple):
-    """`levels[0]`, `levels[2]`, ... are nodes for the device, `levels[1]`, `levels[3]`, ... those beside the state.
+class _Graph(NamedTuple):
+    """An update with its dependences. Operations are numbered; `reads_state[i]`: operation `i` depends on the state."""
 
-    A node can be in both: what is cheap is rather computed twice than sent.
-    """
+    program: Program
+    reads_state: list[bool]
+    consumers: dict[int, list[int]]
+    makers: dict[int, int]
+    state_out: set[int]
 
-    levels: list[list[Node]]
+    def is_used_in(self, i: int, members: Container[int]) -> bool:
+        """Returns True if one of `members` reads a result of operation `i`."""
+        outputs = self.program.operations[i].outputs
+        return any(j in members for value in outputs for j in self.consumers.get(value, ()))
 
+    def is_movable(self, i: int) -> bool:
+        operation = self.program.operations[i]
+        return not self.reads_state[i] and operation.name in CHEAP and not operation.communicates
 
-def cut(program: Program, state_in: Collection[int], state_out: Collection[int]) -> Cut:
-    """Places every node of an update.
-
-    Args:
-      program: the update.
-      state_in: the values that hold the state.
-      state_out: those that hold the new one.
-
-    Raises:
-      ValueError: a loop works on the state, so that no part of the work can be moved.
-    """
-    nodes = program.nodes
-    read = _from_state(program, state_in)
-    needed = _for_state(program, state_out)
-    core = {i for i in range(len(nodes)) if read[i] and needed[i] and not nodes[i].communicates}
-    for i in sorted(core):
-        if nodes[i].name in LOOPS:
-            raise ValueError(
-                f"the optimizer works on its state inside a `{nodes[i].name}`, which cannot be divided between host "
-                "and device: put host around the parts of the chain that have no loop"
-            )
-    consumers: dict[int, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for value in node.reads:
-            consumers.setdefault(value, []).append(i)
-
-    def users(i, among):
-        return any(j in among for value in nodes[i].outputs for j in consumers.get(value, ()))
-
-    makers = {value: i for i, node in enumerate(nodes) for value in node.outputs}
-
-    def moves(i):
-        return not read[i] and nodes[i].name in CHEAP and not nodes[i].communicates
-
-    def sources(i):
-        """The arrays that must cross if a node and all that can move with it are moved."""
+    def inputs_of_chain(self, i: int) -> set[int]:
+        """The arrays that must cross if operation `i` is moved with all movable operations before it."""
         found, seen, waiting = set(), {i}, [i]
         while waiting:
-            for value in program.arrays(nodes[waiting.pop()].reads):
-                j = makers.get(value)
-                if j is None or not moves(j):
+            for value in self.program.arrays(self.program.operations[waiting.pop()].reads):
+                j = self.makers.get(value)
+                if j is None or not self.is_movable(j):
                     found.add(value)
                 elif j not in seen:
                     seen.add(j)
                     waiting.append(j)
         return found
 
-    def sinks(i, beside, there):
-        """Whether an equation before the state is moved to it."""
-        if not moves(i) or not program.arrays(nodes[i].outputs):
+    def should_move(self, i: int, beside: set[int], present: Container[int]) -> bool:
+        """Returns True if moving operation `i` beside the state makes no more bytes cross; `present` are there."""
+        program, operation = self.program, self.program.operations[i]
+        if not self.is_movable(i) or not program.arrays(operation.outputs):
             return False
-        if not users(i, beside) and not set(state_out) & set(nodes[i].outputs):
+        if not self.is_used_in(i, beside) and not self.state_out & set(operation.outputs):
             return False
-        made = sum(map(program.nbytes, nodes[i].outputs))
-        ways = set(program.arrays(nodes[i].reads)), sources(i)
-        return any(sum(program.nbytes(value) for value in way if value not in there) <= made for way in ways)
+        made = sum(map(program.nbytes, operation.outputs))
+        ways = set(program.arrays(operation.reads)), self.inputs_of_chain(i)
+        return any(sum(program.nbytes(value) for value in way if value not in present) <= made for way in ways)
 
-    beside = set(core)
-    for i in reversed(range(len(nodes))):
-        if i not in beside and sinks(i, beside, ()):
+
+def cut(program: Program, state_in: Collection[int], state_out: Collection[int]) -> list[list[Operation]]:
+    """Places every operation of an update.
+
+    Args:
+      program: the update.
+      state_in: the values of the state.
+      state_out: the values of the new state.
+
+    Returns:
+      Levels: `[0]`, `[2]`, ... run on the device, `[1]`, `[3]`, ... beside the state. An operation can be in both:
+      cheap ones are computed twice rather than sent.
+
+    Raises:
+      ValueError: a loop works on the state, so that its work cannot be divided.
+    """
+    graph = _graph(program, state_in, state_out)
+    beside = _core(graph)
+    # Backwards: an operation moves only if one that reads it has moved.
+    for i in reversed(range(len(program.operations))):
+        if i not in beside and graph.should_move(i, beside, ()):
             beside.add(i)
+    _add_local(graph, beside, state_in)
+    device = set(range(len(program.operations))) - beside
+    _duplicate(graph, beside, device)
+    return _levels(program, beside, device, state_in)
 
-    # What the host has anyhow, and what could be computed there without another crossing.
-    made = {value for i in beside for value in nodes[i].outputs}
-    has = {value for i in beside for value in program.arrays(nodes[i].reads)} | made | set(state_in)
-    could: set[int] = set()
-    for i, node in enumerate(nodes):
-        if node.name in CHEAP and not node.communicates and all(v in has for v in program.arrays(node.reads)):
-            could.add(i)
-            has |= set(node.outputs)
-    for i in reversed(range(len(nodes))):
-        if i in beside or i not in could or not program.arrays((*nodes[i].reads, *nodes[i].outputs)):
+
+def _graph(program: Program, state_in: Collection[int], state_out: Collection[int]) -> _Graph:
+    consumers: dict[int, list[int]] = {}
+    for i, operation in enumerate(program.operations):
+        for value in operation.reads:
+            consumers.setdefault(value, []).append(i)
+    makers = {value: i for i, operation in enumerate(program.operations) for value in operation.outputs}
+    return _Graph(program, _depends_on_state(program, state_in), consumers, makers, set(state_out))
+
+
+def _core(graph: _Graph) -> set[int]:
+    """The operations that must run beside the state: they read it, and the new state needs them."""
+    operations = graph.program.operations
+    needed = _needed_for_state(graph.program, graph.state_out)
+    core = {
+        i for i, operation in enumerate(operations) if graph.reads_state[i] and needed[i] and not operation.communicates
+    }
+    for i in sorted(core):
+        if operations[i].name in LOOPS:
+            raise ValueError(
+                f"the optimizer works on its state inside a `{operations[i].name}`, which cannot be divided between "
+                "host and device: put host around the parts of the chain that have no loop"
+            )
+    return core
+
+
+def _add_local(graph: _Graph, beside: set[int], state_in: Collection[int]) -> None:
+    """Adds operations that can run beside the state without another crossing, where that saves bytes."""
+    program, operations = graph.program, graph.program.operations
+    made = {value for i in beside for value in operations[i].outputs}
+    present = {value for i in beside for value in program.arrays(operations[i].reads)} | made | set(state_in)
+    possible: set[int] = set()
+    for i, operation in enumerate(operations):
+        is_cheap = operation.name in CHEAP and not operation.communicates
+        if is_cheap and all(v in present for v in program.arrays(operation.reads)):
+            possible.add(i)
+            present |= set(operation.outputs)
+    for i in reversed(range(len(operations))):
+        operation = operations[i]
+        if i in beside or i not in possible or not program.arrays((*operation.reads, *operation.outputs)):
             continue
-        incoming = sum(map(program.nbytes, nodes[i].reads))
-        if read[i]:
-            shrinks = incoming > sum(map(program.nbytes, nodes[i].outputs))
-            if shrinks or users(i, beside):
+        if graph.reads_state[i]:
+            # On the way back: the smaller array crosses.
+            incoming, outgoing = (sum(map(program.nbytes, side)) for side in (operation.reads, operation.outputs))
+            if incoming > outgoing or graph.is_used_in(i, beside):
                 beside.add(i)
-        elif sinks(i, beside, has):
+        elif graph.should_move(i, beside, present):
             beside.add(i)
-    sent_back = {x for x in program.outputs if isinstance(x, int)} - set(state_out)
-    device = set(range(len(nodes))) - beside
+
+
+def _duplicate(graph: _Graph, beside: set[int], device: set[int]) -> None:
+    """Adds to the device operations that do not read the state, and whose results are needed there too."""
+    sent_back = {x for x in graph.program.outputs if isinstance(x, int)} - graph.state_out
     for i in sorted(beside, reverse=True):
-        if not read[i] and (sent_back & set(nodes[i].outputs) or users(i, device)):
+        outputs = set(graph.program.operations[i].outputs)
+        if not graph.reads_state[i] and (sent_back & outputs or graph.is_used_in(i, device)):
             device.add(i)
-    return Cut(_levels(program, beside, device, state_in))
 
 
-def _from_state(program: Program, state_in: Collection[int]) -> list[bool]:
-    """Which nodes depend on the state, not counting ways through single numbers."""
+def _depends_on_state(program: Program, state_in: Collection[int]) -> list[bool]:
+    """For each operation, True if it depends on the state, not counting dependence through single numbers."""
     touched = {value for value in state_in if program.is_array(value)}
-    out = []
-    for node in program.nodes:
-        out.append(any(value in touched for value in node.reads))
-        if out[-1]:
-            touched |= set(program.arrays(node.outputs))
-    return out
+    found = []
+    for operation in program.operations:
+        found.append(any(value in touched for value in operation.reads))
+        if found[-1]:
+            touched |= set(program.arrays(operation.outputs))
+    return found
 
 
-def _for_state(program: Program, state_out: Collection[int]) -> list[bool]:
-    """Which nodes the new state depends on."""
+def _needed_for_state(program: Program, state_out: Collection[int]) -> list[bool]:
+    """For each operation, True if the new state depends on it."""
     wanted = set(state_out)
-    out = []
-    for node in reversed(program.nodes):
-        out.append(bool(wanted & set(node.outputs)))
-        if out[-1]:
-            wanted |= set(node.reads)
-    return out[::-1]
+    found = []
+    for operation in reversed(program.operations):
+        found.append(bool(wanted & set(operation.outputs)))
+        if found[-1]:
+            wanted |= set(operation.reads)
+    return found[::-1]
 
 
-def _levels(program: Program, beside: set[int], device: set[int], state_in: Collection[int]) -> list[list[Node]]:
-    """Alternating stages; a node goes into the earliest in which all that it reads is there or can be sent."""
+def _levels(program: Program, beside: set[int], device: set[int], state_in: Collection[int]) -> list[list[Operation]]:
+    """Alternating levels; an operation goes into the earliest one in which all its inputs are available."""
     given = [*program.inputs, *program.constants]
-    ready = (dict.fromkeys(given, 0), dict.fromkeys(state_in, 1))  # from which level on, on the device and beside
-    levels: list[list[Node]] = [[], []]
-    for i, node in enumerate(program.nodes):
-        for place, members in enumerate((device, beside)):
+    # For each value the level from which on it is available, on the device and beside the state.
+    ready = (dict.fromkeys(given, 0), dict.fromkeys(state_in, 1))
+    levels: list[list[Operation]] = [[], []]
+    for i, operation in enumerate(program.operations):
+        for side, members in enumerate((device, beside)):
             if i not in members:
                 continue
-            at = place
-            for value in node.reads:
-                here, there = ready[place].get(value), ready[1 - place].get(value)
-                at = max(at, min(x for x in (here, None if there is None else there + 1) if x is not None))
-            while len(levels) <= at:
+            level = side
+            for value in operation.reads:
+                here, there = ready[side].get(value), ready[1 - side].get(value)
+                # A value of the other side is sent at the end of its level.
+                level = max(level, min(x for x in (here, None if there is None else there + 1) if x is not None))
+            while len(levels) <= level:
                 levels.append([])
-            levels[at].append(node)
-            for value in node.outputs:
-                ready[place][value] = at
+            levels[level].append(operation)
+            for value in operation.outputs:
+                ready[side][value] = level
     return levels

@@ -1,19 +1,28 @@
-"""A trace as a flat list of equations between numbered values."""
+"""A trace as a flat list of operations on numbered values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from ..._core.compat import Literal
-from ..._core.jaxprs import CASTS, ELEMENTWISE, RESHAPES, apply_primitive, inner_jaxprs
+from ..._core.jaxprs import (
+    CASTS,
+    ELEMENTWISE,
+    INDIVISIBLE,
+    RESHAPES,
+    apply_primitive,
+    called_jaxpr,
+    evaluate,
+    inner_jaxprs,
+)
 
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "iota"))
 CHEAP = ELEMENTWISE | RESHAPES | REDUCTIONS | CASTS
-LOOPS = frozenset(("scan", "while"))
+# Inlining these would lose where or how often they run.
+OPAQUE = (*INDIVISIBLE, "compute_on", "shard_map")
 
 
-class Node(NamedTuple):
+class Operation(NamedTuple):
     """One equation. An input is the number of a value, or a literal."""
 
     equation: Any
@@ -32,7 +41,7 @@ class Node(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        """Whether it is a collective, or asks which worker this is."""
+        """Returns True for collectives, and for the index of this worker."""
         return _communicates(self.equation)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -43,72 +52,74 @@ class Node(NamedTuple):
 class Program(NamedTuple):
     """A trace. `types[v]` has the shape and dtype of value `v`; `outputs` are values or literals."""
 
-    nodes: list[Node]
+    operations: list[Operation]
     types: list[Any]
     inputs: list[int]
     outputs: list[Any]
     constants: dict[int, Any]
 
     def nbytes(self, value: int) -> int:
-        """0 for what has only one entry: it may go anywhere."""
+        """The bytes of an array; 0 for a single number, which may cross freely."""
         aval = self.types[value]
         return aval.size * aval.dtype.itemsize if aval.size > 1 else 0
 
     def is_array(self, value: int) -> bool:
-        """Whether it has more than one entry."""
+        """Returns True for values with more than one entry."""
         return self.types[value].size > 1
 
     def arrays(self, values: Sequence[int]) -> list[int]:
-        """Those with more than one entry."""
+        """The values with more than one entry."""
         return [v for v in values if self.is_array(v)]
 
 
-def flatten(closed: Any) -> Program:
-    """The program of a closed jaxpr: calls are inlined, moves between memories and dead equations left out."""
-    types: list[Any] = []
-    nodes: list[Node] = []
-    constants: dict[int, Any] = {}
+class _Flattener:
+    """Collects the operations of a trace."""
 
-    def new(aval) -> int:
-        types.append(aval)
-        return len(types) - 1
+    def __init__(self):
+        self.types: list[Any] = []
+        self.operations: list[Operation] = []
+        self.constants: dict[int, Any] = {}
 
-    def constant(value) -> int:
-        number = new(jax.typeof(value))
-        constants[number] = value
+    def add(self, aval: Any) -> int:
+        self.types.append(aval)
+        return len(self.types) - 1
+
+    def add_constant(self, value: Any) -> int:
+        number = self.add(jax.typeof(value))
+        self.constants[number] = value
         return number
 
-    def inline(jaxpr, consts, atoms):
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *atoms], strict=True))
+    def inline(self, closed: Any, inputs: Sequence[Any]) -> list[Any]:
+        return evaluate(closed, self.apply, inputs, literal=lambda atom: atom, constant=self.add_constant)
 
-        def of(atom):
-            return atom if isinstance(atom, Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            inputs = [of(atom) for atom in equation.invars]
-            inside = inner_jaxprs(equation)
-            if equation.primitive.name == "device_put":
-                outputs = inputs
-            elif len(inside) == 1 and equation.primitive.name not in (*LOOPS, "cond", "compute_on", "shard_map"):
-                outputs = inline(inside[0].jaxpr, [constant(c) for c in inside[0].consts], inputs)
-            else:
-                outputs = [new(var.aval) for var in equation.outvars]
-                nodes.append(Node(equation, tuple(inputs), tuple(outputs)))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [of(atom) for atom in jaxpr.outvars]
-
-    inputs = [new(var.aval) for var in closed.jaxpr.invars]
-    outputs = inline(closed.jaxpr, [constant(c) for c in closed.consts], inputs)
-    return Program(_alive(nodes, outputs), types, inputs, outputs, constants)
+    def apply(self, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+        # `run` decides where values are kept, so moves between memories in the trace are dropped.
+        if equation.primitive.name == "device_put":
+            return inputs
+        body = called_jaxpr(equation, opaque=OPAQUE)
+        if body is not None:
+            return self.inline(body, inputs)
+        outputs = tuple(self.add(var.aval) for var in equation.outvars)
+        self.operations.append(Operation(equation, tuple(inputs), outputs))
+        return outputs
 
 
-def _alive(nodes: list[Node], outputs: Sequence[Any]) -> list[Node]:
+def flatten(closed: Any) -> Program:
+    """The program of a closed jaxpr: calls are inlined; moves between memories and dead equations are left out."""
+    flattener = _Flattener()
+    inputs = [flattener.add(var.aval) for var in closed.jaxpr.invars]
+    outputs = flattener.inline(closed, inputs)
+    operations = _remove_dead(flattener.operations, outputs)
+    return Program(operations, flattener.types, inputs, outputs, flattener.constants)
+
+
+def _remove_dead(operations: list[Operation], outputs: Sequence[Any]) -> list[Operation]:
     wanted = {x for x in outputs if isinstance(x, int)}
     kept = []
-    for node in reversed(nodes):
-        if wanted & set(node.outputs):
-            kept.append(node)
-            wanted |= set(node.reads)
+    for operation in reversed(operations):
+        if wanted & set(operation.outputs):
+            kept.append(operation)
+            wanted |= set(operation.reads)
     return kept[::-1]
 
 

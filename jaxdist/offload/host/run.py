@@ -1,7 +1,7 @@
-"""Carries out an update whose state lies in host memory."""
+"""Runs an update whose state is in host memory."""
 
-import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,9 +11,9 @@ from jax import lax
 from ..._core.compat import host_compute, lies_on_host
 from ..._core.types import Array
 from .cut import cut
-from .program import Node, Program, flatten
+from .program import Operation, Program, flatten
 from .stream import stream
-from .values import DEVICE, HOST, Chunk, Values, chunks, evaluate
+from .values import DEVICE, HOST, Portion, Values, portions_of, run_operations
 
 
 def run(
@@ -24,57 +24,63 @@ def run(
     compute: Literal["host", "device"],
     tile_bytes: int,
 ) -> list[Array]:
-    """The outputs of a program.
+    """Computes the outputs of a program.
 
     Args:
       program: the update.
       given: its inputs.
-      state: the input and the output, by their positions, of each leaf of the state.
-      compute: where the work is done that stands beside the state.
-      tile_bytes: how much state is one portion of it.
+      state: for each leaf of the state, the position of its input and that of its output.
+      compute: where the operations beside the state run.
+      tile_bytes: the bytes of state in one portion.
 
     Returns:
-      The new leaves of the state on the host, all else on the device.
+      The new leaves of the state on the host, all other outputs on the device.
     """
     held = {program.inputs[i]: program.outputs[o] for i, o in state.items()}
-    plan = cut(program, held.keys(), [x for x in held.values() if isinstance(x, int)])
+    levels = cut(program, held.keys(), [x for x in held.values() if isinstance(x, int)])
     values = Values(program, given)
-    for level, nodes in enumerate(plan.levels):
+    for level, operations in enumerate(levels):
+        # Even levels run on the device, odd ones beside the state.
         if level % 2 == 0:
-            for node in nodes:
-                operands = [values.get(x, host=False) if isinstance(x, int) else x.val for x in node.inputs]
-                for number, x in zip(node.outputs, node.run(operands), strict=True):
-                    values.put(number, x)
+            _run_on_device(operations, values)
             continue
-        later = _read_outside(program, plan.levels, level)
+        later = _read_outside(program, levels, level)
         if compute == "device":
-            stream(program, nodes, values, held, later, tile_bytes)
+            stream(program, operations, values, held, later, tile_bytes)
         else:
-            for portion in chunks(program, nodes, held.keys(), tile_bytes):
-                _on_host(portion, values, later)
-
-    def output(i, x):
-        host = i in state.values()
-        if isinstance(x, int):
-            return values.get(x, host=host)
-        return jax.device_put(jnp.asarray(x.val, x.aval.dtype), HOST if host else DEVICE)
-
-    return [output(i, x) for i, x in enumerate(program.outputs)]
+            for portion in portions_of(program, operations, held.keys(), tile_bytes):
+                _run_on_host(portion, values, later)
+    in_state = set(state.values())
+    return [_output(values, x, host=i in in_state) for i, x in enumerate(program.outputs)]
 
 
-def _read_outside(program: Program, levels: Sequence[Sequence[Node]], level: int) -> set[int]:
-    """What other levels or the caller read."""
-    others = {v for other, nodes in enumerate(levels) if other != level for node in nodes for v in node.reads}
-    return others | {x for x in program.outputs if isinstance(x, int)}
+def _output(values: Values, x: Any, *, host: bool) -> Array:
+    if isinstance(x, int):
+        return values.get(x, host=host)
+    return jax.device_put(jnp.asarray(x.val, x.aval.dtype), HOST if host else DEVICE)
 
 
-def _on_host(portion: Chunk, values: Values, later: set[int]) -> None:
-    made = {value for node in portion.nodes for value in node.outputs}
-    read = list(dict.fromkeys(v for node in portion.nodes for v in node.reads if v not in made))
+def _read_outside(program: Program, levels: Sequence[Sequence[Operation]], level: int) -> set[int]:
+    """The values that other levels or the caller read."""
+    others = [operations for other, operations in enumerate(levels) if other != level]
+    read = {value for operations in others for operation in operations for value in operation.reads}
+    return read | {x for x in program.outputs if isinstance(x, int)}
+
+
+def _run_on_device(operations: Sequence[Operation], values: Values) -> None:
+    for operation in operations:
+        operands = [values.get(x, host=False) if isinstance(x, int) else x.val for x in operation.inputs]
+        for number, x in zip(operation.outputs, operation.run(operands), strict=True):
+            values.put(number, x)
+
+
+def _run_on_host(portion: Portion, values: Values, later: set[int]) -> None:
+    made = {value for operation in portion.operations for value in operation.outputs}
+    read = list(dict.fromkeys(v for operation in portion.operations for v in operation.reads if v not in made))
     out = sorted(made & later)
 
-    def region(*operands):
-        found = evaluate(portion.nodes, dict(zip(read, operands, strict=True)), node_on_host)
+    def region(*operands: Array) -> list[Array]:
+        found = run_operations(portion.operations, dict(zip(read, operands, strict=True)), run_operation_on_host)
         return [found[value] for value in out]
 
     results = host_compute(region, len(out))(*(values.get(v, host=True) for v in read))
@@ -82,20 +88,22 @@ def _on_host(portion: Chunk, values: Values, later: set[int]) -> None:
         values.put(number, x)
 
 
-def node_on_host(node: Node, operands: Sequence[Any]) -> list[Any]:
-    """Constants would be made on the device; branches have been traced for the device."""
-    if node.name == "cond":
-        branches = [functools.partial(_branch, flatten(closed)) for closed in node.equation.params["branches"]]
+def run_operation_on_host(operation: Operation, operands: Sequence[Any]) -> list[Any]:
+    """Runs one operation with operands and results in host memory."""
+    # Branches have been traced for the device, so they are interpreted too.
+    if operation.name == "cond":
+        branches = [partial(_run_branch, flatten(closed)) for closed in operation.equation.params["branches"]]
         return lax.switch(operands[0], branches, *operands[1:])
+    # Constants alone would put the result on the device.
     if not any(isinstance(x, jax.Array) and lies_on_host(x) for x in operands):
         operands = [jax.device_put(x, HOST) for x in operands]
-    return [x if lies_on_host(x) else jax.device_put(x, HOST) for x in node.run(operands)]
+    return [x if lies_on_host(x) else jax.device_put(x, HOST) for x in operation.run(operands)]
 
 
-def _branch(program: Program, *operands: Array) -> list[Array]:
+def _run_branch(program: Program, *operands: Array) -> list[Array]:
     known = dict(zip(program.inputs, operands, strict=True))
     known |= {v: jax.device_put(x, HOST) for v, x in program.constants.items()}
-    known = evaluate(program.nodes, known, node_on_host)
+    known = run_operations(program.operations, known, run_operation_on_host)
     return [
         known[x] if isinstance(x, int) else jax.device_put(jnp.asarray(x.val, x.aval.dtype), HOST)
         for x in program.outputs

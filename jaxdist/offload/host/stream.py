@@ -1,4 +1,4 @@
-"""State that visits the device in portions, two of which are there at a time."""
+"""Streams the state through the device in portions, two of which are there at a time."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,110 +10,122 @@ from jax import lax
 
 from ..._core.compat import typed_like, varying_axes
 from ..._core.types import Array
-from .program import Node, Program
-from .values import DEVICE, HOST, Chunk, Values, chunks, entrywise, evaluate
+from .program import Operation, Program
+from .values import DEVICE, HOST, Portion, Values, common_shape, portions_of, run_operations
 
-# Smaller groups travel together and as they are.
+# Smaller portions are merged, and not cut into tiles.
 SMALL = 2**20
-ROWS, LANES = 8, 128  # of a register of XLA:TPU
+# The shape of a register of XLA:TPU.
+ROWS, LANES = 8, 128
 
 
 def stream(
     program: Program,
-    nodes: Sequence[Node],
+    operations: Sequence[Operation],
     values: Values,
     held: Mapping[int, Any],
     later: set[int],
     tile_bytes: int,
 ) -> None:
-    """Brings the state to the device in portions, computes, and takes the new state back to the host.
+    """Sends the state to the device in portions, computes, and sends the new state back to the host.
 
-    A leaf where entries do not depend on one another is cut into tiles in a loop: while one is computed on, the next
-    one travels, and nothing else is on the device. Compilers would send the first tiles of all leaves at once; each
-    waits for the loop before the last.
+    A leaf with entrywise operations is cut into tiles in a loop: while one tile is computed, the next one is
+    transferred, and nothing else is on the device. Compilers would send the first tiles of all leaves at once, so each
+    loop waits for the one before the previous loop.
     """
     done: list[Array] = []
-    for portion in chunks(program, nodes, held.keys(), min(SMALL, tile_bytes)):
-        shape = entrywise(program, portion)
+    for portion in portions_of(program, operations, held.keys(), min(SMALL, tile_bytes)):
+        shape = common_shape(program, portion)
         cuts = None
         if shape is not None and portion.nbytes >= min(SMALL, tile_bytes):
             cuts = _cuts(shape, -(-portion.nbytes // tile_bytes))
         if cuts is None:
-            _whole(portion, values, held, later)
+            _run_whole(portion, values, held, later)
             continue
-        finished = _tiled(program, portion, values, held, later, cuts, done[-2] if len(done) > 1 else None)
+        finished = _run_tiled(program, portion, values, held, later, cuts, done[-2] if len(done) > 1 else None)
         done += [] if finished is None else [finished]
 
 
 class Cuts(NamedTuple):
-    """How a leaf is cut: its shape, the shape that it is seen in, which dimension is cut, and how long a tile is."""
+    """How a leaf is cut: its shape, the shape it is viewed in, the dimension that is cut, and the length of a tile."""
 
     shape: tuple[int, ...]
-    seen: tuple[int, ...]
+    view: tuple[int, ...]
     axis: int
     length: int
 
 
 def _cuts(shape: tuple[int, ...], tiles: int) -> Cuts | None:
-    """Into at least so many tiles, or not at all.
+    """Cuts an array into at least this number of tiles, or returns `None`.
 
-    XLA:TPU moves no parts of the last dimension between host and device, and of the one before whole registers only. A
-    vector that fills registers is seen as a matrix, which there is the same bytes.
+    XLA:TPU cannot transfer parts of the last dimension between host and device, and parts of the one before only in
+    whole registers. A vector that fills registers is viewed as a matrix, which has the same memory layout there.
     """
-    tiles = max(4, tiles)  # a loop of one round would be unrolled
-    seen = (shape[0] // LANES, LANES) if len(shape) == 1 and shape[0] % (ROWS * LANES) == 0 else shape
-    outer = seen[:-1]
+    # A loop of a single round would be unrolled.
+    tiles = max(4, tiles)
+    view = (shape[0] // LANES, LANES) if len(shape) == 1 and shape[0] % (ROWS * LANES) == 0 else shape
+    outer = view[:-1]
     if not outer:
         return None
     axis = next((i for i, length in enumerate(outer) if length >= tiles), outer.index(max(outer)))
     length = -(-outer[axis] // min(tiles, outer[axis]))
-    if axis == len(seen) - 2:
+    if axis == len(view) - 2:
         length = max(ROWS, length // ROWS * ROWS)
-    return Cuts(shape, seen, axis, length) if outer[axis] // length >= 3 else None
+    return Cuts(shape, view, axis, length) if outer[axis] // length >= 3 else None
 
 
-def _sides(portion: Chunk, values: Values, held: Mapping[int, Any], later: set[int]):
-    """What a portion reads of the state and otherwise, and what it makes of the state and otherwise."""
-    made = {value for node in portion.nodes for value in node.outputs}
-    read = dict.fromkeys(v for node in portion.nodes for v in node.reads if v not in made)
+class _Uses(NamedTuple):
+    """The values that a portion reads, of the state and others, and makes: new state by the old one, and the rest."""
+
+    state: list[int]
+    others: list[int]
+    new: dict[int, int]
+    rest: list[int]
+
+
+def _uses(portion: Portion, held: Mapping[int, Any], later: set[int]) -> _Uses:
+    made = {value for operation in portion.operations for value in operation.outputs}
+    read = dict.fromkeys(v for operation in portion.operations for v in operation.reads if v not in made)
     state = [v for v in read if v in held]
     new = {old: number for old, number in held.items() if isinstance(number, int) and number in made}
     rest = sorted((made & later) - set(new.values()))
-    return state, [v for v in read if v not in held], new, rest
+    return _Uses(state, [v for v in read if v not in held], new, rest)
 
 
-def _whole(portion: Chunk, values: Values, held: Mapping[int, Any], later: set[int]) -> None:
-    state, others, new, rest = _sides(portion, values, held, later)
-    known = evaluate(portion.nodes, {v: values.get(v, host=False) for v in (*state, *others)}, Node.run)
+def _run_whole(portion: Portion, values: Values, held: Mapping[int, Any], later: set[int]) -> None:
+    state, others, new, rest = _uses(portion, held, later)
+    known = run_operations(portion.operations, {v: values.get(v, host=False) for v in (*state, *others)}, Operation.run)
     for value in (*new.values(), *rest):
         values.put(value, known[value])
 
 
-def _zero(after: Array | None, like: Array) -> Array | int:
-    """A zero that the compiler does not know: what uses it waits for `after`. No number of 32 bits has 64 ones."""
+def _zero_after(after: Array | None, like: Array) -> Array | int:
+    """A zero that the compiler cannot fold, so that everything that uses it waits for `after`."""
     if after is None or not varying_axes(after) <= varying_axes(like):
         return 0
+    # At most 32 of 32 bits are ones, and 32 >> 6 is zero.
     ones = lax.population_count(lax.bitcast_convert_type(after.astype(jnp.float32), jnp.int32))
     return lax.shift_right_logical(ones, 6)
 
 
-def _of_shape(shape: tuple[int, ...], node: Node, operands: Sequence[Any]) -> list[Any]:
-    """A node on tiles of this shape."""
-    if node.name == "broadcast_in_dim":
+def _run_on_tile(shape: tuple[int, ...], operation: Operation, operands: Sequence[Any]) -> list[Any]:
+    """Runs one operation on tiles of this shape."""
+    if operation.name == "broadcast_in_dim":
         return [jnp.broadcast_to(jnp.reshape(operands[0], ()), shape)]
-    return node.run(operands)
+    return operation.run(operands)
 
 
-def _tiled(
+def _run_tiled(
     program: Program,
-    portion: Chunk,
+    portion: Portion,
     values: Values,
     held: Mapping[int, Any],
     later: set[int],
     cuts: Cuts,
     after: Array | None,
 ) -> Array | None:
-    state, others, new, rest = _sides(portion, values, held, later)
+    """Computes a portion tile by tile; returns a number that is available when its last tile is, if there is one."""
+    state, others, new, rest = _uses(portion, held, later)
     state_arrays = program.arrays(state)
     _, shape, axis, length = cuts
     full, remainder = divmod(shape[axis], length)
@@ -129,7 +141,8 @@ def _tiled(
 
     def compute(tile, buffers, outs, at, size):
         known = fixed | tile | {v: lax.dynamic_slice_in_dim(x, at, size, axis) for v, x in arrays.items()}
-        known = evaluate(portion.nodes, known, functools.partial(_of_shape, (*shape[:axis], size, *shape[axis + 1 :])))
+        tile_shape = (*shape[:axis], size, *shape[axis + 1 :])
+        known = run_operations(portion.operations, known, functools.partial(_run_on_tile, tile_shape))
         buffers = {
             old: lax.dynamic_update_slice_in_dim(x, jax.device_put(known[new[old]], HOST), at, axis)
             for old, x in buffers.items()
@@ -139,13 +152,14 @@ def _tiled(
 
     def body(i, carry):
         tile, buffers, outs = carry
-        following = fetch(buffers, (i + 1) * length, length)  # travels while this one is computed
+        # The next tile is transferred while this one is computed.
+        following = fetch(buffers, (i + 1) * length, length)
         return following, *compute(tile, buffers, outs, i * length, length)
 
     outs = {v: typed_like(jnp.zeros(shape, program.types[v].dtype), program.types[v]) for v in rest}
-    first = _zero(after, values.get(state_arrays[0], host=True))
-    # A remainder that XLA:TPU cannot move reaches back into the tile before and computes entries of that again: so it
-    # is read before they change, which may cost a copy on the host.
+    first = _zero_after(after, values.get(state_arrays[0], host=True))
+    # A remainder that XLA:TPU cannot transfer is extended back into the previous tile, whose entries are computed
+    # again: so it is read before they change, which may cost a copy on the host.
     size = remainder if axis < len(shape) - 2 or remainder % ROWS == 0 else length
     end = shape[axis] - size
     last = fetch(buffers, end, size) if size > remainder else None

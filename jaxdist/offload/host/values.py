@@ -1,4 +1,4 @@
-"""The values of a program while it runs, on two sides."""
+"""The values of a program while it runs, in two memories, and the portions in which its state is processed."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ import jax
 from ..._core.compat import lies_on_host
 from ..._core.jaxprs import CASTS, ELEMENTWISE
 from ..._core.types import Array
-from .program import Node, Program
+from .program import Operation, Program
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 class Values:
-    """The values of a program, on the device, on the host or on both. What is needed elsewhere is sent, once."""
+    """The values of a program, on the device, on the host or on both; each is sent to the other side at most once."""
 
     def __init__(self, program: Program, given: Sequence[Array]):
         self.program = program
@@ -23,7 +23,7 @@ class Values:
             self.put(number, x)
 
     def put(self, number: int, x: Array) -> None:
-        """A value that has been computed."""
+        """Stores a value that has been computed."""
         self.known[lies_on_host(x)][number] = x
 
     def get(self, number: int, *, host: bool) -> Array:
@@ -33,66 +33,75 @@ class Values:
         return self.known[host][number]
 
 
-def evaluate(nodes: Sequence[Node], known: dict[int, Array], run_node: Callable[..., list[Any]]) -> dict[int, Array]:
-    """Runs nodes in their order."""
-    for node in nodes:
-        operands = [known[x] if isinstance(x, int) else x.val for x in node.inputs]
-        known.update(zip(node.outputs, run_node(node, operands), strict=True))
+def run_operations(
+    operations: Sequence[Operation], known: dict[int, Array], run: Callable[..., list[Any]]
+) -> dict[int, Array]:
+    """Runs operations in order by `run(operation, operands)`; adds their results to `known`."""
+    for operation in operations:
+        operands = [known[x] if isinstance(x, int) else x.val for x in operation.inputs]
+        known.update(zip(operation.outputs, run(operation, operands), strict=True))
     return known
 
 
-class Chunk(NamedTuple):
-    """Nodes in their order, the bytes of state that they read, and the values among it."""
+class Portion(NamedTuple):
+    """Operations in order, the values of the state that they read, and the bytes of these."""
 
-    nodes: list[Node]
+    operations: list[Operation]
     state: list[int]
     nbytes: int
 
 
-def chunks(program: Program, nodes: Sequence[Node], state: Collection[int], smallest: int) -> list[Chunk]:
-    """Nodes that share arrays stay together (those of one leaf); groups do not depend on one another.
+def portions_of(
+    program: Program, operations: Sequence[Operation], state: Collection[int], smallest: int
+) -> list[Portion]:
+    """Groups operations that share arrays (those of one leaf), so that portions do not depend on one another.
 
-    They are joined up to `smallest` bytes of state.
+    Portions are merged up to `smallest` bytes of state.
     """
-    parent = list(range(len(nodes)))
+    out: list[Portion] = []
+    for members in _connected(program, operations):
+        read = dict.fromkeys(value for operation in members for value in operation.reads if value in state)
+        size = sum(program.nbytes(value) for value in read)
+        if out and out[-1].nbytes + size <= smallest:
+            last = out.pop()
+            out.append(Portion(last.operations + members, last.state + list(read), last.nbytes + size))
+        else:
+            out.append(Portion(members, list(read), size))
+    return out
 
-    def root(i):
+
+def _connected(program: Program, operations: Sequence[Operation]) -> list[list[Operation]]:
+    """The connected components of operations that share an array, or a number that one of them computes."""
+    # Union-find over the operations' positions.
+    parent = list(range(len(operations)))
+
+    def root(i: int) -> int:
         while parent[i] != i:
             parent[i] = parent[parent[i]]
             i = parent[i]
         return i
 
     first: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        made_here = [value for value in node.reads if value in first]
-        for value in {*program.arrays((*node.reads, *node.outputs)), *made_here}:
+    for i, operation in enumerate(operations):
+        made_here = [value for value in operation.reads if value in first]
+        for value in {*program.arrays((*operation.reads, *operation.outputs)), *made_here}:
             j = first.setdefault(value, i)
             parent[root(i)] = root(j)
-        for value in node.outputs:
+        for value in operation.outputs:
             first.setdefault(value, i)
-    groups: dict[int, list[Node]] = {}
-    for i, node in enumerate(nodes):
-        groups.setdefault(root(i), []).append(node)
-
-    out: list[Chunk] = []
-    for members in groups.values():
-        read = dict.fromkeys(value for node in members for value in node.reads if value in state)
-        size = sum(program.nbytes(value) for value in read)
-        if out and out[-1].nbytes + size <= smallest:
-            last = out.pop()
-            out.append(Chunk(last.nodes + members, last.state + list(read), last.nbytes + size))
-        else:
-            out.append(Chunk(members, list(read), size))
-    return out
+    groups: dict[int, list[Operation]] = {}
+    for i, operation in enumerate(operations):
+        groups.setdefault(root(i), []).append(operation)
+    return list(groups.values())
 
 
-def entrywise(program: Program, chunk: Chunk) -> tuple[int, ...] | None:
-    """The shape of all its arrays if each entry can be computed by itself, else nothing."""
+def common_shape(program: Program, portion: Portion) -> tuple[int, ...] | None:
+    """The shape of all arrays of a portion whose operations are entrywise, or `None`."""
     shapes = set()
-    for node in chunk.nodes:
-        arrays = program.arrays((*node.reads, *node.outputs))
+    for operation in portion.operations:
+        arrays = program.arrays((*operation.reads, *operation.outputs))
         shapes |= {program.types[value].shape for value in arrays}
-        constant = node.name == "broadcast_in_dim" and not program.arrays(node.reads)
-        if node.name not in ELEMENTWISE | CASTS and not constant:
+        is_constant = operation.name == "broadcast_in_dim" and not program.arrays(operation.reads)
+        if operation.name not in ELEMENTWISE | CASTS and not is_constant:
             return None
     return shapes.pop() if len(shapes) == 1 else None
