@@ -1,4 +1,4 @@
-"""Models larger than a device: what is not needed now lies elsewhere, or is computed piece by piece."""
+"""Models larger than a device: state in host memory or on disk, and layers computed in tiles."""
 
 from .host.base import host as host
 from .host.delayed import delayed as delayed

@@ -1,7 +1,8 @@
-"""Linear layers of any width, computed in tiles: only one tile of the weights is whole at a time."""
+"""Linear layers of any width, computed in tiles: only one tile of the weights is gathered at a time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,34 +25,34 @@ def tiled_dense(
     axis: AxisNames = "data",
     remat: bool = True,
 ) -> Array:
-    """`x @ kernel + bias`, tile by tile: tiles that are cut over the workers or on the host are whole one at a time.
+    """Computes `x @ kernel + bias` tile by tile; of sharded or offloaded kernels only one tile is on the device.
 
-    `y[..., k] = Σ_j x[..., j] W_jk`: a loop over `k` and in it one over `j`. A `Sharded` tile is gathered, one `OnHost`
-    copied to the device, inside the loop and again in the backward pass, whose gradient for a cut tile is the mean over
-    workers by a reduce-scatter, as in `zero.gathered`.
+    `y[..., k] = Σ_j x[..., j] W_jk`: a loop over `k` and in it one over `j`. A `Sharded` tile is gathered and an
+    `OnHost` one copied to the device, inside the loop and again in the backward pass, whose gradient for a sharded tile
+    is the mean over workers by a reduce-scatter, as in `zero.gathered`.
 
-    Where the whole kernel lies on the device anyway, tiles save nothing: the loop needs them stacked, which is a copy,
-    and a matrix product has no temporary that they would shrink. Use `tiled_mlp` there, which does.
+    If the whole kernel is on the device anyway, tiles save nothing: the loop needs them stacked, which is a copy, and a
+    matrix product has no temporary arrays to shrink. `tiled_mlp` does save memory then.
 
-    *On the wire* for `Sharded` tiles of `n` entries in all, float32: two gathers and a reduce-scatter for each tile,
+    *On the wire* for `Sharded` tiles of `n` entries in total, float32: two gathers and a reduce-scatter for each tile,
     together `3(W-1)/W · 4n` bytes sent (without `remat` one gather less). None otherwise.
 
-    *Memory*: one tile with its gradient, and this worker's pieces of all tiles once more, stacked for the loop.
+    *Memory*: one tile with its gradient, and a copy of this worker's shards of all tiles, stacked for the loop.
 
     Args:
       x: `[..., n]`.
-      kernel: what `tile` returned, as it is or with its tiles marked (`zero.shard`); or a plain `[n, m]`.
+      kernel: the result of `tile`, as it is or with its tiles marked (`zero.shard`); or a plain `[n, m]`.
       bias: `[m]` or `None`; may be `Sharded`.
       in_splits: for a plain kernel, as in `tile`.
       out_splits: for a plain kernel, as in `tile`.
       axis: the mesh axis of the workers, where tiles are `Sharded`.
-      remat: fetch each tile again in the backward pass. Without it all of them live from forward to backward pass.
+      remat: fetch each tile again in the backward pass. Without it all are kept from the forward to the backward pass.
 
     Returns:
       `[..., m]`, in the dtype of the product of `x` and a tile.
 
     Raises:
-      ValueError: `x` does not fit the kernel; splits for a kernel that is tiled already; a mark that cannot be fetched.
+      ValueError: `x` does not fit the kernel; other splits for a kernel that is already tiled; a `PerWorker` kernel.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,31 +65,37 @@ def tiled_dense(
       2104.07857, 2021 (memory-centric tiling).
     """
     grid = _grid("tiled_dense", kernel, in_splits, out_splits)
-    pieces = [_columns(x, grid, j) for j in range(len(grid.tiles))]
-
-    def column(column_tiles):
-        def add(total, each):
-            part, leaf = each
-            return total + _product(part, fetched(leaf, axis)).astype(total.dtype), None
-
-        if len(pieces) == 1:
-            return _product(pieces[0], fetched(column_tiles[0], axis))
-        first = jax.eval_shape(lambda: _product(pieces[0], _whole_like(column_tiles[0])))
-        wide = jnp.promote_types(first.dtype, jnp.float32)
-        start = jnp.zeros(first.shape, wide) + _nothing((x, column_tiles)).astype(wide)
-        body = jax.checkpoint(add, prevent_cse=False) if remat else add
-        return lax.scan(body, start, (jnp.stack(pieces), _stacked(column_tiles)))[0].astype(first.dtype)
-
+    parts = [_input_columns(x, grid, j) for j in range(len(grid.tiles))]
+    column = partial(_multiply_column, axis, remat, x, parts)
     by_column = [[row[k] for row in grid.tiles] for k in range(len(grid.tiles[0]))]
     with jax.named_scope("tiled_dense"):
         if len(by_column) == 1:
             y = (jax.checkpoint(column) if remat else column)(by_column[0])
         else:
             body = jax.checkpoint(column, prevent_cse=False) if remat else column
-            _, y = lax.scan(lambda _, tiles: (None, body(tiles)), None, _stacked(by_column))
+            _, y = lax.scan(lambda _, tiles: (None, body(tiles)), None, _stack(by_column))
             y = jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)
+        # Without the columns of padding in the last tiles.
         y = y[..., : grid.shape[1]]
-        return y if bias is None else y + fetched(bias, axis).astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return y if bias is None else y + _along_last(fetch(bias, axis).astype(y.dtype), y)
+
+
+def _multiply_column(
+    axis: AxisNames, remat: bool, x: Array, parts: Sequence[Array], column_tiles: Sequence[Any]
+) -> Array:
+    """`Σ_j x_j W_j` over the tiles of one column, summed in float32 or better."""
+    if len(parts) == 1:
+        return _multiply(parts[0], fetch(column_tiles[0], axis))
+
+    def add(total, each):
+        part, leaf = each
+        return total + _multiply(part, fetch(leaf, axis)).astype(total.dtype), None
+
+    first = jax.eval_shape(lambda: _multiply(parts[0], _zeros_like_full(column_tiles[0])))
+    wide = jnp.promote_types(first.dtype, jnp.float32)
+    start = jnp.zeros(first.shape, wide) + _varying_zero((x, column_tiles)).astype(wide)
+    body = jax.checkpoint(add, prevent_cse=False) if remat else add
+    return lax.scan(body, start, (jnp.stack(parts), _stack(column_tiles)))[0].astype(first.dtype)
 
 
 def tiled_mlp(
@@ -102,10 +109,10 @@ def tiled_mlp(
     splits: int = 1,
     axis: AxisNames = "data",
 ) -> Array:
-    """`activation(x @ w_in + bias_in) @ w_out + bias_out`, piece by piece of the hidden layer, which is never whole.
+    """Computes `activation(x @ w_in + bias_in) @ w_out + bias_out` in pieces of the hidden layer, which is never whole.
 
     `y += act(x A_k + a_k) B_k` in a loop over `k`, computed again in the backward pass: neither the hidden activations
-    `[..., h]` nor a whole kernel is kept, but for kernels that lie on the device anyway.
+    `[..., h]` nor a whole kernel is kept, except for kernels that are on the device anyway.
 
     *On the wire*: as `tiled_dense`, for both kernels.
 
@@ -113,14 +120,14 @@ def tiled_mlp(
 
     Args:
       x: `[..., n]`.
-      w_in: `[n, h]`, or what `tile(w_in, out_splits=splits)` returned, its tiles marked or not. A tuple of such kernels
-        for gated layers: the activation then gets as many arguments.
+      w_in: `[n, h]`, or the result of `tile(w_in, out_splits=splits)`, its tiles marked or not. A tuple of such kernels
+        for gated layers: the activation then gets one argument for each.
       w_out: `[h, m]`, or `tile(w_out, in_splits=splits)`.
-      activation: works entry by entry.
-      bias_in: `[h]` or `None`; a tuple of them for several `w_in`. `Sharded` ones are gathered at once.
+      activation: an entrywise function.
+      bias_in: `[h]` or `None`; a tuple of them for several `w_in`. `Sharded` ones are gathered in full.
       bias_out: `[m]` or `None`.
-      splits: into how many pieces to cut the hidden layer, for plain kernels. More save memory, until the products
-        become too narrow for the device: keep `h/splits` at 512 or more on accelerators.
+      splits: the number of pieces of the hidden layer, for plain kernels. More save memory, until the products become
+        too narrow for the device: keep `h/splits` at 512 or more on accelerators.
       axis: the mesh axis of the workers, where tiles are `Sharded`.
 
     Returns:
@@ -152,39 +159,40 @@ def tiled_mlp(
                 f"{len(out.tiles[0])}"
             )
     width = -(-hidden // count)
-    x = _columns(x, ins[0], 0)
-    biases = [] if bias_in is None else [fetched(b, axis) for b in (bias_in if several else (bias_in,))]
+    x = _input_columns(x, ins[0], 0)
+    biases = [] if bias_in is None else [fetch(b, axis) for b in (bias_in if several else (bias_in,))]
     biases = [jnp.pad(b, (0, width * count - hidden)).reshape(count, width) for b in biases]
 
     def add(total, each):
         number, tiles, offsets, last = each
-        h = [_product(x, fetched(leaf, axis)) for leaf in tiles]
+        h = [_multiply(x, fetch(leaf, axis)) for leaf in tiles]
         if offsets:
-            h = [y + b.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,)) for y, b in zip(h, offsets, strict=True)]
+            h = [y + _along_last(b.astype(y.dtype), y) for y, b in zip(h, offsets, strict=True)]
         h = activation(*h)
-        if width * count > hidden:  # an activation of nothing need not be nothing
+        if width * count > hidden:
+            # The activation of padding need not be zero.
             inside = number * width + jnp.arange(width) < hidden
-            h = jnp.where(inside.reshape((1,) * (h.ndim - 1) + (-1,)), h, jnp.zeros_like(h))
-        return total + _product(h, fetched(last, axis)).astype(total.dtype), None
+            h = jnp.where(_along_last(inside, h), h, jnp.zeros_like(h))
+        return total + _multiply(h, fetch(last, axis)).astype(total.dtype), None
 
     each = (
         jnp.arange(count),
-        _stacked([[grid.tiles[0][k] for grid in ins] for k in range(count)]),
+        _stack([[grid.tiles[0][k] for grid in ins] for k in range(count)]),
         biases,
-        _stacked([row[0] for row in out.tiles]),
+        _stack([row[0] for row in out.tiles]),
     )
     dtype = jnp.result_type(x, *(leaf.dtype for leaf in jax.tree.leaves((each[1], each[3]))))
     wide = jnp.promote_types(dtype, jnp.float32)
     with jax.named_scope("tiled_mlp"):
-        start = jnp.zeros((*x.shape[:-1], out.shape[1]), wide) + _nothing((x, each)).astype(wide)
+        start = jnp.zeros((*x.shape[:-1], out.shape[1]), wide) + _varying_zero((x, each)).astype(wide)
         y = lax.scan(jax.checkpoint(add, prevent_cse=False), start, each)[0].astype(dtype)
-        return y if bias_out is None else y + fetched(bias_out, axis).astype(dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return y if bias_out is None else y + _along_last(fetch(bias_out, axis).astype(dtype), y)
 
 
-def fetched(leaf: Any, axis: AxisNames) -> Array:
-    """The whole array on the device: what is on the host comes from there, what is cut is gathered."""
+def fetch(leaf: Any, axis: AxisNames) -> Array:
+    """The whole array on the device: copied there from the host, and gathered if it is sharded."""
     if isinstance(leaf, OnHost):
-        return fetched(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaf.value), axis)
+        return fetch(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaf.value), axis)
     if isinstance(leaf, Sharded):
         rows = over(leaf.axis or axis).all_gather(leaf.value, agreed=False)
         return rows.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
@@ -196,7 +204,9 @@ def fetched(leaf: Any, axis: AxisNames) -> Array:
 def _grid(name: str, kernel: Any, in_splits: int, out_splits: int) -> Tiled:
     if not isinstance(kernel, Tiled):
         if is_mark(kernel):
-            raise ValueError(f"{name} needs tiles that are marked, not a mark: zero.shard(tile(kernel, ...))")
+            raise ValueError(
+                f"{name} needs tiles that are marked, not a mark around the kernel: use zero.shard(tile(kernel, ...))"
+            )
         return tile(kernel, in_splits=in_splits, out_splits=out_splits)
     found = len(kernel.tiles), len(kernel.tiles[0])
     if (in_splits, out_splits) not in ((1, 1), found):
@@ -204,8 +214,8 @@ def _grid(name: str, kernel: Any, in_splits: int, out_splits: int) -> Tiled:
     return kernel
 
 
-def _columns(x: Array, grid: Tiled, j: int) -> Array:
-    """The inputs of the `j`-th row of tiles, padded as they are."""
+def _input_columns(x: Array, grid: Tiled, j: int) -> Array:
+    """The inputs of the `j`-th row of tiles, padded as the tiles are."""
     if x.ndim == 0 or x.shape[-1] != grid.shape[0]:
         raise ValueError(f"an input of shape {tuple(x.shape)} does not fit a kernel {grid.shape}")
     width = -(-grid.shape[0] // len(grid.tiles))
@@ -213,35 +223,40 @@ def _columns(x: Array, grid: Tiled, j: int) -> Array:
     return jnp.pad(part, [(0, 0)] * (x.ndim - 1) + [(0, width - part.shape[-1])])
 
 
-def _product(x: Array, w: Array) -> Array:
+def _along_last(vector: Array, like: Array) -> Array:
+    """A vector with as many dimensions as `like`, to broadcast along its last one."""
+    return vector.reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+def _multiply(x: Array, w: Array) -> Array:
     return jnp.einsum("...n,nm->...m", x, w)
 
 
-def _stacked(trees: Any) -> PyTree:
+def _stack(trees: Any) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _whole_like(leaf: Any) -> Array:
+def _zeros_like_full(leaf: Any) -> Array:
     while isinstance(leaf, OnHost):
         leaf = leaf.value
     return jnp.zeros(leaf.shape, leaf.value.dtype if isinstance(leaf, Sharded) else leaf.dtype)
 
 
-def _nothing(tree: PyTree) -> Array:
-    """Zero, with a type that varies over the workers wherever any of the leaves does: the start of a loop's sum."""
+def _varying_zero(tree: PyTree) -> Array:
+    """Zero, typed as varying over the workers wherever one of the leaves is: the initial value of a loop's sum."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(lax.stop_gradient(x.ravel()[:0]).sum().astype(jnp.float32) for x in leaves) + jnp.zeros(())
 
 
 def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..., Any]:
-    """An interceptor for `flax.linen`: every `Dense` layer whose kernel is `Tiled` is computed by `tiled_dense`.
+    """Returns an interceptor for `flax.linen` that computes `Dense` layers with a `Tiled` kernel by `tiled_dense`.
 
     Args:
       axis: the mesh axis of the workers.
       remat: as for `tiled_dense`.
 
     Returns:
-      What `flax.linen.intercept_methods` takes. The other layers run as they are; they must not be marked.
+      An argument for `flax.linen.intercept_methods`. Other layers run unchanged; their parameters must not be marked.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -258,7 +273,7 @@ def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..
       Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
       2104.07857, 2021 (memory-centric tiling).
     """
-    import flax.linen as nn  # an optional dependency, and whoever calls this has it
+    import flax.linen as nn  # an optional dependency
 
     def interceptor(layer, args, kwargs, context):
         module = context.module
@@ -267,7 +282,7 @@ def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..
             if isinstance(kernel, Tiled):
                 bias = module.get_variable("params", "bias") if module.use_bias else None
                 (x,), dtype = args, module.dtype or jnp.result_type(*args, *jax.tree.leaves((kernel, bias)))
-                # A piece is cast before it is gathered: half precision is half the bytes.
+                # Shards are cast before they are gathered: half precision is half the bytes.
                 x, kernel, bias = jax.tree.map(lambda leaf: leaf.astype(dtype), (x, kernel, bias))
                 return tiled_dense(x, kernel, bias, axis=axis, remat=remat)
         return layer(*args, **kwargs)

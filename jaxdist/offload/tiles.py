@@ -1,4 +1,4 @@
-"""A kernel cut into a grid of tiles, each a parameter of its own."""
+"""A kernel cut into a grid of tiles, each a separate parameter."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from .._core.types import Shape
 
 @jax.tree_util.register_pytree_with_keys_class
 class Tiled:
-    """A kernel `[n, m]` as a grid of equal tiles, each a leaf of its own; `tile` makes it.
+    """A kernel `[n, m]` as a grid of equal tiles, each a separate leaf; made by `tile`.
 
     Args:
       tiles: `in_splits` rows of `out_splits` tiles, `[⌈n/in_splits⌉, ⌈m/out_splits⌉]` each, or a mark around one.
-      shape: `(n, m)`; what lies beyond it in the last tiles is zero and stays zero.
+      shape: `(n, m)`; entries beyond it in the last tiles are zero and stay zero.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Tiled:
 
     @classmethod
     def tree_unflatten(cls, aux, children):
-        """The inverse."""
+        """The inverse of `tree_flatten_with_keys`."""
         return cls(children[0], shape=aux)
 
     def __repr__(self) -> str:
@@ -47,13 +47,13 @@ def tile(kernel: Any, *, in_splits: int = 1, out_splits: int = 1) -> Tiled:
 
     Args:
       kernel: `[n, m]`, as `flax.linen.Dense` has it: `y = x @ kernel`.
-      in_splits: into how many pieces to cut the `n` inputs. The results of these tiles are added, in float32 or better.
-      out_splits: into how many to cut the `m` outputs.
+      in_splits: the number of pieces of the `n` inputs. The results of these tiles are added, in float32 or better.
+      out_splits: the number of pieces of the `m` outputs.
 
     Returns:
-      The tiles, for a tree of parameters. `zero.shard(tiles)` cuts each over the workers (ZeRO stage 3): the layer
-      then gathers tile by tile, and its largest whole array is a tile. As many tiles as needed for one to fit; each
-      costs a collective.
+      The tiles, for a tree of parameters. `zero.shard(tiles)` shards each over the workers (ZeRO stage 3): the layer
+      then gathers tile by tile, and its largest whole array is a tile. Use enough tiles for one to fit; each costs a
+      collective.
 
     Raises:
       ValueError: the kernel is not a matrix, or there are fewer rows or columns than splits.

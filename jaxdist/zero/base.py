@@ -189,7 +189,7 @@ def _init(cfg: _Config, params: PyTree) -> ZeroState:
 
 
 def _update(
-    cfg: _Config, updates: Updates, state: ZeroState, params: PyTree = None, *, examples: Any = None, **extra_args: Any
+    cfg: _Config, updates: Updates, state: State, params: PyTree = None, *, examples: Any = None, **extra_args: Any
 ) -> tuple[Updates, ZeroState]:
     if params is None:
         raise ValueError(NO_PARAMS)

@@ -1,4 +1,4 @@
-"""The update of one step is applied in the next."""
+"""Delayed parameter updates: the gradients of one step are applied in the next."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ..._core.types import Array, Int, PyTree, State
 
 
 class DelayedState(NamedTuple):
-    """`inner` of the optimizer; `pending`, the gradients of the last step; `count` steps."""
+    """`inner`: the optimizer's state; `pending`: the gradients of the last step; `count` of steps."""
 
     inner: State
     pending: PyTree
@@ -18,29 +18,29 @@ class DelayedState(NamedTuple):
 
 
 def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.GradientTransformationExtraArgs:
-    """The one-step delayed update of ZeRO-Offload: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
+    """Applies one-step delayed updates, as ZeRO-Offload does: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
 
-    The update does not depend on the gradients of its own step, so that the host can compute it while the device is at
-    them. Steps before `start` are ordinary ones; step `start` applies nothing, and keeps its gradients. Everything in
-    `inner` sees the gradients of the last step: a norm for clipping is theirs.
+    The update does not depend on the gradients of its own step, so that the host can compute it while the device
+    computes those. Steps before `start` are ordinary ones; step `start` applies nothing, and keeps its gradients. All
+    of `inner` sees the gradients of the last step, including norms for clipping.
 
-    Delay costs stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` in place of 2.
+    Delay costs stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` instead of 2.
 
-    *On the wire* nothing. Around a transformation that communicates it would keep gradients that differ between
-    workers; put it inside, `zero_redundancy(offload.delayed(inner))`, where it keeps this worker's part of the mean.
+    *On the wire*: nothing. Around a transformation that communicates it would keep gradients that differ between
+    workers; put it inside, `zero_redundancy(offload.delayed(inner))`, where it keeps this worker's shard of the mean.
 
-    *State*: `inner`'s, and the gradients (agreed, or cut by `zero_redundancy`).
+    *State*: `inner`'s, and the gradients (replicated, or sharded by `zero_redundancy`).
 
     Args:
       inner: the optimizer.
-      start: the first step that waits, counted from 0: 40 in the paper, for training is least stable when it begins.
-        While `start` is positive, the compiled step must be ready for both, and each update waits for its own
-        gradients; pass `delay=True` to `update` in a program for steps from `start` on, `delay=False` in one for those
-        before.
+      start: the first delayed step, counted from 0: 40 in the paper, because training is least stable at its start.
+        While `start` is positive, the compiled step must handle both cases, and each update waits for its own
+        gradients; pass `delay=True` to `update` in a program for steps from `start` on, `delay=False` in one for
+        earlier steps.
 
     Returns:
-      A gradient transformation. Its `update` takes `delay=`: a Python `bool` says that all steps of this program lie
-      before `start`, or not.
+      A gradient transformation. Its `update` takes `delay=`: a Python `bool`, False if all steps of this program are
+      before `start`, True if none is.
 
     Raises:
       ValueError: `start` is negative, or `delay` is traced.
@@ -63,10 +63,10 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
         raise ValueError(f"start must not be negative, got {start}")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params) -> DelayedState:
+    def init_fn(params) -> DelayedState:
         return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None, *, delay: Any = None, **extra_args):
+    def update_fn(updates, state, params=None, *, delay: Any = None, **extra_args):
         if delay is not None and not isinstance(delay, bool):
             raise ValueError(f"delay must be a Python bool: it chooses between two programs; got {delay!r}")
         kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.pending)
@@ -79,10 +79,11 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
                 lambda g, old: jnp.where(state.count < start, g, old.astype(g.dtype)), updates, state.pending
             )
         steps, new = inner.update(used, state.inner, params, **extra_args)
-        if delay is not False:  # step `start` has nothing to apply yet
+        if delay is not False:
+            # Step `start` has no earlier gradients to apply.
             waits = state.count == start
             steps = jax.tree.map(lambda u: jnp.where(waits, jnp.zeros_like(u), u), steps)
             new = jax.tree.map(lambda after, before: jnp.where(waits, before, after), new, state.inner)
         return steps, DelayedState(new, kept, jnp.asarray(optax.safe_increment(state.count)))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
