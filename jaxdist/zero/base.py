@@ -10,7 +10,7 @@ import optax
 
 from .._core.checks import NO_PARAMS
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
+from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
@@ -55,7 +55,7 @@ class _Gradients(NamedTuple):
     """
 
     init: Callable[[PyTree], State]
-    reduce_to_shards: Callable[..., tuple[Updates, State, Array | bool]]
+    reduce_to_shards: Callable[..., tuple[Updates, State, Flag]]
 
 
 class _Config(NamedTuple):
@@ -224,14 +224,8 @@ def _check_arguments(
 
 
 def _gradient_shards(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree,
-    examples: Any,
-    extra_args: dict[str, Any],
-    comm: Comm,
-) -> tuple[Updates, State, Array | bool]:
+    cfg: _Config, updates: Updates, state: State, params: PyTree, examples: Any, extra_args: dict[str, Any], comm: Comm
+) -> tuple[Updates, State, Flag]:
     """Returns this worker's shards of the mean gradients; gradients of `Sharded` parameters (stage 3) are shards."""
     extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
     replicated = _without_marked(updates), _without_marked(params)
@@ -279,7 +273,7 @@ def _reduce_to_shards(
     examples: Any,
     extras: Extras,
     comm: Comm,
-) -> tuple[Updates, State, Array | bool]:
+) -> tuple[Updates, State, Flag]:
     """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
     some = True
     check_local(updates, axis)
@@ -335,7 +329,7 @@ def _as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
     return jax.tree.map(as_part, tree, is_leaf=is_mark)
 
 
-def _restore_marks(new: PyTree, old: PyTree, some: Array | bool, comm: Comm) -> PyTree:
+def _restore_marks(new: PyTree, old: PyTree, some: Flag, comm: Comm) -> PyTree:
     """The new state with the marks of the old one; the old one if no worker had an example."""
 
     def restore_mark(before: Any, after: Any) -> Any:

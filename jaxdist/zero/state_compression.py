@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.trees import next_count
-from .._core.types import Array, PyTree, State
+from .._core.types import Flag, PyTree, State
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
@@ -94,7 +94,7 @@ def _decode(compressor: Compressor, kept: CompactState) -> State:
     return jax.tree.map(decode_leaf, kept.inner, is_leaf=is_coded)
 
 
-def _encode(compressor: Compressor, new: State, kept: CompactState, some: Array | bool, comm: Comm) -> CompactState:
+def _encode(compressor: Compressor, new: State, kept: CompactState, some: Flag, comm: Comm) -> CompactState:
     """Encodes the new state's shards wherever the old one's are encoded; bit for bit the old ones without examples."""
     count = next_count(kept.count)
     # Workers draw independently for their shards.

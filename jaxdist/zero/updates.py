@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
+from .._core.types import Array, Flag, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
@@ -64,7 +64,7 @@ def encoded_params(compressor: Compressor) -> Delivery:
 
 
 def _gather_updates(
-    steps: Updates, params: PyTree, master: PyTree, state: State, some: Array | bool, comm: Comm
+    steps: Updates, params: PyTree, master: PyTree, state: State, some: Flag, comm: Comm
 ) -> tuple[Updates, PyTree, State]:
     del some
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
@@ -76,14 +76,8 @@ def _gather_updates(
 
 
 def _gather_encoded_updates(
-    compressor: Compressor,
-    steps: Updates,
-    params: PyTree,
-    master: PyTree,
-    state: DeliveryState,
-    some: Array | bool,
-    comm: Comm,
-) -> tuple[Updates, PyTree, DeliveryState]:
+    compressor: Compressor, steps: Updates, params: PyTree, master: PyTree, state: State, some: Flag, comm: Comm
+) -> tuple[Updates, PyTree, State]:
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     found = jax.tree.leaves(steps, is_leaf=is_part)
     sent = _positions_to_send(found, leaves)
@@ -102,7 +96,7 @@ def _gather_encoded_updates(
 
 
 def _gather_params(
-    steps: Updates, params: PyTree, master: PyTree, state: State, some: Array | bool, comm: Comm
+    steps: Updates, params: PyTree, master: PyTree, state: State, some: Flag, comm: Comm
 ) -> tuple[Updates, PyTree, State]:
     del some
     moved, master = _apply_to_master(steps, master, comm)
@@ -117,14 +111,8 @@ def _gather_params(
 
 
 def _gather_encoded_params(
-    compressor: Compressor,
-    steps: Updates,
-    params: PyTree,
-    master: PyTree,
-    state: DeliveryState,
-    some: Array | bool,
-    comm: Comm,
-) -> tuple[Updates, PyTree, DeliveryState]:
+    compressor: Compressor, steps: Updates, params: PyTree, master: PyTree, state: State, some: Flag, comm: Comm
+) -> tuple[Updates, PyTree, State]:
     moved, master = _apply_to_master(steps, master, comm)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     pairs = list(zip(moved, leaves, strict=True))

@@ -175,13 +175,7 @@ class _NvmeOptimizer:
         return opened.plans[key]
 
     def _run_head(
-        self,
-        model: Model,
-        disk: Disk,
-        plan: _Plan,
-        gradients: Sequence[Any],
-        leaves: Sequence[Any],
-        extra: PyTree,
+        self, model: Model, disk: Disk, plan: _Plan, gradients: Sequence[Any], leaves: Sequence[Any], extra: PyTree
     ) -> list[np.ndarray]:
         """The numbers of this step, from gradients and from the numbers of the last step."""
         numbers, others = iter(disk.numbers), jax.tree.leaves(extra)

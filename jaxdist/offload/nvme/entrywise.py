@@ -52,18 +52,16 @@ class Split(NamedTuple):
     others: list[int]
 
 
-# Operands in a program. `Input`: a vector of the leaf; `Result`: of an earlier operation; `Number`: a value of the
-# head, the same for all entries; `Constant`: a literal.
 @dataclass(frozen=True)
 class Input:
-    """A vector of entries, by its position among the flat arguments or, in a program, among its arrays."""
+    """A vector of entries: its position among the flat arguments or, in a program, among its arrays."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an operation."""
+    """The result of an operation of the program."""
 
     index: int
 
