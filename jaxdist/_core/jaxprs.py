@@ -117,6 +117,7 @@ def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> Labe
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
         union = reduce(or_, operands, 0)
+        # A call is as precise as its body, unless it has effects that its results do not show.
         body = None if loops and equation.effects else called_jaxpr(equation)
         if loops and union and equation.primitive.name in _LOOP_RULES:
             results = _LOOP_RULES[equation.primitive.name](equation, operands)

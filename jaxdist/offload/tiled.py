@@ -93,6 +93,7 @@ def _multiply_column(
 
     first = jax.eval_shape(lambda: _multiply(parts[0], _zeros_like_full(column_tiles[0])))
     wide = jnp.promote_types(first.dtype, jnp.float32)
+    # In float32: the sum has as many terms as there are tiles.
     start = jnp.zeros(first.shape, wide) + _varying_zero((x, column_tiles)).astype(wide)
     body = jax.checkpoint(add, prevent_cse=False) if remat else add
     return lax.scan(body, start, (jnp.stack(parts), _stack(column_tiles)))[0].astype(first.dtype)
@@ -161,6 +162,7 @@ def tiled_mlp(
     width = -(-hidden // count)
     x = _input_columns(x, ins[0], 0)
     biases = [] if bias_in is None else [fetch(b, axis) for b in (bias_in if several else (bias_in,))]
+    # Biases are padded as the tiles are, and cut like the hidden layer.
     biases = [jnp.pad(b, (0, width * count - hidden)).reshape(count, width) for b in biases]
 
     def add(total, each):

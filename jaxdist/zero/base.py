@@ -173,6 +173,7 @@ def zero_redundancy(
 
 
 def _init(cfg: _Config, params: PyTree) -> ZeroState:
+    # `init` sees whole arrays as written; `place` cuts the marked ones.
     values = jax.tree.map(lambda p: p.value if is_mark(p) else p, params, is_leaf=is_mark)
     check_leaves(values)
     optimized = jax.tree.map(lambda x: jnp.array(x, cfg.master_dtype or x.dtype), values)
@@ -198,12 +199,15 @@ def _update(
     updates, state, params = shard_for_one_worker((updates, state, params), cfg.axis)
     with jax.named_scope("zero_redundancy"):
         _check_arguments(cfg, updates, params, examples, extra_args, comm)
+        # g = reduce_scatter(g_w): this worker's shard of the mean.
         shards, reducer, some = _gradient_shards(cfg, updates, state.reducer, params, examples, extra_args, comm)
+        # u, s = inner(g, s, θ_shard).
         before = cfg.codec.decode(state.inner)
         steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
         inner = cfg.codec.encode(_restore_marks(after, before, some, comm), state.inner, some, comm)
         # A step in which no worker had an example changes nothing, even if `inner` decays weights.
         steps = jax.tree.map(lambda u: jnp.where(some, u, jnp.zeros_like(u)), steps)
+        # updates = all_gather(u).
         out, master, coded = cfg.delivery.send(steps, params, state.master, state.coded, some, comm)
     empty = jnp.where(some, state.empty, next_count(state.empty))
     return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, cfg.axis)
@@ -227,6 +231,7 @@ def _gradient_shards(
     cfg: _Config, updates: Updates, state: State, params: PyTree, examples: Any, extra_args: dict[str, Any], comm: Comm
 ) -> tuple[Updates, State, Flag]:
     """Returns this worker's shards of the mean gradients; gradients of `Sharded` parameters (stage 3) are shards."""
+    # Schedules of reducers read these.
     extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
     replicated = _without_marked(updates), _without_marked(params)
     means, state, some = cfg.gradients.reduce_to_shards(*replicated, state, examples, extras, comm)
@@ -280,6 +285,7 @@ def _reduce_to_shards(
     if examples is not None:
         weight, some = weight_of(examples, comm)
         updates = scale(updates, weight)
+    # Without any example the mean is zero, and the reducer's state remains.
     means, new = mean_pieces(form, updates, state, buckets_of(params, stage), comm, extras)
     return means, jax.tree.map(lambda new, old: jnp.where(some, new, old), new, state), some
 
@@ -294,6 +300,7 @@ def _shards_of_means(
 
 def _mark_state(cfg: _Config, state: State, params: PyTree) -> State:
     """Marks as `Sharded` every array of an optimizer's state that is shaped like its parameter."""
+    # Factored moments belong to a parameter too but have other shapes: they stay replicated.
     shapes = [x.shape for x in jax.tree.leaves(params)]
     return jax.tree.map(
         lambda x, k: _mark_sharded(x) if k != NONE and x.shape == shapes[k] else x,

@@ -195,7 +195,8 @@ def gathered_scan(
     kinds = {str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), layer)) for layer in layers}
     if len(kinds) != 1:
         raise ValueError(f"gathered_scan needs at least one layer, and all alike, got {len(kinds)} kinds")
-    stacked = jax.tree.map(lambda *pieces: jnp.stack(pieces), *layers)
+    # A loop takes the layers' shards as one array for each leaf.
+    stacked = jax.tree.map(lambda *shards: jnp.stack(shards), *layers)
     if prefetch:
         if secondary_partition:
             raise ValueError(
@@ -224,9 +225,11 @@ def _keep(cfg: _Config, params: PyTree) -> Any:
     sharded = [x for x in jax.tree.leaves(params, is_leaf=is_mark) if isinstance(x, Sharded)]
     if not sharded or (cfg.compressor is None and not cfg.secondary_partition):
         return ()
+    # No gradient flows through the rounding: `_straight_through` defines it.
     shards = lax.stop_gradient([x.value for x in sharded])
     if cfg.compressor is not None:
         shards = encode(cfg.compressor, shards, [x.shape for x in sharded], _key_of(shards, comm), comm)
+    # hpZ: gather over the slow links now, once for both passes.
     if cfg.secondary_partition:
         shards = gather_payloads(shards, _levels(comm)[1], agreed=False)
     return comm.varying(shards)
@@ -267,6 +270,7 @@ def _straight_through(forward: Callable[..., PyTree], form: Reducer, axis: AxisN
     full = jax.custom_vjp(forward)
 
     def backward(_, gradients):
+        # The reducer starts afresh in each step, with draws that depend on the gradients.
         comm = over(axis)
         gradients = comm.varying(gradients)
         state = fold_keys(form.init(gradients), _hash_of(jax.tree.leaves(gradients)))

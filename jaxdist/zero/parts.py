@@ -97,6 +97,7 @@ def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], argu
       The results of `f`, with a `Part` for those that could be computed on shards alone. Their padding is zero:
       functions compute other values from the padding, even NaN, which state and payloads would keep.
     """
+    # The trace is of whole arrays, so that any function works; only its evaluation is on parts.
     values = jax.tree.leaves(arguments, is_leaf=is_part)
     around = over(_axes_around(values, comm))
     closed, out = jax.make_jaxpr(lambda *trees: f(*around.varying(trees)), return_shape=True)(*likes)
@@ -120,13 +121,16 @@ def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name == "broadcast_in_dim" and not is_part(operands[0]) and jnp.size(_number(operands[0])) == 1:
         return [Uniform(jnp.reshape(_number(operands[0]), ()), shape)]
+    # A shard may vary over the axes already, and the primitive would refuse to cast it again.
     if name in CASTS:
         return [_cast_type(x, equation.outvars[0].aval) for x in operands]
+    # Computations without sharded operands run as traced, on every worker.
     if not any(isinstance(x, Part | Uniform) for x in operands):
         return apply_primitive(equation, operands)
     body = called_jaxpr(equation, opaque=LOOPS)
     if body is not None:
         return evaluate(body, partial(_apply, comm), operands)
+    # Only one branch runs, so all must return the same kinds of values.
     if name == "cond":
         branches = [partial(_apply_branch, comm, branch) for branch in inner_jaxprs(equation)]
         carried = [x if is_part(x) else _as_array(x) for x in operands[1:]]
@@ -138,12 +142,14 @@ def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
     if name in ELEMENTWISE:
         return [_apply_elementwise(equation, operands, comm)]
     part = operands[0]
+    # Shards are flat and in row-major order, so a reshape changes nothing but the shape.
     if name in RESHAPES and len(operands) == 1 and math.prod(shape) == math.prod(part.shape):
         full = None if part.full is None else apply_primitive(equation, [part.full])[0]
         return [Part(part.value, shape, full)]
     # A reduction to one number is one over all dimensions that have several entries.
     if name in REDUCTIONS and part.full is None and math.prod(shape) == 1:
         return [REDUCTIONS[name](part, comm).reshape(shape)]
+    # Any other operation needs whole arrays.
     return apply_primitive(equation, [x.whole(comm) if is_part(x) else _as_array(x) for x in operands])
 
 
@@ -163,6 +169,7 @@ def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Pa
         # Dimensions of one entry are broadcast to longer ones.
         return piece(jnp.broadcast_to(x, shape), comm)
 
+    # If all operands are known in full, so is the result: an operation that needs it later gathers nothing.
     fulls = [x.full if is_part(x) else _as_array(x) for x in operands]
     full = None if any(x is None for x in fulls) else apply_primitive(equation, fulls)[0]
     return Part(apply_primitive(equation, [comm.varying(shard_of(x)) for x in operands])[0], shape, full)
@@ -195,6 +202,7 @@ def _highest(dtype: Any) -> Array:
     return jnp.array(jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
 
+# `Comm` has sums and maxima: a minimum is a negated maximum, and logical reductions are those of 0 and 1.
 REDUCTIONS: dict[str, Callable[[Part, Comm], Array]] = {
     "reduce_sum": _reduction(jnp.sum, lambda comm: comm.sum, lambda dtype: jnp.zeros((), dtype)),
     "reduce_max": _reduction(jnp.max, lambda comm: comm.max, _lowest),

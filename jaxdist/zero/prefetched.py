@@ -73,6 +73,7 @@ def _forward(scan: _Scan, stacked: PyTree, x: PyTree, floats: PyTree, integers: 
 
     def body(carry, l):
         x, params = carry
+        # Independent of `x`, so the gather can overlap the layer's computation.
         following = scan.gather(_layer_at(stacked, l + 1))
         x = scan.layer(params, x, floats, integers)
         return (x, following), x
@@ -96,10 +97,12 @@ def _backward(scan: _Scan, saved: tuple, g: PyTree) -> tuple[PyTree, PyTree, PyT
 
     def body(carry, l):
         g, params, gradients, sums = carry
+        # The next round's parameters, one layer further down.
         ahead = scan.gather(_layer_at(stacked, l - 1))
         of_whole, g, of_floats = pull_back(params, _layer_at(outputs, l - 1), g)
         return (g, ahead, store(gradients, l, of_whole), jax.tree.map(jnp.add, sums, of_floats)), None
 
+    # `floats` are used by every layer, so their gradients are summed over the layers.
     carry = (g, params, jax.tree.map(jnp.zeros_like, stacked), jax.tree.map(jnp.zeros_like, floats))
     if scan.count > 1:
         carry, _ = lax.scan(body, carry, jnp.arange(1, scan.count), reverse=True)

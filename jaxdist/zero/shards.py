@@ -48,6 +48,7 @@ def _is_sharded(x: Any) -> bool:
 
 def buckets_of(params: Updates, stage: int) -> list[list[int]]:
     """The positions of leaves that share a collective: all of them, or in stage 2 about 25 MiB."""
+    # Neighbors in the forward pass share a bucket, since their gradients are ready at about the same time.
     leaves, positions = jax.tree.leaves(params), forward_positions(params)
     sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in positions]
     buckets = assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
@@ -101,9 +102,11 @@ def encode(
 
     `shapes` are the shapes of the full arrays; padding is encoded as zeros.
     """
+    # Compressors have one scale per block, which values in the padding would distort.
     sizes = map(math.prod, shapes)
     shards = [cleared(x, size, comm.size, comm.index) for x, size in zip(shards, sizes, strict=True)]
     groups, stacks = stacked(shards)
+    # Each leaf draws with its own key.
     keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
     return [jax.vmap(compressor.compress)(*pair) for pair in zip(stacks, keys, strict=True)]
 
@@ -122,6 +125,7 @@ def decode(compressor: Compressor, payloads: Sequence[Payload], shards: Sequence
 
 def _decode_stack(compressor: Compressor, like: Like, payload: Payload, members: int) -> Array:
     """Decodes `[*batch, k, ...]` in one `vmap` over all the leading dimensions."""
+    # The leading dimensions are those that a single payload does not have.
     single = jax.eval_shape(compressor.compress, like, jax.random.key(0))
     dimensions = jax.tree.leaves(payload)[0].ndim - jax.tree.leaves(single)[0].ndim
     batch = jax.tree.leaves(payload)[0].shape[:dimensions]

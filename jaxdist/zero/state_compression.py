@@ -68,6 +68,7 @@ def _init(compressor: Compressor, state: State) -> CompactState:
     def encode_leaf(x: Any) -> Any:
         if not (isinstance(x, Sharded) and worth_coding(x.value)):
             return x
+        # Padded to whole blocks, so that the number of words is a multiple of the number of blocks.
         flat = jnp.ravel(x.value)
         flat = jnp.pad(flat, (0, -flat.size % MULTIPLE))
         payload = compressor.compress(flat, jax.random.key(0))
@@ -84,6 +85,7 @@ def _decode(compressor: Compressor, kept: CompactState) -> State:
     def decode_leaf(x: Any) -> Any:
         if not is_coded(x):
             return x
+        # `multiple` is the number of words per block of `MULTIPLE` entries.
         first = jax.tree.leaves(x.payload, is_leaf=is_mark)[0]
         like = jax.ShapeDtypeStruct((first.value.size // first.multiple * MULTIPLE,), x.dtype)
         # A single worker without an axis has additional padding.
@@ -106,6 +108,7 @@ def _encode(compressor: Compressor, new: State, kept: CompactState, some: Flag, 
             return after
         # `on_parts` has set its padding to zero; other values would affect the scale of the last block.
         payload = compressor.compress(after.value, jax.random.fold_in(key, number))
+        # Encoding again is not the identity, so the old words themselves are kept.
         chosen = jax.tree.map(
             lambda old, words: with_value(old, jnp.where(some, words, old.value[: words.size])),
             before.payload,

@@ -82,6 +82,7 @@ def _gather_encoded_updates(
     found = jax.tree.leaves(steps, is_leaf=is_part)
     sent = _positions_to_send(found, leaves)
     residual = tree.flatten_up_to(state.residual)
+    # u + e, in the residual's dtype.
     corrected = [found[i].value.astype(residual[i].value.dtype) + residual[i].value for i in sent]
     own, full = _exchange(corrected, [found[i].shape for i in sent], state, compressor, comm)
     new_residual, gathered = list(residual), {}
@@ -90,6 +91,7 @@ def _gather_encoded_updates(
         dtype = found[i].value.dtype
         error = Part(x - own_decoded.astype(dtype).astype(x.dtype), found[i].shape).cleared(comm).value
         new_residual[i] = with_value(residual[i], jnp.where(some, error, residual[i].value))
+        # The residual is kept, not sent, in a step without examples.
         gathered[i] = jnp.where(some, decoded.astype(dtype), jnp.zeros_like(decoded, dtype))
     updates = tree.unflatten(_complete(found, leaves, gathered, comm))
     return updates, master, DeliveryState(state.key, next_count(state.count), tree.unflatten(new_residual))
@@ -101,6 +103,7 @@ def _gather_params(
     del some
     moved, master = _apply_to_master(steps, master, comm)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
+    # Only the rounded parameters are sent: half the bytes of the master for bfloat16.
     rounded = [(x.astype(p.dtype), p) for x, p in zip(moved, leaves, strict=True) if not is_mark(p)]
     gathered = iter(gather([x for x, _ in rounded], [p for _, p in rounded], comm))
     updates = [
@@ -116,6 +119,7 @@ def _gather_encoded_params(
     moved, master = _apply_to_master(steps, master, comm)
     leaves, tree = jax.tree.flatten(params, is_leaf=is_mark)
     pairs = list(zip(moved, leaves, strict=True))
+    # master - params contains all earlier compression errors, so no residual is kept.
     owed = [_difference(x, piece(p, comm)) for x, p in pairs if not is_mark(p)]
     _, full = _exchange(owed, [p.shape for p in leaves if not is_mark(p)], state, compressor, comm)
     decoded = iter(full)
@@ -153,6 +157,7 @@ def _exchange(
     owed: Sequence[Array], shapes: Sequence[Shape], state: DeliveryState, compressor: Compressor, comm: Comm
 ) -> tuple[list[Array], list[Array]]:
     """Encodes the local shards, gathers the payloads, and returns the decoded local shards and full arrays."""
+    # All workers, including the owner, apply the decoded update: parameters stay equal.
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
     payloads = encode(compressor, owed, shapes, key, comm)
     decoded = decode(compressor, gather_payloads(payloads, comm), owed)

@@ -120,6 +120,7 @@ def _update(
             "delayed= would keep gradients that differ between workers: average them before, or delay the shards of "
             "their mean, offload.host(zero_redundancy(offload.delayed(inner)))"
         )
+    # Traced as if everything were on the device; `run` decides where each operation runs.
     bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
 
     def update_on_device(updates, bare, params):

@@ -52,6 +52,7 @@ class _Graph(NamedTuple):
             return False
         if not self.is_used_in(i, beside) and not self.state_out & set(operation.outputs):
             return False
+        # Either this operation alone moves, or with all the cheap ones before it.
         made = sum(map(program.nbytes, operation.outputs))
         ways = set(program.arrays(operation.reads)), self.inputs_of_chain(i)
         return any(sum(program.nbytes(value) for value in way if value not in present) <= made for way in ways)

@@ -36,6 +36,7 @@ def run(
     Returns:
       The new leaves of the state on the host, all other outputs on the device.
     """
+    # The value of each leaf of the state -> that of its new one.
     held = {program.inputs[i]: program.outputs[o] for i, o in state.items()}
     levels = cut(program, held.keys(), [x for x in held.values() if isinstance(x, int)])
     values = Values(program, given)
@@ -83,6 +84,7 @@ def _run_on_host(portion: Portion, values: Values, later: set[int]) -> None:
         found = run_operations(portion.operations, dict(zip(read, operands, strict=True)), run_operation_on_host)
         return [found[value] for value in out]
 
+    # Only values that are read outside leave the region.
     results = host_compute(region, len(out))(*(values.get(v, host=True) for v in read))
     for number, x in zip(out, results, strict=True):
         values.put(number, x)

@@ -129,6 +129,7 @@ def _run_tiled(
     state_arrays = program.arrays(state)
     _, shape, axis, length = cuts
     full, remainder = divmod(shape[axis], length)
+    # Numbers, and arrays that are not state, are whole on the device; the state stays on the host, and is replaced.
     fixed = {v: values.get(v, host=False) for v in (*state, *others) if not program.is_array(v)}
     arrays = {v: values.get(v, host=False).reshape(shape) for v in others if program.is_array(v)}
     untouched = {v: values.get(v, host=True).reshape(shape) for v in state_arrays if v not in new}
@@ -156,6 +157,7 @@ def _run_tiled(
         following = fetch(buffers, (i + 1) * length, length)
         return following, *compute(tile, buffers, outs, i * length, length)
 
+    # Updates are written tile by tile too, into arrays on the device.
     outs = {v: typed_like(jnp.zeros(shape, program.types[v].dtype), program.types[v]) for v in rest}
     first = _zero_after(after, values.get(state_arrays[0], host=True))
     # A remainder that XLA:TPU cannot transfer is extended back into the previous tile, whose entries are computed
@@ -163,6 +165,7 @@ def _run_tiled(
     size = remainder if axis < len(shape) - 2 or remainder % ROWS == 0 else length
     end = shape[axis] - size
     last = fetch(buffers, end, size) if size > remainder else None
+    # The last full tile is computed after the loop, which always fetches one ahead.
     tile, buffers, outs = lax.fori_loop(0, full - 1, body, (fetch(buffers, first, length), buffers, outs))
     if remainder and last is None:
         last = fetch(buffers, end, size)
@@ -175,5 +178,6 @@ def _run_tiled(
         values.put(value, x.reshape(cuts.shape))
     if not outs:
         return None
+    # Its last entry is written last.
     x = next(iter(outs.values()))
     return lax.slice(x, [shape[i] - 1 for i in range(x.ndim)], shape).reshape(())

@@ -138,6 +138,7 @@ def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
 
         return Sink(put, concatenate)
 
+    # Only a contiguous array can be viewed as a vector and written in place.
     in_place = donate and isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
     flat = leaf.reshape(-1) if in_place else aligned(int(np.prod(shard.shape)), leaf.dtype)
 

@@ -44,6 +44,7 @@ def spans_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Span
             rest = list(group)
             left = sum(piece.size for piece in rest)
             while left:
+                # A short rest is computed in small spans: padding it to a large one would cost more.
                 length = SPAN if left > SPAN // 4 else UNIT
                 size = min(length, left)
                 spans.append(Span(rest[0].leaf, at, size, length, tuple(_pop_entries(rest, size))))
@@ -124,6 +125,7 @@ class Runner:
     ) -> None:
         stop = span.start + span.length
         arrays: list[np.ndarray] = []
+        # Vectors that fill the span are passed as views; only the last, shorter one is copied and padded.
         for plane in read:
             part = plane[span.start : stop]
             arrays.append(part if stop <= plane.size else self._pad(len(arrays), [part], span.length))

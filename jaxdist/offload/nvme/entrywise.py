@@ -140,6 +140,7 @@ def split(
         values.append(_Value(var.aval, head, entry, "a whole array of the state"))
     found = trace.evaluate(closed, values)
 
+    # Leaf programs first: they determine the numbers that the head must return.
     drafts = [
         _program(trace.operations, ins, [found[o] for o in outs]) for ins, outs in zip(leaves, outputs, strict=True)
     ]
@@ -186,6 +187,7 @@ class _Trace:
         return evaluate(closed, self.apply, values, literal=self.literal, constant=self.constant)
 
     def literal(self, atom: Any) -> _Value:
+        # As NumPy value: its text is part of the program's key.
         value = np.asarray(atom.val, atom.aval.dtype)
         return _Value(atom.aval, self.add(Constant(value)), Constant(value))
 
@@ -251,6 +253,7 @@ class _Trace:
         outputs = []
         for cases in zip(*[self.evaluate(branch, values[1:]) for branch in branches], strict=True):
             like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (values[0], *cases)]
+            # The equation of a `select_n` of these shapes, applied like any other elementwise one.
             select = jax.make_jaxpr(lambda which, *cases: lax.select_n(which, *cases))(*like).jaxpr.eqns[0]
             outputs += self.apply(select, [values[0], *cases])
         return outputs
@@ -336,6 +339,7 @@ def _run_entries(
     """Runs a program on vectors of one length."""
     computed: list[Any] = []
     for equation, operands in steps:
+        # Numbers are broadcast to vectors, except where the primitive takes them as they are.
         mixed = equation.primitive.name in TAKES_NUMBERS
         given = [
             _read(operand, arrays, numbers, computed, broadcast=not mixed or _must_be_array(equation, i))

@@ -56,6 +56,7 @@ def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -
         raise store_error(error, path, step) from error
     if create:
         try:
+            # A full disk is noticed here, and not in the middle of a step.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(found, 0, max(size, 1))
         except OSError as error:
@@ -147,6 +148,7 @@ def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+        # Atomic: a reader sees the old manifest or the new one.
         os.replace(path.with_suffix(".tmp"), path)
         if durable:
             sync_folder(folder)

@@ -71,6 +71,7 @@ def lay_out(
             for shard, size in enumerate(each)
             if tuple(np.dtype(d) for d in dtypes[leaf]) == kind and size
         ]
+        # Large shards first: most spans then hold entries of one leaf, which need no copy.
         members.sort(key=lambda member: -member[2])
         segments, total = [], 0
         for leaf, shard, size in members:
@@ -85,12 +86,14 @@ def lay_out(
             length = min(most, -(-(total - start) // UNIT) * UNIT)
             chunks.append(Chunk(number, start, length, offset, length * width))
             offset += length * width
+    # A store may only be opened for the same layout.
     text = repr((list(names), [list(x) for x in sizes], [[d.name for d in kind] for kind in kinds], chunks, where))
     return Layout(tuple(kinds), tuple(streams), tuple(chunks), offset, hashlib.sha256(text.encode()).hexdigest())
 
 
 def pieces(segments: Sequence[Segment], start: int, stop: int) -> list[Piece]:
     """The parts of leaves between two entries of a stream."""
+    # The last segment that starts at or before `start`.
     at = bisect.bisect_right([s.start for s in segments], start) - 1
     found = []
     while at < len(segments) and segments[at].start < stop:

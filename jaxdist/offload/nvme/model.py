@@ -70,6 +70,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     state = jax.eval_shape(inner.init, held)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(beside(inner.init, state, held)), strict=True))
+    # Like factored moments, arrays of other shapes are kept in memory, with the numbers.
     found = [k if k != NONE and leaf.shape == structs[k].shape else NONE for leaf, k in pairs]
     for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
         if k == NONE and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -112,6 +112,7 @@ def stream(
     writes: list[Future] = []
 
     def fill(k):
+        # The buffer is free once the chunk that was in it has been written.
         if k >= depth:
             writes[k - depth].result()
         if read is not None:
