@@ -26,8 +26,8 @@ from ..wire.shards import piece
 from .checks import check_inner, check_replicated, check_sharding
 from .parts import Part, is_part, local_shard, on_parts
 from .shards import buckets_of, init_buckets, mean_pieces, shard_for_one_worker, unshard_for_one_worker
-from .state_compression import StateCodec, compressed_state, plain_state
-from .updates import Delivery, encoded_params, encoded_updates, plain_params, plain_updates
+from .state_compression import StateCodec, compressing_codec, identity_codec
+from .updates import Delivery, deliver_encoded_params, deliver_encoded_updates, deliver_params, deliver_updates
 
 EXACT = exact()
 
@@ -162,12 +162,12 @@ def zero_redundancy(
         advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
         form = shards_of(reducer, advice=advice)
         gradients = _Gradients(partial(_init_reducer, form, stage), partial(_reduce_to_shards, form, stage, axis))
-    codec = plain_state() if state_compressor is None else compressed_state(state_compressor)
+    codec = identity_codec() if state_compressor is None else compressing_codec(state_compressor)
     if compressor is None:
-        delivery = plain_updates() if master_dtype is None else plain_params()
+        delivery = deliver_updates() if master_dtype is None else deliver_params()
     else:
         code = contraction_form(compressor)
-        delivery = encoded_updates(code) if master_dtype is None else encoded_params(code)
+        delivery = deliver_encoded_updates(code) if master_dtype is None else deliver_encoded_params(code)
     cfg = _Config(optax.with_extra_args_support(inner), gradients, codec, delivery, master_dtype, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 

@@ -20,7 +20,7 @@ from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE
 from ..wire.shards import joined
 from .checks import check_sharding
-from .prefetched import prefetched_scan
+from .prefetched import scan_with_prefetch
 from .shards import decode, encode, gather_payloads
 
 EXACT = exact()
@@ -205,7 +205,7 @@ def gathered_scan(
         cfg = _Config(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
         # Everything is typed as varying throughout, since gathered arrays are.
         stacked, x, args = over(axis).varying((stacked, x, args))
-        return prefetched_scan(f, lambda params: _assemble(cfg, params, _keep(cfg, params)), stacked, x, args)
+        return scan_with_prefetch(f, lambda params: _assemble(cfg, params, _keep(cfg, params)), stacked, x, args)
     layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary_partition=secondary_partition)
     return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
 

@@ -52,7 +52,7 @@ class Part:
         """The inverse."""
         return cls(children[0], aux, children[1])
 
-    def cleared(self, comm: Comm, fill: Any = 0) -> "Part":
+    def clear_padding(self, comm: Comm, fill: Any = 0) -> "Part":
         """The same array, with `fill` in place of the results that were computed for the padding."""
         value = cleared(self.value, math.prod(self.shape), comm.size, comm.index, fill=fill)
         return Part(value, self.shape, self.full)
@@ -102,7 +102,7 @@ def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], argu
     around = over(_axes_around(values, comm))
     closed, out = jax.make_jaxpr(lambda *trees: f(*around.varying(trees)), return_shape=True)(*likes)
     results = evaluate(closed, partial(_apply, comm), values)
-    results = [x.cleared(comm) if is_part(x) else _as_array(x) for x in results]
+    results = [x.clear_padding(comm) if is_part(x) else _as_array(x) for x in results]
     return jax.tree.structure(out).unflatten(results)
 
 
@@ -191,7 +191,7 @@ def _reduction(
     over_shard: Callable[[Array], Array], over_workers: Callable[[Comm], Callable], neutral: Callable[[Any], Any]
 ) -> Callable[[Part, Comm], Array]:
     """A reduction of a whole array; the padding is replaced by the neutral element first."""
-    return lambda part, comm: over_workers(comm)(over_shard(part.cleared(comm, neutral(part.value.dtype)).value))
+    return lambda part, comm: over_workers(comm)(over_shard(part.clear_padding(comm, neutral(part.value.dtype)).value))
 
 
 def _lowest(dtype: Any) -> Array:

@@ -19,7 +19,7 @@ class _Scan(NamedTuple):
     count: int
 
 
-def prefetched_scan(
+def scan_with_prefetch(
     layer: Callable[..., PyTree], gather: Callable[[PyTree], PyTree], stacked: PyTree, x: PyTree, args: tuple[Any, ...]
 ) -> PyTree:
     """Computes `x = layer(gather(params), x, *args)` for each of the stacked `params` in turn.

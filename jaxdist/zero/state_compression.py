@@ -28,12 +28,12 @@ class StateCodec(NamedTuple):
     encode: Callable[..., State]
 
 
-def plain_state() -> StateCodec:
+def identity_codec() -> StateCodec:
     """Keeps the state as it is."""
     return StateCodec(lambda state: state, lambda kept: kept, lambda state, kept, some, comm: state)
 
 
-def compressed_state(compressor: Compressor) -> StateCodec:
+def compressing_codec(compressor: Compressor) -> StateCodec:
     """Keeps the payloads of large sharded arrays; each worker encodes its own shard, which no block straddles.
 
     Raises:

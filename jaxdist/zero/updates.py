@@ -43,22 +43,22 @@ class DeliveryState(NamedTuple):
     residual: PyTree
 
 
-def plain_updates() -> Delivery:
+def deliver_updates() -> Delivery:
     """Gathers updates. An update that `inner` computed in full on every worker is not sent."""
     return Delivery(lambda params: (), _gather_updates)
 
 
-def encoded_updates(compressor: Compressor) -> Delivery:
+def deliver_encoded_updates(compressor: Compressor) -> Delivery:
     """Gathers the payload of `u + e` and applies `D(C(u + e))`; `e`, the residual, keeps the difference."""
     return Delivery(lambda params: _init_state(_zero_residual(params)), partial(_gather_encoded_updates, compressor))
 
 
-def plain_params() -> Delivery:
+def deliver_params() -> Delivery:
     """Updates the master parameters and gathers them in the dtype of the parameters."""
     return Delivery(lambda params: (), _gather_params)
 
 
-def encoded_params(compressor: Compressor) -> Delivery:
+def deliver_encoded_params(compressor: Compressor) -> Delivery:
     """Updates the master parameters and gathers `D(C(master - params))`: the next difference contains the error."""
     return Delivery(lambda params: _init_state(()), partial(_gather_encoded_params, compressor))
 
@@ -89,7 +89,7 @@ def _gather_encoded_updates(
     for i, x, own_decoded, decoded in zip(sent, corrected, own, full, strict=True):
         # Parameters move by what the update's dtype holds of the decoded array, so the residual is computed from that.
         dtype = found[i].value.dtype
-        error = Part(x - own_decoded.astype(dtype).astype(x.dtype), found[i].shape).cleared(comm).value
+        error = Part(x - own_decoded.astype(dtype).astype(x.dtype), found[i].shape).clear_padding(comm).value
         new_residual[i] = with_value(residual[i], jnp.where(some, error, residual[i].value))
         # The residual is kept, not sent, in a step without examples.
         gathered[i] = jnp.where(some, decoded.astype(dtype), jnp.zeros_like(decoded, dtype))
@@ -107,7 +107,7 @@ def _gather_params(
     rounded = [(x.astype(p.dtype), p) for x, p in zip(moved, leaves, strict=True) if not is_mark(p)]
     gathered = iter(gather([x for x, _ in rounded], [p for _, p in rounded], comm))
     updates = [
-        _sharded_difference(x, p) if is_mark(p) else _difference(next(gathered), p)
+        _difference_of_shards(x, p) if is_mark(p) else _difference(next(gathered), p)
         for x, p in zip(moved, leaves, strict=True)
     ]
     return tree.unflatten(updates), master, state
@@ -126,7 +126,7 @@ def _gather_encoded_params(
 
     def difference(x: Array, p: Any) -> Any:
         if is_mark(p):
-            return _sharded_difference(x, p)
+            return _difference_of_shards(x, p)
         update = next(decoded)
         return jnp.where(some, update, jnp.zeros_like(update))
 
@@ -185,7 +185,7 @@ def _complete(found: list, params: list, gathered: dict[int, Array], comm: Comm)
     return [complete_leaf(i, x, p) for i, (x, p) in enumerate(zip(found, params, strict=True))]
 
 
-def _sharded_difference(new: Array, old: Any) -> Any:
+def _difference_of_shards(new: Array, old: Any) -> Any:
     return with_value(old, _difference(new.astype(old.value.dtype), old.value))
 
 

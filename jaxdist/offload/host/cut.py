@@ -58,7 +58,7 @@ class _Graph(NamedTuple):
         return any(sum(program.nbytes(value) for value in way if value not in present) <= made for way in ways)
 
 
-def cut(program: Program, state_in: Collection[int], state_out: Collection[int]) -> list[list[Operation]]:
+def place_operations(program: Program, state_in: Collection[int], state_out: Collection[int]) -> list[list[Operation]]:
     """Places every operation of an update.
 
     Args:
@@ -97,7 +97,7 @@ def _graph(program: Program, state_in: Collection[int], state_out: Collection[in
 def _core(graph: _Graph) -> set[int]:
     """The operations that must run beside the state: they read it, and the new state needs them."""
     operations = graph.program.operations
-    needed = _needed_for_state(graph.program, graph.state_out)
+    needed = _reaches_new_state(graph.program, graph.state_out)
     core = {
         i for i, operation in enumerate(operations) if graph.reads_state[i] and needed[i] and not operation.communicates
     }
@@ -154,7 +154,7 @@ def _depends_on_state(program: Program, state_in: Collection[int]) -> list[bool]
     return found
 
 
-def _needed_for_state(program: Program, state_out: Collection[int]) -> list[bool]:
+def _reaches_new_state(program: Program, state_out: Collection[int]) -> list[bool]:
     """For each operation, True if the new state depends on it."""
     wanted = set(state_out)
     found = []

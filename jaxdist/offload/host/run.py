@@ -10,7 +10,7 @@ from jax import lax
 
 from ..._core.compat import host_compute, lies_on_host
 from ..._core.types import Array
-from .cut import cut
+from .cut import place_operations
 from .program import Operation, Program, flatten
 from .stream import stream
 from .values import DEVICE, HOST, Portion, Values, portions_of, run_operations
@@ -38,7 +38,7 @@ def run(
     """
     # The value of each leaf of the state -> that of its new one.
     held = {program.inputs[i]: program.outputs[o] for i, o in state.items()}
-    levels = cut(program, held.keys(), [x for x in held.values() if isinstance(x, int)])
+    levels = place_operations(program, held.keys(), [x for x in held.values() if isinstance(x, int)])
     values = Values(program, given)
     for level, operations in enumerate(levels):
         # Even levels run on the device, odd ones beside the state.

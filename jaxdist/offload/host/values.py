@@ -59,7 +59,7 @@ def portions_of(
     Portions are merged up to `smallest` bytes of state.
     """
     out: list[Portion] = []
-    for members in _connected(program, operations):
+    for members in _components(program, operations):
         read = dict.fromkeys(value for operation in members for value in operation.reads if value in state)
         size = sum(program.nbytes(value) for value in read)
         if out and out[-1].nbytes + size <= smallest:
@@ -70,7 +70,7 @@ def portions_of(
     return out
 
 
-def _connected(program: Program, operations: Sequence[Operation]) -> list[list[Operation]]:
+def _components(program: Program, operations: Sequence[Operation]) -> list[list[Operation]]:
     """The connected components of operations that share an array, or a number that one of them computes."""
     # Union-find over the operations' positions.
     parent = list(range(len(operations)))

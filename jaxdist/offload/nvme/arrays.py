@@ -26,10 +26,10 @@ class Shard(NamedTuple):
 
 
 class Sink(NamedTuple):
-    """`put(start, entries)` receives entries of a shard, in any order; `done` returns the array, on its device."""
+    """`put(start, entries)` receives entries of a shard, in any order; `finish` returns the array, on its device."""
 
     put: Callable[[int, np.ndarray], None]
-    done: Callable[[], Any]
+    finish: Callable[[], Any]
 
 
 def strip_marks(tree: PyTree) -> tuple[list[Any], list[tuple[int, ...]], Any]:
@@ -100,7 +100,7 @@ def hashing(sink: Sink, hashes: list[int]) -> Sink:
         hashes.append(hash_bits(x))
         sink.put(start, x)
 
-    return Sink(put, sink.done)
+    return Sink(put, sink.finish)
 
 
 def place(leaf: Any, sharding: Any) -> Any:
@@ -112,7 +112,7 @@ def place(leaf: Any, sharding: Any) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def aligned(size: int, dtype: Any) -> np.ndarray:
+def allocate_aligned(size: int, dtype: Any) -> np.ndarray:
     """`np.empty`, aligned so that XLA need not copy it."""
     room = np.empty(size * np.dtype(dtype).itemsize + ALIGNED, np.uint8)
     first = -room.ctypes.data % ALIGNED
@@ -140,18 +140,18 @@ def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
 
     # Only a contiguous array can be viewed as a vector and written in place.
     in_place = donate and isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
-    flat = leaf.reshape(-1) if in_place else aligned(int(np.prod(shard.shape)), leaf.dtype)
+    flat = leaf.reshape(-1) if in_place else allocate_aligned(int(np.prod(shard.shape)), leaf.dtype)
 
-    def put_here(start, x):
+    def write_entries(start, x):
         flat[start : start + x.size] = x
 
-    def done():
+    def finish():
         if in_place:
             return leaf
         new = flat.reshape(shard.shape)
         return [jax.device_put(new, place) for place in places] or new
 
-    return Sink(put_here, done)
+    return Sink(write_entries, finish)
 
 
 def assemble(leaf: Any, parts: Sequence[Any]) -> Any:

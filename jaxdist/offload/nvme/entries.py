@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .arrays import Sink, aligned
+from .arrays import Sink, allocate_aligned
 from .entrywise import EntryProgram
 from .layout import UNIT, Layout, Piece, pieces, planes
 
@@ -152,7 +152,7 @@ class Runner:
         """The parts in one vector, padded with zeros; each thread has one buffer per operand."""
         key = (slot, length, parts[0].dtype)
         buffers = self.scratch.__dict__.setdefault("buffers", {})
-        room = buffers.setdefault(key, aligned(length, parts[0].dtype))
+        room = buffers.setdefault(key, allocate_aligned(length, parts[0].dtype))
         at = 0
         for part in parts:
             room[at : at + part.size] = part

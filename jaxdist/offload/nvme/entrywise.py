@@ -153,7 +153,7 @@ def split(
     wanted = [*dict.fromkeys([*(at for program in drafts for at in program.numbers), *heads])]
     position = {at: i for i, at in enumerate(wanted)}
     programs = [program._replace(numbers=tuple(position[at] for at in program.numbers)) for program in drafts]
-    order = _needed(trace.nodes, wanted)
+    order = _ancestors(trace.nodes, wanted)
     memory = tuple(sorted(node.index for at in order if isinstance(node := trace.nodes[at], Input)))
     head = partial(_run_head, {at: trace.nodes[at] for at in order}, wanted)
     return Split(head, memory, programs, [position[at] for at in heads])
@@ -259,7 +259,7 @@ class _Trace:
         return outputs
 
 
-def _needed(nodes: Sequence[Any], wanted: Sequence[int]) -> list[int]:
+def _ancestors(nodes: Sequence[Any], wanted: Sequence[int]) -> list[int]:
     """The positions of the nodes of the head that these depend on; operands come before their results."""
     needed, stack = set(), list(wanted)
     while stack:

@@ -178,16 +178,16 @@ def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
                 whole = zlib.crc32(outer["manifest"].encode()) == outer["crc"]
                 manifest = json.loads(outer["manifest"])
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _damaged(path) from error
+                raise _damage_error(path) from error
             if not whole:
-                raise _damaged(path)
+                raise _damage_error(path)
             if manifest["format"] != FORMAT:
                 raise ValueError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
             found[slot] = manifest
     return found
 
 
-def _damaged(path: Path) -> StoreDamagedError:
+def _damage_error(path: Path) -> StoreDamagedError:
     return StoreDamagedError("the manifest is damaged; delete it to return to the step of the other one", path, -1)
 
 

@@ -17,7 +17,7 @@ from .model import Model
 
 def assemble(model: Model, leaves: Sequence[Any], sinks: Sequence[Sequence[arrays.Sink]]) -> PyTree:
     """The tree of the arrays that the sinks have received."""
-    new = [arrays.assemble(leaf, [sink.done() for sink in each]) for leaf, each in zip(leaves, sinks, strict=True)]
+    new = [arrays.assemble(leaf, [sink.finish() for sink in each]) for leaf, each in zip(leaves, sinks, strict=True)]
     return model.tree.unflatten(new)
 
 
