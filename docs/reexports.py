@@ -1,4 +1,10 @@
-"""Lets the reference find `jaxdist.reducers.exact`, a function in a module of its own name."""
+"""Extensions of griffe for the reference pages.
+
+`FunctionsBeforeModules` lets them find `jaxdist.reducers.exact`, a function whose module has the same name;
+`ExamplesAsCode` renders doctests as code.
+"""
+
+import re
 
 from griffe import Alias, AliasResolutionError, Extension
 
@@ -16,7 +22,16 @@ class FunctionsBeforeModules(Extension):
         ]
         # Only now: names are looked up through modules, and a function has nothing below it.
         for module, name, function in found:
-            module.members[name] = Alias(name, function, parent=module) if module.members[name].is_alias else function
+            module.members[name] = Alias(name, function, parent=module)
+
+
+class ExamplesAsCode(Extension):
+    """Turns `Example:` into the section name of Google style, so that `[1][0]` in a doctest is no link."""
+
+    def on_object(self, *, obj, **kwargs):
+        """Renames the section in the docstring of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
 
 
 def _modules_below(package):

@@ -46,7 +46,7 @@ def least_squares(workers, dim=32, rows=64, spread=1.0):
     optima = jax.random.normal(keys[1], (dim,)) + spread * jax.random.normal(keys[2], (workers, dim))
     y = jnp.einsum("wrd,wd->wr", x, optima)
     flat_x, flat_y = x.reshape(-1, dim), y.reshape(-1)
-    best = jnp.linalg.lstsq(flat_x, flat_y)[0]
+    best = jnp.asarray(np.linalg.lstsq(np.asarray(flat_x), np.asarray(flat_y))[0])
 
     def excess(w):
         residual, least = flat_x @ w - flat_y, flat_x @ best - flat_y
@@ -94,11 +94,15 @@ def compression():
     ]  # fmt: skip
     x = jax.random.t(jax.random.key(0), 3.0, (1 << 16,))
     for name, compressor, color in methods:
-        payload = compressor.compress(x, jax.random.key(1))
-        error = float(jnp.sum((compressor.decompress(payload, x) - x) ** 2) / jnp.sum(x**2))
+        payload = jax.jit(compressor.compress)(x, jax.random.key(1))
+        decoded = jax.jit(lambda payload: compressor.decompress(payload, x))(payload)  # noqa: B023
+        error = float(jnp.sum((decoded - x) ** 2) / jnp.sum(x**2))
         bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) / x.size
         left.plot(bits, error, "o", color=color, ms=5)
-        left.annotate(name, (bits, error), textcoords="offset points", xytext=(5, 3), fontsize=7.5)
+        offset = {"qsgd(4)": (6, -7), "drive": (5, -8), "scaled_sign": (-6, 6), "top_k(0.1)": (-48, -3)}.get(
+            name, (5, 3)
+        )
+        left.annotate(name, (bits, error), textcoords="offset points", xytext=offset, fontsize=7.5)
     left.set(xscale="log", yscale="log", xlabel="bits per entry", ylabel="relative squared error")
     left.set(title="Error of one compression", xlim=(0.2, 64))
 
@@ -122,9 +126,8 @@ def low_rank():
     m, n = 256, 512
     keys = jax.random.split(jax.random.key(0), 2)
     spectrum = jnp.arange(1, m + 1) ** -1.0
-    u = jnp.linalg.qr(jax.random.normal(keys[0], (m, m)))[0]
-    v = jnp.linalg.qr(jax.random.normal(keys[1], (n, m)))[0]
-    matrix = {"w": (u * spectrum) @ v.T}
+    u, v = (np.linalg.qr(jax.random.normal(key, (size, m)))[0] for key, size in zip(keys, (m, n)))
+    matrix = {"w": jnp.asarray((u * np.asarray(spectrum)) @ v.T)}
     ranks = [1, 2, 4, 8, 16, 32]
 
     def errors(rank, steps):
@@ -149,8 +152,12 @@ def low_rank():
     left.minorticks_off()
     left.legend(fontsize=7.5)
     for size, color in ((256, GREEN), (1024, BLUE), (4096, PURPLE)):
-        right.plot(ranks, [size * size / (r * 2 * size) for r in ranks], "o-", color=color, ms=4, label=f"{size} × {size}")
-    right.set(xscale="log", yscale="log", xlabel="rank", ylabel="times fewer bytes", title="Compression: m n / (r (m + n))")
+        right.plot(
+            ranks, [size * size / (r * 2 * size) for r in ranks], "o-", color=color, ms=4, label=f"{size} × {size}"
+        )
+    right.set(
+        xscale="log", yscale="log", xlabel="rank", ylabel="times fewer bytes", title="Compression: m n / (r (m + n))"
+    )
     right.set(xticks=ranks, xticklabels=ranks)
     right.minorticks_off()
     right.legend(fontsize=7.5, title="matrix")
@@ -184,8 +191,12 @@ def local_updates():
         tx = jd.local_sgd.local_sgd(optax.sgd(0.05), sync_period=period)
         losses = train(tx, 8, 640, per_worker=True)
         # One synchronization sends the model once, like one synchronous step.
-        right.plot(np.arange(period, 641, period) / period, losses[period - 1 :: period], color=color, label=f"H = {period}")
-    right.set(xscale="log", yscale="log", xlabel="synchronizations (bytes, in units of the model)", ylabel="excess loss")
+        right.plot(
+            np.arange(period, 641, period) / period, losses[period - 1 :: period], color=color, label=f"H = {period}"
+        )
+    right.set(
+        xscale="log", yscale="log", xlabel="synchronizations (bytes, in units of the model)", ylabel="excess loss"
+    )
     right.set(title="Local SGD, 8 workers with different data, 640 steps")
     right.legend(fontsize=7.5)
     save(figure, "local_updates")
@@ -197,12 +208,19 @@ def decentralized():
     angle = 2 * np.pi * np.arange(8) / 8
     graphs = {"ring": jd.topology.ring(8), "exponential": jd.topology.exponential(8)}
     one_peer = jd.topology.matrix(jd.topology.one_peer_exponential(8), 0)
-    drawn = [(name, jd.topology.matrix(graph, 0)) for name, graph in graphs.items()] + [("one-peer exponential, step 0", one_peer)]
+    drawn = [(name, jd.topology.matrix(graph, 0)) for name, graph in graphs.items()] + [
+        ("one-peer exponential, step 0", one_peer)
+    ]
     for number, (name, weights) in enumerate(drawn):
         points = np.stack([np.cos(angle) + 2.9 * number, np.sin(angle)], 1)
         for i, j in zip(*np.nonzero(np.asarray(weights))):
             if i != j:
-                left.annotate("", points[i], points[j], arrowprops={"arrowstyle": "->", "color": BLUE, "lw": 0.8, "shrinkA": 4, "shrinkB": 4})
+                left.annotate(
+                    "",
+                    points[i],
+                    points[j],
+                    arrowprops={"arrowstyle": "->", "color": BLUE, "lw": 0.8, "shrinkA": 4, "shrinkB": 4},
+                )
         left.plot(*points.T, "ko", ms=5)
         left.text(2.9 * number, -1.5, name.replace(", ", ",\n"), ha="center", va="top", fontsize=8)
     left.set(xlim=(-1.3, 7.1), ylim=(-2.3, 1.4), aspect="equal", title="Graphs over 8 workers")
@@ -220,7 +238,9 @@ def decentralized():
             models = np.asarray(jd.topology.matrix(graph, step)) @ models
             error.append(max(np.linalg.norm(models) / np.linalg.norm(start), 1e-9))
         right.plot(error, color=color, label=name)
-    right.set(yscale="log", ylim=(1e-6, 2), xlabel="gossip step", ylabel="consensus error", title="Mixing of 16 workers")
+    right.set(
+        yscale="log", ylim=(1e-6, 2), xlabel="gossip step", ylabel="consensus error", title="Mixing of 16 workers"
+    )
     right.legend(fontsize=7.5)
     save(figure, "decentralized")
 
@@ -243,8 +263,18 @@ def zero():
             axes.barh(number, part, left=offset, color=color, label=name if number == 0 else None, height=0.6)
             offset += part
         device = sum(parts[:3])
-        axes.text(offset + 0.15, number, f"{device:.3g} B" + (f" + {parts[3]:g} B on the host" if parts[3] else ""), va="center", fontsize=8)
-    axes.set(yticks=range(len(rows)), yticklabels=[row[0] for row in rows], xlabel="bytes per parameter on each of 8 workers, float32 Adam")
+        axes.text(
+            offset + 0.15,
+            number,
+            f"{device:.3g} B" + (f" + {parts[3]:g} B on the host" if parts[3] else ""),
+            va="center",
+            fontsize=8,
+        )
+    axes.set(
+        yticks=range(len(rows)),
+        yticklabels=[row[0] for row in rows],
+        xlabel="bytes per parameter on each of 8 workers, float32 Adam",
+    )
     axes.set(xlim=(0, 18))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -276,10 +306,20 @@ def hiding():
             axes.barh(base, 1e3 * (end - start), left=1e3 * start, color="#bbbbbb", edgecolor="white", height=0.8)
         for message in plan.messages:
             color = GRAY if row == 0 else shades[message.layer]
-            axes.barh(base - 0.9, 1e3 * (message.end - message.start), left=1e3 * message.start, color=color, edgecolor="white", lw=0.3, height=0.8)
+            axes.barh(
+                base - 0.9,
+                1e3 * (message.end - message.start),
+                left=1e3 * message.start,
+                color=color,
+                edgecolor="white",
+                lw=0.3,
+                height=0.8,
+            )
         axes.text(0, base + 0.55, f"{name}: {1e3 * plan.makespan:.0f} ms", fontsize=8.5, va="bottom")
         axes.axvline(1e3 * starts[-1], color="k", lw=0.5, ls=":")
-    axes.set(yticks=[tick for row in range(3) for tick in (-3 * row, -3 * row - 0.9)], yticklabels=["device", "link"] * 3)
+    axes.set(
+        yticks=[tick for row in range(3) for tick in (-3 * row, -3 * row - 0.9)], yticklabels=["device", "link"] * 3
+    )
     axes.set(xlabel="ms from the start of the backward pass; colors are layers, gray is the next forward pass")
     axes.set_ylim(-7.6, 1.3)
     axes.grid(axis="y", visible=False)
@@ -294,13 +334,22 @@ def asynchronous():
             position = -(worker + 5.5 * row)
             clock = 0.0
             while clock < 12:
-                left.barh(position, min(duration, 12 - clock), left=clock, color=RED if worker == 3 else BLUE, edgecolor="white", height=0.8)
+                left.barh(
+                    position,
+                    min(duration, 12 - clock),
+                    left=clock,
+                    color=RED if worker == 3 else BLUE,
+                    edgecolor="white",
+                    height=0.8,
+                )
                 if barrier:
                     left.barh(position, seconds.max() - duration, left=clock + duration, color="#dddddd", height=0.8)
                 clock += seconds.max() if barrier else duration
         left.text(0, -5.5 * row + 0.6, name, fontsize=9)
     ticks = [-(worker + 5.5 * row) for row in range(2) for worker in range(4)]
-    left.set(yticks=ticks, yticklabels=[f"worker {w}" for w in range(4)] * 2, xlabel="seconds; gray is waiting", xlim=(0, 12))
+    left.set(
+        yticks=ticks, yticklabels=[f"worker {w}" for w in range(4)] * 2, xlabel="seconds; gray is waiting", xlim=(0, 12)
+    )
     left.set_ylim(-9.2, 1.4)
     left.grid(axis="y", visible=False)
     left.set_title("Gradients computed in 12 s")
@@ -316,10 +365,17 @@ def asynchronous():
         "durations": durations.one_slow(durations.lognormal(5e-3, 0.2), worker=0, factor=6),
         "links": links.alpha_beta(1e-5, 1.25e9, nic=True),
     }
-    for rule, color in ((rules.bsp(optax.sgd(0.1)), GRAY), (rules.asgd(optax.sgd(0.005)), RED), (rules.ringleader(optax.sgd(0.02)), GREEN), (rules.dude(optax.sgd(0.01)), BLUE)):
+    for rule, color in (
+        (rules.bsp(optax.sgd(0.1)), GRAY),
+        (rules.asgd(optax.sgd(0.005)), RED),
+        (rules.ringleader(optax.sgd(0.02)), GREEN),
+        (rules.dude(optax.sgd(0.01)), BLUE),
+    ):
         run = replay.run(rule, task, seconds=1.5, evaluate_every=0.01, **cluster)
         right.plot(run.times, np.maximum(run.losses, 1e-7), color=color, label=rule.name, lw=1.3)
-    right.set(yscale="log", ylim=(1e-6, 100), xlabel="seconds on the virtual clock", ylabel="distance to the optimum, squared")
+    right.set(
+        yscale="log", ylim=(1e-6, 100), xlabel="seconds on the virtual clock", ylabel="distance to the optimum, squared"
+    )
     right.set_title("8 workers with different data, one 6 times slower")
     right.legend(fontsize=8)
     save(figure, "asynchronous")
@@ -332,7 +388,15 @@ def architecture():
 
     def box(x, y, width, height, text, color, size=8.5, bold=False):
         axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.06", fc=color, ec="#555555", lw=0.8))
-        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, fontweight="bold" if bold else None)
+        axes.text(
+            x + width / 2,
+            y + height / 2,
+            text,
+            ha="center",
+            va="center",
+            fontsize=size,
+            fontweight="bold" if bold else None,
+        )
 
     def arrow(x0, y0, x1, y1, label=None):
         axes.annotate("", (x1, y1), (x0, y0), arrowprops={"arrowstyle": "-|>", "color": "#444444", "lw": 1.1})
@@ -345,8 +409,15 @@ def architecture():
     box(14.2, 8.2, 3.5, 1.3, "optax.apply_updates\nnew parameters", pale["step"])
     arrow(3.3, 8.85, 4.5, 8.85)
     axes.text(0.2, 9.85, "train_step: the step of one worker, a pure function", fontsize=9.5, fontweight="bold")
-    axes.add_patch(FancyBboxPatch((0.2, 2.55), 17.5, 4.75, boxstyle="round,pad=0.06", fc="none", ec="#999999", lw=0.8, ls="--"))
-    axes.text(0.45, 6.85, "optax chain: one of these four, with any optax transformation before, inside or after it", fontsize=9)
+    axes.add_patch(
+        FancyBboxPatch((0.2, 2.55), 17.5, 4.75, boxstyle="round,pad=0.06", fc="none", ec="#999999", lw=0.8, ls="--")
+    )
+    axes.text(
+        0.45,
+        6.85,
+        "optax chain: one of these four, with any optax transformation before, inside or after it",
+        fontsize=9,
+    )
     columns = [
         ("all_reduce(reducer)", "mean gradient"),
         ("local_steps(inner, outer)", "mean parameter change,\nevery H steps"),
@@ -357,8 +428,24 @@ def architecture():
         x = 0.45 + 4.35 * number
         box(x, 5.35, 4.0, 1.1, name, pale["chain"], bold=True)
         axes.text(x + 2.0, 5.2, what, ha="center", va="top", fontsize=8)
-    box(0.45, 2.75, 10.2, 1.15, "reducer: the trees of all workers → one mean\n(exact, compressed, two_shot, power_sgd, error_feedback, hierarchical, ...)", pale["comm"], 8)
-    box(11.1, 2.75, 6.35, 1.15, "compressor: one array ↔ payload\n(qsgd, top_k, int8, scaled_sign, ...)", pale["comm"], 8)
+    box(
+        0.45,
+        2.75,
+        10.2,
+        1.15,
+        "reducer: the trees of all workers → one mean\n(exact, compressed, two_shot, power_sgd, error_feedback, hierarchical, ...)",
+        pale["comm"],
+        8,
+    )
+    box(
+        11.1,
+        2.75,
+        6.35,
+        1.15,
+        "compressor: one array ↔ payload\n(qsgd, top_k, int8, scaled_sign, ...)",
+        pale["comm"],
+        8,
+    )
     for number in range(4):
         x = 2.45 + 4.35 * number
         arrow(x, 4.45, x, 4.0)
@@ -366,7 +453,15 @@ def architecture():
     axes.text(6.7, 7.75, "gradient of this worker", fontsize=8, va="center")
     arrow(15.95, 7.4, 15.95, 8.1)
     axes.text(15.75, 7.75, "updates", fontsize=8, va="center", ha="right")
-    box(0.2, 1.2, 17.5, 0.8, "Comm: the only calls of jax.lax collectives (mean, all_gather, all_to_all, reduce_scatter_mean, ppermute)", pale["comm"], 8.5)
+    box(
+        0.2,
+        1.2,
+        17.5,
+        0.8,
+        "Comm: the only calls of jax.lax collectives (mean, all_gather, all_to_all, reduce_scatter_mean, ppermute)",
+        pale["comm"],
+        8.5,
+    )
     arrow(5.5, 2.65, 5.5, 2.1)
     arrow(14.2, 2.65, 14.2, 2.1)
     box(0.2, 0.05, 8.5, 0.8, "distribute(step, mesh) = jit(shard_map(step))", pale["run"])
@@ -374,7 +469,10 @@ def architecture():
     save(figure, "architecture")
 
 
-FIGURES = {f.__name__: f for f in (architecture, compression, low_rank, local_updates, decentralized, zero, hiding, asynchronous)}
+FIGURES = {
+    f.__name__: f
+    for f in (architecture, compression, low_rank, local_updates, decentralized, zero, hiding, asynchronous)
+}
 
 if __name__ == "__main__":
     jd.runtime.use_cpu_devices(1)
