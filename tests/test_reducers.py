@@ -188,7 +188,7 @@ def test_ef21_checks_its_arguments():
     for eta in (0.0, 1.5):
         with pytest.raises(ValueError, match=f"eta must be in \\(0, 1\\], got {eta}"):
             jd.reducers.ef21(top(0.1), eta=eta)
-    with pytest.raises(ValueError, match="noise on the way would pile up"):
+    with pytest.raises(ValueError, match="would pile up in it"):
         jd.reducers.ef21(jd.exact()._replace(law=jd.reducers.Law.UNBIASED))
 
 

@@ -1,15 +1,26 @@
-"""The dtypes in which arithmetic is done."""
+"""The dtypes in which to compute."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from .types import Array
+from .types import Array, Like
 
 
 def working_dtype(dtype: DTypeLike) -> DTypeLike:
-    """What a code of arrays of `dtype` computes in: float32, or `dtype` itself where that is wider."""
+    """The dtype in which a compressor of arrays of `dtype` computes: float32, or `dtype` itself where it is wider."""
     # Not jnp.promote_types, which refuses half precision under strict dtype promotion.
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
+
+
+def widen(x: Array) -> Array:
+    """Casts to the dtype in which to compute: float32, or that of `x` itself where it is wider."""
+    return x.astype(working_dtype(x.dtype))
+
+
+def widen_like(like: Like) -> jax.ShapeDtypeStruct:
+    """The shape of an array, in the dtype in which to compute."""
+    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 
 def saturated(x: Array, dtype: DTypeLike, finite: Array) -> Array:

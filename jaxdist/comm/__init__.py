@@ -1,14 +1,15 @@
-"""The one file that talks to other workers.
+"""Collectives: the only module that communicates between workers of a mesh.
 
-A `Comm` is one group of workers as one of them sees it. Its functions map over pytrees, type-check under `shard_map`'s
-replication checking, and give the same numbers under `vmap` (simulation). Three traps are dealt with here, once:
+A `Comm` is a group of workers as one of them sees it. Its functions map over pytrees, type-check under `shard_map`'s
+replication checking, and give the same numbers under `vmap` (simulation). It works around four problems:
 
-- What all workers end up with (a mean, a gather) is typed *invariant*, so it may leave `shard_map` as agreed state.
-- XLA:CPU widens bf16 and fp8 in every collective: they travel as u16 and u8 words.
+- Results that are equal on all workers (a mean, a gather) are typed *invariant*, so that they may leave `shard_map` as
+  replicated state.
+- XLA:CPU widens bf16 and fp8 in every collective: they are sent as u16 and u8 words.
 - XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
   local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
   form.
-- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles,
+- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of arrays that do not fill its tiles,
   or that have an odd number of them: there they are padded. On square slices (4x4, 8x8) it does so with every
   reduce-scatter over one axis of all chips; two axes, one for each side of the square, get two real ones.
 """

@@ -1,32 +1,35 @@
-"""The `Comm`: one group of workers as one of them sees it, a bundle of functions. `comm.py` makes them."""
+"""The `Comm`: a group of workers as one of them sees it, a record of functions. `over` and `groups` make them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+import jax
 
 from .._core.types import Array, PyTree
 
 
 class Comm(NamedTuple):
-    """One group of workers. Make one with `over`, `alone`, `nested`, `grouped` or `counted`.
+    """A group of workers. Make one with `over`, `alone`, `nested`, `grouped` or `counted`.
 
     Attributes:
       size: the number of workers `W`.
       index: this worker's number, `Int[Array, ""]`.
-      mean: the mean over workers, agreed. `2(W-1)/W` times the bytes are sent.
-      sum: the sum, agreed; the same bytes.
-      max: the largest, agreed; the same bytes.
-      all_gather: `[*s] -> [W, *s]`, agreed; `W-1` times the bytes. `all_gather(x, agreed=False)` types the result as
+      mean: the mean over workers, replicated. `2(W-1)/W` times the bytes are sent.
+      sum: the sum, replicated; the same bytes.
+      max: the maximum, replicated; the same bytes.
+      all_gather: `[*s] -> [W, *s]`, replicated; `W-1` times the bytes. `all_gather(x, agreed=False)` types it as
         varying and averages its gradient by `reduce_scatter_mean`.
       all_to_all: `[W, *s] -> [W, *s]`, row `j` goes to worker `j`; `(W-1)/W` times the bytes.
-      reduce_scatter_mean: `[W, *s] -> [*s]`, the mean of everybody's row for this worker; `(W-1)/W` times the bytes.
-      ppermute: `ppermute(x, [(source, destination), ...])`; who is no destination gets zeros. The bytes once for each
-        pair that moves.
+      reduce_scatter_mean: `[W, *s] -> [*s]`, the mean of all workers' rows for this worker; `(W-1)/W` times the bytes.
+      ppermute: `ppermute(x, [(source, destination), ...])`; workers that are not a destination receive zeros. Sends
+        the array once for each pair of different workers.
       varying: types a value as differing between workers; no bytes.
       inner: the group of the last (fast) axis, when there are several.
       outer: the group of the other (slow) axes.
-      ledger: where `counted` writes what is sent.
+      ledger: the list to which `counted` appends what is sent.
       uncounted: the same group without its ledger.
-      remake: for a group composed of others, `remake(wrap)` composes it again of `wrap(other)`.
+      remake: for a group composed of others, `remake(wrap)` rebuilds it from `wrap(other)`.
     """
 
     size: int
@@ -54,17 +57,26 @@ class Sent(NamedTuple):
 
 
 def check_permutation(pairs: Sequence[tuple[int, int]], size: int) -> None:
-    """Raises if a worker sends twice or gets two messages."""
+    """Checks that no worker sends or receives twice."""
     for ends in zip(*pairs, strict=True):
         if len(set(ends)) < len(ends) or not set(ends) <= set(range(size)):
             raise ValueError(
-                f"in a ppermute of {size} workers each sends at most once and gets one message at most, got "
-                f"{list(pairs)}"
+                f"in a ppermute of {size} workers each sends at most once and receives at most once, got {list(pairs)}"
             )
 
 
-def completed(pairs: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """A full permutation with these pairs."""
+def complete_permutation(pairs: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Extends pairs to a permutation of all workers."""
     sources, destinations = ({pair[end] for pair in pairs} for end in (0, 1))
     left = (sorted(set(range(size)) - ends) for ends in (sources, destinations))
     return [*pairs, *zip(*left, strict=True)]
+
+
+def map_over_trees(comm: Comm) -> Comm:
+    """Makes the functions of a group, which take one array each, functions of pytrees."""
+    names = ("mean", "sum", "max", "all_to_all", "reduce_scatter_mean", "varying")
+    return comm._replace(
+        **{name: partial(jax.tree.map, getattr(comm, name)) for name in names},
+        all_gather=lambda tree, *, agreed=True: jax.tree.map(partial(comm.all_gather, agreed=agreed), tree),
+        ppermute=lambda tree, pairs: jax.tree.map(lambda x: comm.ppermute(x, pairs), tree),
+    )

@@ -1,20 +1,10 @@
-"""The one file that talks to other workers.
+"""The workers along mesh axes: `Comm` under `shard_map`, where axes are mapped by hand, and under `vmap`.
 
-A `Comm` is one group of workers as one of them sees it. Its functions map over pytrees, type-check under `shard_map`'s
-replication checking, and give the same numbers under `vmap` (simulation). Three traps are dealt with here, once:
-
-- What all workers end up with (a mean, a gather) is typed *invariant*, so it may leave `shard_map` as agreed state.
-- XLA:CPU widens bf16 and fp8 in every collective: they travel as u16 and u8 words.
-- XLA:CPU's reduce-scatter returns wrong numbers for large chunks (jax-ml/jax#40830): there it is an all-to-all and a
-  local sum. The choice is `lax.platform_dependent`, so a program compiled for a TPU on a CPU machine gets the TPU's
-  form.
-- XLA:TPU makes an all-reduce, twice the bytes, of a gather or a reduce-scatter of pieces that do not fill its tiles,
-  or that have an odd number of them: there they are padded. On square slices (4x4, 8x8) it does so with every
-  reduce-scatter over one axis of all chips; two axes, one for each side of the square, get two real ones.
+The functions here take one array; `map_over_trees` makes them functions of pytrees.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,20 +15,14 @@ from jax import lax
 from .._core.compat import mesh_axes_being_mapped, varying_axes
 from .._core.types import Array, AxisNames
 from ..state.marks import axis_tuple
-from .base import Comm as Comm
-from .base import Sent as Sent
-from .base import check_permutation, completed
-from .counted import cond as cond
-from .counted import counted as counted
-from .counted import switch as switch
-from .counted import total_bytes as total_bytes
-from .groups import alone as alone
-from .groups import grouped as grouped
-from .groups import nested as nested
+from .base import Comm, check_permutation, complete_permutation, map_over_trees
+from .groups import alone
+
+Axes = tuple[str, ...]
 
 
 def over(axis: AxisNames) -> Comm:
-    """The workers along one mesh axis, or along several (`("pod", "data")`: slow links first).
+    """The group of workers along one mesh axis, or along several (`("pod", "data")`: slow links first).
 
     Call it where the axis is bound: inside `distribute`, `simulate`, `shard_map` or `vmap(axis_name=...)`.
 
@@ -61,174 +45,93 @@ def over(axis: AxisNames) -> Comm:
     if not axes:
         return alone()
     try:
-        size = math.prod(lax.axis_size(name) for name in axes)
+        _size(axes)
     except NameError:
         raise ValueError(
             f"axis {axis!r} is not bound here: run the step with distribute(step, mesh) or simulate(step, workers) "
             f"over that axis, or pass axis=None for a single worker"
         ) from None
     by_hand = mesh_axes_being_mapped().issuperset(axes)
-    varying = partial(_varying, axes) if by_hand else lambda x: x
-    gather = _mesh_gather(axes, varying) if by_hand else _simulated_gather(axes)
-    exchange = partial(_exchange, axes, varying if by_hand else partial(_mapped, axes))
-    scatter = partial(_reduce_scatter_mean, axes, size, by_hand, exchange, varying)
+    comm = map_over_trees(_mesh_comm(axes) if by_hand else _vmap_comm(axes))
+    if len(axes) == 1:
+        return comm
+    return comm._replace(inner=over(axes[-1]), outer=over(axes[:-1]))
 
-    def permute(x, pairs):
-        check_permutation(pairs, size)
-        if by_hand:
-            return _unword(lax.ppermute(_word(varying(x)), axes, pairs), x)
-        whole = completed(pairs, size)  # vmap permutes all workers or none
-        if len(axes) > 1:  # and one axis only
-            source = dict((destination, source) for source, destination in whole)
-            out = gather(x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
-        else:
-            out = lax.ppermute(x, axes, whole)
-        if len(pairs) == size:
-            return out
-        reached = jnp.array([i in {destination for _, destination in pairs} for i in range(size)])
-        return jnp.where(reached[lax.axis_index(axes)], out, jnp.zeros_like(out))
 
+def _size(axes: Axes) -> int:
+    return math.prod(lax.axis_size(name) for name in axes)
+
+
+def _mesh_comm(axes: Axes) -> Comm:
+    """The group under `shard_map`, for single arrays."""
     return Comm(
-        size=size,
+        size=_size(axes),
         index=lax.axis_index(axes),
-        mean=partial(jax.tree.map, partial(_mean, axes, size, by_hand, gather, scatter)),
-        sum=partial(jax.tree.map, lambda x: lax.psum(x, axes)),
-        max=partial(jax.tree.map, lambda x: lax.pmax(x, axes)),
-        all_gather=lambda tree, *, agreed=True: jax.tree.map(
-            gather if agreed else _differentiable_gather(axes, gather, scatter, varying, by_hand), tree
-        ),
-        all_to_all=partial(jax.tree.map, exchange),
-        reduce_scatter_mean=partial(jax.tree.map, scatter),
-        ppermute=lambda tree, pairs: jax.tree.map(lambda x: permute(x, pairs), tree),
-        varying=partial(jax.tree.map, varying),
-        inner=over(axes[-1]) if len(axes) > 1 else None,
-        outer=over(axes[:-1]) if len(axes) > 1 else None,
+        mean=partial(_mesh_mean, axes),
+        sum=partial(lax.psum, axis_name=axes),
+        max=partial(lax.pmax, axis_name=axes),
+        all_gather=partial(_mesh_all_gather, axes),
+        all_to_all=partial(_mesh_all_to_all, axes),
+        reduce_scatter_mean=partial(_mesh_reduce_scatter_mean, axes),
+        ppermute=partial(_mesh_permute, axes),
+        varying=partial(_mark_varying, axes),
     )
 
 
-def _is_floating(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def _mesh_mean(axes: Axes, x: Array) -> Array:
+    size = _size(axes)
 
-
-def _word(x: Array) -> Array:
-    """What XLA:CPU would widen travels as words of its own size."""
-    if _is_floating(x) and x.dtype.itemsize < 4 and x.dtype != jnp.float16:
-        return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
-    return x
-
-
-def _unword(words: Array, like: Array) -> Array:
-    return words if words.dtype == like.dtype else lax.bitcast_convert_type(words, like.dtype)
-
-
-def _varying(axes: tuple[str, ...], x: Array) -> Array:
-    missing = tuple(name for name in axes if name not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _mapped(axes: tuple[str, ...], x: Array) -> Array:
-    """Mapped by `vmap`, whose all-to-all of what is the same for all workers has a wrong shape."""
-    return jnp.where(lax.axis_index(axes) >= 0, x, x)
-
-
-def _tile(x: Array) -> int:
-    """The entries of a tile of one dimension on TPU, 4 KiB."""
-    return 1024 * max(1, 4 // x.dtype.itemsize)
-
-
-def _rows(tiles: int, chips: int) -> int:
-    """What the number of tiles of a reduce-scatter must divide by on TPU, where it should stay one.
-
-    XLA:TPU makes an all-reduce of it if that number is odd, is not a multiple of 8 on 128 chips, or has too large an
-    odd factor: what passes is at most 151 on 8 chips of an axis, 91 on 16, 49 on 32 and 13 on 128. A power of two that
-    goes into it no more than `1800 / (chips + 4)` times keeps that, and adds a few per cent to many tiles.
-    """
-    if tiles <= 4:
-        return 2
-    times = max(1, 1800 // (chips + 4))
-    return 2 ** max(3, (-(-tiles // times) - 1).bit_length())
-
-
-def _gather(axes: tuple[str, ...], varying: Callable, x: Array, **typed: Any) -> Array:
-    def plain(words):
-        return lax.all_gather(words, axes, **typed)
-
-    def in_tiles(words):
-        return plain(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
-
-    words = _word(varying(x))
-    if words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0:
-        return _unword(plain(words), x)
-    return _unword(lax.platform_dependent(words, tpu=in_tiles, default=plain), x)
-
-
-def _mesh_gather(axes: tuple[str, ...], varying: Callable) -> Callable[[Array], Array]:
-    return lambda x: _gather(axes, varying, x, to="invarying")
-
-
-def _simulated_gather(axes: tuple[str, ...]) -> Callable[[Array], Array]:
-    def gather(x):
-        shape = x.shape
-        for name in reversed(axes):  # vmap gathers one axis at a time
-            x = lax.all_gather(x, name)
-        return x.reshape(math.prod(x.shape[: len(axes)]), *shape)  # not -1, which an array without entries leaves open
-
-    return gather
-
-
-def _differentiable_gather(axes, gather, scatter, varying, by_hand):
-    """A gather typed varying, whose gradient is the mean of everybody's gradient for this worker's part."""
-
-    @jax.custom_vjp
-    def forward(x):
-        return _gather(axes, varying, x) if by_hand else gather(x)
-
-    forward.defvjp(lambda x: (forward(x), None), lambda _, g: (scatter(g),))
-    return forward
-
-
-def _exchange(axes: tuple[str, ...], varying: Callable, x: Array) -> Array:
-    return _unword(lax.all_to_all(_word(varying(x)), axes, split_axis=0, concat_axis=0, tiled=True), x)
-
-
-def _local_mean(x: Array) -> Array:
-    """The mean over the first dimension, in float32 or better."""
-    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32  # by hand: 8-bit floats have no promotion
-    return x.astype(wide).mean(0).astype(x.dtype)
-
-
-def _mean(axes, size, by_hand, gather, scatter, x: Array) -> Array:
-    if not _is_floating(x) or x.dtype.itemsize >= 4:
-        return lax.pmean(x, axes)
-    if not by_hand:
-        return lax.pmean(x.astype(jnp.float32), axes).astype(x.dtype)
-
-    def on_the_wire(x):  # divide first: the sum of W half-precision numbers overflows
+    def sum_on_the_wire(x):
+        # Divide first: the sum of W half-precision numbers overflows.
         return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
 
-    def as_words(x):
+    def sum_in_words(x):
         if size <= 2:  # XLA:CPU's all-to-all is half duplex: two workers exchange faster by a gather
-            return _local_mean(gather(x))
+            return _local_mean(_gather_words(axes, x, to="invarying"))
         rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
-        return gather(scatter(rows)).ravel()[: x.size].reshape(x.shape)
+        shard = _mesh_reduce_scatter_mean(axes, rows)
+        return _gather_words(axes, shard, to="invarying").ravel()[: x.size].reshape(x.shape)
 
+    if not _is_floating(x) or x.dtype.itemsize >= 4:
+        return lax.pmean(x, axes)
     if x.dtype == jnp.float16:
-        return on_the_wire(x)
-    return lax.platform_dependent(x, cpu=as_words, default=on_the_wire)
+        return sum_on_the_wire(x)
+    return lax.platform_dependent(x, cpu=sum_in_words, default=sum_on_the_wire)
 
 
-def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Array:
-    if x.shape[0] != size:
-        raise ValueError(f"reduce_scatter_mean needs one row for each of the {size} workers, got shape {x.shape}")
-    if not by_hand:
-        return _local_mean(exchange(x))
+def _mesh_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
+    if agreed:
+        return _gather_words(axes, x, to="invarying")
+    return _gather_with_gradient(partial(_gather_words, axes), partial(_mesh_reduce_scatter_mean, axes))(x)
+
+
+def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
+    def gather(words):
+        return lax.all_gather(words, axes, **typed)
+
+    def gather_tiles(words):
+        return gather(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
+
+    words = _to_words(_mark_varying(axes, x))
+    if words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0:
+        return _from_words(gather(words), x)
+    return _from_words(lax.platform_dependent(words, tpu=gather_tiles, default=gather), x)
+
+
+def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
+    return _exchange_words(axes, _mark_varying(axes, x))
+
+
+def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
+    size = _size(axes)
+    _check_rows(x, size)
 
     def scatter(x):
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
 
-    def in_tiles(x):
+    def scatter_tiles(x):
         sizes = [lax.axis_size(name) for name in axes]
-        unit = _tile(x) * _rows(-(-x[0].size // _tile(x)), max(sizes))
+        unit = _tile(x) * _tile_multiple(-(-x[0].size // _tile(x)), max(sizes))
         rows = jnp.pad(x.reshape(size, -1) * jnp.asarray(1 / size, x.dtype), ((0, 0), (0, -x[0].size % unit)))
         # One axis after the other, fast links first: the same bytes, and fewer of them over slow links. Of three
         # dimensions the first, the last being 128: other forms became all-reduces, or megabytes of program.
@@ -237,5 +140,139 @@ def _reduce_scatter_mean(axes, size, by_hand, exchange, varying, x: Array) -> Ar
             rows = lax.psum_scatter(rows, axes[len(sizes)], scatter_dimension=0)
         return rows.ravel()[: x[0].size].reshape(x.shape[1:])
 
-    tpu = in_tiles if x[0].size >= _tile(x) else scatter
-    return lax.platform_dependent(varying(x), cpu=lambda x: _local_mean(exchange(x)), tpu=tpu, default=scatter)
+    return lax.platform_dependent(
+        _mark_varying(axes, x),
+        cpu=lambda x: _local_mean(_mesh_all_to_all(axes, x)),
+        tpu=scatter_tiles if x[0].size >= _tile(x) else scatter,
+        default=scatter,
+    )
+
+
+def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    check_permutation(pairs, _size(axes))
+    return _from_words(lax.ppermute(_to_words(_mark_varying(axes, x)), axes, pairs), x)
+
+
+def _mark_varying(axes: Axes, x: Array) -> Array:
+    missing = tuple(name for name in axes if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _vmap_comm(axes: Axes) -> Comm:
+    """The group under `vmap`, for single arrays."""
+    return Comm(
+        size=_size(axes),
+        index=lax.axis_index(axes),
+        mean=partial(_vmap_mean, axes),
+        sum=partial(lax.psum, axis_name=axes),
+        max=partial(lax.pmax, axis_name=axes),
+        all_gather=partial(_vmap_all_gather, axes),
+        all_to_all=partial(_vmap_all_to_all, axes),
+        reduce_scatter_mean=partial(_vmap_reduce_scatter_mean, axes),
+        ppermute=partial(_vmap_permute, axes),
+        varying=lambda x: x,
+    )
+
+
+def _vmap_mean(axes: Axes, x: Array) -> Array:
+    if not _is_floating(x) or x.dtype.itemsize >= 4:
+        return lax.pmean(x, axes)
+    return lax.pmean(x.astype(jnp.float32), axes).astype(x.dtype)
+
+
+def _vmap_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
+    if agreed:
+        return _gather_mapped(axes, x)
+    return _gather_with_gradient(partial(_gather_mapped, axes), partial(_vmap_reduce_scatter_mean, axes))(x)
+
+
+def _gather_mapped(axes: Axes, x: Array) -> Array:
+    shape = x.shape
+    for name in reversed(axes):  # vmap gathers one axis at a time
+        x = lax.all_gather(x, name)
+    return x.reshape(math.prod(x.shape[: len(axes)]), *shape)  # not -1, which is ambiguous for an empty array
+
+
+def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
+    # vmap's all-to-all of an array that is not mapped has a wrong shape: map it by a condition that always holds.
+    return _exchange_words(axes, jnp.where(lax.axis_index(axes) >= 0, x, x))
+
+
+def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
+    _check_rows(x, _size(axes))
+    return _local_mean(_vmap_all_to_all(axes, x))
+
+
+def _vmap_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    size = _size(axes)
+    check_permutation(pairs, size)
+    complete = complete_permutation(pairs, size)  # vmap permutes all workers or none
+    if len(axes) > 1:  # and along one axis only
+        source = {destination: source for source, destination in complete}
+        out = _gather_mapped(axes, x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
+    else:
+        out = lax.ppermute(x, axes, complete)
+    if len(pairs) == size:
+        return out
+    destinations = {destination for _, destination in pairs}
+    receives = jnp.array([i in destinations for i in range(size)])
+    return jnp.where(receives[lax.axis_index(axes)], out, jnp.zeros_like(out))
+
+
+def _gather_with_gradient(gather: Callable[[Array], Array], scatter: Callable[[Array], Array]) -> Callable:
+    """A gather typed varying, whose gradient is the mean of all workers' gradients for this worker's part."""
+
+    @jax.custom_vjp
+    def forward(x):
+        return gather(x)
+
+    forward.defvjp(lambda x: (forward(x), None), lambda _, g: (scatter(g),))
+    return forward
+
+
+def _exchange_words(axes: Axes, x: Array) -> Array:
+    return _from_words(lax.all_to_all(_to_words(x), axes, split_axis=0, concat_axis=0, tiled=True), x)
+
+
+def _check_rows(x: Array, size: int) -> None:
+    if x.shape[0] != size:
+        raise ValueError(f"reduce_scatter_mean needs one row for each of the {size} workers, got shape {x.shape}")
+
+
+def _local_mean(x: Array) -> Array:
+    """The mean over the first dimension, in float32 or better."""
+    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32  # explicit: 8-bit floats have no promotion
+    return x.astype(wide).mean(0).astype(x.dtype)
+
+
+def _is_floating(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _to_words(x: Array) -> Array:
+    """Dtypes that XLA:CPU would widen, as unsigned integers of the same size."""
+    if _is_floating(x) and x.dtype.itemsize < 4 and x.dtype != jnp.float16:
+        return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
+    return x
+
+
+def _from_words(words: Array, like: Array) -> Array:
+    return words if words.dtype == like.dtype else lax.bitcast_convert_type(words, like.dtype)
+
+
+def _tile(x: Array) -> int:
+    """The number of entries of a one-dimensional tile on TPU, 4 KiB."""
+    return 1024 * max(1, 4 // x.dtype.itemsize)
+
+
+def _tile_multiple(tiles: int, chips: int) -> int:
+    """The multiple to which to pad the number of tiles of a reduce-scatter on TPU, so that it stays one.
+
+    XLA:TPU turns it into an all-reduce if the number of tiles is odd, is not a multiple of 8 on 128 chips, or has too
+    large an odd factor: at most 151 on 8 chips of an axis, 91 on 16, 49 on 32 and 13 on 128. A power of two that
+    divides it no more than `1800 / (chips + 4)` times avoids that, and adds a few per cent to many tiles.
+    """
+    if tiles <= 4:
+        return 2
+    times = max(1, 1800 // (chips + 4))
+    return 2 ** max(3, (-(-tiles // times) - 1).bit_length())

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from .._core.trees import choose, minus, plus
+from .._core.trees import minus, plus, tree_where
 from .._core.types import PyTree
 from ..topology.base import Topology
 from ..topology.spectrum import lazy, smallest_eigenvalue
@@ -99,5 +99,5 @@ def _step(context: StepContext) -> StepResult:
     new_correction = minus(correction, delta)
     if context.learning_rate is not None:
         # A step at rate zero says nothing about the disagreement of gradients.
-        new_correction, rate = choose(rate > 0, (new_correction, rate), (old_correction, old_rate))
+        new_correction, rate = tree_where(rate > 0, (new_correction, rate), (old_correction, old_rate))
     return StepResult(plus(before_mixing, delta), inner, {"correction": new_correction, "rate": rate})

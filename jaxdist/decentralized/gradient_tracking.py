@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._core.trees import choose, minus, plus, wide
+from .._core.trees import minus, plus, tree_where, wide
 from .._core.types import PyTree, Updates
 from ..topology.base import Topology
 from .d_psgd import Order, check_order, doubly_stochastic
@@ -84,4 +84,4 @@ def _combine_then_adapt(context: StepContext) -> StepResult:
 def _current_gradient(context: StepContext) -> Updates:
     """The local gradient; an inactive worker repeats its last one, so that the tracker does not change."""
     gradient = wide(context.gradients)
-    return gradient if context.active is None else choose(context.active, gradient, context.state["gradient"])
+    return gradient if context.active is None else tree_where(context.active, gradient, context.state["gradient"])

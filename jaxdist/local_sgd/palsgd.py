@@ -9,7 +9,7 @@ import optax
 
 from .._core.checks import NO_PARAMS, check_range
 from .._core.dtypes import working_dtype
-from .._core.trees import choose, next_count
+from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
 from ..reducers.base import Reducer
@@ -114,7 +114,7 @@ def pulled(
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
         steps = jax.tree.map(partial(_pull_or_scale, pulls, strength, scale), steps, params, anchor)
-        return steps, PulledState(count, state.key, choose(pulls, state.inner, inner_state))
+        return steps, PulledState(count, state.key, tree_where(pulls, state.inner, inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.trees import choose
+from .._core.trees import tree_where
 from .._core.types import Array, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..reducers.exact import exact
@@ -135,7 +135,7 @@ def update_buffers(
         return cond_or_static(due, partial(_average, owned), _keep_own, comm, state)
     # As `init` makes them, with the counts that belong to them; schedules go on counting.
     fresh = jax.tree.map(lambda own, new, old: new if own else old, owned, inner.init(params), state)
-    return choose(due, fresh, state)
+    return tree_where(due, fresh, state)
 
 
 def _average(owned: PyTree, comm: Comm, state: State) -> State:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.trees import choose, next_count
+from .._core.trees import next_count, tree_where
 from .._core.types import Array, Flag, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.base import Extras, Law, Reducer
@@ -62,7 +62,7 @@ def synchronize_fragment(
         rounds=jnp.where(due, next_count(fragment.rounds), fragment.rounds),
         rates=jnp.where(due, 0, fragment.rates),
         examples=jnp.where(due, 0, fragment.examples),
-        sent_from=choose(due, local, fragment.sent_from) if keeps_sent else fragment.sent_from,
+        sent_from=tree_where(due, local, fragment.sent_from) if keeps_sent else fragment.sent_from,
     )
 
 
@@ -88,7 +88,7 @@ def _outer_step(
     steps, outer_state = outer.update(mean, outer_state, anchor, **agreed)
     after = optax.apply_updates(anchor, steps), outer_state, state
     # In a round without any example, momentum alone must not move the anchor.
-    return after if examples is None else choose(some, after, before)
+    return after if examples is None else tree_where(some, after, before)
 
 
 def _skip(comm: Comm, before: tuple[Updates, State, State], local: PyTree) -> tuple[Updates, State, State]:
@@ -121,8 +121,8 @@ def merge_anchor(
         return (progress + (1 - alpha) * (round_like(a, p) - before.astype(a.dtype))).astype(step.dtype)
 
     if sent is not None:
-        return choose(due, jax.tree.map(correct, anchor, local, params, steps, sent), steps)
-    return choose(due, jax.tree.map(mix, anchor, local, params, steps), steps)
+        return tree_where(due, jax.tree.map(correct, anchor, local, params, steps, sent), steps)
+    return tree_where(due, jax.tree.map(mix, anchor, local, params, steps), steps)
 
 
 def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Updates:

@@ -9,7 +9,7 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
-from .._core.trees import choose, next_count, wide
+from .._core.trees import next_count, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
@@ -145,7 +145,7 @@ def _update(
         number = None
         if examples is not None:
             number = comm.varying(jnp.asarray(examples, jnp.float32))
-            dual = choose(number > 0, dual, old)
+            dual = tree_where(number > 0, dual, old)
         by_examples = number if cfg.weights == "batch" else None
         dual = average(dual, by_examples, old, comm, cfg.topology, cfg.rounds, state.count)
         # x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t

@@ -9,7 +9,7 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
-from .._core.trees import choose, next_count, wide
+from .._core.trees import next_count, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
@@ -174,7 +174,7 @@ def _mirror_step(
 ) -> PyTree:
     """`argmin over x in X of <g, x> + D(x, model) / η_t`; a worker without examples takes no step."""
     new = cfg.geometry.step(model, wide(gradients), rate_at(cfg.learning_rate, count))
-    return new if number is None else choose(number > 0, new, model)
+    return new if number is None else tree_where(number > 0, new, model)
 
 
 def updates_to(new: PyTree, params: PyTree) -> Updates:

@@ -10,7 +10,7 @@ import optax
 from .. import comm as comms
 from .._core.checks import NO_PARAMS, check_range
 from .._core.dtypes import working_dtype
-from .._core.trees import choose, next_count
+from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..compressors.sign import scaled_sign
@@ -216,11 +216,11 @@ def _update(
         # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
         d = preconditioner(state.variance, cfg.eps)
         displacement = _displacement(params, state.anchor.value, local_update)
-        payload = choose(decision.shared, divide(gradients, d), displacement)
+        payload = tree_where(decision.shared, divide(gradients, d), displacement)
         payload = mask_unseen(payload, state.variance)
         extras = Extras(state.count, rate)
         mean, variance, reducer_state = _communicate(cfg, decision, comm, gradients, payload, state, extras)
-        mean = choose(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
+        mean = tree_where(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
 
         momentum = _next_momentum(cfg, decision, mean, local_momentum, state, rates)
         momentum = mask_unseen(momentum, variance)
@@ -328,7 +328,7 @@ def _next_momentum(
     synced = jax.tree.map(
         lambda u, m: jnp.where(rates > 0, -u / jnp.where(rates > 0, rates, 1).astype(u.dtype), m), mean, local_momentum
     )
-    return choose(decision.shared, shared, choose(decision.sync, synced, local_momentum))
+    return tree_where(decision.shared, shared, tree_where(decision.sync, synced, local_momentum))
 
 
 def _next_anchor(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from .._core.compat import shard_map
 from .._core.dtypes import working_dtype
-from .._core.trees import choose
+from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
@@ -151,7 +151,7 @@ def _step(stage: _Stage, carry: _Carry, t: Array) -> tuple[_Carry, None]:
     # Activations go to the next stage and gradients to the one before; the last stage turns its wave around.
     x = comm.ppermute(x, [(s, s + 1) for s in range(comm.size - 1)])
     g = comm.ppermute(g, [(s + 1, s) for s in range(comm.size - 1)])
-    return _Carry(x, choose(is_last, g_of_loss, g), slots, sums, loss), None
+    return _Carry(x, tree_where(is_last, g_of_loss, g), slots, sums, loss), None
 
 
 def _pass_layers(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.trees import choose, fold_keys
+from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
 from ..reducers.base import Law, Reducer
@@ -205,7 +205,7 @@ def _apply_pending(cfg: _Config, state: PipelinedState, split: LayerSplit, owner
     gradients = {i: mark.value for i, mark in enumerate(state.carried)}
     means, states = _reduce_layers(cfg, gradients, state.reducers)
     params, opt_state = update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
-    return choose(state.pending, state._replace(params=params, opt_state=opt_state, reducers=states), state)
+    return tree_where(state.pending, state._replace(params=params, opt_state=opt_state, reducers=states), state)
 
 
 def _reduce_layers(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.trees import choose
+from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Bool, Float, PyTree, State
 from ..comm.over import over
 from ..reducers.base import Reducer
@@ -161,7 +161,7 @@ def _apply_wave(
     gradients = type(state.params)(embed, layers, head)
     updates, opt_state = cfg.tx.update(gradients, state.opt_state, state.params, **extra_args)
     new = (optax.apply_updates(state.params, updates), opt_state)
-    return choose(state.pending, new, (state.params, state.opt_state))
+    return tree_where(state.pending, new, (state.params, state.opt_state))
 
 
 def _mark(tree: PyTree, axis: AxisNames) -> PyTree:

@@ -1,13 +1,15 @@
-"""Levels that follow the distribution of the gradients (ALQ, AMQ)."""
+"""ALQ and AMQ: quantization levels that follow the distribution of the gradients."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._core.types import Array, Float
+from .._core.types import Array, Float, Like, PyTree, Updates
+from ..comm.base import Comm
 from ..compressors.adapt_levels import best_multiplier, bucket_sums, fit_levels, fold, mixture_of, truncated_normals
 from ..compressors.base import Compressor
 from ..compressors.combinators import scaled
@@ -16,14 +18,14 @@ from ..compressors.optimal_levels import grid, optimal_levels, ratio_histogram
 from ..compressors.rounding import check_buckets
 from ..compressors.rows import largest_magnitude, powers_below
 from ..wire.flat import concatenate
-from .base import Forms, Reduced, Reducer, as_generator, from_generator
+from .base import Extras, Forms, Protocol, Reduced, Reducer, as_generator, from_generator
 from .compressed import CompressedState, compressed
 
 Norm = Literal["max", "l2"]
 
 
 class AdaptiveState(NamedTuple):
-    """Agreed: the key and count of the codes, and the levels of now."""
+    """Replicated: the key and count of the compressor, and the current levels."""
 
     codes: CompressedState
     levels: Float[Array, " levels"]
@@ -80,10 +82,10 @@ def alq(
     levels are fitted, an all-reduce of 4 bytes and one of 1028 more ("exact"), or of 240. Levels are not sent: every
     worker computes the same ones from the same averages, bit for bit.
 
-    *State* (agreed): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
+    *State* (replicated): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
 
-    Inside `error_feedback` the codes are scaled by `1 / (1 + ω)` with the ω of the current levels. It holds for the
-    worst bucket and shrinks typical ones far too much: prefer the reducer by itself, which is unbiased.
+    Inside `error_feedback` payloads are scaled by `1 / (1 + ω)` with the ω of the current levels. It holds for the
+    worst bucket and shrinks typical ones far too much: prefer the reducer without feedback, which is unbiased.
 
     Args:
       bits: 2, 3 or 4 for each entry. 3 to start.
@@ -141,7 +143,7 @@ def alq(
         return fit_levels(fold(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
 
     first = powers(count, jnp.float32(0.5), lowest=lowest)
-    return _with_contraction(_Plan("alq", first, statistics, fit, code, due, seed))
+    return _adaptive(_Plan("alq", first, statistics, fit, code, due, seed))
 
 
 def amq(
@@ -163,7 +165,7 @@ def amq(
     *On the wire*: as `alq`: one all-gather, of `ceil(n bits / 8)` bytes of codes and `4 ceil(n / bucket)` of norms;
     when p is fitted, an all-reduce of 4 bytes and one of 240 more.
 
-    *State* (agreed): a key, a count and the levels.
+    *State* (replicated): a key, a count and the levels.
 
     Args:
       bits: 2, 3 or 4 for each entry. 3 to start.
@@ -207,7 +209,7 @@ def amq(
     def fit(sums):
         return powers(count, best_multiplier(truncated_normals(mixture_of(sums)), count))
 
-    return _with_contraction(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
+    return _adaptive(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
 
 
 def _check(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> None:
@@ -228,45 +230,46 @@ def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
     return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))
 
 
-def _with_contraction(plan: _Plan) -> Reducer:
-    contraction = _adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms())
-    return _adaptive(plan, Forms(contraction=contraction))
+def _adaptive(plan: _Plan) -> Reducer:
+    contraction = _reducer(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms())
+    return _reducer(plan, Forms(contraction=contraction))
 
 
-def _adaptive(plan: _Plan, forms: Forms) -> Reducer:
-    def init(like):
-        return AdaptiveState(compressed(plan.code(plan.first), seed=plan.seed).init(like), plan.first)
-
-    def fitted(comm, flat, levels):
-        # In a unit that all workers share: squares of the norms neither overflow nor vanish, and the fit is the same.
-        _, inverse = powers_below(comm.max(largest_magnitude(flat[None])))
-        statistics = comm.mean(plan.statistics(flat * inverse[0]))
-        new = plan.fit(statistics)
-        weights = statistics if statistics.ndim == 1 else statistics[:, 0]
-        usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
-        return jnp.where(usable, new, levels)
-
-    def kept(comm, flat, levels):
-        del comm, flat
-        return levels
-
-    def messages(updates, state, comm, extras):
-        del extras
-        leaves, tree = jax.tree.flatten(updates)
-        if not leaves:
-            return Reduced(updates, updates), state
-        flat = concatenate([leaf.astype(jnp.float32) for leaf in leaves])
-        levels = state.levels
-        if flat.size:
-            levels = comms.cond(plan.due(state.codes.count), fitted, kept, comm, flat, levels)
-        reducer = compressed(plan.code(levels), seed=plan.seed)
-        reduced, codes = yield from as_generator(reducer, flat, state.codes, comm)
-        return Reduced(*(tree.unflatten(_parts(part, leaves)) for part in reduced)), AdaptiveState(codes, levels)
-
-    return from_generator(plan.name, init, messages, forms=forms)
+def _reducer(plan: _Plan, forms: Forms) -> Reducer:
+    return from_generator(plan.name, partial(_init, plan), partial(_messages, plan), forms=forms)
 
 
-def _parts(flat: Array, leaves: list[Array]) -> list[Array]:
+def _init(plan: _Plan, like: PyTree[Like]) -> AdaptiveState:
+    return AdaptiveState(compressed(plan.code(plan.first), seed=plan.seed).init(like), plan.first)
+
+
+def _messages(plan: _Plan, updates: Updates, state: AdaptiveState, comm: Comm, extras: Extras) -> Protocol:
+    leaves, tree = jax.tree.flatten(updates)
+    if not leaves:
+        return Reduced(updates, updates), state
+    flat = concatenate([leaf.astype(jnp.float32) for leaf in leaves])
+    levels = state.levels
+    if flat.size:
+        due = plan.due(state.codes.count)
+        levels = comms.cond(due, partial(_fit, plan), lambda comm, flat, levels: levels, comm, flat, levels)
+    reducer = compressed(plan.code(levels), seed=plan.seed)
+    reduced, codes = yield from as_generator(reducer, flat, state.codes, comm, extras)
+    mean, own = (tree.unflatten(_split(part, leaves)) for part in reduced)
+    return Reduced(mean, own), AdaptiveState(codes, levels)
+
+
+def _fit(plan: _Plan, comm: Comm, flat: Array, levels: Array) -> Array:
+    """Fits the levels to the gradients of all workers; the old ones stay where that fails."""
+    # In a unit that all workers share: squares of the norms neither overflow nor vanish, and the fit is the same.
+    _, inverse = powers_below(comm.max(largest_magnitude(flat[None])))
+    statistics = comm.mean(plan.statistics(flat * inverse[0]))
+    new = plan.fit(statistics)
+    weights = statistics if statistics.ndim == 1 else statistics[:, 0]
+    usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
+    return jnp.where(usable, new, levels)
+
+
+def _split(flat: Array, leaves: list[Array]) -> list[Array]:
     parts, start = [], 0
     for leaf in leaves:
         parts.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))

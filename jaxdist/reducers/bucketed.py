@@ -1,15 +1,28 @@
-"""Buckets: leaves that travel together, and each bucket is reduced by itself."""
+"""Buckets: groups of leaves that are reduced together, each by its own collectives."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
 from .._core.layers import forward_positions
 from .._core.trees import fold_keys
+from .._core.types import Like, PyTree, State, Updates
+from ..comm.base import Comm
 from ..schedule.buckets import assign_buckets
 from ..wire.flat import concatenate, from_vectors, vector_likes
-from .base import NO_EXTRAS, Reduced, Reducer, as_generator, forward_forms, is_map_params_placeholder, run, weakest
+from .base import (
+    NO_EXTRAS,
+    Extras,
+    Reduced,
+    Reducer,
+    as_generator,
+    forward_forms,
+    is_map_params_placeholder,
+    run,
+    weakest,
+)
 
 
 def bucketed(
@@ -20,15 +33,15 @@ def bucketed(
     flat: bool = True,
     layers: Sequence[Any] | None = None,
 ) -> Reducer:
-    """Reduces the tree in buckets of about `bucket_bytes`, last layers first, with the collectives of each by itself.
+    """Reduces the tree in buckets of about `bucket_bytes`, last layers first, with separate collectives for each.
 
-    Separate collectives can start while earlier layers are still computing. A code sees the whole bucket as one vector:
+    Separate collectives can start while earlier layers are still computing. The reducer sees a bucket as one vector:
     one scale, one top-k for all leaves in it. With `flat=False` it sees the leaves, as it would without buckets:
     matrices stay matrices, which PowerSGD needs.
 
-    A bucket is ready when the backward pass has made the last of its gradients, so that leaves must be in the order in
-    which the forward pass uses them. A dict does not have it: its keys are sorted, and an embedding before blocks
-    `block_0`, `block_1`, ... ends up in one bucket with the head. Tell it, `layers=`.
+    A bucket is ready when the backward pass has computed the last of its gradients, so leaves should be in the order in
+    which the forward pass uses them. The keys of a dict are sorted instead: an embedding before blocks `block_0`,
+    `block_1`, ... would share a bucket with the head. Pass the order as `layers=`.
 
     *On the wire*: for each bucket what the reducer sends for one vector of its size, or for its leaves.
 
@@ -36,9 +49,9 @@ def bucketed(
 
     Args:
       reducer: reduces one flat vector, or the leaves of one bucket.
-      bucket_bytes: the cap of a bucket. Too small pays latency for every bucket, too large leaves nothing to overlap;
+      bucket_bytes: the maximum size of a bucket. Small buckets pay more latency, large ones leave nothing to overlap;
         start at 25 MiB, 5 MiB over Ethernet.
-      first_bucket_bytes: the cap of the bucket that is ready last; small, so that little is left when backward ends.
+      first_bucket_bytes: the maximum size of the bucket that is ready last; small, since nothing overlaps with it.
       flat: whether leaves of a bucket become one vector.
       layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
         it from a loss. `None`: the order of a sequence or NamedTuple; keys of a dict by name, `block_2` before
@@ -65,61 +78,72 @@ def bucketed(
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)  # checks the caps
-
-    def plan(tree):
-        positions = forward_positions(tree, layers)
-        leaves = jax.tree.leaves(tree)
-        buckets = assign_buckets(
-            [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
-            kinds=[leaves[i].dtype for i in positions],
-        )
-        # A tree without flattening has its leaves in the order of the tree, and so has its part of the state.
-        return [[positions[k] for k in bucket] if flat else sorted(positions[k] for k in bucket) for bucket in buckets]
-
-    def parts(tree, as_vector):
-        """For each bucket its members and what its reducer sees of a tree."""
-        leaves, structure = jax.tree.flatten(tree)
-
-        def part(members):
-            if flat:
-                return as_vector([leaves[i] for i in members])
-            chosen = set(members)
-            return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
-
-        return [(members, part(members)) for members in plan(tree)]
-
-    def write(out, members, part):
-        """Puts the leaves of one bucket into their places in a list."""
-        inside = [out[i] for i in members]
-        found = from_vectors([part], inside) if flat else jax.tree.leaves(part)
-        for i, leaf in zip(members, found, strict=True):
-            out[i] = leaf
-
-    def init(like):
-        if is_map_params_placeholder(like):
-            return 0
-        # Buckets must not share their draws.
-        return tuple(fold_keys(reducer.init(part), i) for i, (_, part) in enumerate(parts(like, _vector_like)))
-
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        leaves, structure = jax.tree.flatten(updates)
-        means, owns, states = list(leaves), list(leaves), []
-        for (members, part), bucket_state in zip(parts(updates, concatenate), state, strict=True):
-            reduced, bucket_state = run(as_generator(reducer, part, bucket_state, comm, extras), comm)
-            states.append(bucket_state)
-            write(means, members, reduced.mean)
-            write(owns, members, reduced.own)
-        return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
+    cfg = _Config(reducer, bucket_bytes, first_bucket_bytes, flat, layers)
 
     def rebuild(inner):
         return bucketed(
             inner, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=flat, layers=layers
         )
 
-    return Reducer(init, reduce, weakest(reducer), forward_forms(rebuild, reducer, shards=False))
+    forms = forward_forms(rebuild, reducer, shards=False)
+    return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(reducer), forms)
 
 
-def _vector_like(leaves: list) -> jax.ShapeDtypeStruct:
-    return vector_likes(leaves)[0]
+class _Config(NamedTuple):
+    reducer: Reducer
+    bucket_bytes: int
+    first_bucket_bytes: int | None
+    flat: bool
+    layers: Sequence[Any] | None
+
+
+def _init(cfg: _Config, like: PyTree[Like]) -> State:
+    if is_map_params_placeholder(like):
+        return 0
+    leaves, structure = jax.tree.flatten(like)
+    states = []
+    for i, members in enumerate(_assign(cfg, like)):
+        part = vector_likes([leaves[k] for k in members])[0] if cfg.flat else _only(leaves, structure, members)
+        states.append(fold_keys(cfg.reducer.init(part), i))  # buckets must not share their draws
+    return tuple(states)
+
+
+def _reduce(
+    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, State]:
+    leaves, structure = jax.tree.flatten(updates)
+    # A list for all buckets before any is reduced: their arrays are concatenated outside of the collectives.
+    buckets = _assign(cfg, updates)
+    parts = [
+        concatenate([leaves[k] for k in members]) if cfg.flat else _only(leaves, structure, members)
+        for members in buckets
+    ]
+    means, owns, states = list(leaves), list(leaves), []
+    for members, part, bucket_state in zip(buckets, parts, state, strict=True):
+        reduced, bucket_state = run(as_generator(cfg.reducer, part, bucket_state, comm, extras), comm)
+        states.append(bucket_state)
+        for out, found in ((means, reduced.mean), (owns, reduced.own)):
+            inside = from_vectors([found], [out[i] for i in members]) if cfg.flat else jax.tree.leaves(found)
+            for i, leaf in zip(members, inside, strict=True):
+                out[i] = leaf
+    return Reduced(structure.unflatten(means), structure.unflatten(owns)), tuple(states)
+
+
+def _assign(cfg: _Config, tree: PyTree[Like]) -> list[list[int]]:
+    """The leaves of each bucket."""
+    leaves, positions = jax.tree.leaves(tree), forward_positions(tree, cfg.layers)
+    buckets = assign_buckets(
+        [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
+        bucket_bytes=cfg.bucket_bytes,
+        first_bucket_bytes=cfg.first_bucket_bytes,
+        kinds=[leaves[i].dtype for i in positions],
+    )
+    members = [[positions[k] for k in bucket] for bucket in buckets]
+    # Buckets that stay trees have their leaves in the order of the tree, and so has their part of the state.
+    return members if cfg.flat else [sorted(bucket) for bucket in members]
+
+
+def _only(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
+    """The tree with some of its leaves, and `None` in place of the others: a leaf keeps its path."""
+    chosen = set(members)
+    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._core.dtypes import working_dtype
-from .._core.types import Array, Like, PyTree
+from .._core.dtypes import widen_like, working_dtype
+from .._core.types import Array, Like, PyTree, Updates
+from ..comm.base import Comm
 from ..compressors.sparse import Method, top_k
 from ..state.marks import PerWorker, with_value
-from .base import NO_EXTRAS, Forms, Reduced, Reducer, as_generator, cast_like, from_generator, run
+from .base import NO_EXTRAS, Extras, Forms, Protocol, Reduced, Reducer, as_generator, cast_like, from_generator, run
 from .compressed import CompressedState, compressed
 
 
@@ -89,68 +91,82 @@ def dgc(
         raise ValueError(f"warmup_steps must be at least 1 for each warm-up density, got {warmup_steps}")
     stages = [compressed(top_k(part, method=method)) for part in (*warmup_densities, density)]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
-
-    def init(like):
-        def zeros():
-            return PerWorker(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like))
-
-        return DGCState(stages[0].init(jax.tree.map(_wide, like)), zeros(), zeros())
-
-    def accumulate(updates, state, comm):
-        gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, state.momentum.value)
-        if clip_norm is not None:
-            gradients = _clipped(gradients, clip_norm / math.sqrt(comm.size))
-        if nesterov:
-            u = jax.tree.map(lambda u, g: momentum * (u + g), state.momentum.value, gradients)
-            v = jax.tree.map(lambda v, u, g: v + u + g, state.unsent.value, u, gradients)
-        else:
-            u = jax.tree.map(lambda u, g: momentum * u + g, state.momentum.value, gradients)
-            v = jax.tree.map(jnp.add, state.unsent.value, u)
-        return u, v
-
-    def messages_at(stage, updates, state, comm):
-        u, v = accumulate(updates, state, comm)
-        reduced, inner = yield from as_generator(stage, v, state.reducer, comm)
-        # What was sent is v itself, bit for bit, so the difference is zero there. Where v was zero nothing was sent.
-        v = jax.tree.map(jnp.subtract, v, reduced.own)
-        if masking:
-            u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
-        state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
-        return Reduced(cast_like(reduced.mean, updates), reduced.own), state
-
+    cfg = _Config(stages, ends, momentum, nesterov, clip_norm, masking)
     forms = Forms(no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback")
-
-    def messages(updates, state, comm, extras):
-        del extras
-        return (yield from messages_at(stages[0], updates, state, comm))
-
     if not warmup_steps:
-        return from_generator("dgc", init, messages, forms=forms)
-
-    def from_stage(number):
-        def reduce_at_stage(comm, updates, state):
-            return run(messages_at(stages[number], updates, state, comm), comm)
-
-        def choose(comm, updates, state):
-            early = state.reducer.count < ends[number]
-            return comms.cond(early, reduce_at_stage, from_stage(number + 1), comm, updates, state)
-
-        return choose if number < len(ends) else reduce_at_stage
-
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        del extras
-        with jax.named_scope("dgc"):
-            return from_stage(0)(comm, updates, state)
-
-    return Reducer(init, reduce, forms=forms)
+        return from_generator("dgc", partial(_init, cfg), partial(_messages, cfg, stages[0]), forms=forms)
+    return Reducer(partial(_init, cfg), partial(_reduce, cfg), forms=forms)
 
 
-def _wide(like: Like) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
+class _Config(NamedTuple):
+    """`stages`: the reducers of the warm-up and the last one; `ends`: the steps at which those of the warm-up end."""
+
+    stages: list[Reducer]
+    ends: list[int]
+    momentum: float
+    nesterov: bool
+    clip_norm: float | int | None
+    masking: bool
 
 
-def _clipped(gradients: PyTree, norm: float) -> PyTree:
-    """Shrunk to this norm, of all leaves together, where it is larger."""
+def _init(cfg: _Config, like: PyTree[Like]) -> DGCState:
+    def zeros():
+        return PerWorker(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like))
+
+    return DGCState(cfg.stages[0].init(jax.tree.map(widen_like, like)), zeros(), zeros())
+
+
+def _messages(
+    cfg: _Config, stage: Reducer, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
+) -> Protocol:
+    u, v = _accumulate(cfg, updates, state, comm)
+    reduced, inner = yield from as_generator(stage, v, state.reducer, comm, extras)
+    # What was sent is v itself, bit for bit, so the difference is zero there. Where v was zero nothing was sent.
+    v = jax.tree.map(jnp.subtract, v, reduced.own)
+    if cfg.masking:
+        u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
+    state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
+    return Reduced(cast_like(reduced.mean, updates), reduced.own), state
+
+
+def _accumulate(cfg: _Config, updates: Updates, state: DGCState, comm: Comm) -> tuple[Updates, Updates]:
+    """The momentum `u` and the unsent sum `v` with the gradient of this step."""
+    momentum = cfg.momentum
+    gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, state.momentum.value)
+    if cfg.clip_norm is not None:
+        # Each worker clips by 1/√W of the norm: independent gradients of W workers add up to it.
+        gradients = _clip(gradients, cfg.clip_norm / math.sqrt(comm.size))
+    if cfg.nesterov:  # u = m (u + g), v = v + u + g
+        u = jax.tree.map(lambda u, g: momentum * (u + g), state.momentum.value, gradients)
+        v = jax.tree.map(lambda v, u, g: v + u + g, state.unsent.value, u, gradients)
+    else:  # u = m u + g, v = v + u
+        u = jax.tree.map(lambda u, g: momentum * u + g, state.momentum.value, gradients)
+        v = jax.tree.map(jnp.add, state.unsent.value, u)
+    return u, v
+
+
+def _reduce(
+    cfg: _Config, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, DGCState]:
+    del extras
+    with jax.named_scope("dgc"):
+        return _reduce_from(cfg, 0, comm, updates, state)
+
+
+def _reduce_from(cfg: _Config, number: int, comm: Comm, updates: Updates, state: DGCState) -> tuple[Reduced, DGCState]:
+    """Reduces with the stage that is due, one from this number on."""
+
+    def reduce_now(comm, updates, state):
+        return run(_messages(cfg, cfg.stages[number], updates, state, comm), comm)
+
+    if number == len(cfg.ends):
+        return reduce_now(comm, updates, state)
+    is_due = state.reducer.count < cfg.ends[number]
+    return comms.cond(is_due, reduce_now, partial(_reduce_from, cfg, number + 1), comm, updates, state)
+
+
+def _clip(gradients: PyTree, norm: float) -> PyTree:
+    """Scales gradients down to this norm, of all leaves together, if theirs is larger."""
     leaves = jax.tree.leaves(gradients)
     if not leaves:
         return gradients

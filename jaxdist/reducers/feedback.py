@@ -1,11 +1,11 @@
-"""Error feedback: what was not sent is kept, and sent later. Combinators over any reducer with a law."""
+"""Error feedback: compression errors are kept and added to later updates. Combinators over any reducer with a law."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widen_like, working_dtype
 from .._core.types import Array, Like, State, Updates
 from ..state.marks import PerWorker, with_value
 from .base import (
@@ -25,26 +25,19 @@ from .base import (
 
 
 class ErrorFeedbackState(NamedTuple):
-    """`residual` is what this worker has not delivered yet, in float32 or better, shaped like the updates.
-
-    With `with_learning_rate` it has been multiplied by the rate: it is what the parameters are owed.
-    """
+    """`residual`: this worker's undelivered updates, in float32 or better; with `with_learning_rate` times the rate."""
 
     reducer: State
     residual: PerWorker
 
 
 class EF21State(NamedTuple):
-    """`own` is this worker's estimate of its gradient as the others know it, `mean` their agreed mean."""
+    """`own` is the estimate of this worker's gradient that the others have, `mean` its replicated mean over workers."""
 
     reducer: State
     own: PerWorker
     mean: Updates
     momentum: PerWorker
-
-
-def _wide(like: Like) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 
 def _zeros(like: Like):
@@ -98,19 +91,19 @@ def error_feedback(reducer: Reducer, *, decay: float | int = 1.0, with_learning_
 
 def _with_feedback(inner: Reducer, decay: float, with_learning_rate: bool) -> Reducer:
     def init(like):
-        wide = jax.tree.map(_wide, like)
+        wide = jax.tree.map(widen_like, like)
         return ErrorFeedbackState(inner.init(wide), PerWorker(jax.tree.map(_zeros, like)))
 
     def messages(updates, state, comm, extras):
         old = state.residual.value
         rate = _rate(extras) if with_learning_rate else 1.0
-        # At a rate of zero nothing of the mean reaches the parameters, nor does the debt.
+        # At a rate of zero neither the mean nor the residual reaches the parameters.
         factor = jnp.where(rate == 0, 0, decay / jnp.where(rate == 0, 1, rate)) if with_learning_rate else decay
-        corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _times(e, factor), updates, old)
+        corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _scale(e, factor), updates, old)
         reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
-        residual = jax.tree.map(_left, corrected, reduced.own)
+        residual = jax.tree.map(_compression_error, corrected, reduced.own)
         if with_learning_rate:
-            residual = jax.tree.map(lambda new, e: jnp.where(rate == 0, e, _times(new, rate)), residual, old)
+            residual = jax.tree.map(lambda new, e: jnp.where(rate == 0, e, _scale(new, rate)), residual, old)
         state = ErrorFeedbackState(inner_state, with_value(state.residual, residual))
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
@@ -128,13 +121,13 @@ def _rate(extras: Extras) -> Array:
     return jnp.asarray(extras.learning_rate)
 
 
-def _left(corrected: Array, own: Array) -> Array:
-    """What did not get through. The very leaf that was handed over leaves nothing, and needs no code for it."""
+def _compression_error(corrected: Array, own: Array) -> Array:
+    """The compression error. Zero, without computing it, if the leaf was sent uncompressed."""
     return jnp.zeros_like(corrected) if own is corrected else corrected - own
 
 
-def _times(x: Array, factor: Array | float) -> Array:
-    """The dtype of `x` stays."""
+def _scale(x: Array, factor: Array | float) -> Array:
+    """Multiplies without changing the dtype of `x`."""
     if isinstance(factor, float | int) and factor == 1:
         return x
     return x * jnp.asarray(factor).astype(x.dtype)
@@ -181,8 +174,8 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
     inner = contraction_of(reducer)
     if inner.law == Law.UNBIASED:
         raise ValueError(
-            "ef21 advances the agreed mean by what arrives, and noise on the way would pile up in it (law "
-            '"unbiased"): keep it in a server residual, two_shot(..., server_feedback=True)'
+            "ef21 adds what arrives to its mean, and the noise of a reducer of Law.UNBIASED would pile up in it: "
+            "keep it in a server residual, two_shot(..., server_feedback=True)"
         )
 
     def init(like):
@@ -190,7 +183,7 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
             return jax.tree.map(_zeros, like)
 
         momentum = PerWorker(zeros() if eta < 1 else ())
-        return EF21State(inner.init(jax.tree.map(_wide, like)), PerWorker(zeros()), zeros(), momentum)
+        return EF21State(inner.init(jax.tree.map(widen_like, like)), PerWorker(zeros()), zeros(), momentum)
 
     def messages(updates, state, comm, extras):
         target = cast_like(updates, state.mean)
@@ -205,6 +198,6 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
         state = EF21State(inner_state, with_value(state.own, own), mean, momentum)
         return Reduced(cast_like(mean, updates), own), state
 
-    # What servers hold lies between the mean and that of `own`, once: that is not what "telescoping" says.
+    # A server residual is missing from `mean` once, not from each step: that is weaker than Law.TELESCOPING.
     law = Law.EXACT if inner.law <= Law.EXACT else Law.NONE
     return from_generator("ef21", init, messages, law=law, forms=Forms(no_feedback=HAS_FEEDBACK))

@@ -1,12 +1,14 @@
-"""Two levels: exact over fast links, any reducer on a shard over slow ones."""
+"""Two levels: exact over fast links, any reducer on a shard over slow links."""
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core.trees import fold_keys
-from .._core.types import Array, Like, State, Updates
+from .._core.trees import fold_keys, is_key
+from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
@@ -34,29 +36,29 @@ _NO_FEEDBACK = (
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     """Reduce-scatters over the fast axis, reduces the shard with `outer` over the slow ones, and gathers it again.
 
-    Over two axes `("pod", "chip")`, slow first, each of `L` chips of a pod owns `1/L` of the mean of its pod, and only
-    that crosses between pods. Error feedback belongs inside, on the shard: `outer=error_feedback(...)`.
+    Over two axes `("pod", "chip")`, slow first, each of the `L` chips of a pod owns `1/L` of the mean of its pod, and
+    only that is sent between pods. Error feedback belongs inside, on the shard: `outer=error_feedback(...)`.
 
     *On the wire* for `n` elements: on the fast axis a reduce-scatter and an all-gather, `2(L-1)/L · itemsize · n`
-    bytes; on the slow axes what `outer` sends for a vector of `n/L`. With `inner=two_shot(code)` the reduce-scatter is
-    coded too, and the gather is not. The reduce-scatter form has no gather: with `two_shot` for both levels it is the
-    quantized reduce-scatter of ZeRO++ (qgZ), and sends `(L-1)/L · bytes(n)` and `(P-1)/P · bytes(n/L)` between `P`
-    pods.
+    bytes; on the slow axes what `outer` sends for a vector of `n/L`. With `inner=two_shot(compressor)` the
+    reduce-scatter is compressed too, and the gather is not. The reduce-scatter form has no gather: with `two_shot` for
+    both levels it is the quantized reduce-scatter of ZeRO++ (qgZ), and sends `(L-1)/L · bytes(n)` and
+    `(P-1)/P · bytes(n/L)` between `P` pods.
 
-    *State*: that of `outer`, cut over the fast axis where it is shaped like the vector, else one for each place on it.
-    What `outer` cuts itself (the server residual of `two_shot`) is cut over both; when the number of workers changes,
-    such entries move within the padding, by fewer places than `8 W`, unless `n` is a multiple of that.
+    *State*: that of `outer`: sharded over the fast axis where it is shaped like the vector, else one copy for each
+    worker on it. What `outer` shards itself (the server residual of `two_shot`) is sharded over both; when the number
+    of workers changes, its entries move by fewer than `8 W` positions, unless `n` is a multiple of that.
 
     Args:
       inner: over the fast axis: `exact()`, or another one that has a reduce-scatter form, `two_shot(int8())`.
-      outer: over the slow axes; sees one flat vector for each dtype. Of the reduce-scatter form it must not keep
-        anything per worker: error feedback is for `inner` there.
+      outer: over the slow axes; sees one flat vector for each dtype. In the reduce-scatter form it must not have state
+        per worker: put error feedback around `inner` there.
 
     Returns:
       The reducer, for `all_reduce(..., axis=(slow, fast))`.
 
     Raises:
-      ValueError: `inner` has no reduce-scatter form, or the group has not two levels.
+      ValueError: `inner` has no reduce-scatter form, or the group does not have two levels.
 
     Example:
       >>> import jaxdist as jd
@@ -72,64 +74,82 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
             "compress on the slow links, with outer=..."
         )
-    first = shards_of(inner)
-    plain = inner.law == Law.MEAN
-    multiple = 1 if plain else MULTIPLE
+    cfg = _Config(inner, outer, inner.law == Law.MEAN)
+    shards = None if outer.forms.shards is None else partial(_shards, cfg)
+    forms = Forms(shards=shards, no_feedback=_NO_FEEDBACK)
+    return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(outer), forms)
 
-    def init(like):
-        if is_map_params_placeholder(like):
-            return 0
-        likes = vector_likes(jax.tree.leaves(like))
-        spread = _spread(outer.init(likes), {flat.shape for flat in likes}, multiple)
-        return spread if plain else (first.init(likes), spread)
 
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        fast, slow = _levels(comm)
-        leaves, structure = jax.tree.flatten(updates)
-        flats = vectors(leaves)
-        if plain:
-            inner_state, chunks = None, [fast.reduce_scatter_mean(_rows(flat, fast.size)) for flat in flats]
-        else:
-            inner_state, state = state
-            chunks, inner_state = _in_pods(first, flats, inner_state, fast, slow, extras)
-        reduced, new = run(as_generator(outer, chunks, unmarked(state, leaves), slow, extras), slow)
-        state = jax.tree.structure(state).unflatten(jax.tree.leaves(new))
-        mean, own = (structure.unflatten(whole(parts, leaves, comm)) for parts in reduced)
-        return Reduced(mean, comm.varying(own)), state if plain else (inner_state, state)
+class _Config(NamedTuple):
+    """`stateless`: `inner` is the mean, without state, so the state is that of `outer` alone."""
 
-    def shards(groups):
-        del groups  # one level of `over` has no levels itself
-        last = shards_of(outer)
+    inner: Reducer
+    outer: Reducer
+    stateless: bool
 
-        def start(like):
-            if is_map_params_placeholder(like):
-                return 0
-            state = last.init(jax.tree.map(_flat, like))
-            if any(map(is_mark, jax.tree.leaves(state, is_leaf=is_mark))):
-                raise ValueError(
-                    "the reduce-scatter form of hierarchical() has no place for what outer= keeps of each shard: put "
-                    "error feedback around inner=, or use an unbiased code for outer=, two_shot(qsgd(4))"
-                )
-            return first.init(like), state
+    @property
+    def multiple(self) -> int:
+        return 1 if self.stateless else MULTIPLE
 
-        def to_shards(updates, state, comm, extras=NO_EXTRAS):
-            fast, slow = _levels(comm)
-            form = shards_of(inner, slow.size)
-            chunks, inner_state = _in_pods(form, updates, state[0], fast, slow, extras, groups=slow.size)
-            reduced, outer_state = run(as_generator(last, chunks, state[1], slow, extras), slow)
-            return Reduced(reduced.mean, updates), (inner_state, outer_state)
 
-        return Reducer(start, to_shards, Law.NONE)
+def _init(cfg: _Config, like: PyTree[Like]) -> State:
+    if is_map_params_placeholder(like):
+        return 0
+    likes = vector_likes(jax.tree.leaves(like))
+    outer_state = _mark(cfg.outer.init(likes), {flat.shape for flat in likes}, cfg.multiple)
+    return outer_state if cfg.stateless else (shards_of(cfg.inner).init(likes), outer_state)
 
-    def unmarked(state, leaves):
-        """The state with the marks of `outer` alone."""
-        return jax.tree.structure(jax.eval_shape(outer.init, vector_likes(leaves))).unflatten(jax.tree.leaves(state))
 
-    def whole(parts, leaves, comm):
-        return from_vectors([comm.inner.all_gather(part).ravel() for part in parts], leaves)
+def _reduce(
+    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, State]:
+    fast, slow = _levels(comm)
+    leaves, structure = jax.tree.flatten(updates)
+    flats = vectors(leaves)
+    # Reduce-scatter over the fast axis: each worker owns a shard of the mean of its pod.
+    if cfg.stateless:
+        inner_state, outer_state = None, state
+        chunks = [fast.reduce_scatter_mean(_rows(flat, fast.size)) for flat in flats]
+    else:
+        inner_state, outer_state = state
+        chunks, inner_state = _reduce_in_pods(shards_of(cfg.inner), flats, inner_state, fast, slow, extras)
+    # Reduce the shards over the slow axes. The outer reducer gets its state with its own marks alone.
+    structure_of_outer = jax.tree.structure(jax.eval_shape(cfg.outer.init, vector_likes(leaves)))
+    unmarked = structure_of_outer.unflatten(jax.tree.leaves(outer_state))
+    reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, extras), slow)
+    new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
+    # Gather the shards over the fast axis.
+    gathered = ([fast.all_gather(shard).ravel() for shard in shards] for shards in reduced)
+    mean, own = (structure.unflatten(from_vectors(flats, leaves)) for flats in gathered)
+    return Reduced(mean, comm.varying(own)), new if cfg.stateless else (inner_state, new)
 
-    forms = Forms(shards=None if outer.forms.shards is None else shards, no_feedback=_NO_FEEDBACK)
-    return Reducer(init, reduce, weakest(outer), forms)
+
+def _shards(cfg: _Config, groups: int) -> Reducer:
+    del groups  # `inner=` of another hierarchical reducer gets a group of one level, which `_levels` refuses
+    return Reducer(partial(_init_shards, cfg), partial(_reduce_to_shards, cfg), Law.NONE)
+
+
+def _init_shards(cfg: _Config, like: PyTree[Like]) -> State:
+    if is_map_params_placeholder(like):
+        return 0
+    outer_state = shards_of(cfg.outer).init(jax.tree.map(_flatten_like, like))
+    if any(map(is_mark, jax.tree.leaves(outer_state, is_leaf=is_mark))):
+        raise ValueError(
+            "the reduce-scatter form of hierarchical() cannot store what outer= keeps of each shard: put error "
+            "feedback around inner=, or use an unbiased compressor for outer=, two_shot(qsgd(4))"
+        )
+    return shards_of(cfg.inner).init(like), outer_state
+
+
+def _reduce_to_shards(
+    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, State]:
+    fast, slow = _levels(comm)
+    inner_state, outer_state = state
+    form = shards_of(cfg.inner, slow.size)
+    chunks, inner_state = _reduce_in_pods(form, updates, inner_state, fast, slow, extras, groups=slow.size)
+    reduced, outer_state = run(as_generator(shards_of(cfg.outer), chunks, outer_state, slow, extras), slow)
+    return Reduced(reduced.mean, updates), (inner_state, outer_state)
 
 
 def _levels(comm: Comm) -> tuple[Comm, Comm]:
@@ -141,14 +161,11 @@ def _levels(comm: Comm) -> tuple[Comm, Comm]:
     return comm.inner, comm.outer
 
 
-def _in_pods(
+def _reduce_in_pods(
     form: Reducer, updates: Updates, state: State, fast: Comm, slow: Comm, extras: Extras, *, groups: int = 1
 ) -> tuple[Updates, State]:
-    """The pieces of the mean of each pod. Pods draw different numbers, of keys that all agree on."""
-
-    def is_key(leaf):
-        return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
+    """The shards of the mean of each pod."""
+    # Pods draw different numbers: each folds its index into the replicated key, which stays as it is.
     reduced, new = run(as_generator(form, updates, fold_keys(state, slow.index), fast, extras), fast)
     means = jax.tree.map(
         lambda mean, x: cleared(mean, x.size, fast.size, fast.index, groups=groups), reduced.mean, updates
@@ -156,7 +173,7 @@ def _in_pods(
     return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 
 
-def _flat(like: Like) -> jax.ShapeDtypeStruct:
+def _flatten_like(like: Like) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((math.prod(like.shape),), like.dtype)
 
 
@@ -164,18 +181,18 @@ def _rows(flat: Array, count: int) -> Array:
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
-def _spread(state: State, lengths: set, multiple: int) -> State:
-    """Marks the outer reducer's state: its own marks are over slow axes, and all leaves differ along the fast one."""
+def _mark(state: State, lengths: set, multiple: int) -> State:
+    """Marks the state of `outer`: its own marks are over slow axes, and all leaves differ along the fast one."""
 
-    def inside(leaf):
+    def mark_leaf(leaf):
         is_vector = leaf.shape in lengths
         return Sharded(leaf, axis=INNER, multiple=multiple) if is_vector else PerWorker(leaf, axis=INNER, resize="copy")
 
-    def one(node):
+    def mark_node(node):
         if isinstance(node, PerWorker):
-            return PerWorker(jax.tree.map(inside, node.value), axis=OUTER, resize=node.resize)
-        if isinstance(node, Sharded):  # what the workers on slow links cut among them is a chip's shard already
+            return PerWorker(jax.tree.map(mark_leaf, node.value), axis=OUTER, resize=node.resize)
+        if isinstance(node, Sharded):  # sharded over slow links, this is a part of a chip's shard already
             return Sharded(node.value, shape=node.shape, axis=(INNER, OUTER), multiple=node.multiple)
-        return inside(node)
+        return mark_leaf(node)
 
-    return jax.tree.map(one, state, is_leaf=is_mark)
+    return jax.tree.map(mark_node, state, is_leaf=is_mark)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widen_like
 from .._core.types import Array, Int, Like, State
 from ..state.marks import PerWorker, with_value
 from .base import (
@@ -83,12 +83,12 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
 
 def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> Reducer:
     def init(like):
-        wide = jax.tree.map(_wide, like)
+        wide = jax.tree.map(widen_like, like)
         error = jax.tree.map(lambda x: _store(jnp.zeros(x.shape, x.dtype), block), wide)
         return LoCoState(inner.init(wide), PerWorker(error, resize="zero"), jnp.zeros((), jnp.int32))
 
     def messages(updates, state, comm, extras):
-        wide = jax.tree.map(_wide, updates)
+        wide = jax.tree.map(widen_like, updates)
         error = jax.tree.map(_restore, wide, state.error.value)
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, updates, error)
         reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
@@ -103,10 +103,6 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
 
     forms = forward_forms(lambda inner: _with_memory(inner, beta, reset_every, block), inner)
     return from_generator("loco", init, messages, law=weakest(inner), forms=forms._replace(no_feedback=HAS_FEEDBACK))
-
-
-def _wide(like: Like) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
 
 
 def _store(x: Array, block: int) -> tuple[Array, Array]:

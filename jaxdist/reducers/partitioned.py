@@ -1,8 +1,9 @@
-"""Layers in partitions, in an order of one's choice that the compiler keeps."""
+"""ByteScheduler: layers split into partitions, which are sent in a chosen order that the compiler keeps."""
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,10 +12,21 @@ from jax import lax
 
 from .._core.layers import layer_numbers
 from .._core.trees import fold_keys
-from .._core.types import Array, Like, PyTree
+from .._core.types import Array, Like, PyTree, State, Updates
+from ..comm.base import Comm
 from ..wire.encoded import after
 from ..wire.flat import MULTIPLE, alike, concatenate, from_vectors
-from .base import NO_EXTRAS, Reduced, Reducer, as_generator, forward_forms, is_map_params_placeholder, run, weakest
+from .base import (
+    NO_EXTRAS,
+    Extras,
+    Reduced,
+    Reducer,
+    as_generator,
+    forward_forms,
+    is_map_params_placeholder,
+    run,
+    weakest,
+)
 
 Order = Literal["priority", "fifo"] | Sequence[int]
 
@@ -28,44 +40,44 @@ def partitioned(
     layers: Sequence[Any] | None = None,
     layer_fn: Callable[[str, Like], Any] | None = None,
 ) -> Reducer:
-    """Cuts layers into partitions, reduces each by itself, one after the other in a given order.
+    """Splits layers into partitions and reduces them separately, one after the other in a given order.
 
-    A compiler orders collectives that are independent of each other as it likes, and merges them: XLA:CPU makes one of
-    all, GPU and TPU of those up to a threshold. Here partition `m` cannot start before partition `m - w` has arrived,
-    `w = ceil(credit / partition)`: it depends on a comparison with that result which always holds, NaN or not, and
-    which no compiler folds. On CPU, whose collectives block anyway, `w = 1`. Elsewhere the partitions of one window may
-    be merged: on GPU set `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them apart.
+    Compilers reorder and merge independent collectives: XLA:CPU merges all of them, GPU and TPU those up to a
+    threshold. Here partition `m` cannot start before partition `m - w` has arrived, `w = ceil(credit / partition)`: it
+    depends on a comparison with that result which always holds, NaN or not, and which no compiler folds. On CPU, whose
+    collectives block anyway, `w = 1`. Elsewhere the partitions of one window may be merged: on GPU set
+    `--xla_gpu_all_reduce_combine_threshold_bytes` below twice the partition to keep them separate.
 
-    A jitted step makes its gradients last layer first, and the next forward pass begins when the step has ended. So
-    inside a step the order is `"fifo"`: with `"priority"` every message waits for the gradient of layer 0, which comes
-    last, and nothing is hidden. To send the first layers first and gain by it, cross the border of steps, `pipelined`.
-    `schedule.step_timeline` plays the step of these very arguments. A code sees one partition at a time, as a vector:
-    one scale, one top-k for each; PowerSGD does not compress inside.
+    A jitted step computes its gradients last layer first, and the next forward pass starts when the step has ended.
+    Inside a step use `"fifo"`: with `"priority"` every message waits for the gradient of layer 0, which comes last, and
+    nothing overlaps. To send the first layers first, overlap consecutive steps with `pipelined`.
+    `schedule.step_timeline` simulates a step with these arguments. The reducer sees one partition at a time, as a
+    vector: one scale, one top-k for each; PowerSGD does not compress inside.
 
     *On the wire*: for each partition what the reducer sends for one vector of its size.
 
-    *State*: a tuple with the reducer's state for each partition, in the order in which they travel.
+    *State*: a tuple with the reducer's state for each partition, in the order in which they are sent.
 
     Args:
       reducer: reduces one flat vector.
-      partition_bytes: of a partition, up to whole multiples of 8 entries. Smaller lets urgent layers pass sooner, and
-        pays latency for each; start at 8 MiB, on GPU not below 4.
-      credit_bytes: how much may be under way. One partition waits for each before it goes; the more, the less the link
-        idles and the less the order matters. Two to four partitions.
-      order: `"fifo"`, last layer first, the order in which the backward pass makes them; `"priority"`, first layer
-        first, for gradients that are all there when the step begins; or the layer of each partition in turn, counted
-        from 0.
+      partition_bytes: the size of a partition, rounded to multiples of 8 entries. Smaller partitions let urgent layers
+        pass sooner, but each pays latency; start at 8 MiB, on GPU not below 4.
+      credit_bytes: how many bytes may be in flight. A larger credit keeps the link busier, and makes the order matter
+        less. Use two to four partitions.
+      order: `"fifo"`, last layer first, the order of the backward pass; `"priority"`, first layer first, for gradients
+        that are all available when the step begins; or the layer of each partition, counted from 0.
       layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
-        it from a loss, and tuples of entries that make up one layer: small ones together save messages. `None`: each
-        entry is a layer; a sequence or NamedTuple has its own order, and keys of a dict go by name, `block_2` before
+        it from a loss; a tuple of entries is one layer, which saves messages if they are small. `None`: each entry is
+        a layer; a sequence or NamedTuple keeps its order, and keys of a dict are sorted by name, `block_2` before
         `block_10`.
-      layer_fn: in place of `layers`: `layer_fn(path, leaf)`, what to sort a leaf by; equal ones are one layer.
+      layer_fn: in place of `layers`: `layer_fn(path, leaf)`, the sort key of a leaf; leaves with equal keys form one
+        layer.
 
     Returns:
       The reducer.
 
     Raises:
-      ValueError: a size is not positive, there is no such order, or both `layers` and `layer_fn` are given; from
+      ValueError: a size is not positive, the order is unknown, or both `layers` and `layer_fn` are given; from
         `init`, `layers` does not name each entry of the tree once, or the layers in `order` are not those of the
         partitions.
 
@@ -86,32 +98,8 @@ def partitioned(
     if isinstance(order, str) and order not in ("priority", "fifo"):
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
     if layers is not None and layer_fn is not None:
-        raise ValueError("layers and layer_fn both say what the layers are: give one of them")
-    window = -(-credit_bytes // partition_bytes)
-
-    def plan(tree):
-        numbers = layer_numbers(tree, layers) if layer_fn is None else _sorted_by(layer_fn, tree)
-        return _in_order(_vectors(tree, numbers), partition_bytes, order)
-
-    def init(like):
-        if is_map_params_placeholder(like):
-            return 0
-        # Partitions must not share their draws.
-        states = [reducer.init(_like(part)) for part in plan(like)]
-        return tuple(fold_keys(state, i) for i, state in enumerate(states))
-
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        parts = plan(updates)
-        leaves, structure = jax.tree.flatten(updates)
-        flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
-        reduced, states = [], []
-        for part, part_state in zip(parts, state, strict=True):
-            cut = _in_turn(flats[part.members][part.start : part.stop], [done.mean for done in reduced], window)
-            done, part_state = run(as_generator(reducer, cut, part_state, comm, extras), comm)
-            reduced.append(done)
-            states.append(part_state)
-        mean, own = ([done[which] for done in reduced] for which in (0, 1))
-        return Reduced(*(structure.unflatten(_joined(parts, of, leaves)) for of in (mean, own))), tuple(states)
+        raise ValueError("layers and layer_fn both define the layers: pass one of them")
+    cfg = _Config(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
 
     def rebuild(inner):
         return partitioned(
@@ -123,11 +111,55 @@ def partitioned(
             layer_fn=layer_fn,
         )
 
-    return Reducer(init, reduce, weakest(reducer), forward_forms(rebuild, reducer, shards=False))
+    forms = forward_forms(rebuild, reducer, shards=False)
+    return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(reducer), forms)
+
+
+class _Config(NamedTuple):
+    """`window`: how many partitions may be in flight."""
+
+    reducer: Reducer
+    partition_bytes: int
+    window: int
+    order: Order
+    layers: Sequence[Any] | None
+    layer_fn: Callable[[str, Like], Any] | None
+
+
+def _init(cfg: _Config, like: PyTree[Like]) -> State:
+    if is_map_params_placeholder(like):
+        return 0
+    states = [cfg.reducer.init(_like(part)) for part in _plan(cfg, like)]
+    # Partitions must not share their draws.
+    return tuple(fold_keys(state, i) for i, state in enumerate(states))
+
+
+def _reduce(
+    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, State]:
+    parts = _plan(cfg, updates)
+    leaves, structure = jax.tree.flatten(updates)
+    flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
+    reduced, states = [], []
+    for part, part_state in zip(parts, state, strict=True):
+        vector = flats[part.members][part.start : part.stop]
+        vector = _wait_for_window(vector, [done.mean for done in reduced], cfg.window)
+        done, part_state = run(as_generator(cfg.reducer, vector, part_state, comm, extras), comm)
+        reduced.append(done)
+        states.append(part_state)
+    means, owns = ([done[which] for done in reduced] for which in (0, 1))
+    mean, own = (structure.unflatten(_join(parts, vectors, leaves)) for vectors in (means, owns))
+    return Reduced(mean, own), tuple(states)
+
+
+def _plan(cfg: _Config, tree: PyTree[Like]) -> list["_Part"]:
+    """The partitions of a tree, in the order in which they are sent."""
+    numbers = layer_numbers(tree, cfg.layers) if cfg.layer_fn is None else _number_layers(cfg.layer_fn, tree)
+    return _order_parts(_vectors(tree, numbers), cfg.partition_bytes, cfg.order)
 
 
 class _Part(NamedTuple):
-    """Entries `start` to `stop` of the vector that some leaves make."""
+    """Entries `start` to `stop` of the vector of some leaves."""
 
     members: tuple[int, ...]
     dtype: Any
@@ -144,7 +176,7 @@ class _Vector(NamedTuple):
     size: int
 
 
-def _sorted_by(layer_fn: Callable[[str, Like], Any], tree: PyTree) -> list[int]:
+def _number_layers(layer_fn: Callable[[str, Like], Any], tree: PyTree) -> list[int]:
     """The number of each leaf's layer."""
     keys = [
         layer_fn(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
@@ -155,7 +187,7 @@ def _sorted_by(layer_fn: Callable[[str, Like], Any], tree: PyTree) -> list[int]:
 
 
 def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
-    """First layer first."""
+    """The vectors of all layers and dtypes, first layer first."""
     leaves = jax.tree.leaves(tree)
     kinds = [(layer, jnp.dtype(leaf.dtype)) for layer, leaf in zip(numbers, leaves, strict=True)]
     groups = [tuple(group) for group in alike(kinds, lambda kind: kind)]
@@ -164,8 +196,8 @@ def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
     return sorted((v for v in vectors if v.size), key=lambda vector: vector.layer)
 
 
-def _in_order(vectors: list[_Vector], partition_bytes: int, order: Order) -> list[_Part]:
-    """All partitions in the order in which they travel."""
+def _order_parts(vectors: list[_Vector], partition_bytes: int, order: Order) -> list[_Part]:
+    """All partitions, in the order in which they are sent."""
     parts: dict[int, list[_Part]] = {}
     for layer, members, dtype, size in vectors:
         entries = max(MULTIPLE, partition_bytes // (dtype.itemsize * MULTIPLE) * MULTIPLE)
@@ -182,26 +214,26 @@ def _in_order(vectors: list[_Vector], partition_bytes: int, order: Order) -> lis
     return [next(left[layer]) for layer in order]
 
 
-def _in_turn(cut: Array, arrived: list[Array], window: int) -> Array:
-    """`cut`, but not before the partition that leaves the window has arrived."""
+def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:
+    """The same vector, available only once the partition that leaves the window has arrived."""
     if not arrived:
-        return cut
+        return vector
     if window == 1:
-        return after(cut, arrived[-1])
+        return after(vector, arrived[-1])
     first = arrived[-window:][:1] if len(arrived) >= window else []
     # Collectives on CPU block, and would be merged within a window.
     return lax.platform_dependent(
-        cut,
+        vector,
         arrived[-1],
         first,
-        cpu=lambda cut, last, first: after(cut, last),
-        default=lambda cut, last, first: after(cut, first),
+        cpu=lambda vector, last, first: after(vector, last),
+        default=lambda vector, last, first: after(vector, first),
     )
 
 
-def _joined(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
-    """The leaves of partitions."""
-    # What has no entries does not travel, and all agree on it.
+def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
+    """Joins partitions into leaves."""
+    # Empty leaves are not sent, and are equal on all workers.
     out = [leaf if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for group in alike(parts, lambda part: part.members):
         group = sorted(group, key=lambda i: parts[i].start)

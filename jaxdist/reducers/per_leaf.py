@@ -1,22 +1,35 @@
-"""Another reducer for each kind of leaf, with the collectives of all of them merged."""
+"""Applies a different reducer to each group of leaves and merges their collectives."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core.types import Array, Like, PyTree
+from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..wire.shards import length
-from .base import Reduced, Reducer, as_generator, forward_forms, from_generator, interleave, weakest
+from .base import (
+    Extras,
+    Forms,
+    Law,
+    Protocol,
+    Reduced,
+    Reducer,
+    as_generator,
+    forward_forms,
+    from_generator,
+    interleave,
+    weakest,
+)
 
 
 def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
     """Chooses a reducer for each leaf: rank 4 for matrices, exact for vectors, nothing for frozen leaves.
 
-    *On the wire*: what the parts send, their collectives merged round by round (one for each direction and dtype). A
-    label whose reducer is `None` costs no bytes, and its mean is zero.
+    *On the wire*: what the reducers send, with their collectives merged round by round (one for each direction and
+    dtype). Leaves whose reducer is `None` send nothing, and their mean is zero.
 
     *State*: a dict from label to the state of its reducer.
 
@@ -39,74 +52,84 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
       >>> sorted(policy.init({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}))
       ['matrix', 'vector']
     """
-    return _per_leaf(label_fn, reducers, None)
-
-
-def _per_leaf(
-    label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None], groups: int | None
-) -> Reducer:
-    """The reducer; with `groups` its reduce-scatter form, around reducers in theirs."""
-    parts = {label: reducer for label, reducer in reducers.items() if reducer is not None}
-
-    def split(tree):
-        """The label of each leaf, and for each label the tree with the leaves of that label alone."""
-        labels = _labels_of(tree, label_fn, list(reducers))
-        leaves, structure = jax.tree.flatten(tree)
-        return labels, {
-            label: structure.unflatten(
-                [leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)]
-            )
-            for label in parts
-        }
-
-    def init(like):
-        _, trees = split(like)
-        return {label: reducer.init(trees[label]) for label, reducer in parts.items()}
-
-    def messages(updates, state, comm, extras):
-        labels, trees = split(updates)
-        results = yield from interleave(
-            [as_generator(reducer, trees[label], state[label], comm, extras) for label, reducer in parts.items()]
-        )
-        reduced = {label: result for label, (result, _) in zip(parts, results)}
-
-        def merge(which, zeros):
-            merged = []
-            structure = jax.tree.structure(updates)
-            found = {label: structure.flatten_up_to(result[which]) for label, result in reduced.items()}
-            for i, (label, leaf) in enumerate(zip(labels, jax.tree.leaves(updates))):
-                merged.append(found[label][i] if label in parts else zeros(leaf))
-            return structure.unflatten(merged)
-
-        mean = merge(0, _zeros if groups is None else partial(_zero_shard, groups, comm))
-        new_state = {label: part_state for label, (_, part_state) in zip(parts, results)}
-        return Reduced(mean, merge(1, _zeros)), new_state
+    reducers = {label: _ZEROS if reducer is None else reducer for label, reducer in reducers.items()}
+    cfg = _Config(label_fn, reducers)
 
     def rebuild(*inner):
-        inside = dict(zip(parts, inner, strict=True))
-        return _per_leaf(label_fn, {label: inside.get(label) for label in reducers}, groups)
+        return per_leaf(label_fn, dict(zip(reducers, inner, strict=True)))
 
-    forms = forward_forms(rebuild, *parts.values())
-    return from_generator("per_leaf", init, messages, law=weakest(*parts.values()), forms=forms)
+    forms = forward_forms(rebuild, *reducers.values())
+    law = weakest(*reducers.values())
+    return from_generator("per_leaf", partial(_init, cfg), partial(_messages, cfg), law=law, forms=forms)
 
 
-def _labels_of(tree: PyTree, label_fn: Callable[[str, Like], Hashable], known: list[Hashable]) -> list[Hashable]:
+class _Config(NamedTuple):
+    label_fn: Callable[[str, Like], Hashable]
+    reducers: Mapping[Hashable, Reducer]
+
+
+def _init(cfg: _Config, like: PyTree[Like]) -> State:
+    labels = _labels_of(cfg, like)
+    return {label: reducer.init(_select(like, labels, label)) for label, reducer in cfg.reducers.items()}
+
+
+def _messages(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+    labels = _labels_of(cfg, updates)
+    results = yield from interleave(
+        [
+            as_generator(reducer, _select(updates, labels, label), state[label], comm, extras)
+            for label, reducer in cfg.reducers.items()
+        ]
+    )
+    reduced = {label: result for label, (result, _) in zip(cfg.reducers, results)}
+    mean, own = (_merge(updates, labels, {label: parts[i] for label, parts in reduced.items()}) for i in (0, 1))
+    return Reduced(mean, own), {label: new for label, (_, new) in zip(cfg.reducers, results)}
+
+
+def _labels_of(cfg: _Config, tree: PyTree) -> list[Hashable]:
     """The label of each leaf."""
     labels = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        label = label_fn(name, leaf)
-        if label not in known:
+        label = cfg.label_fn(name, leaf)
+        if label not in cfg.reducers:
             where = f"leaf {name!r}" if name else "the tree, which is one leaf,"
-            raise ValueError(f"{where} has label {label!r}, but reducers has only {known}")
+            raise ValueError(f"{where} has label {label!r}, but reducers has only {list(cfg.reducers)}")
         labels.append(label)
     return labels
 
 
-def _zeros(leaf: Like) -> Array:
+def _select(tree: PyTree, labels: Sequence[Hashable], label: Hashable) -> PyTree:
+    """The tree with the leaves of one label, and `None` in place of the others."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([leaf if own == label else None for leaf, own in zip(leaves, labels, strict=True)])
+
+
+def _merge(like: PyTree, labels: Sequence[Hashable], trees: Mapping[Hashable, PyTree]) -> PyTree:
+    """The inverse of `_select` for all labels."""
+    structure = jax.tree.structure(like)
+    leaves = {label: structure.flatten_up_to(tree) for label, tree in trees.items()}
+    return structure.unflatten([leaves[label][i] for i, label in enumerate(labels)])
+
+
+def _zero_messages(groups: int | None, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
+    """The mean is zero, without communication; its shards are with `groups`."""
+    del extras
+    yield from ()
+
     # Not zeros_like, which would be typed varying: these zeros were not communicated, and are equal on all workers.
-    return jnp.zeros(leaf.shape, leaf.dtype)
+    def zero_leaf(leaf):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    own = jax.tree.map(zero_leaf, updates)
+    if groups is None:
+        return Reduced(own, own), state
+    sizes = jax.tree.map(lambda leaf: groups * length(leaf.size, groups * comm.size), updates)
+    return Reduced(jax.tree.map(lambda leaf, size: jnp.zeros(size, leaf.dtype), updates, sizes), own), state
 
 
-def _zero_shard(groups: int, comm: Comm, leaf: Like) -> Array:
-    return jnp.zeros(groups * length(leaf.size, groups * comm.size), leaf.dtype)
+def _zeros(groups: int | None, forms: Forms) -> Reducer:
+    return from_generator("zeros", lambda like: (), partial(_zero_messages, groups), law=Law.EXACT, forms=forms)
+
+
+_ZEROS = _zeros(None, Forms(shards=lambda groups: _zeros(groups, Forms())))

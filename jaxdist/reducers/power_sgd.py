@@ -1,6 +1,7 @@
-"""PowerSGD: low-rank approximation by a warm-started power iteration, which a plain all-reduce can carry."""
+"""PowerSGD: low-rank approximation by a warm-started power iteration; its factors are averaged by all-reduces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -8,36 +9,57 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import comm as comms
+from .._core.dtypes import widen
 from .._core.trees import next_count
-from .._core.types import Array, Bool, Int, PyTree, Shape
+from .._core.types import Array, Bool, Int, Like, PyTree, Shape, Updates
+from ..comm.base import Comm
 from ..wire.low_rank import (
     View,
-    draw,
+    draw_factors,
     group_leaves,
     orthonormal,
     outer,
-    places,
-    put_back,
-    put_back_factors,
-    received,
-    room,
-    stack,
+    overflow_scale,
+    pack_factors,
     stack_factors,
-    to_send,
+    stack_indices,
+    stack_matrices,
+    unpack_factors,
     view_of,
-    wide,
+    write_factors,
+    write_matrices,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import NO_EXTRAS, Messages, Reduced, Reducer, from_generator, run
+from .base import NO_EXTRAS, Extras, Messages, Protocol, Reduced, Reducer, from_generator, run
 from .exact import exact
 from .reducer_schedule import reducer_schedule
 
+Own = Literal["local", "paper"]
+
 
 class PowerSGDState(NamedTuple):
-    """Agreed. `q` has a right factor `[m, r]` for each compressed leaf and a scalar zero for the others."""
+    """Replicated. `q` has a right factor `[m, r]` for each compressed leaf and a scalar zero for the others."""
 
     count: Int[Array, ""]
     q: PyTree
+
+
+class OneSidedState(NamedTuple):
+    """Replicated. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, a scalar zero for the others.
+
+    `from_right`: the right factor was renewed last, and is what the next step projects on.
+    """
+
+    from_right: Bool[Array, ""]
+    left: PyTree
+    right: PyTree
+
+
+class _Config(NamedTuple):
+    view: View
+    own: Own
+    warm_start: bool
+    seed: int
 
 
 def power_sgd(
@@ -47,47 +69,47 @@ def power_sgd(
     min_compression_rate: float | int = 2.0,
     start_step: int = 0,
     warm_start: bool = True,
-    own: Literal["local", "paper"] = "local",
+    own: Own = "local",
     matrix_view: Callable[[Shape], tuple[int, int]] = squarest_view,
     seed: int = 0,
 ) -> Reducer:
     """Approximates the mean of matrices `M_w [n, m]`: `P = qr(mean(M_w Q))`, `Q = mean(M_wᵀ P)`, `mean = P Qᵀ`.
 
-    `Q` is carried to the next step, so that a few steps are one long power iteration. Put it inside `error_feedback`:
-    alone it is biased and loses accuracy. `own = P Q_wᵀ` with this worker's `Q_w`: its mean over workers is the mean,
-    and residuals stay bounded as long as noise turns the column space of the mean: what a worker has outside of that
-    space is sent when the space comes by. If it stands still (full batches of data that differ between workers), the
-    residuals drift apart. The paper's `own="paper"` (every worker subtracts the mean) lets them drift apart for ever in
-    any case, which float32 does not survive on unlike data.
+    `Q` is kept for the next step, so that consecutive steps form one long power iteration. Put the reducer inside
+    `error_feedback`: alone it is biased and loses accuracy. `own = P Q_wᵀ` with this worker's `Q_w`: its mean over
+    workers is the mean. Residuals stay bounded as long as noise rotates the column space of the mean, since the part of
+    an update outside that space is sent once the space rotates towards it. With a fixed column space (full batches of
+    data that differ between workers) the residuals diverge. With the paper's `own="paper"` (every worker subtracts the
+    mean) they diverge in any case, until float32 fails on heterogeneous data.
 
-    Gradients of any scale: `P` and `Q` are made of orthonormal bases of the carried factors (the paper multiplies by
-    `Q` as it is, which has the norm of the last gradient, and overflows from 1e19 on).
+    Gradients may have any scale: `P` and `Q` are computed from orthonormal bases of the factors (the paper multiplies
+    by `Q` itself, which has the norm of the last gradient and overflows from 1e19 on).
 
-    `one_sided=True` does half of that in a step, and the other half in the next one: `P = mean(M_w Q)`,
-    `mean = P Qᵀ` with orthonormal `Q`, then `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`. Half the bytes,
-    half the latency and fewer products, for an approximation by a factor that is one gradient older.
+    `one_sided=True` does half of an iteration in each step: `P = mean(M_w Q)`, `mean = P Qᵀ` with orthonormal `Q`, then
+    `Q = mean(M_wᵀ P)`, `mean = P Qᵀ` with orthonormal `P`. Half the bytes, half the latency and fewer products, for an
+    approximation by a factor that is one gradient older.
 
     *On the wire* for leaves `[m, n]`: two all-reduces, of `r·n` floats for each matrix, then of `r·m` for each matrix
     and every uncompressed leaf whole; together `4·(r·Σ(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All
-    in float32 (float64 leaves in float64). One-sided: one all-reduce, of `4·(r·Σn + Σ rest)` bytes and of
-    `4·(r·Σm + Σ rest)` bytes in turns.
+    in float32 (float64 leaves in float64). One-sided: one all-reduce, of `4·(r·Σn + Σ rest)` and
+    `4·(r·Σm + Σ rest)` bytes alternately.
 
-    *State* (agreed): a count, and `Q [m, r]` for each compressed leaf; one-sided: whose turn it is, `P` and `Q`.
+    *State* (replicated): a count, and `Q [m, r]` for each compressed leaf; one-sided: the side to project on, `P`, `Q`.
 
     Args:
-      rank: `r`, cut to `min(n, m)`. Higher is more accurate and sends more: 1 is for when bytes are everything, 4 for
-        language models, 2 for convolutional nets; double it when the loss falls behind.
-      one_sided: see above. For links whose latency decides. Take twice the rank, which costs the same bytes: at equal
-        rank it is less accurate, and at rank 1 it may stay far behind.
+      rank: `r`, at most `min(n, m)`. Higher is more accurate and sends more: 1 for the fewest bytes, 4 for language
+        models, 2 for convolutional nets; double it if the loss is worse than with `exact`.
+      one_sided: for links with high latency. Use twice the rank, which costs the same bytes: at equal rank it is less
+        accurate, and at rank 1 it may be far worse.
       min_compression_rate: a leaf is compressed if `(n+m)·r·rate < n·m`. Lower compresses more leaves; 0 compresses all
         matrices.
-      start_step: plain means before it. Early gradients are the hardest to compress: try 10 % of training if the loss
-        suffers. The same as `reducer_schedule(exact(), power_sgd(rank), start_step)`: it keeps both programs in the
-        step.
-      warm_start: keep `Q`. Without it each step draws a new one, and accuracy falls.
-      own: see above.
+      start_step: the number of steps with exact means before compression. Early gradients are the hardest to compress:
+        try 10 % of training if the loss suffers. Equals `reducer_schedule(exact(), power_sgd(rank), start_step)`: the
+        step contains both programs.
+      warm_start: keep `Q`. Without it each step draws a new one, and accuracy is lower.
+      own: what error feedback subtracts; `"paper"` is for comparison.
       matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
-      seed: of the first `Q`, equal on all workers.
+      seed: the seed of the first `Q`, equal on all workers.
 
     Returns:
       The reducer.
@@ -98,7 +120,7 @@ def power_sgd(
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
-      >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: nothing is lost
+      >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: lossless
       >>> reduced, _ = reducer.reduce(w, reducer.init(w), jd.comm.alone())
       >>> bool(jnp.allclose(reduced.mean, w, atol=1e-5))
       True
@@ -116,120 +138,125 @@ def power_sgd(
     if own not in ("local", "paper"):
         raise ValueError(f'own must be "local" or "paper", got {own!r}')
     if one_sided and not warm_start:
-        raise ValueError("one_sided=True needs warm_start=True: its steps are halves of one iteration")
-    view = view_of(rank, min_compression_rate, matrix_view)
-    reducer = one_sided_power_sgd(view, own, seed) if one_sided else _two_sided(view, own, warm_start, seed)
+        raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
+    cfg = _Config(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
+    if one_sided:
+        reducer = Reducer(partial(_init_one_sided, cfg), partial(_reduce_one_sided, cfg))
+    else:
+        reducer = from_generator("power_sgd", partial(_init, cfg), partial(_messages, cfg))
     return reducer_schedule(exact(), reducer, start_step) if start_step else reducer
 
 
-def _two_sided(view: View, own: Literal["local", "paper"], warm_start: bool, seed: int) -> Reducer:
-    def draw_right(like, count):
-        return draw(like, view, 1, jax.random.fold_in(jax.random.key(seed), count))
-
-    def init(like):
-        return PowerSGDState(jnp.zeros((), jnp.int32), draw_right(like, 0))
-
-    def messages(updates, state, comm, extras):
-        del extras
-        leaves, structure = jax.tree.flatten(updates)
-        factors = structure.flatten_up_to(state.q if warm_start else draw_right(updates, state.count))
-        groups, rest = group_leaves(leaves, view)
-        matrices = [stack(leaves, group) for group in groups]
-        # The paper multiplies by Q, which has the norm of the last gradient; the product would have its square. A basis
-        # is known before the gradient is. Powers of two round nothing.
-        right = orthonormal([stack_factors(factors, group) for group in groups])
-        rights = [q * room(q.shape[2], comm.size) for q in right]
-        left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, rights)]
-        arrived = yield Messages(mean=to_send(groups, left, 0))
-        bases = orthonormal(received(groups, arrived.mean, 0))  # the mean's scale does not matter
-        # The barrier: XLA:CPU would fold the transposition into the products and do those slower.
-        columns = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
-        scales = [room(basis.shape[2], comm.size) for basis in bases]
-        # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
-        local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(columns, scales, matrices)]
-        sent = to_send(groups, local, 1)
-        arrived = yield Messages(mean=[*sent, *(wide(leaves[i]) for i in rest)])
-        mean = received(groups, arrived.mean, 1)
-
-        means, owns, new_factors = list(leaves), list(leaves), list(factors)
-        lefts = [p / scale for p, scale in zip(columns, scales)]
-        approximations = [outer(p, q) for p, q in zip(lefts, mean)]
-        at = places(groups, state.count >= 0)
-        put_back(means, groups, approximations, at)
-        owned = approximations if own == "paper" else [outer(p, q) for p, q in zip(lefts, local)]
-        put_back(owns, groups, owned, at)
-        for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
-            means[i] = whole.astype(leaves[i].dtype)
-        put_back_factors(new_factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
-        reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
-        return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new_factors))
-
-    return from_generator("power_sgd", init, messages)
+def _init(cfg: _Config, like: PyTree[Like]) -> PowerSGDState:
+    return PowerSGDState(jnp.zeros((), jnp.int32), _draw_right(cfg, like, 0))
 
 
-class OneSidedState(NamedTuple):
-    """Agreed. `left` has `[n, r]` and `right` `[m, r]` for each compressed leaf, a scalar zero for the others.
-
-    `from_right` says which one was renewed last, and is what the next step projects on.
-    """
-
-    from_right: Bool[Array, ""]
-    left: PyTree
-    right: PyTree
+def _draw_right(cfg: _Config, like: PyTree[Like], count: Array | int) -> PyTree:
+    return draw_factors(like, cfg.view, 1, jax.random.fold_in(jax.random.key(cfg.seed), count))
 
 
-def one_sided_power_sgd(view: View, own: Literal["local", "paper"], seed: int) -> Reducer:
-    """The reducer that `power_sgd(one_sided=True)` stands for."""
+def _messages(cfg: _Config, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
+    del extras
+    leaves, structure = jax.tree.flatten(updates)
+    groups, rest = group_leaves(leaves, cfg.view)
+    matrices = [stack_matrices(leaves, group) for group in groups]
+    factors = structure.flatten_up_to(state.q if cfg.warm_start else _draw_right(cfg, updates, state.count))
 
-    def init(like):
-        left, right = (draw(like, view, side, jax.random.fold_in(jax.random.key(seed), side)) for side in (0, 1))
-        return OneSidedState(jnp.ones((), bool), left, right)
+    # P = qr(mean(M Q)). The paper multiplies by Q itself, which has the norm of the last gradient; the product would
+    # have its square. The basis is known before the gradient is. Scales are powers of two: nothing is rounded.
+    right = orthonormal([stack_factors(factors, group) for group in groups])
+    right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
+    left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, right)]
+    received = yield Messages(mean=pack_factors(groups, left, 0))
+    bases = orthonormal(unpack_factors(groups, received.mean, 0))  # the scale of the mean does not matter
 
-    def step(from_right: bool) -> Callable:
-        def messages(updates, old, new, always, comm):
-            """`old` is what to project on, `new` the factors to renew; `always` is true."""
-            leaves, structure = jax.tree.flatten(updates)
-            groups, rest = group_leaves(leaves, view)
-            fixed, renewed = structure.flatten_up_to(old), structure.flatten_up_to(new)
-            matrices = [stack(leaves, group) for group in groups]
-            sought = 0 if from_right else 1
-            # Known before the gradient is: it needs nothing from this step.
-            bases = orthonormal([stack_factors(fixed, group) for group in groups])
-            scales = [room(basis.shape[2], comm.size) for basis in bases]
-            product = "knm,krm->knr" if from_right else "knm,krn->krm"
-            local = [jnp.einsum(product, m, b * scale) for m, b, scale in zip(matrices, bases, scales)]
-            sent = to_send(groups, local, sought)
-            arrived = yield Messages(mean=[*sent, *(wide(leaves[i]) for i in rest)])
-            mean = received(groups, arrived.mean, sought)
+    # Q = mean(Mᵀ P). The barrier: XLA:CPU would fold the transposition into the products, which are then slower.
+    left = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
+    scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
+    # Pᵀ M rather than Mᵀ P: XLA:CPU would transpose the whole of M for the latter.
+    local = [jnp.einsum("knr,knm->krm", p * scale, m) for p, scale, m in zip(left, scales, matrices)]
+    packed = pack_factors(groups, local, 1)
+    received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
+    mean = unpack_factors(groups, received.mean, 1)
 
-            def approximate(factors):
-                pairs = [(f, b / scale) for f, b, scale in zip(factors, bases, scales)]
-                return [outer(f, b) if from_right else outer(jnp.swapaxes(b, 1, 2), f) for f, b in pairs]
+    # mean = P Qᵀ, own = P Q_wᵀ
+    left = [p / scale for p, scale in zip(left, scales)]
+    approximations = [outer(p, q) for p, q in zip(left, mean)]
+    local = approximations if cfg.own == "paper" else [outer(p, q) for p, q in zip(left, local)]
+    at = stack_indices(groups, state.count >= 0)
+    means = write_matrices(leaves, groups, approximations, at)
+    owns = write_matrices(leaves, groups, local, at)
+    _write_rest(means, rest, received.mean[len(packed) :])
+    new = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
+    reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
+    return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new))
 
-            means, owns = list(leaves), list(leaves)
-            approximations = approximate(mean)
-            at = places(groups, always)
-            put_back(means, groups, approximations, at)
-            put_back(owns, groups, approximations if own == "paper" else approximate(local), at)
-            for i, whole in zip(rest, arrived.mean[len(sent) :], strict=True):
-                means[i] = whole.astype(leaves[i].dtype)
-            columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
-            put_back_factors(renewed, groups, columns, at, scales)
-            reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
-            return reduced, structure.unflatten(renewed)
 
-        def reduce(comm, updates, state):
-            always = state.from_right == from_right
-            sides = (state.right, state.left) if from_right else (state.left, state.right)
-            reduced, renewed = run(messages(updates, *sides, always, comm), comm)
-            left, right = (renewed, state.right) if from_right else (state.left, renewed)
-            return reduced, OneSidedState(~state.from_right, left, right)
+def _write_rest(leaves: list[Array], rest: Sequence[int], means: Sequence[Array]) -> None:
+    for i, mean in zip(rest, means, strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
 
-        return reduce
 
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        del extras
-        with jax.named_scope("power_sgd"):
-            return comms.cond(state.from_right, step(True), step(False), comm, updates, state)
+def _init_one_sided(cfg: _Config, like: PyTree[Like]) -> OneSidedState:
+    key = jax.random.key(cfg.seed)
+    left, right = (draw_factors(like, cfg.view, side, jax.random.fold_in(key, side)) for side in (0, 1))
+    return OneSidedState(jnp.ones((), bool), left, right)
 
-    return Reducer(init, reduce)
+
+def _reduce_one_sided(
+    cfg: _Config, updates: Updates, state: OneSidedState, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, OneSidedState]:
+    del extras
+    with jax.named_scope("power_sgd"):
+        from_right, from_left = (partial(_half_iteration, cfg, side) for side in (True, False))
+        return comms.cond(state.from_right, from_right, from_left, comm, updates, state)
+
+
+def _half_iteration(
+    cfg: _Config, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState
+) -> tuple[Reduced, OneSidedState]:
+    always = state.from_right == from_right  # true in this branch, but not a constant
+    fixed, renewed = (state.right, state.left) if from_right else (state.left, state.right)
+    reduced, renewed = run(_half_messages(cfg, from_right, updates, fixed, renewed, always, comm), comm)
+    left, right = (renewed, state.right) if from_right else (state.left, renewed)
+    return reduced, OneSidedState(~state.from_right, left, right)
+
+
+def _half_messages(
+    cfg: _Config, from_right: bool, updates: Updates, fixed: PyTree, renewed: PyTree, always: Array, comm: Comm
+) -> Generator[Messages, Messages, tuple[Reduced, PyTree]]:
+    """Projects the updates on the `fixed` factors and renews the others."""
+    leaves, structure = jax.tree.flatten(updates)
+    groups, rest = group_leaves(leaves, cfg.view)
+    matrices = [stack_matrices(leaves, group) for group in groups]
+    fixed_factors, factors = structure.flatten_up_to(fixed), structure.flatten_up_to(renewed)
+
+    # P = mean(M Q) or Q = mean(Mᵀ P), with a basis that is known before the gradient is.
+    side = 0 if from_right else 1
+    bases = orthonormal([stack_factors(fixed_factors, group) for group in groups])
+    scales = [overflow_scale(basis.shape[2], comm.size) for basis in bases]
+    product = "knm,krm->knr" if from_right else "knm,krn->krm"
+    local = [jnp.einsum(product, m, basis * scale) for m, basis, scale in zip(matrices, bases, scales)]
+    packed = pack_factors(groups, local, side)
+    received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
+    mean = unpack_factors(groups, received.mean, side)
+
+    # mean = P Qᵀ
+    bases = [basis / scale for basis, scale in zip(bases, scales)]
+    approximations = _approximate(mean, bases, from_right)
+    local = approximations if cfg.own == "paper" else _approximate(local, bases, from_right)
+    at = stack_indices(groups, always)
+    means = write_matrices(leaves, groups, approximations, at)
+    owns = write_matrices(leaves, groups, local, at)
+    _write_rest(means, rest, received.mean[len(packed) :])
+    columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
+    new = write_factors(factors, groups, columns, at, scales)
+    reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
+    return reduced, structure.unflatten(new)
+
+
+def _approximate(factors: list[Array], bases: list[Array], from_right: bool) -> list[Array]:
+    """`P Qᵀ` of new factors, `[k, n, r]` or `[k, r, m]`, and the bases `[k, r, *]` of the other side."""
+    if from_right:
+        return [outer(p, q) for p, q in zip(factors, bases)]
+    return [outer(jnp.swapaxes(p, 1, 2), q) for p, q in zip(bases, factors)]

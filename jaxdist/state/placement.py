@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._core.trees import is_key
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, is_mark, map_marked
 
@@ -217,7 +218,7 @@ def _put_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
     """`device_put`, which onto several processes makes equal copies of a device's array that cannot be taken apart."""
     if sharding.is_fully_addressable or not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         words = jax.device_put(np.asarray(jax.random.key_data(leaf)), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     return jax.device_put(np.asarray(leaf), sharding)

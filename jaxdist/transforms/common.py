@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.dtypes import working_dtype
-from .._core.trees import choose
+from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import named
 from .local_gradients import varies_nowhere
@@ -45,8 +45,8 @@ def inner_step(
     steps, new = inner.update(gradients, state, params, **filter_extras(state, extras))
     # The step is computed in any case, so that the program is the same on all workers.
     if active is not None:
-        steps = choose(active, steps, jax.tree.map(jnp.zeros_like, steps))
-        new = choose(active, new, state)
+        steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))
+        new = tree_where(active, new, state)
     return steps, new, optax.apply_updates(params, steps)
 
 

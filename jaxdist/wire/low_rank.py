@@ -12,19 +12,19 @@ from jax import lax
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Like, PyTree, Shape
 
-# Up to this many elements, matrices of similar shapes are stacked: every product of its own adds to the compile time.
-# Larger ones stay apart, since stacking copies them.
+# Matrices of up to this many elements and similar shapes are stacked, since each separate product adds to the compile
+# time. Larger ones are not, since stacking copies them.
 STACKED_SIZE = 2**16
 
-# Stacks of fewer matrices are taken apart by slices at constant places.
+# Stacks of fewer matrices are unstacked by slices at constant indices.
 MANY = 16
 
 # `(n, m, r)` of a leaf to compress, from its shape; None for one to send whole.
 View = Callable[[Shape], tuple[int, int, int] | None]
 
 
-class Group(NamedTuple):
-    """Leaves whose matrices `[n, m]` are stacked: equally wide and nearly equally tall; or a single large one."""
+class MatrixGroup(NamedTuple):
+    """Leaves whose matrices `[n, m]` are stacked: equally wide and nearly equally tall; or a single large leaf."""
 
     leaves: list[int]
     shapes: list[tuple[int, int]]
@@ -44,7 +44,7 @@ def squarest_view(shape: Shape) -> tuple[int, int]:
 
 
 def view_of(rank: int, min_compression_rate: float | int, matrix_view: Callable[[Shape], tuple[int, int]]) -> View:
-    """Compresses a leaf where that pays."""
+    """The view that compresses the leaves where it saves enough."""
 
     def view(shape):
         if len(shape) < 2 or 0 in shape:
@@ -56,13 +56,13 @@ def view_of(rank: int, min_compression_rate: float | int, matrix_view: Callable[
     return view
 
 
-def draw(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
-    """Gaussian factors, `[n, r]` (side 0) or `[m, r]` (side 1) for each compressed leaf, a scalar zero for the others.
+def draw_factors(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
+    """Draws Gaussian factors `[n, r]` (side 0) or `[m, r]` (side 1) for compressed leaves; others get a scalar zero.
 
-    Not arrays without entries, which orbax refuses to write, nor none at all: the tree is that of the updates.
+    The tree is that of the updates, and orbax cannot write arrays without entries: hence the zeros.
     """
 
-    def one(leaf, index):
+    def draw_factor(leaf, index):
         found = view(leaf.shape)
         if found is None:
             return jnp.zeros((), working_dtype(leaf.dtype))
@@ -70,12 +70,12 @@ def draw(like: PyTree[Like], view: View, side: int, key: Array) -> PyTree:
         return jax.random.normal(jax.random.fold_in(key, index), shape, working_dtype(leaf.dtype))
 
     leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten([one(leaf, i) for i, leaf in enumerate(leaves)])
+    return structure.unflatten([draw_factor(leaf, i) for i, leaf in enumerate(leaves)])
 
 
-def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[Group], list[int]]:
-    """Leaves to compress, small ones by similar matrix shape, and the others."""
-    groups: dict[tuple, Group] = {}
+def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[MatrixGroup], list[int]]:
+    """Groups leaves to compress, small ones by similar matrix shape; returns the positions of the other leaves too."""
+    groups: dict[tuple, MatrixGroup] = {}
     rest = []
     for i, leaf in enumerate(leaves):
         found = view(leaf.shape)
@@ -85,7 +85,7 @@ def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[Group], list
         n, m, r = found
         alone = i if n * m > STACKED_SIZE else None
         dtype = jnp.dtype(working_dtype(leaf.dtype))
-        group = groups.setdefault((_rounded(n), m, r, dtype, alone), Group([], [], dtype))
+        group = groups.setdefault((_rounded(n), m, r, dtype, alone), MatrixGroup([], [], dtype))
         group.leaves.append(i)
         group.shapes.append((n, m))
     return list(groups.values()), rest
@@ -97,82 +97,76 @@ def _rounded(size: int) -> int:
     return -(-size // step) * step
 
 
-def stack(leaves: Sequence[Array], group: Group) -> Array:
-    """The matrices `[k, n, m]`."""
-    return _stacked([leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)])
+def stack_matrices(leaves: Sequence[Array], group: MatrixGroup) -> Array:
+    """Stacks the matrices of a group, `[k, n, m]`."""
+    return _stack([leaves[i].reshape(shape).astype(group.dtype) for i, shape in zip(group.leaves, group.shapes)])
 
 
-def stack_factors(factors: Sequence[Array], group: Group) -> Array:
-    """The factors `[k, n, r]` or `[k, m, r]`."""
-    return _stacked([factors[i] for i in group.leaves])
+def stack_factors(factors: Sequence[Array], group: MatrixGroup) -> Array:
+    """Stacks the factors of a group, `[k, n, r]` or `[k, m, r]`."""
+    return _stack([factors[i] for i in group.leaves])
 
 
-def _stacked(matrices: Sequence[Array]) -> Array:
-    """With rows of zeros below the smaller ones. Not `jnp.pad`, which needs code for each matrix; this copies bytes."""
+def _stack(matrices: Sequence[Array]) -> Array:
+    """Stacks matrices, with rows of zeros below the smaller ones."""
+    # Not `jnp.pad`, which needs code for each matrix; this copies bytes.
     height = max(len(matrix) for matrix in matrices)
     blocks = [x for y in matrices for x in (y, jnp.zeros_like(y, shape=(height - len(y), y.shape[1]))) if len(x)]
     return jnp.concatenate(blocks).reshape(len(matrices), height, -1)
 
 
-def to_send(groups: Sequence[Group], stacks: Sequence[Array], side: int) -> list[Array]:
-    """Stacked factors, of which only left ones, `[k, n, r]`, have padding; it is left out.
-
-    By an index of their rows, one kernel for a group: slices would be one for each shape.
-    """
+def pack_factors(groups: Sequence[MatrixGroup], stacks: Sequence[Array], side: int) -> list[Array]:
+    """Removes the padding of stacked factors; only left ones (side 0), `[k, n, r]`, have any."""
     out = []
     for group, stacked in zip(groups, stacks, strict=True):
-        filled = _filled(group)
+        filled = _row_mask(group)
         if side == 0 and not filled.all():
+            # Indexing rows is one kernel for a group; slices would be one for each shape.
             rows = stacked.reshape(-1, stacked.shape[2])
             stacked = rows.at[np.flatnonzero(filled).astype(np.int32)].get(mode="promise_in_bounds")
         out.append(stacked)
     return out
 
 
-def received(groups: Sequence[Group], arrived: Sequence[Array], side: int) -> list[Array]:
-    """The inverse of `to_send`; there may be more arrays after those of the groups."""
+def unpack_factors(groups: Sequence[MatrixGroup], arrived: Sequence[Array], side: int) -> list[Array]:
+    """The inverse of `pack_factors`; further arrays after those of the groups are ignored."""
     stacks = []
     for group, array in zip(groups, arrived):
-        filled = _filled(group)
+        filled = _row_mask(group)
         if side == 0 and not filled.all():
-            # Past the end there are zeros.
-            places = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, len(array)).astype(np.int32)
-            array = array.at[places].get(mode="fill", fill_value=0)
+            # Indices past the end give zeros, the padding.
+            indices = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, len(array)).astype(np.int32)
+            array = array.at[indices].get(mode="fill", fill_value=0)
         stacks.append(array)
     return stacks
 
 
-def _filled(group: Group) -> np.ndarray:
-    """Which rows of stacked matrices are no padding, `[k, n]`."""
+def _row_mask(group: MatrixGroup) -> np.ndarray:
+    """Marks the rows of stacked matrices that are not padding, `[k, n]`."""
     heights = np.array([n for n, _ in group.shapes])
     return np.arange(heights.max()) < heights[:, None]
 
 
-def room(terms: int, workers: int) -> float:
-    """A power of two that keeps the mean of products with orthonormal columns of `terms` entries below the largest.
+def overflow_scale(terms: int, workers: int) -> float:
+    """A power of two that keeps a mean of products with orthonormal columns of `terms` entries from overflowing.
 
-    Such a product is at most `√terms` times the largest entry, and all-reduces add up before they divide.
+    Such a product is at most `√terms` times the largest entry, and all-reduces add before they divide.
     """
     return 2.0 ** -math.ceil(math.log2(math.sqrt(terms) * workers))
 
 
-def wide(leaf: Array) -> Array:
-    """A leaf that is sent whole, in the dtype in which it is sent."""
-    return leaf.astype(working_dtype(leaf.dtype))
-
-
 def outer(left: Array, right: Array) -> Array:
-    """`[k, n, r]`, `[k, r, m]` -> `[k, n, m]`."""
-    # A transposition on the way to `left` would be folded into the product, which XLA:CPU then does slower.
+    """Multiplies stacked factors: `[k, n, r]`, `[k, r, m]` -> `[k, n, m]`."""
+    # XLA:CPU would fold a transposition of `left` into the product, which is then slower.
     return jnp.einsum("knr,krm->knm", lax.optimization_barrier(left), right)
 
 
-def places(groups: Sequence[Group], always: Array) -> list[Array]:
+def stack_indices(groups: Sequence[MatrixGroup], always: Array) -> list[Array]:
     """`0, 1, ...`, for the largest group; on CPU as scalars that the compiler does not know to be constant.
 
-    XLA:CPU compiles equal kernels once. Slices of a stack at constant places are all different, and hundreds of them
-    were most of the compile time; at places that are arguments they are equal. `always` is true and agreed on, but not
-    a constant either.
+    XLA:CPU compiles equal kernels once. Slices of a stack at constant indices are all different, and hundreds of them
+    were most of the compile time; slices at indices that are arguments are equal. `always` is true on all workers, but
+    not a constant either.
     """
     number = max((len(group.leaves) for group in groups), default=0)
 
@@ -187,43 +181,50 @@ def places(groups: Sequence[Group], always: Array) -> list[Array]:
     return list(lax.platform_dependent(always, cpu=hidden, default=lambda always: constants()))
 
 
-def put_back(leaves: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array]) -> None:
-    """Writes each matrix of the stacks `[k, n, m]` into its place of `leaves`, in that leaf's shape and dtype."""
+def write_matrices(
+    leaves: Sequence[Array], groups: Sequence[MatrixGroup], stacks: Sequence[Array], at: Sequence[Array]
+) -> list[Array]:
+    """The leaves, with each matrix of the stacks `[k, n, m]` in place of its leaf, in that leaf's shape and dtype."""
+    out = list(leaves)
     for group, matrices in zip(groups, stacks, strict=True):
         for k, i, (n, _) in zip(at, group.leaves, group.shapes):
             matrix = lax.dynamic_index_in_dim(matrices, k, keepdims=False)[:n]
-            leaves[i] = matrix.reshape(leaves[i].shape).astype(leaves[i].dtype)
+            out[i] = matrix.reshape(out[i].shape).astype(out[i].dtype)
+    return out
 
 
-def put_back_factors(
-    factors: list[Array], groups: Sequence[Group], stacks: Sequence[Array], at: Sequence[Array], scales: Sequence[float]
-) -> None:
-    """Writes each factor of the stacks `[k, s, r]` into its place of `factors`; a zero one leaves the old one there.
+def write_factors(
+    factors: Sequence[Array],
+    groups: Sequence[MatrixGroup],
+    stacks: Sequence[Array],
+    at: Sequence[Array],
+    scales: Sequence[float],
+) -> list[Array]:
+    """The factors, with those of the stacks `[k, s, r]` in place of the old ones; a zero factor keeps the old one.
 
-    Stacks come in units of `1 / scales`, powers of two, and stay so where they would overflow otherwise: what a factor
-    spans is what counts.
+    Stacks come in units of `1 / scales`, powers of two, and keep them where they would overflow otherwise: only the
+    column space of a factor is used.
     """
+    out = list(factors)
     for group, new, scale in zip(groups, stacks, scales, strict=True):
         largest = jnp.max(jnp.abs(new), axis=(1, 2))
-        # Zero factors say nothing about the next gradient.
-        alive = largest != 0
+        alive = largest != 0  # a zero factor says nothing about the next gradient
         new = jnp.where(jnp.isfinite(largest / scale)[:, None, None], new / scale, new)
         for k, i in zip(at, group.leaves):
             # Not from a stack of the old ones: XLA:CPU would put the code of all of them into that of each.
-            kept, factor = (lax.dynamic_index_in_dim(x, k, keepdims=False) for x in (alive, new))
-            factors[i] = jnp.where(kept, factor[: len(factors[i])], factors[i])
+            is_alive, factor = (lax.dynamic_index_in_dim(x, k, keepdims=False) for x in (alive, new))
+            out[i] = jnp.where(is_alive, factor[: len(out[i])], out[i])
+    return out
 
 
 def orthonormal(factors: Sequence[Array]) -> list[Array]:
     """An orthonormal basis of the columns of each matrix in stacks `[k, n, r]`, as rows `[k, r, n]`: Qᵀ of a QR.
 
-    A zero matrix gives columns of the identity, so a dead factor recovers. Plain operations rather than
-    `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need threads
-    of the same pool, and hangs when devices or groups take all of them.
-
-    Stacks of one rank and of similar height share one loop, for the sake of compile time: rows of zeros below a matrix
-    stay zeros.
+    A zero matrix gives columns of the identity, so a dead factor recovers. Stacks of one rank and similar height share
+    one loop, which shortens compilation: rows of zeros below a matrix stay zeros.
     """
+    # Not `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need
+    # threads of the same pool, and hangs when devices or groups take all of them.
     alike: dict[tuple, list[int]] = {}
     for i, factor in enumerate(factors):
         _, n, r = factor.shape
@@ -248,19 +249,19 @@ def _householder(a: Array) -> Array:
     position = lax.broadcasted_iota(jnp.int32, (1, n), 1)
 
     def reflect(x, v):
-        """`x (I - 2 v vᵀ)`, in full precision wherever products are shortened by default."""
+        """Reflects rows, `x (I - 2 v vᵀ)`, in full precision even where products use less by default."""
         along = jnp.einsum("krn,kn->kr", x, v, precision=lax.Precision.HIGHEST)
         return x - 2 * along[:, :, None] * v[:, None, :]
 
     def eliminate(j, carry):
-        """Below the diagonal, column `j` becomes zero."""
+        """Makes column `j` zero below the diagonal."""
         a, normals = carry
         column = jnp.where(position >= j, lax.dynamic_index_in_dim(a, j, 1, keepdims=False), 0)
-        # Scaled, so that squares of tiny and huge entries neither vanish nor overflow.
+        # Scale first, so that squares of tiny and huge entries neither vanish nor overflow.
         largest = jnp.max(jnp.abs(column), axis=1, keepdims=True)
         column = column / jnp.where(largest == 0, 1, largest)
         norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=1, keepdims=True))
-        # Away from the diagonal entry, where nothing cancels.
+        # Move away from the diagonal entry, so that nothing cancels.
         v = jnp.where(position == j, column + jnp.where(column < 0, -norm, norm), column)
         length = jnp.sqrt(jnp.sum(jnp.square(v), axis=1, keepdims=True))
         v = v / jnp.where(length == 0, 1, length)

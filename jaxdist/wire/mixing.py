@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import comm as comms
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widen, working_dtype
 from .._core.types import Array, Int, PyTree
 from ..comm.base import Comm
 from ..topology.base import Round, Topology
@@ -34,15 +34,15 @@ def _one_round(one: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callabl
         sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if is_mean(one, workers):
             means = fused(comm.mean, sent)
-            return [_wide(comm.varying(mean)) - _wide(x) for mean, x in zip(means, sent, strict=True)]
+            return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
         if np.abs(left).max() > 1e-9:
-            out = [times(_wide(leaf), weight_of(comm, left.tolist())) for leaf in leaves]
+            out = [times(widen(leaf), weight_of(comm, left.tolist())) for leaf in leaves]
         for message in one.messages:
             weight = weight_of(comm, message.weights)
             arrived = fused(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
             out = [
-                total + times(_wide(theirs) - _wide(mine), weight)
+                total + times(widen(theirs) - widen(mine), weight)
                 for total, theirs, mine in zip(out, arrived, sent, strict=True)
             ]
         return out
@@ -67,10 +67,6 @@ def weight_of(comm: Comm, weights: Sequence[float]) -> Array | float:
     if len(set(weights)) == 1:
         return weights[0]
     return jnp.asarray(np.array(weights, np.float32))[comm.index]
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(working_dtype(x.dtype))
 
 
 def times(x: Array, weight: Array | float) -> Array:
