@@ -1,4 +1,4 @@
-"""Every worker's tree in, one agreed mean out."""
+"""Reducers: every worker's tree in, one replicated mean out."""
 
 from .accordion import CriticalRegime as CriticalRegime
 from .accordion import CriticalRegimeState as CriticalRegimeState

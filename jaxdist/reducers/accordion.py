@@ -1,7 +1,8 @@
-"""Critical regimes: when gradients change fast, or the learning rate has just fallen, and compression does harm."""
+"""Accordion: less compression in critical regimes, when gradients change fast or the learning rate has just fallen."""
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,22 +13,25 @@ from jax import lax
 from .. import comm as comms
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
+from ..comm.base import Comm
 from ..state.marks import PerWorker, with_value
 from .base import NO_EXTRAS, Reducer, forward_forms, is_map_params_placeholder, weakest
 from .per_leaf import per_leaf
 from .reducer_schedule import one_of_two
 
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""] | float]
+
 _LAST = jnp.iinfo(jnp.int32).max
 
 
 class CriticalRegimeState(NamedTuple):
-    """Agreed, but for the sum in `accordion`. What a detector remembers.
+    """The state of a detector; replicated, except `total` in `accordion`.
 
     Attributes:
       count: steps so far.
       total: the sum of the gradients of the current epoch, in float32 or better; `PerWorker` in `accordion`.
-      norm: that of the mean gradient of the last epoch that was looked at; in `accordion` the mean over workers.
-      critical: the verdict.
+      norm: the norm of the mean gradient of the last epoch that was judged; in `accordion` the mean over workers.
+      critical: whether the regime is critical.
       learning_rate: of the last step; 0 before the first one.
     """
 
@@ -42,12 +46,12 @@ class CriticalRegime(NamedTuple):
     """A detector, as pure functions.
 
     Attributes:
-      init: `init(like) -> state` from the shapes of the gradients. The beginning is critical.
+      init: `init(like) -> state` from the shapes of the gradients. The first regime is critical.
       before: `before(state, learning_rate=None) -> state`, at the beginning of a step: a rate well below that of the
         last step makes it critical.
-      after: `after(state, gradient, own=None, comm=None) -> state`, at its end, with an agreed gradient: the mean. One
-        that differs between workers comes with their group, `comm`, over which norms are averaged; and if it has error
-        feedback in it, with what of it was sent, `own`.
+      after: `after(state, gradient, own=None, comm=None) -> state`, at the end of a step, with the mean gradient. For a
+        gradient that differs between workers pass their group `comm`, over which norms are averaged; if it contains
+        error feedback, also pass the part that was sent, `own`.
     """
 
     init: Callable[[PyTree[Like]], CriticalRegimeState]
@@ -60,46 +64,45 @@ def critical_regime(
     epoch_steps: int,
     interval_steps: int,
     eta: float | int = 0.5,
-    schedule: Callable[[Int[Array, ""]], Float[Array, ""] | float] | None = None,
+    schedule: Schedule | None = None,
     fall: float | int = 0.1,
 ) -> CriticalRegime:
-    """Detects them as Accordion does: `critical` unless `| |A'| - |A| | < eta |A'|`, and when the learning rate falls.
+    """Accordion's detector: critical unless `| |A'| - |A| | < eta |A'|`, and when the learning rate falls.
 
     `A` is the gradient summed over the first `epoch_steps` of every `interval_steps`, and `A'` the one before. Norms
     are those of the mean over the epoch, which stay comparable when a larger batch makes epochs shorter.
 
-    `A` must be free of compression, or the detector sees its own verdicts: what error feedback holds back in one epoch
-    comes in another. `accordion` sums what each worker computed. Inside feedback it sees `x_t = g_t + e_(t-1)` and what
+    `A` must be free of compression, or the detector sees its own verdicts: error feedback moves updates from one epoch
+    to another. `accordion` sums what each worker computed. Inside feedback it sees `x_t = g_t + e_(t-1)` and what
     of it was sent, `own_t = x_t - e_t`, and the sum of the gradients telescopes,
     `Σ_(s..T) g_t = Σ_(s..T-1) own_t + x_T - e_(s-1)`.
 
-    Deviations: the paper looks at one worker's sum, here the norms of all workers' are averaged; it takes any fall of
-    the learning rate between epochs for critical, which a cosine has in all of them, here the rate must `fall` at once.
+    Deviations: the paper uses one worker's sum, here the norms of all workers' sums are averaged; in the paper any
+    decrease of the learning rate between epochs is critical, which a cosine has in all epochs; here it must be sudden.
 
     *On the wire*: nothing; with `comm` the mean of 4 bytes in each step that ends with a verdict.
 
-    *State* (agreed): see `CriticalRegimeState`; a float32 copy of the gradients.
+    *State* (replicated): see `CriticalRegimeState`; a float32 copy of the gradients.
 
     Args:
-      epoch_steps: over how many steps to sum: those of an epoch. Noise cancels in long sums, and only in them.
-      interval_steps: from one verdict to the next, ten epochs in the paper. Shorter follows the training more closely
-        and decides by smaller changes.
+      epoch_steps: the number of steps to sum, those of an epoch. Noise cancels in long sums only.
+      interval_steps: the steps between verdicts, ten epochs in the paper. Shorter follows the training more closely and
+        decides by smaller changes.
       eta: the relative change from which on a regime is critical. Lower is more careful.
       schedule: the learning rate of each step, for callers that do not pass `learning_rate`.
-      fall: the part by which the rate must fall from one step to the next to be critical: a drop to a half or a tenth
-        is, a cosine or linear decay is not but for its last few steps. 0: any fall, as in the paper, for rates that
-        change in steps only. 1: none; the gradient alone decides.
+      fall: the fraction by which the rate must fall in one step to be critical: a drop to a half or a tenth is; a
+        cosine or linear decay is not, except in its last few steps. 0: any decrease, as in the paper, for piecewise
+        constant rates only. 1: none; the gradient alone decides.
 
     Returns:
-      The detector. Its verdict stands until the end of the next epoch that it looks at; there is no first one to
-      compare with, so that it is critical for `interval_steps + epoch_steps` at least.
+      The detector. Its verdict holds until the end of the next epoch that is judged. The first epoch has nothing to be
+      compared with, so at least the first `interval_steps + epoch_steps` steps are critical.
 
     Raises:
       ValueError: an argument is out of range.
 
     Warns:
-      UserWarning: from `init`, `schedule` falls by as much as `fall` in one step after the other, which makes them all
-        critical.
+      UserWarning: from `init`, `schedule` falls by more than `fall` in consecutive steps, so all are critical.
 
     Example:
       >>> import jax.numpy as jnp
@@ -126,59 +129,81 @@ def critical_regime(
     if not 0 <= fall <= 1:
         raise ValueError(f"fall must be in [0, 1], got {fall}")
 
-    def init(like):
-        if schedule is not None and _falls_all_the_time(schedule, fall):
-            warnings.warn(
-                f"the rates of schedule= fall by more than fall={fall} step after step, so that every step is critical "
-                "and reduced with low compression: raise fall=, or take fall=1, with which rates do not count",
-                stacklevel=2,
-            )
-        total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), like)
-        norm, learning_rate = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-        return CriticalRegimeState(jnp.zeros((), jnp.int32), total, norm, jnp.ones((), bool), learning_rate)
+    cfg = _Config(epoch_steps, interval_steps, eta, schedule, fall)
+    return CriticalRegime(partial(_init, cfg), partial(_before, cfg), partial(_after, cfg))
 
-    def before(state, learning_rate=None):
-        if schedule is not None:
-            learning_rate = schedule(state.count)
-        if learning_rate is None:
-            return state
-        rate = jnp.asarray(learning_rate, jnp.float32)
-        fell = rate < (1 - fall) * state.learning_rate
-        return state._replace(critical=state.critical | fell, learning_rate=rate)
 
-    def after(state, gradient, own=None, comm=None):
-        comm = comms.alone() if comm is None else comm
-        own = gradient if own is None else own
-        position = state.count % interval_steps
-        looking = state.count < _LAST  # where the count stays, so does the verdict
-        ends, last = position == epoch_steps - 1, position == interval_steps - 1
+class _Config(NamedTuple):
+    epoch_steps: int
+    interval_steps: int
+    eta: float | int
+    schedule: Schedule | None
+    fall: float | int
 
-        def judge(comm, total, norm, critical):
-            del critical
-            whole = jax.tree.map(lambda a, x: a + x.astype(a.dtype), total, gradient)
-            new = comm.mean(_norm(whole)) / epoch_steps
-            return new, ~(jnp.abs(norm - new) < eta * norm)  # critical also where a norm is NaN
 
-        def add(total):
-            """`own`, and before an epoch begins what is left behind and comes in it: `-e = own - x`."""
-
-            def sum_up(a, x, sent):
-                return jnp.where(last, 0, a) + sent.astype(a.dtype) - jnp.where(last, x.astype(a.dtype), 0)
-
-            return jax.tree.map(sum_up, total, gradient, own)
-
-        norm, critical = comms.cond(
-            looking & ends, judge, lambda comm, total, *old: old, comm, state.total, state.norm, state.critical
+def _init(cfg: _Config, like: PyTree[Like]) -> CriticalRegimeState:
+    if cfg.schedule is not None and _falls_all_the_time(cfg.schedule, cfg.fall):
+        warnings.warn(
+            f"the rates of schedule= fall by more than fall={cfg.fall} step after step, so that every step is critical "
+            "and reduced with low compression: raise fall=, or use fall=1, which ignores the rates",
+            stacklevel=2,
         )
-        total = lax.cond(looking & ((position < epoch_steps) | last), add, lambda total: total, state.total)
-        count = jnp.where(looking, state.count + 1, state.count)
-        return CriticalRegimeState(count, total, norm, critical, state.learning_rate)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), like)
+    norm, learning_rate = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return CriticalRegimeState(jnp.zeros((), jnp.int32), total, norm, jnp.ones((), bool), learning_rate)
 
-    return CriticalRegime(init, before, after)
+
+def _before(cfg: _Config, state: CriticalRegimeState, learning_rate: Any = None) -> CriticalRegimeState:
+    if cfg.schedule is not None:
+        learning_rate = cfg.schedule(state.count)
+    if learning_rate is None:
+        return state
+    rate = jnp.asarray(learning_rate, jnp.float32)
+    fell = rate < (1 - cfg.fall) * state.learning_rate
+    return state._replace(critical=state.critical | fell, learning_rate=rate)
+
+
+def _after(
+    cfg: _Config, state: CriticalRegimeState, gradient: Updates, own: Updates | None = None, comm: Comm | None = None
+) -> CriticalRegimeState:
+    comm = comms.alone() if comm is None else comm
+    own = gradient if own is None else own
+    position = state.count % cfg.interval_steps
+    is_counting = state.count < _LAST  # a saturated count keeps its verdict
+    is_last = position == cfg.interval_steps - 1
+
+    def judge(comm, total, norm, critical):
+        del critical
+        epoch = jax.tree.map(lambda a, x: a + x.astype(a.dtype), total, gradient)
+        new = comm.mean(_norm(epoch)) / cfg.epoch_steps
+        return new, ~(jnp.abs(norm - new) < cfg.eta * norm)  # critical also where a norm is NaN
+
+    norm, critical = comms.cond(
+        is_counting & (position == cfg.epoch_steps - 1),
+        judge,
+        lambda comm, total, *old: old,
+        comm,
+        state.total,
+        state.norm,
+        state.critical,
+    )
+    total = lax.cond(
+        is_counting & ((position < cfg.epoch_steps) | is_last),
+        lambda total: jax.tree.map(partial(_add_gradient, is_last), total, gradient, own),
+        lambda total: total,
+        state.total,
+    )
+    count = jnp.where(is_counting, state.count + 1, state.count)
+    return CriticalRegimeState(count, total, norm, critical, state.learning_rate)
+
+
+def _add_gradient(is_last: Array, total: Array, x: Array, own: Array) -> Array:
+    """Adds what was sent; in the last step before an epoch starts the sum with the residual in it, `-e = own - x`."""
+    return jnp.where(is_last, 0, total) + own.astype(total.dtype) - jnp.where(is_last, x.astype(total.dtype), 0)
 
 
 def _falls_all_the_time(schedule: Callable[..., Any], fall: float | int) -> bool:
-    """Whether the rate falls in two steps in a row, which decays in steps do not, at more than one time."""
+    """Checks whether the rate falls in consecutive steps at more than one time; piecewise constant rates do not."""
     times = np.unique(np.geomspace(1, 1e6, 100).astype(np.int32))
     with jax.ensure_compile_time_eval():
         rates = jax.vmap(jax.vmap(schedule))(jnp.asarray(times[:, None] + np.arange(3, dtype=np.int32)))
@@ -187,7 +212,8 @@ def _falls_all_the_time(schedule: Callable[..., Any], fall: float | int) -> bool
 
 
 def _norm(tree: Updates) -> Float[Array, ""]:
-    """Scaled, so that squares of tiny and huge gradients neither vanish nor overflow."""
+    """The L2 norm of a tree."""
+    # Scale first, so that squares of tiny and huge gradients neither vanish nor overflow.
     zero = jnp.zeros((), jnp.float32)
     leaves = jax.tree.leaves(tree)
     largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
@@ -198,9 +224,9 @@ def _norm(tree: Updates) -> Float[Array, ""]:
 
 
 class AccordionState(NamedTuple):
-    """What the detector remembers, and the states of both reducers, of which the idle one's stays as it is.
+    """The states of the detector and of both reducers; that of the idle reducer does not change.
 
-    `regime` is agreed, but for `total`, the sum of this worker's gradients.
+    `regime` is replicated, except `total`, the sum of this worker's gradients.
     """
 
     regime: CriticalRegimeState
@@ -216,7 +242,7 @@ def accordion(
     interval_steps: int,
     eta: float | int = 0.5,
     groups: Callable[[str, Like], str] | None = None,
-    schedule: Callable[[Int[Array, ""]], Float[Array, ""] | float] | None = None,
+    schedule: Schedule | None = None,
     fall: float | int = 0.1,
 ) -> Reducer:
     """Reduces with `low` compression in critical regimes and with `high` compression otherwise.

@@ -1,4 +1,4 @@
-"""One-shot compression: every worker compresses its own leaves, and the payloads travel once."""
+"""One-shot compression: every worker compresses its leaves and sends the payloads once."""
 
 from typing import NamedTuple
 
@@ -10,30 +10,31 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Payload
 from ..compressors.base import Compressor
-from ..wire.encoded import mean_of_decoded, step_key
+from ..wire.encoded import decode_mean, step_key
 from ..wire.flat import stacked, unstacked
 from .base import Messages, Reduced, Reducer, forms_of, from_generator
 
 
 class CompressedState(NamedTuple):
-    """Agreed: the key of all draws and the number of reductions so far."""
+    """Replicated: the key of all draws and the number of reductions so far."""
 
     key: Key[Array, ""]
     count: Int[Array, ""]
 
 
 def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
-    """The mean of what the compressor makes of each worker's leaves: `mean = (1/W) Σ_w D(C(x_w))`, `own = D(C(x_w))`.
+    """Averages compressed leaves: `mean = (1/W) Σ_w D(C(x_w))`, `own = D(C(x_w))`.
 
-    *On the wire*: with a summable code one all-reduce of the payload, `2(W-1)/W · payload` bytes sent; otherwise one
-    all-gather, `(W-1) · payload`: beyond a few workers prefer a two-shot or a hierarchical reducer. All leaves share
-    the collective.
+    *On the wire*: with a summable compressor one all-reduce of the payload, `2(W-1)/W · payload` bytes sent; otherwise
+    one all-gather, `(W-1) · payload`: beyond a few workers prefer a two-shot or a hierarchical reducer. All leaves
+    share the collective.
 
-    *State* (agreed): a key and a count. Keys differ by step, worker (unless the compressor shares its key) and leaf.
+    *State* (replicated): a key and a count. Keys differ by step, leaf and, unless the
+    compressor shares its key, worker.
 
     Args:
-      compressor: the code of one array.
-      seed: of the key.
+      compressor: compresses one array.
+      seed: the seed of the key.
 
     Returns:
       The reducer. Its law is exact, up to the rounding of a half-precision sum.
@@ -87,6 +88,4 @@ def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: D
 def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
     """Payloads `[W, k, ...]` of `k` leaves."""
     wide = working_dtype(stack.dtype)
-    return mean_of_decoded(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads).astype(
-        stack.dtype
-    )
+    return decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads).astype(stack.dtype)

@@ -1,4 +1,4 @@
-"""The plain mean: what every other reducer is measured against."""
+"""The exact mean, the reference for every other reducer."""
 
 from functools import partial
 
@@ -13,8 +13,8 @@ from .base import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer, from
 def exact() -> Reducer:
     """The mean over workers: `mean = (1/W) Σ_w x_w`, bit for bit what `lax.pmean` of the concatenated leaves gives.
 
-    *On the wire*: one all-reduce for each dtype; a worker sends `2(W-1)/W · itemsize · size` bytes. bfloat16 is sent as
-    u16 words on the CPU backend, which would widen it. The reduce-scatter form sends half of that, padded.
+    *On the wire*: one all-reduce for each dtype; a worker sends `2(W-1)/W · itemsize · size` bytes. The CPU
+    backend would widen bfloat16, so it is sent as u16 words. The reduce-scatter form sends half of that, padded.
 
     *State*: none.
 

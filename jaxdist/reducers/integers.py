@@ -1,7 +1,8 @@
-"""Integers in a scale that all workers share: a plain all-reduce adds them up, and no float is sent."""
+"""IntSGD: integers in a scale that all workers share, which an all-reduce adds up; no float is sent."""
 
 import math
 from collections.abc import Generator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,19 +11,19 @@ import jax.numpy as jnp
 from .. import comm as comms
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, Float, Int, Key, PyTree
+from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.random import uniform_hash
 from ..wire.encoded import step_key
 from ..wire.flat import fused, stacked, unstacked
-from .base import NO_EXTRAS, Messages, Reduced, Reducer, from_generator, run
+from .base import NO_EXTRAS, Extras, Messages, Reduced, Reducer, from_generator, run
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
 TINY = 1e-30  # so that a leaf of zeros has a scale
 
 
 class IntSGDState(NamedTuple):
-    """Agreed: key, count, and for each leaf the moving average of `|mean|²`."""
+    """Replicated: key, count, and for each leaf the moving average of `|mean|²`."""
 
     key: Key[Array, ""]
     count: Int[Array, ""]
@@ -30,7 +31,7 @@ class IntSGDState(NamedTuple):
 
 
 class IntegerSumState(NamedTuple):
-    """Agreed: the key of all draws and the number of reductions so far."""
+    """Replicated: the key of all draws and the number of reductions so far."""
 
     key: Key[Array, ""]
     count: Int[Array, ""]
@@ -39,25 +40,25 @@ class IntegerSumState(NamedTuple):
 def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, seed: int = 0) -> Reducer:
     """Integers in a scale that follows the last means: `q = round(α x)`, `mean = Σ_w q_w / (W α)`, `own = q / α`.
 
-    For a leaf of `d` entries `α = scale · √d / √(2 W r)` with `r = β r + (1-β) |mean|²`: all workers know it before
-    the step, so nothing but integers is sent. Rounding is stochastic and unbiased; its variance, at most
-    `1 / (4 α² W)` an entry, adds up to `|mean|² / (2 scale²)`. Codes are clipped to `±⌊127/W⌋` (8 bits), so that no sum
-    can overflow. What is clipped is missing from `own` too: the law is exact, unbiased as long as nothing clips, and
-    error feedback around it delivers the rest later. It needs no contraction there: the error of an entry is below
-    `1/α`, whatever came in. Integers have no NaN: it is sent as 0, so look for it before (`skip_nonfinite`).
+    For a leaf of `d` entries `α = scale · √d / √(2 W r)` with `r = β r + (1-β) |mean|²`: all workers can compute it
+    before the step, so only integers are sent. Rounding is stochastic and unbiased; its variance, at most
+    `1 / (4 α² W)` per entry, adds up to `|mean|² / (2 scale²)`. Codes are clipped to `±⌊127/W⌋` (8 bits), so that no
+    sum can overflow. What is clipped is missing from `own` too: the law is exact, unbiased as long as nothing clips,
+    and error feedback around it delivers the rest later. It needs no contraction there: the error of an entry is below
+    `1/α` for any input. Integers have no NaN: it is sent as 0, so check for it before (`skip_nonfinite`).
 
-    *On the wire*: one all-reduce of int8 (or int32), `2(W-1)/W · n` (or `4 n`) bytes sent; the first step, of which
-    nothing is known, is a plain mean in the dtype of the updates.
+    *On the wire*: one all-reduce of int8 (or int32), `2(W-1)/W · n` (or `4 n`) bytes sent; the first step, without
+    statistics, is a mean in the dtype of the updates.
 
-    *State* (agreed): a key, a count, and a float32 for each leaf.
+    *State* (replicated): a key, a count, and a float32 for each leaf.
 
     Args:
       bits: 8 for up to 127 workers, best below 32, where more than 7 levels are left; 32 costs as much as float32 and
         rounds as 8 does.
-      beta: how long past means count. Lower follows the gradient faster, higher clips less often after a small one.
-      scale: the number of levels: more is more exact, until entries clip. Double it while `⌊127/W⌋` is above four
-        times the largest code: 1 is the paper's, cautious for few workers.
-      seed: of the key.
+      beta: the decay of past means. Lower follows the gradient faster, higher clips less often after a small gradient.
+      scale: the resolution: higher is more exact, until entries clip. Double it while `⌊127/W⌋` is above four times the
+        largest code: 1 is the paper's, cautious for few workers.
+      seed: the seed of the key.
 
     Returns:
       The reducer.
@@ -82,50 +83,70 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
 
-    def init(like):
-        squares = jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like)
-        return IntSGDState(jax.random.key(seed), jnp.zeros((), jnp.int32), squares)
+    cfg = _Config(bits, beta, scale, seed)
+    return Reducer(partial(_init_intsgd, cfg), partial(_reduce_intsgd, cfg))
 
-    def dense(comm, updates, state):
-        leaves, tree = jax.tree.flatten(updates)
-        mean = tree.unflatten(fused(comm.mean, leaves))
-        return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
 
-    def coded(comm, updates, state):
-        leaves, tree = jax.tree.flatten(updates)
-        groups, stacks = stacked(leaves)
-        squares = jax.tree.leaves(state.squares)
-        alphas = []
-        for members, stack in zip(groups, stacks, strict=True):
-            root = scale * math.sqrt(stack[0].size / (2 * comm.size))
-            alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
-        key = step_key(state.key, state.count, comm, shared=False)
-        means, owns = run(_sum_of_integers(stacks, alphas, key, comm, bits), comm)
-        reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
-        new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
-        return reduced, new
+class _Config(NamedTuple):
+    bits: int
+    beta: float | int
+    scale: float | int
+    seed: int
 
-    def reduce(updates, state, comm, extras=NO_EXTRAS):
-        del extras
-        _levels(bits, comm.size)
-        with jax.named_scope("intsgd"):
-            reduced, squares = comms.cond(state.count == 0, dense, coded, comm, updates, state)
-        return reduced, IntSGDState(state.key, next_count(state.count), squares)
 
-    return Reducer(init, reduce)
+def _init_intsgd(cfg: _Config, like: PyTree[Like]) -> IntSGDState:
+    squares = jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like)
+    return IntSGDState(jax.random.key(cfg.seed), jnp.zeros((), jnp.int32), squares)
+
+
+def _reduce_intsgd(
+    cfg: _Config, updates: Updates, state: IntSGDState, comm: Comm, extras: Extras = NO_EXTRAS
+) -> tuple[Reduced, IntSGDState]:
+    del extras
+    _levels(cfg.bits, comm.size)
+    with jax.named_scope("intsgd"):
+        # Before the first step there is no mean to take the scale from.
+        is_first = state.count == 0
+        reduced, squares = comms.cond(is_first, _mean_of_floats, partial(_mean_of_codes, cfg), comm, updates, state)
+    return reduced, IntSGDState(state.key, next_count(state.count), squares)
+
+
+def _mean_of_floats(comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
+    del state
+    leaves, tree = jax.tree.flatten(updates)
+    mean = tree.unflatten(fused(comm.mean, leaves))
+    return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
+
+
+def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
+    leaves, tree = jax.tree.flatten(updates)
+    groups, stacks = stacked(leaves)
+    squares = jax.tree.leaves(state.squares)
+    # α = scale · √d / √(2 W r)
+    alphas = []
+    for members, stack in zip(groups, stacks, strict=True):
+        root = cfg.scale * math.sqrt(stack[0].size / (2 * comm.size))
+        alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
+    key = step_key(state.key, state.count, comm, shared=False)
+    means, owns = run(_sum_of_integers(stacks, alphas, key, comm, cfg.bits), comm)
+    reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
+    # r = β r + (1-β) |mean|²
+    beta = cfg.beta
+    new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
+    return reduced, new
 
 
 def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
     """Integers in the scale of the largest entry of all: `α = L / max_w |x_w|∞`, `q = round(α x)`, as in `intsgd`.
 
-    With `L = ⌊127/W⌋` (8 bits) nothing is ever clipped and no sum overflows; rounding is stochastic, so it is unbiased,
-    and an entry is off by less than `max / L`. The price is a round of its own for the largest entries. Inside error
-    feedback errors stay bounded for `L` of two and more, up to 63 workers.
+    With `L = ⌊127/W⌋` (8 bits) nothing is ever clipped and no sum overflows; rounding is stochastic and unbiased, with
+    an error below `max / L` per entry. The price is another round for the largest entries. Inside error feedback errors
+    stay bounded for `L` of two and more, up to 63 workers.
 
     *On the wire*: an all-reduce of one float32 for each leaf, then one of `n` bytes as int8 (or `4 n` as int32);
     `2(W-1)/W` of both sent.
 
-    *State* (agreed): a key and a count.
+    *State* (replicated): a key and a count.
 
     Args:
       bits: 8 for up to 127 workers (31 levels at 4 workers, 15 at 8, 7 at 16); 32 costs as much as float32 and is
@@ -196,7 +217,7 @@ def _largest(stack: Array) -> Float[Array, " k"]:
 def _sum_of_integers(
     stacks: list[Array], alphas: list[Float[Array, " k"]], key: Key[Array, ""], comm: Comm, bits: int
 ) -> Generator[Messages, Messages, tuple[list[Array], list[Array]]]:
-    """One round, of stacks of `k` leaves with a scale for each: the means, and what this worker contributed."""
+    """Sends stacks of `k` leaves with a scale for each; returns the means and this worker's contributions."""
     levels = _levels(bits, comm.size)
     # Scales as [k, 1, ...], in the dtype of the arithmetic.
     alphas = [

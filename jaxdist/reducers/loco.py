@@ -39,13 +39,13 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
     """Corrects each update by a moving average of earlier errors: `h = x + e`, `e = β e + (1-β) (h - own)`.
 
     Summed up, `Σ own = Σ x - (e_T - e_0) / (1-β)`: nothing is lost for good, as with `error_feedback`, but an error
-    comes back in small parts over `1/(1-β)` steps, which keeps a coarse code from swinging. `e` is small, so 8 bits an
-    entry hold it (a block's largest entry is 127): a quarter of the memory of a float32 residual. Rounding `e` loses at
-    most half of such a step an entry and step, and the reset forgets what has piled up.
+    is returned in small parts over `1/(1-β)` steps, which damps the oscillations of a coarse compressor. `e` is small,
+    so 8 bits per entry suffice (the largest entry of a block is 127): a quarter of the memory of a float32 residual.
+    Rounding `e` loses at most half a level per entry and step, and the reset discards what has accumulated.
 
     *On the wire*: what the reducer sends.
 
-    *State*: that of the reducer, an agreed count, and per worker about one byte for each entry of the updates.
+    *State*: that of the reducer, a replicated count, and per worker about one byte for each entry of the updates.
 
     Args:
       reducer: what to correct; the paper's is `two_shot` of a 4-bit code. An unbiased code is scaled to a contraction.
@@ -54,7 +54,7 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
       block: entries that share a scale. Smaller follows uneven leaves better and costs `4/block` bytes an entry.
 
     Returns:
-      The reducer, which error feedback refuses: it is one.
+      The reducer; error feedback around it is refused.
 
     Raises:
       ValueError: an argument is out of range, or the reducer is no contraction.
@@ -106,7 +106,7 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
 
 
 def _store(x: Array, block: int) -> tuple[Array, Array]:
-    """8-bit codes and scales, block by block."""
+    """Quantizes to 8 bits; returns codes and scales, block by block."""
     width = min(block, max(x.size, 1))
     blocks = jnp.pad(x.ravel().astype(jnp.float32), (0, -x.size % width)).reshape(-1, width)
     scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0) / LEVELS

@@ -1,4 +1,4 @@
-"""One bit an entry in both directions: workers vote on the sign."""
+"""Majority vote: workers vote on the sign of each entry, one bit in both directions."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def majority_vote() -> Reducer:
     The magnitude is gone: an entry that most workers see slightly negative and one of them hugely positive moves down,
     against the mean. For `f(x) = x / 4` with gradients 4 (a quarter of the time) and -1, the mean is 1/4 and the mean
     sign -1/2: it climbs. Use it as in Signum, for averages over many steps, and with a small learning rate:
-    `chain(per_worker(ema(0.9)), all_reduce(majority_vote()), scale(-1e-4))`. No error feedback: nothing says what a
-    worker contributed to a vote. An entry that is always zero still gets +1 every step, NaN votes -1.
+    `chain(per_worker(ema(0.9)), all_reduce(majority_vote()), scale(-1e-4))`. No error feedback: the contribution
+    of a worker to a vote is undefined. An entry that is always zero still gets +1 every step, NaN votes -1.
 
     *On the wire* for all `n` entries together: an all-to-all of packed signs and a gather of packed votes,
     `2 (W-1) ⌈n / 8W⌉` bytes sent.

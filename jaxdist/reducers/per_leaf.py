@@ -52,38 +52,46 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
       >>> sorted(policy.init({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}))
       ['matrix', 'vector']
     """
-    reducers = {label: _ZEROS if reducer is None else reducer for label, reducer in reducers.items()}
-    cfg = _Config(label_fn, reducers)
-
-    def rebuild(*inner):
-        return per_leaf(label_fn, dict(zip(reducers, inner, strict=True)))
-
-    forms = forward_forms(rebuild, *reducers.values())
-    law = weakest(*reducers.values())
-    return from_generator("per_leaf", partial(_init, cfg), partial(_messages, cfg), law=law, forms=forms)
+    frozen = frozenset(label for label, reducer in reducers.items() if reducer is None)
+    known = {label: _ZEROS if reducer is None else reducer for label, reducer in reducers.items()}
+    return _per_leaf(_Config(label_fn, known, frozen))
 
 
 class _Config(NamedTuple):
+    """`frozen`: the labels without a reducer, which have no entry in the state."""
+
     label_fn: Callable[[str, Like], Hashable]
     reducers: Mapping[Hashable, Reducer]
+    frozen: frozenset[Hashable]
+
+
+def _per_leaf(cfg: _Config) -> Reducer:
+    def rebuild(*inner):
+        return _per_leaf(cfg._replace(reducers=dict(zip(cfg.reducers, inner, strict=True))))
+
+    reducers = cfg.reducers.values()
+    forms, law = forward_forms(rebuild, *reducers), weakest(*reducers)
+    return from_generator("per_leaf", partial(_init, cfg), partial(_messages, cfg), law=law, forms=forms)
 
 
 def _init(cfg: _Config, like: PyTree[Like]) -> State:
     labels = _labels_of(cfg, like)
-    return {label: reducer.init(_select(like, labels, label)) for label, reducer in cfg.reducers.items()}
+    trained = {label: reducer for label, reducer in cfg.reducers.items() if label not in cfg.frozen}
+    return {label: reducer.init(_select(like, labels, label)) for label, reducer in trained.items()}
 
 
 def _messages(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
     labels = _labels_of(cfg, updates)
     results = yield from interleave(
         [
-            as_generator(reducer, _select(updates, labels, label), state[label], comm, extras)
+            as_generator(reducer, _select(updates, labels, label), state.get(label, ()), comm, extras)
             for label, reducer in cfg.reducers.items()
         ]
     )
     reduced = {label: result for label, (result, _) in zip(cfg.reducers, results)}
     mean, own = (_merge(updates, labels, {label: parts[i] for label, parts in reduced.items()}) for i in (0, 1))
-    return Reduced(mean, own), {label: new for label, (_, new) in zip(cfg.reducers, results)}
+    new_state = {label: new for label, (_, new) in zip(cfg.reducers, results) if label not in cfg.frozen}
+    return Reduced(mean, own), new_state
 
 
 def _labels_of(cfg: _Config, tree: PyTree) -> list[Hashable]:

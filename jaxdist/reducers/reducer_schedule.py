@@ -15,7 +15,7 @@ from .base import NO_EXTRAS, Extras, Reduced, Reducer, forward_forms, weakest
 
 
 class SwitchState(NamedTuple):
-    """Agreed: how many reductions so far. The states of both reducers; the idle one stays as it is."""
+    """Replicated: the number of reductions so far. The states of both reducers; that of the idle one is unchanged."""
 
     count: Int[Array, ""]
     first: State
@@ -23,20 +23,20 @@ class SwitchState(NamedTuple):
 
 
 def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
-    """Reduces with `first` for so many steps and with `then` from there on: `exact()` before a lossy code, say.
+    """Reduces with `first` for `step` steps and then with `then`: `exact()` before a lossy compressor, for example.
 
-    Early gradients are large, short-lived and the hardest to compress. Error feedback around the switch carries its
-    residual over it; feedback inside one of the reducers stays with that one, and what `first` has not delivered by
-    then, its residuals and server residuals, is never delivered.
+    Early gradients are large, short-lived and the hardest to compress. Error feedback around the schedule keeps
+    its residual at the switch; feedback inside one of the reducers stays with that one, so the residuals and server
+    residuals of `first` at the switch are never delivered.
 
     *On the wire*: what the reducer of the step sends; the program has both.
 
-    *State*: that of both, and an agreed count.
+    *State*: that of both, and a replicated count.
 
     Args:
       first: for steps 0 to `step - 1`.
       then: for all later ones.
-      step: how many reductions `first` does. Start at a tenth of the training.
+      step: the number of reductions by `first`. Start at a tenth of the training.
 
     Returns:
       The reducer. Its law is the weaker one of the two.
@@ -77,7 +77,7 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
 def one_of_two(
     choice: Array, reducers: Mapping[str, Reducer], updates: Updates, state: Any, comm: Comm, extras: Extras
 ) -> tuple[Reduced, Any]:
-    """Reduces with the first of two reducers if the agreed `choice` is true; each has the field of `state` named so."""
+    """Reduces with the first of two reducers if `choice` is true; their names are those of their fields in `state`."""
 
     def run(field):
         def branch(comm, updates, state):

@@ -1,4 +1,4 @@
-"""The ring all-reduce of coded partial sums: for comparison, since every hop adds an error."""
+"""A ring all-reduce of compressed partial sums, for comparison: every hop adds an error."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ _NO_FEEDBACK = (
 
 
 class RingState(NamedTuple):
-    """Agreed: the key of all draws and the number of reductions so far."""
+    """Replicated: the key of all draws and the number of reductions so far."""
 
     key: Key[Array, ""]
     count: Int[Array, ""]
@@ -41,11 +41,11 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
     *On the wire* for a vector of `n` entries, cut into chunks of `c = ⌈n / W⌉`: `W-1` permutations and one all-gather
     of the code of a chunk, `2 (W-1) bytes(c)` sent, one after the other.
 
-    *State* (agreed): a key and a count.
+    *State* (replicated): a key and a count.
 
     Args:
-      compressor: the code of a partial sum.
-      seed: of the key.
+      compressor: compresses a partial sum.
+      seed: the seed of the key.
 
     Returns:
       The reducer.

@@ -13,9 +13,9 @@ from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, with_value
-from ..wire.encoded import contraction_form, mean_of_decoded, step_key
+from ..wire.encoded import contraction_form, decode_mean, step_key
 from ..wire.flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
-from ..wire.shards import apart, cleared, joined, rows, side_by_side
+from ..wire.shards import cleared, concat_rows, joined, rows, split_leaves
 from .base import (
     Extras,
     Law,
@@ -172,13 +172,13 @@ def _shard_messages(
     del extras
     leaves, tree = jax.tree.flatten(updates)
     kinds = alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
-    chunks = [side_by_side([leaves[i] for i in members], comm.size, groups=groups) for members in kinds]
+    chunks = [concat_rows([leaves[i] for i in members], comm.size, groups=groups) for members in kinds]
     payloads, means = yield from _average_chunks(compressor, chunks, state, comm)
     mean_shards, own_leaves = list(leaves), list(leaves)
     for members, chunk, mean, payload in zip(kinds, chunks, means, payloads, strict=True):
         likes = [leaves[i] for i in members]
         decoded = _decode_chunks(compressor, payload, chunk).reshape(chunk.shape)
-        shards, own_rows = (apart(x, likes, comm.size, groups=groups) for x in (mean, decoded))
+        shards, own_rows = (split_leaves(x, likes, comm.size, groups=groups) for x in (mean, decoded))
         for i, shard, own in zip(members, shards, own_rows, strict=True):
             mean_shards[i], own_leaves[i] = shard, joined(own, leaves[i], groups=groups)
     mean, own = (cast_like(tree.unflatten(x), updates) for x in (mean_shards, own_leaves))
@@ -195,9 +195,7 @@ def _average_chunks(
     arrays, structure = jax.tree.flatten(payloads)
     received = yield Messages(exchange=arrays)
     arrived = structure.unflatten(received.exchange)
-    means = [
-        mean_of_decoded(_chunk_decoder(compressor, x), payload) for payload, x in zip(arrived, chunks, strict=True)
-    ]
+    means = [decode_mean(_chunk_decoder(compressor, x), payload) for payload, x in zip(arrived, chunks, strict=True)]
     return payloads, means
 
 

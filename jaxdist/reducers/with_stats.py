@@ -1,4 +1,4 @@
-"""Keeps count of what a reducer sends and loses, for `stats`."""
+"""Counts reductions and bytes and measures the compression error, for `stats`."""
 
 from typing import Any, NamedTuple
 
@@ -31,10 +31,10 @@ def with_stats(reducer: Reducer) -> Reducer:
     *On the wire*: what the reducer sends. Around `hierarchical` the error needs every chip's part of `own`, one
     more gather over the fast axis; inside it, nothing more.
 
-    *State*: that of the reducer, and agreed counts; per worker one float32.
+    *State*: that of the reducer, and replicated counts; per worker one float32.
 
     Args:
-      reducer: what to watch.
+      reducer: the reducer to measure.
 
     Returns:
       The reducer; read the numbers with `stats(opt_state)`.
@@ -70,7 +70,7 @@ def _square(tree: PyTree) -> Array:
 
 
 def add_bytes(words: Array, sent: Any) -> Array:
-    """(high, low) + bytes; bytes are static unless some of them are sent under a condition."""
+    """Adds bytes to (high, low) words; bytes are static unless some are sent under a condition."""
     if isinstance(sent, float):
         high, low = divmod(round(sent), 1 << 32)
         high, low = jnp.uint32(high), jnp.uint32(low)

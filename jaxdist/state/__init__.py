@@ -1,8 +1,8 @@
-"""Whose state is it, and where does it lie? Three marks on leaves of a train state, and what follows from them.
+"""The placement of a train state, by three marks on its leaves.
 
-A leaf without a mark is *agreed*: every worker holds the same value. `PerWorker` marks what differs, `Sharded` what is
-cut over the workers, `OnHost` what lies in host memory. A state is written as one worker means it (a residual has the
-shape of its parameter); `init_state` and `place` turn it into the global arrays of a mesh:
+A leaf without a mark is *replicated*: every worker has the same value. `PerWorker` marks leaves that differ, `Sharded`
+those that are split over the workers, `OnHost` those in host memory. A state is written as that of one worker (a
+residual has the shape of its parameter); `init_state` and `place` turn it into the global arrays of a mesh:
 
 | mark | as written | global array | a worker sees |
 |---|---|---|---|

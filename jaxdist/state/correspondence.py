@@ -1,7 +1,7 @@
-"""Which leaves of an optimizer's state stand beside a parameter: those whose path ends in that of the parameter.
+"""The correspondence between the leaves of an optimizer's state and the parameters, by the ends of their paths.
 
-`optax.tree.map_params` asks `init` about a stand-in for the parameters, which has no paths, names or entries: a
-function that labels the entries of a dict, and states that have more than an array for a parameter (SM3), fail there.
+`optax.tree.map_params` calls `init` with a placeholder for the parameters, which has no paths, names or entries:
+functions that label the entries of a dict, and states with several arrays for a parameter (SM3), fail there.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def beside(
     *,
     is_leaf: Callable[[Any], bool] = lambda _: False,
 ) -> PyTree:
-    """For each leaf of a state the number of the parameter that it stands beside, or `NONE`; shapes may differ.
+    """The index of the parameter to which each leaf of a state belongs, or `NONE`; shapes may differ.
 
     Args:
-      init: the optimizer's, which is asked about its paths if the parameters are a single array, without a path.
-      state: what it has made, or an update has; it may have marks.
+      init: the optimizer's `init`, to find the paths if the parameters are a single array, without a path.
+      state: the state that `init` or an update returned; it may have marks.
       params: the parameters, or their shapes.
-      is_leaf: what takes the place of an array in a state, and has arrays of its own: one that is coded.
+      is_leaf: recognizes nodes that replace an array of the state, such as encoded ones.
 
     Example:
       >>> import jax.numpy as jnp, optax

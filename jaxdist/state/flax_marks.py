@@ -1,4 +1,4 @@
-"""The marks and typed keys for `flax.serialization`, as soon as a program imports it; the library itself does not."""
+"""Registers marks and typed keys with `flax.serialization` when a program imports it; the library itself does not."""
 
 import importlib.abc
 import importlib.machinery
@@ -15,10 +15,10 @@ MODULE = "flax.serialization"
 
 
 def register_marks(serialization: Any) -> None:
-    """Says how marks and typed keys become a dictionary of arrays, and back by the example that flax asks for.
+    """Registers functions that convert marks and typed keys to dictionaries of arrays and back.
 
-    `to_bytes` knows no class but those that are registered, and cannot make numpy arrays of typed keys, which reducers
-    have in their state. A class that is registered already is left alone.
+    `to_bytes` supports registered classes only, and cannot convert typed keys, which reducers have in their state, to
+    NumPy arrays. Classes that are registered already are not changed.
     """
 
     def mark_to_dict(mark):
@@ -58,7 +58,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def register_with_flax() -> None:
-    """Now if flax is there already, else when it is imported: flax is slow to import, and need not be installed."""
+    """Registers the marks now if flax is imported already, else at its import: it is slow, and may not be installed."""
     if MODULE in sys.modules:
         register_marks(sys.modules[MODULE])
     else:

@@ -1,4 +1,4 @@
-"""The three marks, and how to map over a tree that carries them. `placement` says what they mean."""
+"""The three marks, and functions that map over trees with marks. `placement` defines what they mean."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from .._core.types import AxisNames, PyTree, Shape
 
 Resize = Literal["mean", "copy", "zero"]
 
-# Stand-ins for the axes of a two-level group, known once the state is bound to names: the last axis, and the others.
+# Placeholders for the axes of a two-level group, until the state is bound to names: the last axis, and the others.
 INNER = "<inner>"
 OUTER = "<outer>"
 
@@ -20,8 +20,8 @@ class PerWorker:
 
     Args:
       value: one worker's array `[*s]` (or a tree of them); globally `[W, *s]`.
-      axis: the mesh axis or axes it differs over; `None`: the axis of whoever places the state.
-      resize: what new workers get when their number changes: the `"mean"` over the old ones (residuals: the update
+      axis: the mesh axis or axes it differs over; `None`: the axis with which the state is placed.
+      resize: what workers get when their number changes: the `"mean"` over the old ones (residuals: the update
         not yet delivered is the mean), a `"copy"` of worker `i mod W`, or `"zero"`.
 
     Example:
@@ -54,12 +54,12 @@ class PerWorker:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Sharded:
-    """Marks one array that is flattened, padded and cut over the workers.
+    """Marks one array that is flattened, padded and split over the workers.
 
     Args:
       value: the whole array as written, `[*s]`; globally `[W·n]`; as a worker sees it, `[n]`.
       shape: the logical shape `s`; taken from `value` when it is left out.
-      axis: the mesh axis or axes it is cut over; `None`: the axis of whoever places the state.
+      axis: the mesh axis or axes it is split over; `None`: the axis with which the state is placed.
       multiple: `n` is padded to a multiple of this (block sizes of a quantizer).
 
     Example:
@@ -92,7 +92,7 @@ class Sharded:
 
 @jax.tree_util.register_pytree_with_keys_class
 class OnHost:
-    """Marks a leaf, or another mark, whose arrays lie in host memory (memory kind `pinned_host`).
+    """Marks a leaf, or another mark, whose arrays are in host memory (memory kind `pinned_host`).
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ MARKS = (PerWorker, Sharded, OnHost)
 
 
 def is_mark(x: Any) -> bool:
-    """Whether `x` is one of the three marks."""
+    """Checks whether `x` is one of the three marks."""
     return isinstance(x, MARKS)
 
 
@@ -134,53 +134,57 @@ def axis_tuple(axis: AxisNames) -> tuple[str, ...]:
 
 
 def bind(tree: PyTree, axis: AxisNames) -> PyTree:
-    """Gives every mark without an axis this one. `axis=None` (alone) binds to `()`: no leading dimension at all.
+    """Sets the axis of every mark without one. `axis=None` (a single worker) binds to `()`: no leading dimension.
 
     Raises:
       ValueError: a mark is inside another one over the same axis, or a hierarchical reducer has one axis.
     """
     axes = axis_tuple(axis)
 
-    def resolved(name):
-        if name is None:
-            return axes
-        if isinstance(name, tuple):
-            return tuple(part for one in name for part in axis_tuple(resolved(one)))
-        if name not in (INNER, OUTER):
-            return name
-        if len(axes) < 2:
-            raise ValueError(f"a hierarchical reducer needs two axes, (slow, fast), got axis={axis!r}")
-        return axes[-1:] if name == INNER else axes[:-1]
-
-    def check_inside(value, outer):
-        for inside in jax.tree.leaves(value, is_leaf=is_mark):
-            if isinstance(inside, OnHost):
-                check_inside(inside.value, outer)
-            elif is_mark(inside) and (shared := set(axis_tuple(inside.axis)) & set(axis_tuple(outer))):
-                names = ", ".join(sorted(shared))
-                raise ValueError(
-                    f"a {type(inside).__name__} leaf over axis {names} is inside a PerWorker one over the same axis: "
-                    "workers that differ have nothing in common that they could cut, or differ in once more. What "
-                    "communicates inside local_steps, noloco or gossip takes another axis than they do: "
-                    "zero_redundancy(..., axis='chip') inside local_steps(..., axis='pod')"
-                )
-
-    def one(node):
+    def bind_mark(node):
         if isinstance(node, OnHost):
             return OnHost(bind(node.value, axis))
         if isinstance(node, PerWorker):
-            value, over = bind(node.value, axis), resolved(node.axis)
-            check_inside(value, over)
+            value, over = bind(node.value, axis), _resolve_axis(node.axis, axes)
+            _check_nesting(value, over)
             return PerWorker(value, axis=over, resize=node.resize)
         if isinstance(node, Sharded):
-            return Sharded(node.value, shape=node.shape, axis=resolved(node.axis), multiple=node.multiple)
+            over = _resolve_axis(node.axis, axes)
+            return Sharded(node.value, shape=node.shape, axis=over, multiple=node.multiple)
         return node
 
-    return jax.tree.map(one, tree, is_leaf=is_mark)
+    return jax.tree.map(bind_mark, tree, is_leaf=is_mark)
+
+
+def _resolve_axis(name: AxisNames, axes: tuple[str, ...]) -> AxisNames:
+    """The axis of a mark whose axis may be missing, or a placeholder."""
+    if name is None:
+        return axes
+    if isinstance(name, tuple):
+        return tuple(part for inside in name for part in axis_tuple(_resolve_axis(inside, axes)))
+    if name not in (INNER, OUTER):
+        return name
+    if len(axes) < 2:
+        raise ValueError(f"a hierarchical reducer needs two axes, (slow, fast), got axis={axes}")
+    return axes[-1:] if name == INNER else axes[:-1]
+
+
+def _check_nesting(value: PyTree, outer: AxisNames) -> None:
+    """Checks that no mark inside a `PerWorker` mark has one of its axes."""
+    for inside in jax.tree.leaves(value, is_leaf=is_mark):
+        if isinstance(inside, OnHost):
+            _check_nesting(inside.value, outer)
+        elif is_mark(inside) and (shared := set(axis_tuple(inside.axis)) & set(axis_tuple(outer))):
+            raise ValueError(
+                f"a {type(inside).__name__} leaf over axis {', '.join(sorted(shared))} is inside a PerWorker one over "
+                "the same axis, over which workers differ already; a transformation that communicates inside "
+                "local_steps, noloco or gossip needs another axis than they have: "
+                "zero_redundancy(..., axis='chip') inside local_steps(..., axis='pod')"
+            )
 
 
 def with_value(mark: Any, value: Any) -> Any:
-    """The same mark around another value."""
+    """Puts the same mark around another value."""
     _, aux = mark.tree_flatten_with_keys()
     return type(mark).tree_unflatten(aux, (value,))
 
@@ -188,7 +192,7 @@ def with_value(mark: Any, value: Any) -> Any:
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`jax.tree.map` whose function also gets the marks around each leaf: `f(marks, leaf, *other_leaves)`.
 
-    `marks` runs from the outermost inwards. The marks stay on in the result.
+    `marks` is ordered from the outermost inwards. The result has the same marks.
     """
 
     def walk(marks, node, *others):
@@ -201,15 +205,15 @@ def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def named(what: str, path: Any) -> str:
-    """`the gradient ['w']` for messages; `the gradient` where the tree is one leaf, whose path is empty."""
+    """Names a leaf for messages, `the gradient ['w']`; `the gradient` if the tree is a single leaf."""
     return f"{what} {jax.tree_util.keystr(path)}" if path else what
 
 
 class _Named(tuple):
-    """A (path, leaf) pair that is a leaf of pytrees itself."""
+    """A (path, leaf) pair that pytrees treat as a leaf."""
 
 
 def map_marked_with_path(f: Callable[..., Any], tree: PyTree) -> PyTree:
-    """As `map_marked` of a single tree; the function gets the path too: `f(marks, path, leaf)`."""
+    """`map_marked` of a single tree whose function also gets the path: `f(marks, path, leaf)`."""
     named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
     return map_marked(lambda marks, pair: f(marks, *pair), named)

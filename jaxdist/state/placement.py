@@ -1,7 +1,8 @@
-"""Which array of a mesh each leaf of a state is, and how it gets there."""
+"""The global arrays of a state on a mesh: their specs and shardings, creation, and resizing."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,14 +22,14 @@ def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
 
 
 def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
-    """The tree of PartitionSpecs of a state: `P()` for agreed leaves, `P(axis)` for marked ones.
+    """The tree of PartitionSpecs of a state: `P()` for replicated leaves, `P(axis)` for marked ones.
 
     Args:
       state: a state with its marks, as written or as placed.
-      axis: the axis of marks that name none.
+      axis: the axis of marks without one.
 
     Returns:
-      The same tree with a `PartitionSpec` for every leaf; the marks stay on.
+      The same tree with a `PartitionSpec` for every leaf, with the same marks.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,21 +41,21 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
 
 
 def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
-    """As `specs`, with a `NamedSharding` for every leaf; leaves inside `OnHost` get memory kind `pinned_host`."""
+    """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`."""
 
-    def one(marks, _):
+    def shard(marks, _):
         host = any(isinstance(mark, OnHost) for mark in marks)
         return NamedSharding(mesh, spec_of(marks), memory_kind="pinned_host" if host else None)
 
-    return map_marked(one, bind(state, axis))
+    return map_marked(shard, bind(state, axis))
 
 
-# Where a state lies: a mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
+# A mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
 Place = Mesh | AbstractMesh | int | Mapping[str, int]
 
 
 def workers(mesh: Place, axis: AxisNames) -> int:
-    """How many workers the axis has; a `ValueError` names an axis that the mesh lacks."""
+    """The number of workers along an axis; raises `ValueError` if the mesh has no such axis."""
     if isinstance(mesh, int):
         return mesh
     sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
@@ -70,34 +71,30 @@ def padded(mark: Sharded, count: int) -> int:
     return -(-math.prod(mark.shape) // unit) * unit
 
 
-def _globalise(mesh: Place) -> Callable[[tuple[Any, ...], Array], Array]:
-    """As written -> as placed: innermost mark first, each adds or cuts its leading dimension."""
-
-    def one(marks, leaf):
-        for mark in reversed(marks):
-            if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
-                leaf = jnp.broadcast_to(leaf, (workers(mesh, mark.axis), *jnp.shape(leaf)))
-            elif isinstance(mark, Sharded) and axis_tuple(mark.axis):
-                length = padded(mark, workers(mesh, mark.axis))
-                leaf = jnp.pad(jnp.ravel(leaf), (0, length - math.prod(mark.shape)))
-        return leaf
-
-    return one
+def _globalize(mesh: Place, marks: tuple[Any, ...], leaf: Array) -> Array:
+    """Makes the global array of a leaf as written: each mark, innermost first, adds or pads its leading dimension."""
+    for mark in reversed(marks):
+        if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
+            leaf = jnp.broadcast_to(leaf, (workers(mesh, mark.axis), *jnp.shape(leaf)))
+        elif isinstance(mark, Sharded) and axis_tuple(mark.axis):
+            length = padded(mark, workers(mesh, mark.axis))
+            leaf = jnp.pad(jnp.ravel(leaf), (0, length - math.prod(mark.shape)))
+    return leaf
 
 
 def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames = "data") -> State:
-    """Makes a train state directly in its place: no leaf ever lies whole on one device.
+    """Creates a train state directly on its mesh: no sharded leaf is ever materialized on one device.
 
     Args:
-      make_state: a function of nothing that builds the state (parameters, optimizer state) as one worker means it.
-      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
-      axis: the axis of marks that name none.
+      make_state: a function without arguments that builds the state (parameters, optimizer state) of one worker.
+      mesh: the mesh; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
+      axis: the axis of marks without one.
 
     Returns:
-      The state as global arrays, marks on. All processes must call it together, with the same function.
+      The state as global arrays, with its marks. All processes must call it together, with the same function.
 
     Raises:
-      ValueError: a mark names an axis that the mesh lacks.
+      ValueError: the mesh does not have the axis of a mark.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -108,7 +105,7 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
     """
 
     def build():
-        return map_marked(_globalise(mesh), bind(make_state(), axis))
+        return map_marked(partial(_globalize, mesh), bind(make_state(), axis))
 
     if not isinstance(mesh, Mesh):
         return jax.jit(build)()
@@ -118,38 +115,38 @@ def init_state(make_state: Callable[[], State], mesh: Place, *, axis: AxisNames 
 
 
 def place(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
-    """Puts a state that exists onto a mesh. Copies, so that donating the result never eats the caller's arrays.
+    """Copies an existing state onto a mesh; donating the result does not invalidate the caller's arrays.
 
     Args:
-      state: as one worker means it: `PerWorker` leaves without the worker dimension (each worker gets a copy).
-      mesh: the mesh to lie on; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
-      axis: the axis of marks that name none.
+      state: the state of one worker: `PerWorker` leaves without the worker dimension (each worker gets a copy).
+      mesh: the mesh; for `simulate`, the number of workers (or a mapping from axis to number), on one device.
+      axis: the axis of marks without one.
 
     Returns:
-      The state as global arrays, marks on.
+      The state as global arrays, with its marks.
 
     Raises:
-      ValueError: a mark names an axis that the mesh lacks.
+      ValueError: the mesh does not have the axis of a mark.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> jd.place({"e": jd.PerWorker(jnp.zeros(3))}, jd.make_mesh({"data": 1}))["e"].value.shape
       (1, 3)
     """
-    state = map_marked(_globalise(mesh), bind(state, axis))
+    state = map_marked(partial(_globalize, mesh), bind(state, axis))
     return _put(state, mesh, axis)
 
 
 def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     """Moves a placed state to a mesh with another number of workers.
 
-    Agreed leaves stay, `Sharded` ones are cut anew, `PerWorker` ones follow their `resize` rule: residuals keep their
-    mean over workers, which is the update not yet delivered (their sum would move the model).
+    Replicated leaves stay, `Sharded` ones are split again, `PerWorker` ones follow their `resize` rule: residuals keep
+    their mean over workers, which is the update not yet delivered (keeping their sum would change the model).
 
     Args:
       state: global arrays with marks, as `init_state`, `place` or a step returned them.
       mesh: the new mesh, or the new number of workers in simulation.
-      axis: the axis of marks that name none.
+      axis: the axis of marks without one.
 
     Returns:
       The state on the new mesh.
@@ -165,27 +162,27 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
       [[2.0]]
     """
 
-    def one(marks, leaf):
+    def resize_leaf(marks, leaf):
         marks = cutting(marks)
         counts = [workers(mesh, mark.axis) for mark in marks]
         lengths = [padded(mark, n) if isinstance(mark, Sharded) else n for mark, n in zip(marks, counts, strict=True)]
         return refit(marks, leaf, (*lengths, *leaf.shape[len(marks) :]))
 
-    state = map_marked(one, bind(state, axis))
+    state = map_marked(resize_leaf, bind(state, axis))
     return _put(state, mesh, axis)
 
 
 def cutting(marks: Sequence[Any]) -> list[Any]:
-    """Those of a leaf's marks, bound to axes, that stand for a leading dimension of its global array."""
+    """The marks of a leaf, bound to axes, that have a leading dimension in its global array."""
     return [mark for mark in marks if not isinstance(mark, OnHost) and axis_tuple(mark.axis)]
 
 
 def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
-    """The global array of one leaf, for as many workers as `shape` says: each mark's dimension by the mark's rule.
+    """Resizes the global array of one leaf to another number of workers: each dimension by the rule of its mark.
 
     Args:
       marks: the marks around the leaf, from the outermost inwards, bound to axes.
-      leaf: its global array; one of numpy stays in host memory.
+      leaf: its global array; a NumPy array stays in host memory.
       shape: the global shape on the new mesh.
 
     Returns:
@@ -201,7 +198,7 @@ def refit(marks: Sequence[Any], leaf: Array | np.ndarray, shape: Shape) -> Array
     for dimension, mark in enumerate(cutting(marks)):
         leaf = xp.moveaxis(leaf, dimension, 0)
         length = shape[dimension]
-        leaf = _recut(leaf, mark, length) if isinstance(mark, Sharded) else _rework(leaf, mark, length)
+        leaf = _resize_padding(leaf, mark, length) if isinstance(mark, Sharded) else _resize_workers(leaf, mark, length)
         leaf = xp.moveaxis(leaf, 0, dimension)
     return leaf
 
@@ -215,7 +212,7 @@ def _put(state: State, mesh: Place, axis: AxisNames) -> State:
 
 
 def _put_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
-    """`device_put`, which onto several processes makes equal copies of a device's array that cannot be taken apart."""
+    """`device_put`, also of a key or an array of one device onto several processes."""
     if sharding.is_fully_addressable or not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
@@ -228,14 +225,14 @@ def _numpy_of(leaf: Array | np.ndarray) -> Any:
     return np if isinstance(leaf, np.ndarray) else jnp
 
 
-def _recut(leaf: Array | np.ndarray, mark: Sharded, length: int) -> Any:
-    """`[W·n, ...]` -> `[W'·n', ...]`: the padding goes, new padding comes."""
+def _resize_padding(leaf: Array | np.ndarray, mark: Sharded, length: int) -> Any:
+    """`[W·n, ...]` -> `[W'·n', ...]`: replaces the padding."""
     size = math.prod(mark.shape)
     return _numpy_of(leaf).pad(leaf[:size], [(0, length - size)] + [(0, 0)] * (leaf.ndim - 1))
 
 
-def _rework(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
-    """`[W, ...]` -> `[W', ...]` by the mark's rule; integers and keys have no mean and are copied."""
+def _resize_workers(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
+    """`[W, ...]` -> `[W', ...]` by the rule of the mark; integers and keys have no mean and are copied."""
     if leaf.shape[0] == count:
         return leaf
     xp = _numpy_of(leaf)
@@ -250,7 +247,7 @@ def _rework(leaf: Array | np.ndarray, mark: PerWorker, count: int) -> Any:
 
 
 def consensus(state: State) -> State:
-    """The one model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones made whole, no marks.
+    """The model to evaluate: `PerWorker` leaves averaged over workers, `Sharded` ones unsharded, without marks.
 
     Args:
       state: global arrays with marks (the whole state or a part of it, such as `state.params`).
@@ -264,14 +261,14 @@ def consensus(state: State) -> State:
       [2.0]
     """
 
-    def one(node):
+    def merge(node):
         if not is_mark(node):
             return node
         inside = node.value
         if isinstance(node, PerWorker) and node.axis != ():
-            inside = jax.tree.map(lambda leaf: _rework(leaf, node, 1)[0], inside)
+            inside = jax.tree.map(lambda leaf: _resize_workers(leaf, node, 1)[0], inside)
         if isinstance(node, Sharded):
             inside = inside[: math.prod(node.shape)].reshape(node.shape)
-        return jax.tree.map(one, inside, is_leaf=is_mark)
+        return jax.tree.map(merge, inside, is_leaf=is_mark)
 
-    return jax.tree.map(one, state, is_leaf=is_mark)
+    return jax.tree.map(merge, state, is_leaf=is_mark)

@@ -1,4 +1,4 @@
-"""What compressed methods share: keys, decoding of payloads, and the compressor to use under error feedback."""
+"""Helpers of compressed methods: keys, decoding of payloads, the contraction for error feedback, ordering."""
 
 from collections.abc import Callable
 
@@ -18,13 +18,13 @@ NO_CONTRACTION = (
 
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
-    """The key of this step, and of this worker unless the code wants the same one everywhere."""
+    """The key of this step; different on each worker unless it is `shared`."""
     key = jax.random.fold_in(key, count)
     return key if shared else jax.random.fold_in(key, comm.index)
 
 
 def contraction_form(compressor: Compressor) -> Compressor:
-    """The code to use where its error is kept for later: itself, or an unbiased one scaled by `1/(1+ω)`."""
+    """The compressor to use inside error feedback: itself, or an unbiased one scaled by `1/(1+ω)`."""
     if compressor.contraction is not None:
         return compressor
     if compressor.variance is not None:
@@ -32,8 +32,8 @@ def contraction_form(compressor: Compressor) -> Compressor:
     raise ValueError(NO_CONTRACTION)
 
 
-def mean_of_decoded(decode: Callable[[Payload], Array], payloads: Payload) -> Array:
-    """Decodes payloads `[W, ...]` one worker after the other: one accumulator, not `W` decoded copies."""
+def decode_mean(decode: Callable[[Payload], Array], payloads: Payload) -> Array:
+    """Averages decoded payloads `[W, ...]`, one worker after the other: one accumulator, not `W` decoded copies."""
     first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
     workers = jax.tree.leaves(payloads)[0].shape[0]
     total = decode(first)
@@ -43,10 +43,10 @@ def mean_of_decoded(decode: Callable[[Payload], Array], payloads: Payload) -> Ar
 
 
 def after(updates: Updates, previous: PyTree) -> Updates:
-    """`updates`, to the bit, but not before every array of `previous` is there.
+    """Makes `updates` depend on every array of `previous`, without changing a bit.
 
-    Compilers merge collectives that do not depend on each other, and XLA drops optimization barriers before it does so
-    on CPU. So this is a real dependence: on a comparison that always holds, NaN or not, which no compiler folds.
+    Compilers merge independent collectives, and XLA:CPU removes optimization barriers before it does so. This is a real
+    dependence: on a comparison that always holds, NaN or not, and that no compiler folds.
     """
     numbers = [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(previous) if leaf.size]
     if not numbers:

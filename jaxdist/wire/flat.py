@@ -1,4 +1,4 @@
-"""Trees as flat buffers, so that one collective carries many leaves."""
+"""Trees as flat buffers, so that many leaves share one collective."""
 
 import itertools
 import math
@@ -13,18 +13,17 @@ from .._core.compat import mesh_axes_left_over
 from .._core.types import Array, Like
 
 SMALL = 2**16
-# What each worker gets of a vector is padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower
-# for odd lengths.
+# Shards of vectors are padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower for odd lengths.
 MULTIPLE = 8
 
 
 def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
-    """The elements of arrays of one dtype in one vector `[Σ n]`; with `rows`, `[W, Σ n]` from arrays `[W, *s]`.
+    """Concatenates arrays of one dtype into a vector `[Σ n]`; with `rows`, arrays `[W, *s]` into `[W, Σ n]`.
 
-    On CPU codes and small vectors are written into their places one by one: XLA would fuse what makes them into the
-    concatenation, and such a fusion computes all of them at every element of the result, on one thread. A few bias
-    gradients made a small step 15 times slower, and packing the codes of 10 million entries took four times as long as
-    it does alone. Floating matrices come out of products, which are not fused, and cost compile time.
+    On CPU payloads and small vectors are written into the result one by one: XLA would fuse the operations that compute
+    them into the concatenation, and such a fusion computes all of them at every element of the result, on one thread. A
+    few bias gradients made a small step 15 times slower, and packing the payloads of 10 million entries took four times
+    as long. Floating matrices come from products, which are not fused, and writing them costs compile time.
     """
     batch = 1 if rows else 0
     sizes = [math.prod(array.shape[batch:]) for array in arrays]
@@ -38,23 +37,23 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     starts = list(itertools.accumulate(sizes, initial=0))
     written = [i for i, is_apart in enumerate(apart) if is_apart]
 
-    def into_places(*vectors: Array) -> Array:
+    def write_each(*vectors: Array) -> Array:
         parts = [jnp.zeros_like(x) if is_apart else x for x, is_apart in zip(vectors, apart)]
         flat = jnp.concatenate(parts, axis=-1)
-        # One code first: a write into zeros becomes a padding, which is fused as a concatenation is.
+        # First one entry of a payload: a write into zeros becomes a padding, which is fused like a concatenation.
         first = [(i, vectors[i][..., :1]) for i in written[:1] if not jnp.issubdtype(flat.dtype, jnp.floating)]
         for i, x in first + [(i, vectors[i]) for i in written]:
             flat = lax.dynamic_update_slice(flat, x, (0,) * batch + (starts[i],))
         return flat
 
-    def at_once(*vectors: Array) -> Array:
+    def concatenate_all(*vectors: Array) -> Array:
         return jnp.concatenate(vectors, axis=-1)
 
-    return lax.platform_dependent(*vectors, cpu=into_places, default=at_once)
+    return lax.platform_dependent(*vectors, cpu=write_each, default=concatenate_all)
 
 
 def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
-    """The positions of things of one kind, kinds in the order of their first one."""
+    """Groups the positions of items by kind; kinds are in the order of their first item."""
     groups: dict[Hashable, list[int]] = {}
     for i, thing in enumerate(things):
         groups.setdefault(kind(thing), []).append(i)
@@ -62,13 +61,13 @@ def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[i
 
 
 def stacked(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
-    """Leaves of one shape and dtype stacked, and which they are: a program has one code for each shape, not leaf."""
+    """Stacks leaves of equal shape and dtype, and returns their positions: one program for each shape, not leaf."""
     groups = alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
     return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
 
 
 def unstacked(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
-    """The leaves again, in their order."""
+    """The inverse of `stacked`: the leaves in their order."""
     leaves = {i: stack[k] for members, stack in zip(groups, stacks, strict=True) for k, i in enumerate(members)}
     return [leaves[i] for i in range(len(leaves))]
 
@@ -78,7 +77,7 @@ def _dtype(leaf: Like) -> jnp.dtype:
 
 
 def vectors(leaves: Sequence[Array]) -> list[Array]:
-    """All leaves of one dtype in one vector, for each dtype."""
+    """Concatenates the leaves of each dtype into one vector."""
     return [concatenate([leaves[i] for i in members]) for members in alike(leaves, _dtype)]
 
 
@@ -108,7 +107,7 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
     With `rows` the arrays have a leading dimension that stays.
     """
     out: list[Any] = [None] * len(arrays)
-    # Flattening would gather the axes that the compiler shards by itself.
+    # Flattening would gather the mesh axes that the compiler shards.
     apart = bool(mesh_axes_left_over())
     kept = 1 if rows else 0
     for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
@@ -128,7 +127,7 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
 
 
 def fused_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
-    """As `fused`, with one collective for all dtypes together: one of bytes beats one for each."""
+    """`fused` with a single collective of bytes for all dtypes, which is faster than one for each."""
     if len({array.dtype for array in arrays}) < 2:
         return fused(collective, arrays, rows=rows)
     to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes

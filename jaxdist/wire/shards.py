@@ -1,4 +1,4 @@
-"""Arrays as the flat pieces that workers own: how a reduce-scatter cuts them, and `Sharded(..., multiple=8)` too."""
+"""Arrays as flat shards, split over workers as by a reduce-scatter and by `Sharded(..., multiple=8)`."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .flat import MULTIPLE, concatenate
 
 
 def length(size: int, workers: int) -> int:
-    """How many entries each worker owns of so many."""
+    """The number of entries in each worker's shard of an array of `size` entries."""
     return -(-size // (workers * MULTIPLE)) * MULTIPLE
 
 
@@ -27,27 +27,27 @@ def rows(x: Array, workers: int, *, groups: int = 1) -> Array:
 
 
 def joined(rows: Array, like: Like, *, groups: int = 1) -> Array:
-    """`[W, n] -> [*s]`, the inverse: everybody's pieces in a row, without the padding."""
+    """`[W, n] -> [*s]`, the inverse of `rows`: removes the padding."""
     if groups > 1:
         rows = rows.reshape(rows.shape[0], groups, -1).swapaxes(0, 1)
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
 def piece(x: Array, comm: Comm) -> Array:
-    """`[*s] -> [n]`: this worker's row."""
+    """`[*s] -> [n]`: this worker's shard."""
     cut = comm.varying(rows(x, comm.size))
     return lax.dynamic_index_in_dim(cut, comm.index, keepdims=False)
 
 
 def cleared(piece: Array, size: int, workers: int, index: Array, *, groups: int = 1, fill: Any = 0) -> Array:
-    """Row `index` of `rows(x, workers, groups=groups)` for an `x` of `size` entries, with `fill` for what is padding.
+    """Sets the padding of a shard to `fill`: row `index` of `rows(x, workers, groups=groups)`, `x` of `size` entries.
 
-    Codes have scales of blocks, and padding is in them: whatever has been computed there must go before it is coded.
+    Compressors scale blocks that include padding, so values computed there must be removed before compression.
     """
     n = piece.size // groups
     if groups * workers * n == size:
         return piece
-    # Pieces are counted, not entries, of which there may be too many for 32 bits.
+    # Count shards rather than entries, whose number may exceed 32 bits.
     filled, rest = divmod(size, n)
     number = index + workers * lax.iota(jnp.int32, groups)
     counts = jnp.where(number < filled, n, jnp.where(number == filled, rest, 0))
@@ -55,13 +55,13 @@ def cleared(piece: Array, size: int, workers: int, index: Array, *, groups: int 
     return jnp.where(is_inside.reshape(piece.shape), piece, jnp.asarray(fill, piece.dtype))
 
 
-def side_by_side(leaves: Sequence[Array], workers: int, *, groups: int = 1) -> Array:
-    """The rows of several leaves, `[W, Σ n]`: row `j` is all that worker `j` owns of them."""
+def concat_rows(leaves: Sequence[Array], workers: int, *, groups: int = 1) -> Array:
+    """Concatenates the rows of several leaves, `[W, Σ n]`: row `j` has worker `j`'s shards."""
     return concatenate([rows(leaf, workers, groups=groups) for leaf in leaves], rows=True)
 
 
-def apart(flat: Array, leaves: Sequence[Like], workers: int, *, groups: int = 1) -> list[Array]:
-    """`[*batch, Σ n] -> [*batch, n]` for each leaf: the inverse of `side_by_side`, for one row or all of them."""
+def split_leaves(flat: Array, leaves: Sequence[Like], workers: int, *, groups: int = 1) -> list[Array]:
+    """`[*batch, Σ n] -> [*batch, n]` for each leaf: the inverse of `concat_rows`, for one row or all rows."""
     out, start = [], 0
     for leaf in leaves:
         n = groups * length(math.prod(leaf.shape), groups * workers)
