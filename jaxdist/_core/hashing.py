@@ -1,4 +1,4 @@
-"""A hash of the bits of an array, computed on the host: to know a copy that differs. It compiles nothing."""
+"""A hash of the bits of an array, computed on the host without compiling: it detects copies that differ."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Counting what a group sends, as it is traced: a second count beside the one read from compiled programs."""
+"""Counts the bytes that a group sends while it is traced, independently of the count read from compiled programs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from .base import Comm, Sent
 
 
 def counted(comm: Comm, ledger: list[Sent]) -> Comm:
-    """The same group, which writes every collective into `ledger` while the program is traced.
+    """Makes a group that appends every collective to `ledger` while the program is traced.
 
     Args:
       comm: the group.
@@ -30,7 +30,7 @@ def counted(comm: Comm, ledger: list[Sent]) -> Comm:
       >>> ledger
       [Sent(collective='mean', bytes=600.0)]
     """
-    if comm.remake is not None:  # what a composed group sends is what its parts send
+    if comm.remake is not None:  # a composed group sends what its parts send
         return comm.remake(lambda part: counted(part, ledger))._replace(ledger=ledger, uncounted=comm)
     w = comm.size
     factors = {
@@ -78,7 +78,7 @@ def total_bytes(ledger: list[Sent]) -> Array | float:
 def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *operands: Any) -> Any:
     """`lax.cond` whose branches may communicate: `on_true(comm, *operands)` or `on_false(comm, *operands)`.
 
-    The predicate must be agreed: a collective that only some workers enter compiles, and then hangs.
+    The predicate must be equal on all workers: a collective that only some workers enter compiles, and then hangs.
 
     Raises:
       ValueError: the predicate differs between workers.
@@ -90,7 +90,7 @@ def switch(agreed: Array, branches: Sequence[Callable], comm: Comm, *operands: A
     """`lax.switch` whose branches may communicate: `branches[agreed](comm, *operands)`.
 
     Raises:
-      ValueError: the number of the branch differs between workers.
+      ValueError: the branch number differs between workers.
     """
 
     def choose(agreed, *rest):

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel: the mean gradient, in buckets."""
+"""DistributedDataParallel as in PyTorch: the mean gradient, in buckets."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -28,11 +28,11 @@ def ddp(
     layers: Sequence[Any] | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """DDP: the gradients of all workers are averaged in buckets, last layers first. Put it before the optimizer.
+    """DDP: averages the gradients of all workers in buckets, last layers first. Put it before the optimizer.
 
-    `all_reduce(per_leaf(unused, bucketed(reducer)))`: read its ten lines and write your own. Buckets are collectives of
-    their own, which a compiler can start while earlier layers still compute; on CPU it merges them again. PyTorch sees
-    in the first step in what order gradients become ready; here the loss is traced for it, `layers=`.
+    It equals `all_reduce(per_leaf(unused, bucketed(reducer)))`. Each bucket has its own collectives, which a compiler
+    can start while earlier layers still compute; on CPU it merges them again. PyTorch observes in the first step in
+    which order gradients become ready; here the order comes from a traced loss, `layers=`.
 
     *On the wire*: what the reducer sends for the leaves of each bucket; the mean of `n` parameters
     `2(W-1)/W · itemsize · n` bytes, with a `reduce_dtype` of 16 bits half of that in float32. Unused leaves: nothing.
@@ -40,29 +40,27 @@ def ddp(
     *State*: that of the reducer, for each bucket.
 
     Args:
-      reducer: the communication hook: `power_sgd(rank=4)`, `error_feedback(compressed(top_k(0.01)))`, any other. It
+      reducer: the communication hook: `power_sgd(rank=4)`, `error_feedback(compressed(top_k(0.01)))`, or another. It
         sees the leaves of one bucket. By default the mean.
-      bucket_bytes: the cap of a bucket; PyTorch's 25 MiB. Smaller starts earlier and pays more latencies.
-      first_bucket_bytes: the cap of the bucket that is ready last; PyTorch's 1 MiB.
+      bucket_bytes: the maximum size of a bucket; PyTorch's 25 MiB. Smaller starts earlier and pays more latency.
+      first_bucket_bytes: the maximum size of the bucket that is ready last; PyTorch's 1 MiB.
       reduce_dtype: sends the mean in `jnp.bfloat16` or `jnp.float16`. Gradients are divided by `W` before they are
-        added, so that float16 does not overflow; what is below 6e-5 loses digits there, so scale the loss
-        (`dynamic_loss_scale`) or take bfloat16.
+        added, so that float16 does not overflow; values below 6e-5 lose digits there, so scale the loss
+        (`dynamic_loss_scale`) or use bfloat16.
       unused: leaves whose gradients are zero or not wanted, as a tree of booleans like the parameters
-        (`transforms.find_unused_parameters` finds those that the loss does not reach) or
-        `find_unused_parameters(path, leaf)`. Their updates are zero;
-        put the optimizer in `optax.masked` where it decays weights.
-      normalize_by: as in `all_reduce`; PyTorch's `join_uneven` has `"workers"`.
+        (`transforms.find_unused_parameters` finds those that the loss does not reach) or a function `(path, leaf)`.
+        Their updates are zero; put the optimizer in `optax.masked` if it decays weights.
+      normalize_by: as in `all_reduce`; PyTorch's `join` has `"workers"`.
       layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
-        do pass it where they are a dict. `None`: see `bucketed`.
+        pass it if they are a dict. `None`: see `bucketed`.
       axis: the mesh axis of the workers.
 
     Returns:
       The transformation.
 
     Raises:
-      ValueError: both a reducer and a `reduce_dtype`; a cap that is not positive; at trace time, a tree
-      `find_unused_parameters` that
-        lacks a leaf, `layers` that lack an entry, and what `all_reduce` refuses.
+      ValueError: both a reducer and a `reduce_dtype`; a maximum that is not positive; at trace time, an `unused` tree
+        that lacks a leaf, `layers` that lack an entry, and whatever `all_reduce` refuses.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
@@ -78,7 +76,7 @@ def ddp(
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     if reducer is not None and reduce_dtype is not None:
-        raise ValueError("a reducer says by itself what it sends: leave reduce_dtype out, it is that of the plain mean")
+        raise ValueError("reduce_dtype is the dtype of the default mean; with reducer=, leave it out")
     if reducer is None:
         reducer = exact() if reduce_dtype is None else compressed(cast(reduce_dtype))
     buckets = bucketed(
@@ -100,7 +98,7 @@ def _label(unused: PyTree | Callable[[str, Like], bool]) -> Callable[[str, Like]
     def label(path, leaf):
         del leaf
         if path not in flags:
-            raise ValueError(f"unused says nothing of the leaf {path!r}: it must be a tree like the parameters")
+            raise ValueError(f"unused has no entry for the leaf {path!r}; it must be a tree like the parameters")
         return flags[path]
 
     return label

@@ -1,4 +1,4 @@
-"""What every reducer promises, checked in simulation: no mesh, no optimizer."""
+"""Laws of reducers, checked in simulation, without a mesh or an optimizer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ def assert_reducer_laws(
     dtypes: Sequence[DTypeLike] = DTYPES,
     key: PRNGKeyArray | None = None,
 ) -> None:
-    """Asserts that a reducer keeps its promises, for simulated workers with Gaussian updates.
+    """Asserts that a reducer keeps its laws, for simulated workers with Gaussian updates.
 
     `init` needs no workers and works on shapes alone. State keeps its tree, shapes and dtypes; unmarked state and the
     mean are replicated; the mean has the shapes and dtypes of the updates, in half precision too, and the shards of a
@@ -83,10 +83,10 @@ def assert_reducer_laws(
 
     Args:
       reducer: the reducer under test.
-      workers: how many, or a mapping from axis name to number, slow links first, for reducers of two levels.
+      workers: the number of workers, or a mapping from axis name to number, slow links first, for two levels.
       like: the tree of shapes to reduce, in float32; by default a matrix, a vector, a scalar, an empty leaf and a
         missing one.
-      steps: how many steps state is carried over.
+      steps: the number of consecutive steps.
       tolerance: relative to the largest update. Sums in half precision need more: 2e-3 for float16.
       dtypes: of the updates, for the laws on shapes and dtypes; the others are checked in float32.
       key: of the updates.
@@ -213,7 +213,7 @@ def _gaussian(like: PyTree, count: int, key: PRNGKeyArray) -> PyTree:
 
 
 def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[DTypeLike]) -> None:
-    """Everything that can be seen without computing."""
+    """Checks shapes, dtypes and the structure of the state, without computing."""
     for dtype in dtypes:
         updates = jax.tree.map(lambda x, dtype=dtype: jax.ShapeDtypeStruct(x.shape, dtype), like)
         try:
@@ -230,7 +230,7 @@ def _check_types(reducer: Reducer, like: PyTree, single: Comm, dtypes: Sequence[
 
 
 def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
-    """The reduce-scatter form of a single worker."""
+    """Checks the reduce-scatter form of a single worker."""
     try:
         before = jax.eval_shape(form.init, updates)
     except ValueError:
