@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,13 +43,10 @@ def counted(comm: Comm, ledger: list[Sent]) -> Comm:
         "reduce_scatter_mean": (w - 1) / w,
     }
 
-    def counting(name: str) -> Callable[..., Any]:
-        def collective(tree, **options):
-            if w > 1:
-                ledger.append(Sent(name, factors[name] * _bytes(tree)))
-            return getattr(comm, name)(tree, **options)
-
-        return collective
+    def collective(name, tree, **options):
+        if w > 1:
+            ledger.append(Sent(name, factors[name] * _bytes(tree)))
+        return getattr(comm, name)(tree, **options)
 
     def ppermute(tree, pairs):
         moved = sum(source != destination for source, destination in pairs) / w
@@ -57,7 +55,7 @@ def counted(comm: Comm, ledger: list[Sent]) -> Comm:
         return comm.ppermute(tree, pairs)
 
     return comm._replace(
-        **{name: counting(name) for name in factors},
+        **{name: partial(collective, name) for name in factors},
         ppermute=ppermute,
         inner=None if comm.inner is None else counted(comm.inner, ledger),
         outer=None if comm.outer is None else counted(comm.outer, ledger),
@@ -107,18 +105,15 @@ def _conditional(
             "a condition around a collective must be agreed, but this predicate differs between workers: "
             "derive it from reduced values, a step count or a schedule"
         )
-    plain, outer_ledger = comm.uncounted, comm.ledger
-    if plain is None or outer_ledger is None:
-        return choose(agreed, *(lambda *xs, f=f: f(comm, *xs) for f in branches), *operands)
+    uncounted, outer_ledger = comm.uncounted, comm.ledger
+    if uncounted is None or outer_ledger is None:
+        return choose(agreed, *(partial(branch, comm) for branch in branches), *operands)
 
-    def counting(f):
-        def run(*xs):
-            ledger: list[Sent] = []
-            out = f(counted(plain, ledger), *xs)
-            return out, jnp.asarray(total_bytes(ledger), jnp.float32)
+    def run_counted(branch, *xs):
+        ledger: list[Sent] = []
+        out = branch(counted(uncounted, ledger), *xs)
+        return out, jnp.asarray(total_bytes(ledger), jnp.float32)
 
-        return run
-
-    out, sent = choose(agreed, *map(counting, branches), *operands)
+    out, sent = choose(agreed, *(partial(run_counted, branch) for branch in branches), *operands)
     outer_ledger.append(Sent(name, sent))
     return out

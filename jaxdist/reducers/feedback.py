@@ -179,11 +179,9 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
         )
 
     def init(like):
-        def zeros():
-            return jax.tree.map(_zeros, like)
-
-        momentum = PerWorker(zeros() if eta < 1 else ())
-        return EF21State(inner.init(jax.tree.map(widen_like, like)), PerWorker(zeros()), zeros(), momentum)
+        own, mean, momentum = (jax.tree.map(_zeros, like) for _ in range(3))  # separate buffers: states may be donated
+        momentum = PerWorker(momentum if eta < 1 else ())
+        return EF21State(inner.init(jax.tree.map(widen_like, like)), PerWorker(own), mean, momentum)
 
     def messages(updates, state, comm, extras):
         target = cast_like(updates, state.mean)

@@ -94,11 +94,10 @@ def _with_memory(inner: Reducer, beta: float, reset_every: int, block: int) -> R
         reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
         count = (state.count + 1) % reset_every  # a count of all steps would end, and with it the feedback
         keep = count != 0
-
-        def remember(e, h, own):
-            return _store(jnp.where(keep, beta * e + (1 - beta) * (h - own), 0), block)
-
-        error = with_value(state.error, jax.tree.map(remember, error, corrected, reduced.own))
+        # e = β e + (1-β) (h - own)
+        error = jax.tree.map(lambda e, h, own: beta * e + (1 - beta) * (h - own), error, corrected, reduced.own)
+        stored = jax.tree.map(lambda e: _store(jnp.where(keep, e, 0), block), error)
+        error = with_value(state.error, stored)
         return Reduced(cast_like(reduced.mean, updates), reduced.own), LoCoState(inner_state, error, count)
 
     forms = forward_forms(lambda inner: _with_memory(inner, beta, reset_every, block), inner)

@@ -1,13 +1,14 @@
 """One reducer for the first steps, another one after them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widen
 from .._core.trees import next_count
 from .._core.types import Array, Int, State, Updates
 from ..comm.base import Comm
@@ -78,15 +79,14 @@ def one_of_two(
     choice: Array, reducers: Mapping[str, Reducer], updates: Updates, state: Any, comm: Comm, extras: Extras
 ) -> tuple[Reduced, Any]:
     """Reduces with the first of two reducers if `choice` is true; their names are those of their fields in `state`."""
-
-    def run(field):
-        def branch(comm, updates, state):
-            reduced, inner = reducers[field].reduce(updates, getattr(state, field), comm, extras)
-            # With feedback, `own` is wider than the updates.
-            own = jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), reduced.own)
-            return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})
-
-        return branch
-
-    on_true, on_false = (run(field) for field in reducers)
+    on_true, on_false = (partial(_reduce_field, field, reducer, extras) for field, reducer in reducers.items())
     return comms.cond(choice, on_true, on_false, comm, updates, state)
+
+
+def _reduce_field(
+    field: str, reducer: Reducer, extras: Extras, comm: Comm, updates: Updates, state: Any
+) -> tuple[Reduced, Any]:
+    reduced, inner = reducer.reduce(updates, getattr(state, field), comm, extras)
+    # With feedback, `own` is wider than the updates.
+    own = jax.tree.map(widen, reduced.own)
+    return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})
