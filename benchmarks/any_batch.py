@@ -53,7 +53,7 @@ def losses(params, images):
 
 
 def clock(rng, anytime, rounds, persistent):
-    """Seconds and examples `[W]` of each round. `persistent`: who is slow stays slow."""
+    """Seconds and examples `[W]` of each round. `persistent`: a slow worker stays slow."""
     slow = shifted_exponential(rng, (WORKERS,), least=1.0, excess=1.5)
     window, now, out = anytime_window(2.5, workers=WORKERS, batch=WORKERS * BATCH), 0.0, []
     while True:
@@ -69,12 +69,12 @@ def clock(rng, anytime, rounds, persistent):
 
 
 def pools(seconds, total):
-    """Where the stream is in each round: a window over the digits in the order in which they were written."""
+    """The window of the stream in each round, over the digits in the order in which they were written."""
     return ((np.cumsum(seconds) / SECONDS) * (total - POOL)).astype(np.int32)
 
 
 def learn(make, images, counts, drawn, first):
-    """What all workers' models lose in each round, `[rates, rounds]`, before they learn of it."""
+    """The loss of all workers' models in each round, `[rates, rounds]`, before they learn from it."""
     gradient = jd.online.any_batch(losses)
 
     def worker(rate, counts, drawn):
@@ -98,7 +98,7 @@ def learn(make, images, counts, drawn, first):
 def best(images, starts, steps):
     """The best model in the ball on each pool of the stream."""
 
-    def one(start):
+    def fit_pool(start):
         pool = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, POOL), images)
 
         def step(x, _):
@@ -107,7 +107,7 @@ def best(images, starts, steps):
         x = jax.lax.scan(step, START, length=steps)[0]
         return losses(x, pool).mean(), jnp.concatenate([x["w"].ravel(), x["b"]])
 
-    return [np.asarray(x) for x in jax.jit(jax.vmap(one))(jnp.asarray(starts))]
+    return [np.asarray(x) for x in jax.jit(jax.vmap(fit_pool))(jnp.asarray(starts))]
 
 
 def straggling(rng):
@@ -147,13 +147,13 @@ def main():
                 lost = learn(make, images, counts, drawn, first)
                 static = np.array([paid[start : start + POOL].mean() for start in first])
                 moving = np.interp(first, grid, lows)
-                weighed = [(seconds * one)[:, None] for one in lost]
+                weighed = [(seconds * loss)[:, None] for loss in lost]
                 runs.append(
                     {
                         "rounds": len(seconds),
                         "examples": int(counts.sum()),
-                        "static": [float(static_regret(one, (seconds * static)[:, None])[-1]) for one in weighed],
-                        "dynamic": [float(dynamic_regret(one, seconds * moving)[-1]) for one in weighed],
+                        "static": [float(static_regret(loss, (seconds * static)[:, None])[-1]) for loss in weighed],
+                        "dynamic": [float(dynamic_regret(loss, seconds * moving)[-1]) for loss in weighed],
                     }
                 )
             of_rate = np.mean([run["static"] for run in runs], axis=0)

@@ -1,10 +1,10 @@
-"""On which links a code pays: the bandwidth below which it beats a plain all-reduce, from its speed on this machine.
+"""The break-even bandwidth of each code, below which it beats a plain all-reduce, from its speed on this machine.
 
     python benchmarks/break_even.py --out benchmarks/reports/NAME
 
 A code saves bytes and costs time. With `E = 2(W-1)/W 4n` bytes for the plain mean of `n` float32 entries over `W`
-workers, `S` bytes sent with the code and `t` seconds for coding and decoding, it wins where the link moves fewer than
-`(E - S) / t` bytes in a second. Gathered payloads are decoded `W` times over; a two-shot codes and decodes everything
+workers, `S` bytes sent with the code and `t` seconds for coding and decoding, it wins if the link moves fewer than
+`(E - S) / t` bytes per second. Gathered payloads are decoded `W` times over; a two-shot codes and decodes everything
 once and a `W`-th of it again. Hiding communication behind computation moves the line in favor of the plain mean.
 """
 
@@ -40,7 +40,7 @@ WORKERS = (2, 8, 64)
 
 
 class Cost(NamedTuple):
-    """Seconds to code and to decode, and the bytes of the payload."""
+    """Seconds to encode and to decode, and the bytes of the payload."""
 
     compress: float
     decompress: float
@@ -66,7 +66,7 @@ def measure(spelling: str, x: jax.Array, turns: int) -> Cost:
 
 
 def break_even(cost: Cost, elements: int, workers: int, *, two_shot: bool) -> float | None:
-    """Bytes a second; None where the code sends more than the plain mean does."""
+    """Bytes per second; None if the code sends more than the plain mean."""
     ring = 2 * (workers - 1) / workers
     plain = ring * 4 * elements
     if cost.summable or two_shot:

@@ -1,12 +1,12 @@
-"""How fast the codes are: seconds beside those of a copy of the array, and beside PyTorch where it has the operation.
+"""The speed of the codes, relative to a copy of the array, and to PyTorch if it has the operation.
 
     python benchmarks/codecs.py --torch-python PYTHON --out benchmarks/reports/NAME
 
 The yardstick is a warm copy in place, `jit(lambda x: -x)` with a donated argument: it reads and writes the array once.
 A ratio is the seconds of the copy over those of the code, so 1 is the speed of memory. The contestants take turns, and
-the fastest of all turns counts, since noise only ever adds time.
+the fastest of all turns counts, since noise only adds time.
 
-Memory that is freed stays mapped, for all: results of 64 MiB would otherwise be mapped and cleared anew in every call,
+Freed memory stays mapped for all contestants: results of 64 MiB would otherwise be mapped and cleared in every call,
 which takes longer than most codes. With a GPU (`JAX_PLATFORMS=cuda`) it measures that, and the record names the device;
 128 MiB is `--size 33554432`.
 """
@@ -125,7 +125,7 @@ def copying(x: jax.Array) -> Callable[[], jax.Array]:
 
 
 def contestants(x: jax.Array, key: jax.Array) -> tuple[dict[tuple[str, str], Callable[[], Any]], dict[str, float]]:
-    """What to run, and how many times smaller each payload is."""
+    """The functions to run, and the compression factor of each payload."""
     found, smaller = {}, {}
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     for name, code in codes().items():

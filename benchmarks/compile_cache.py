@@ -1,9 +1,9 @@
-"""How long several processes take to their first step, with and without a cache of compiled programs.
+"""The time that several processes take to their first step, with and without a compilation cache.
 
     python benchmarks/compile_cache.py --out benchmarks/reports/NAME
 
 A GPT with PowerSGD, feedback and AdamW, in processes of one CPU device each, started as by `jaxdist launch`. Seconds
-are from the start of the job to the end of the first step. Starting Python, importing and tracing are in them, which no
+are from the start of the job to the end of the first step, including the start of Python, imports and tracing, which no
 cache saves. The first run with a cache finds it empty; of the later ones the median counts.
 """
 
@@ -22,7 +22,7 @@ COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
 def settings(folder: str) -> dict[str, dict[str, str]]:
-    """What each way of starting has in its environment."""
+    """The environment of each way of starting."""
     return {
         "no cache": {},
         "programs of 1 s and more": {"JAX_COMPILATION_CACHE_DIR": f"{folder}/default"},
@@ -31,7 +31,7 @@ def settings(folder: str) -> dict[str, dict[str, str]]:
 
 
 def first_step(out: Path) -> None:
-    """In a process of the job: trains one step and leaves what it took."""
+    """Trains one step in a process of the job and writes the time that it took."""
     import jax
     import optax
 
@@ -76,7 +76,7 @@ def first_step(out: Path) -> None:
 
 
 def start(processes: int, given: dict[str, str]) -> list[dict]:
-    """Runs the job once; what each process left."""
+    """Runs the job once and returns the times of its processes."""
     from jaxdist.processes.launch import launch
 
     own = {"BEGUN": str(time.time()), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

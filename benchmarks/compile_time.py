@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py --out benchmarks/reports/NAME
 
 `equal`: all matrices of one shape, which PowerSGD stacks into one batch. `mixed`: 40 different shapes. Each program is
-compiled in a process of its own, so that nothing is cached, `--repetitions` times; the fastest counts.
+compiled in a separate process, so that nothing is cached, `--repetitions` times; the fastest counts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TARGET_SECONDS = 15.0
 
 
 def compile_one(reducer: str, leaves: int, shapes: str) -> dict:
-    """In a fresh process: seconds to trace and lower, and to compile."""
+    """Measures, in a fresh process, the seconds to trace and lower, and to compile."""
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax

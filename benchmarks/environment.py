@@ -1,4 +1,4 @@
-"""Writes what a report was measured on: no names of machines or people, no paths.
+"""Writes the hardware and software of a report, without paths and names of machines or people.
 
 python benchmarks/environment.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
 """

@@ -1,4 +1,4 @@
-"""How fast the virtual clock is: events a second without a model, and gradients a second with one.
+"""The speed of the virtual clock: events per second without a model, and gradients per second with one.
 
     python benchmarks/events.py --out benchmarks/reports/NAME
 
@@ -26,7 +26,7 @@ STRETCHES = 3
 
 
 def timing(name: str, rule: Rule, workers: int, gradients: int) -> dict[str, Any]:
-    """Events a second, after each worker's first gradient."""
+    """Events per second, after each worker's first gradient."""
     clock = replay.simulator(rule, workers=workers, durations=LAW, links=links.alpha_beta(1e-3, 1e9))
     state = clock.advance(clock.init(), gradients=workers)
     found = []
@@ -42,7 +42,7 @@ def timing(name: str, rule: Rule, workers: int, gradients: int) -> dict[str, Any
 
 
 def real(name: str, rule: Rule, workers: int, each: int, batch: int) -> dict[str, Any]:
-    """A run in which every worker computes about `each` gradients, from compiling to the last evaluation."""
+    """Times a run in which every worker computes about `each` gradients, from compilation to the last evaluation."""
     task = asynchronous.make_task(parse.parse_workload("digits", "convnet:8"), batch=batch, seed=0, workers=workers)
     began = time.perf_counter()
     run = replay.run(rule, task, durations=LAW, workers=workers, gradients=workers * each, evaluate_every=each / 20)

@@ -2,9 +2,9 @@
 
     python benchmarks/gossip.py --out benchmarks/reports/NAME
 
-Sixteen simulated workers train a convolutional net on handwritten digits; each has images of its own, of one to three
-digits mostly (a Dirichlet partition of concentration 0.1). The learning rate of each method is the best of `RATES` on a
-seed of its own; the others count. The accuracy is that of the mean of the workers' models, on held-out images.
+Sixteen simulated workers train a convolutional net on handwritten digits; each has its own images, mostly of one to
+three digits (a Dirichlet partition of concentration 0.1). The learning rate of each method is the best of `RATES` on a
+separate seed; the others count. The accuracy is that of the mean of the workers' models, on held-out images.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method of `gossip`, the inner momentum, the graphs that it is tried on, and what gradients it is given."""
+    """A method of `gossip`, the inner momentum, the graphs to try, and the kind of gradients."""
 
     method: Callable[[], Any]
     momentum: float = 0.0

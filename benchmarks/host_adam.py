@@ -2,9 +2,9 @@
 
     python benchmarks/host_adam.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
 
-The same number of entries in one leaf and in many. Each system runs in a process of its own, and they take turns; the
+The same number of entries in one leaf and in many. Each system runs in a separate process, and they take turns; the
 median of the steps of all turns counts. A step reads gradient, parameter and two moments and writes three of them, 28
-bytes an entry; `bound` is how long that takes at the rate at which `x + 1` runs in place, in the same turn.
+bytes an entry; `bound` is the time of that at the bandwidth of `x + 1` in place, in the same turn.
 """
 
 import argparse

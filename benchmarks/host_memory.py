@@ -1,4 +1,4 @@
-"""Where the bytes of a step lie on a TPU that is not attached: state on the device or on the host, cut or whole.
+"""The memory of a step on a TPU that is not attached: state on the device or the host, sharded or replicated.
 
     python benchmarks/host_memory.py --out benchmarks/reports/NAME
 

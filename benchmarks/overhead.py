@@ -1,4 +1,4 @@
-"""What the library costs over a hand-written step: `all_reduce(exact())` under `distribute` against one `lax.pmean`.
+"""The overhead over a hand-written step: `all_reduce(exact())` under `distribute` against one `lax.pmean`.
 
     python benchmarks/overhead.py --out benchmarks/reports/NAME
 

@@ -1,4 +1,4 @@
-"""What crossing the border of steps hides on GPUs, by the GPU's own compiler, without a GPU.
+"""The communication that `pipelined` hides across steps on GPUs, by the GPU's own compiler, without a GPU.
 
     JAX_PLATFORMS=cpu python benchmarks/pipelined_plan.py --out benchmarks/reports/NAME
 

@@ -3,7 +3,7 @@
     python benchmarks/quality_levels.py --out benchmarks/reports/NAME
 
 Four simulated workers train a small convolutional network on scikit-learn's digits by SGD with momentum. All gradients
-lie in buckets over the whole network. Every method starts from the same parameters and sees the same batches, for each
+span buckets over the whole network. Every method starts from the same parameters and sees the same batches, for each
 of the seeds; nothing else differs. `error` is `|mean - exact mean|² / |exact mean|²` of the reduction, averaged over
 the steps: what quantization adds to the gradient's own noise.
 """

@@ -1,4 +1,4 @@
-"""What compression costs in accuracy: real digits, four simulated workers, equal seeds and batches.
+"""The cost of compression in accuracy: real digits, four simulated workers, equal seeds and batches.
 
     python benchmarks/quality_low_rank.py --out benchmarks/reports/NAME
 
@@ -80,7 +80,7 @@ def reducers() -> dict[str, Callable[[], jd.Reducer]]:
 
 
 def verdict(state: Any) -> jax.Array:
-    """Whether the regime is critical; -1 where nobody looks."""
+    """1 in a critical regime and 0 otherwise; -1 if the reducer has no detector."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, CriticalRegimeState))
     found = [node.critical for node in nodes if isinstance(node, CriticalRegimeState)]
     return found[0].astype(jnp.int32) if found else jnp.int32(-1)
@@ -97,7 +97,7 @@ def make_run(make: Callable[[], jd.Reducer], workload: Any) -> Callable:
 
     simulated = jd.simulate(step, WORKERS)
 
-    def one(state, batch):
+    def train_step(state, batch):
         state, loss = simulated(state, batch)
         return state, (loss, verdict(state.opt))
 
@@ -108,7 +108,7 @@ def make_run(make: Callable[[], jd.Reducer], workload: Any) -> Callable:
 
         return jd.init_state(make_state, WORKERS)
 
-    run = jax.jit(lambda state, batches: jax.lax.scan(one, state, batches))
+    run = jax.jit(lambda state, batches: jax.lax.scan(train_step, state, batches))
     return lambda seed, batches: run(initial(seed), batches)
 
 

@@ -1,4 +1,4 @@
-"""How fast the largest entries are found: `top_k` and its peers, beside a copy of the same bytes in place.
+"""The speed of selecting the largest entries: `top_k` and its peers, relative to a copy of the same bytes in place.
 
     python benchmarks/selection.py --torch-python PYTHON --out benchmarks/reports/NAME
 

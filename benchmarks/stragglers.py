@@ -3,8 +3,8 @@
     python benchmarks/stragglers.py --jobs 2 --out benchmarks/reports/NAME
 
 Eight or sixteen workers on a virtual clock. A gradient takes 5 ms (lognormal), and one worker is six times slower for
-good, or each gradient is six times slower with probability 1/n, or neither. Messages weigh what they weigh. The
-learning rate of a rule in a scene is the best of `RATES` on a seed of its own; the others count.
+good, or each gradient is six times slower with probability 1/n, or neither. Messages have their real sizes. The
+learning rate of a rule in a scene is the best of `RATES` on a separate seed; the others count.
 
 Where all draw from the same data, a convolutional net of 5 thousand parameters learns handwritten digits until it is
 good enough. Where data differ (a Dirichlet partition of concentration 0.1), the model is softmax regression on sixteen
@@ -85,7 +85,7 @@ METHODS = (
 
 
 class Problem(NamedTuple):
-    """What is trained from `init(key)`, the accuracy on held-out images, and the loss on the slow worker's own."""
+    """A task that starts from `init(key)`, held-out accuracy, and the loss on the slow worker's images."""
 
     task: replay.Task
     init: Callable[[Any], Any]
@@ -94,7 +94,7 @@ class Problem(NamedTuple):
 
 
 def by_rate() -> optax.GradientTransformation:
-    """SGD whose rate lies beside the model, so that one program serves all rates."""
+    """SGD whose rate is stored with the model, so that one program serves all rates."""
 
     def update(updates, state, params=None):
         assert params is not None
@@ -160,7 +160,7 @@ def law_of(scene: Scene, pieces: int = 1) -> durations.Durations:
 
 
 def clock_of(rule: Rule, scene: Scene, rate: float, seed: int) -> replay.Simulator:
-    """A run that has not begun."""
+    """A simulator that has not started."""
     pieces = PIECES.get(rule.name, 1)
     problem = problem_of(scene.workers, scene.skew, BATCH // pieces)
     task = problem.task._replace(params={"model": problem.init(jax.random.key(seed)), "rate": jnp.float32(rate)})

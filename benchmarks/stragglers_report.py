@@ -50,7 +50,7 @@ def in_words(row: dict[str, Any] | None, key: str, digits: int = 2) -> str:
 
 
 def factor(rows: Rows, scene: str, rule: str) -> float:
-    """How many times sooner than the baseline, by medians."""
+    """The speedup over the baseline, by medians."""
     return float(np.median(values(rows[scene, BASELINE], "seconds")) / np.median(values(rows[scene, rule], "seconds")))
 
 

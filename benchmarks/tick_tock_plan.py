@@ -1,4 +1,4 @@
-"""What two waves of data hide of each other's communication on TPU, by the TPU's own compiler, without a TPU.
+"""The communication that two waves of data hide for each other on TPU, by the TPU's own compiler, without a TPU.
 
     JAX_PLATFORMS=cpu python benchmarks/tick_tock_plan.py [v5e:2x4]
 

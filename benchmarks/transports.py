@@ -1,9 +1,9 @@
-"""What a reducer adds to its codes: processor time of every code in every transport, beside that of its parts alone.
+"""The overhead of reducers over their codes: processor time of every code in every transport, beside its parts alone.
 
     python benchmarks/transports.py --out benchmarks/reports/NAME
 
-Four simulated workers reduce one array; the time is the processor's, of one worker and one step. *Parts* is what the
-transport has to compute, from the codes timed alone, and one plain mean of the array for what moves the data:
+Four simulated workers reduce one array; the time is the processor's, of one worker and one step. *Parts* is the work of
+the transport, from the codes timed alone, and one plain mean of the array for moving the data:
 
 - `compressed`: compress `n`, decompress `W n`
 - `two_shot`: compress `n` and `n / W`, decompress `2 n`

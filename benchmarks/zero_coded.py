@@ -1,8 +1,8 @@
-"""What the codes of ZeRO++ cost in loss: a small GPT on text, four simulated workers in two groups, equal batches.
+"""The cost of the codes of ZeRO++ in loss: a small GPT on text, four simulated workers in two groups, equal batches.
 
     python benchmarks/zero_coded.py --out benchmarks/reports/NAME
 
-Parameters are cut (stage 3) and trained by Adam. All begin with the same values; what differs is how layers are
+Parameters are sharded (stage 3) and trained by Adam. All begin with the same values; what differs is how layers are
 gathered (qwZ), how gradients are averaged (qgZ) and whether the backward pass gathers inside the groups (hpZ).
 """
 

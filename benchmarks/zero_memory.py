@@ -94,7 +94,7 @@ def wide(width: int, layers: int) -> GPTConfig:
 
 
 def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
-    """Layers that fit: bytes are affine in them; and what the compiler says of that many and of more."""
+    """The number of layers that fit, from bytes affine in layers, and the compiler's results for that many and more."""
 
     def config(layers):
         return wide(width, layers)
@@ -110,7 +110,7 @@ def largest(report: Report, name: str, width: int) -> tuple[float, dict, dict]:
 
 
 def tables(runs: list[dict]) -> str:
-    """What a parameter takes on a chip, for each program; and the largest models."""
+    """The bytes of a parameter on a chip for each program, and the largest models."""
     lines = [
         "| program | parameters | chips | arguments | temporaries | on the host | sent, entries |",
         "|---|--:|--:|--:|--:|--:|--:|",

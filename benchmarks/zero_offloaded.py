@@ -1,4 +1,4 @@
-"""A step of a GPT whose optimizer state lies on the host, streamed through the device layer by layer.
+"""A step of a GPT whose optimizer state is in host memory, streamed through the device layer by layer.
 
 Bfloat16 parameters on the device (or on the host too), float32 master parameters and Adam's moments on the host, as in
 ZeRO-Offload: 2 bytes a parameter on the device instead of 16. Gradients leave the device as they arise: a loop that
@@ -27,7 +27,7 @@ def to(space, tree):
 
 @jax.custom_vjp
 def used(params, gradients):
-    """The parameters; their gradient goes to where `gradients` lie, averaged over the workers."""
+    """Returns the parameters; their gradient goes to the memory of `gradients`, averaged over the workers."""
     del gradients
     return jd.comm.over("data").varying(params)  # else their gradient would be summed before it comes here
 
@@ -116,7 +116,7 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
 
 
 def matrices(f, tree, dimensions=3):
-    """`f` for stacked matrices: XLA:TPU cannot slice bfloat16 vectors of the host's."""
+    """Applies `f` to stacked matrices: XLA:TPU cannot slice bfloat16 vectors in host memory."""
     return jax.tree.map(lambda x: f(x) if x.ndim >= dimensions else x, tree)
 
 

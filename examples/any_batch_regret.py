@@ -1,9 +1,9 @@
 """Online learning on workers of unequal speed: rounds of fixed time beside rounds of fixed batches.
 
-A stream of real handwritten digits, in the order in which people wrote them, so that it changes as it goes. Eight
+A stream of real handwritten digits, in the order in which they were written, so that it changes over time. Eight
 workers on a ring learn a linear classifier from it. Each round a worker takes anything from 1 to 10 seconds for ten
-images. With fixed batches all wait for the slowest; in rounds of fixed time each gets through as many as it can.
-Regret is what their models lose beside the best fixed one, summed over the seconds that they were in use.
+images. With fixed batches all wait for the slowest; in rounds of fixed time each processes as many as it can.
+Regret is the loss of their models minus that of the best fixed one, summed over the seconds that they were in use.
 
     python examples/any_batch_regret.py regret.png
 """
@@ -34,7 +34,7 @@ def losses(params, images):  # of each image by itself
 
 
 def rounds(anytime, rng):
-    """How long each round takes, and how many images each worker gets through."""
+    """The duration of each round, and the number of images that each worker processes."""
     window = anytime_window(2.5, workers=WORKERS, batch=WORKERS * BATCH)
     while True:
         share = shifted_exponential(rng, (WORKERS, 1), least=1.0, excess=1.5)  # seconds for a fixed batch
@@ -45,7 +45,7 @@ def rounds(anytime, rng):
 
 
 def learn(tx, anytime, images):
-    """Seconds of each round, what all workers' models lost in it, and the images of the stream at that time."""
+    """Seconds of each round, the loss of all workers' models in it, and the images of the stream at that time."""
     gradient = jd.online.any_batch(losses)
 
     def step(state, batch):  # as one worker sees it

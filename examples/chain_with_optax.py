@@ -2,7 +2,7 @@
 
     python examples/chain_with_optax.py
 
-Where there is only a CPU, it looks like four devices.
+If there is only a CPU, it is used as four devices.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def accuracy(state, batch):
     return jax.lax.pmean(right.mean(), "data")
 
 
-# Rank 4 for matrices; vectors travel as they are, in the same collectives.
+# Rank 4 for matrices; vectors are sent uncompressed, in the same collectives.
 reducer = jd.reducers.with_stats(jd.error_feedback(jd.power_sgd(rank=4)))
 tx = jd.skip_nonfinite(
     optax.chain(

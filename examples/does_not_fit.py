@@ -1,9 +1,9 @@
-"""A model that does not fit: what ZeRO and a disk leave on a device, and training with all of it.
+"""A model that does not fit: the state that ZeRO and a disk leave on a device, and training with it.
 
     python examples/does_not_fit.py
 
-Prints, for each way to train the same model on four devices, the bytes that its state takes on one of them, as the
-compiler counts them, and the loss after the same steps: it is the same.
+Prints, for each way to train the same model on four devices, the bytes of its state on one of them, as the compiler
+counts them, and the loss after the same steps, which is equal.
 """
 
 import tempfile
@@ -92,7 +92,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         disk = jd.offload.nvme(ADAM, jd.offload.Store(folder))
         train("and the moments on disk", None, mesh, data, cut=True, disk=disk)
-        print(f"{disk.stats().state_bytes / 1e6:.1f} MB of Adam's moments lie in {folder}")
+        print(f"{disk.stats().state_bytes / 1e6:.1f} MB of Adam's moments are in {folder}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/hospitals.py
 
 Prints the accuracy on images of all kinds: of models trained alone, of the ring with plain averaging, with quasi-global
-momentum, and of the all-reduce that a ring does without. Nothing but models travels, and only to the two neighbors.
+momentum, and of the all-reduce that a ring does without. Only models are sent, and only to the two neighbors.
 """
 
 from typing import Any, NamedTuple

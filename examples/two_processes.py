@@ -1,4 +1,4 @@
-"""Data parallelism over two processes: the same step as on one machine, the batch made by each process for itself.
+"""Data parallelism over two processes: the same step as on one machine, with each process making its part of the batch.
 
     jaxdist launch -n 2 examples/two_processes.py
 

@@ -1,10 +1,10 @@
-"""Eight workers of which one is six times slower: who waits for it, and whose images count less for it.
+"""Eight workers of which one is six times slower: which rules wait for it, and which images count less.
 
     python examples/uneven_workers.py
 
-Everything happens on a virtual clock, with real gradients. First all workers draw from the same images: how long each
-rule takes to a loss. Then each has a share of the images sorted by digit, so that the slow one alone has seen most
-zeros: the model that plain asynchronous SGD ends at knows them worse than the others, and two rules that mend it.
+Everything happens on a virtual clock, with real gradients. First all workers draw from the same images: the time that
+each rule takes to reach a loss. Then each has a share of the images sorted by digit, so that only the slow one sees
+most zeros: plain asynchronous SGD learns them worse than other digits, and two rules repair that.
 """
 
 import jax

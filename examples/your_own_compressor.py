@@ -1,4 +1,4 @@
-"""Write a compressor, test it by itself, then train with it.
+"""Write a compressor, test it alone, then train with it.
 
     python examples/your_own_compressor.py
 
@@ -40,13 +40,13 @@ def ternary() -> jd.Compressor:
 
 
 def main():
-    # Alone: no mesh, no optimizer, no other worker.
+    # Alone: without mesh, optimizer or other workers.
     # The draw has 24 bits: where the largest entry is below 1e-30, their products with it are too small for float32.
     assert_compressor_laws(ternary(), magnitudes=(1e-30, 3e38))
     assert_reducer_laws(jd.compressed(ternary()))
     print("the laws hold: unbiased, within its variance, fine with empty, scalar and zero arrays, in every dtype")
 
-    # In training, simulated for eight workers on one device. Feedback scales an unbiased code by 1/(1+ω) by itself.
+    # In training, simulated for eight workers on one device. Feedback scales an unbiased code by 1/(1+ω).
     target = jax.random.normal(jax.random.key(1), (100,))
 
     def loss_fn(w, batch):

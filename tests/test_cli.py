@@ -133,7 +133,7 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
     [
         (["train", "--reducer", "powersgd:4"], "unknown reducer 'powersgd:4'; known: exact, f16"),
         (["train", "--reducer", "power_sgd:four"], "rank must be a whole number, got 'four'"),
-        (["train", "--reducer", "power_sgd:4,rang=2"], "it takes rank"),
+        (["train", "--reducer", "power_sgd:4,rang=2"], "it takes RANK[,one_sided=False"),
         (["train", "--reducer", "top_k:2.0"], "density must be in (0, 1], got 2.0"),
         (["train", "--reducer", "top_k"], "missing a required argument: 'density'"),
         (["train", "--reducer", "ef"], "name what the feedback goes around"),

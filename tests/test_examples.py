@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
     "any_batch_regret.py": "times less regret than with fixed batches",
     "chain_with_optax.py": "test accuracy 0.9",
-    "does_not_fit.py": "of Adam's moments lie in",
+    "does_not_fit.py": "of Adam's moments are in",
     "hospitals.py": "quasi-global momentum  8",
     "two_clusters.py": "times fewer bytes between clusters",
     "two_processes.py": "one worker sends",

@@ -4,7 +4,7 @@
     sudo python benchmarks/links/cluster.py clean                         # removes what a killed run left behind
 
 Needs root and iproute2 for the namespaces. `loopback()` needs neither; with them it is a namespace of its own, so that
-its byte counter sees nobody else's traffic.
+its byte counter sees no other traffic.
 """
 
 import argparse
@@ -26,13 +26,13 @@ SUBNET = "10.177.0"
 
 
 class Host(NamedTuple):
-    """Where a process can run.
+    """A place where a process can run.
 
     Attributes:
-      command: what to put before a command so that it runs there.
-      address: its address, as the others see it.
+      command: the prefix of commands that run there.
+      address: its address for the other hosts.
       interface: the name of its network interface.
-      sent: bytes that it has sent so far, headers included.
+      sent: bytes sent so far, headers included.
     """
 
     command: list[str]
@@ -42,7 +42,7 @@ class Host(NamedTuple):
 
 
 def refusal() -> str | None:
-    """Why this machine cannot have namespaces, or None."""
+    """The reason why this machine cannot have namespaces, or None."""
     if os.name != "posix" or sys.platform != "linux":
         return "network namespaces are a feature of Linux"
     if os.geteuid() != 0:
@@ -76,7 +76,7 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
     """`count` hosts, each behind a full-duplex link of `rate_mbit` to one switch.
 
     Raises:
-      RuntimeError: the machine cannot have them; the message says why.
+      RuntimeError: the machine cannot have them.
     """
     reason = refusal()
     if reason is not None:
@@ -108,7 +108,7 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
 
 
 def clean() -> list[str]:
-    """Removes the namespaces of runs that are no longer there; returns their names."""
+    """Removes the namespaces of runs that have ended; returns their names."""
     listed = [line.split()[0] for line in _run("ip", "netns").stdout.splitlines() if line.startswith(PREFIX)]
     stale = [name for name in listed if not Path(f"/proc/{name.split('-')[2]}").exists()]
     for name in stale:
@@ -186,7 +186,7 @@ def _remove(name: str) -> None:
 
 @contextlib.contextmanager
 def _cleaning_up(names: list[str]) -> Iterator[None]:
-    """Removes the namespaces at the end, also when the run is told to stop."""
+    """Removes the namespaces at the end, also after a signal."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         yield

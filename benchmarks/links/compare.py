@@ -34,7 +34,7 @@ CHUNK = 3
 
 
 class System:
-    """The processes of one system, waiting for orders."""
+    """The processes of one system, which wait for commands."""
 
     def __init__(self, script: str, python: str, problem: str, places: list[cluster.Host]):
         with socket.socket() as free:
@@ -99,7 +99,7 @@ def systems(
 def measure(
     running: dict[str, System], modes: dict[str, list[str]], place: cluster.Host, repetitions: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Yields one record for each system, mode and repetition; the order of the modes turns around every time.
+    """Yields one record for each system, mode and repetition; the order of the modes is reversed every time.
 
     A mode alternates, a few steps at a time, with its system's step without communication: machines drift.
     """

@@ -1,4 +1,4 @@
-"""jaxdist over gloo, as one process (one device) of `compare.py`, and two steps in plain JAX to hold against it.
+"""jaxdist over gloo, as one process (one device) of `compare.py`, and two steps in plain JAX to compare with.
 
 Modes: `none` (no communication), `exact`, `f16`, `power_sgd` (rank 4), `qsgd` (4 bits), `top_k` (1 %), `sign` (1 bit);
 the biased ones inside error feedback. `hand_flat` is a hand-written step with one `lax.pmean` of all gradients,
@@ -96,7 +96,7 @@ def jaxdist_step(name, mode, params, mesh):
 
 
 def local_step(name, problem):
-    """No mesh and no communication, on this process's device: the least that a step can take."""
+    """Makes a step without mesh or communication, on this process's device: the least time that a step can take."""
     tx = optimizer(name)
 
     @partial(jax.jit, donate_argnums=(0,))

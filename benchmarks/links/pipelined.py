@@ -1,10 +1,10 @@
-"""Whether communication hides behind computation on CPUs with gloo, over shaped links between processes.
+"""Measures how much communication hides behind computation on CPUs with gloo, over shaped links.
 
     sudo python benchmarks/links/pipelined.py --rate 1000 --out benchmarks/reports/NAME
 
 The modes of `pipelined_step.py` take turns, a few steps at a time. *Exposed* is a mode's step less the step without
-communication of the same turn; *hidden* is what it does not cost of `exact`'s. Needs root: the hosts are network
-namespaces.
+communication of the same turn; *hidden* is the part of `exact`'s exposed time that it saves. Needs root: the hosts are
+network namespaces.
 """
 
 import argparse

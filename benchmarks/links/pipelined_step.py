@@ -1,7 +1,7 @@
-"""One process (one device) of `pipelined.py`: five ways to train one model, told by lines of JSON which and how long.
+"""One process (one device) of `pipelined.py`: five ways to train one model, chosen by lines of JSON.
 
 `none`: no communication. `exact`, `bucketed`: `all_reduce` of everything at once, and of 4 MiB buckets. `pipelined`:
-`jd.overlap.pipelined`, one program. `threads`: what `pipelined` means to do, by hand: a program for the forward and
+`jd.overlap.pipelined`, one program. `threads`: the schedule of `pipelined`, by hand: a program for the forward and
 one for the backward pass of each layer, and a second thread that runs the reductions, one program for each layer.
 """
 
@@ -73,7 +73,7 @@ def classify(layer, w, x, targets):
 
 
 def layers_of(name, params):
-    """Names of the parameters of each layer, in forward order, and what each computes."""
+    """The names of the parameters of each layer, in forward order, and its function."""
     if name == "mlp":
         count = len(params) // 2
         names = [(f"weight_{i}", f"bias_{i}") for i in range(count)]

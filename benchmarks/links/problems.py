@@ -1,4 +1,4 @@
-"""The two models that both systems train: sizes, initial values and data, in numpy, so that both start alike."""
+"""The two models that both systems train: sizes, initial values and data, in NumPy, so that both start equal."""
 
 import itertools
 import sysconfig
@@ -55,7 +55,7 @@ def language_model(rank: int) -> Problem:
 
 
 def classifier(rank: int) -> Problem:
-    """A multilayer perceptron that learns what a small fixed network says of random inputs."""
+    """A multilayer perceptron that learns the outputs of a small fixed network for random inputs."""
     random = np.random.default_rng(0)
     params = {}
     for layer, (inputs, outputs) in enumerate(itertools.pairwise(DIMENSIONS)):

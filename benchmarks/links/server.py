@@ -1,6 +1,6 @@
-"""One process of one system: builds a mode when first asked for it, runs some steps, and says how long they took.
+"""One process of one system: builds a mode at its first use, runs some steps, and reports their times.
 
-The driver talks to it by lines of JSON on its input, so that two systems and all their modes take turns within seconds.
+The driver sends it lines of JSON on its input, so that two systems and all their modes take turns within seconds.
 """
 
 import json
@@ -17,7 +17,7 @@ WARM_UP = 4
 
 
 def serve(build: Callable[[str], Step], about: dict[str, Any]) -> None:
-    """Answers until the input ends. `build(mode)` gives the step of a mode."""
+    """Answers requests until the input ends. `build(mode)` makes the step of a mode."""
     # Frameworks print; answers keep the real output to themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

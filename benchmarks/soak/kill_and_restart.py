@@ -6,7 +6,7 @@ python benchmarks/soak/kill_and_restart.py --out benchmarks/reports/2026-11-faul
 checkpoint, after each kill; after four it has done its steps, and is launched for more. Three methods share a job, each
 with a model and a state of its own: their kills are the same. Kill k comes while the job is in its k-th lap of 20
 steps, or, one in four, while it starts after the kill before. At the end of each lap the whole state is compared, leaf
-by leaf and bit by bit, with that of a job which nobody disturbed.
+by leaf and bit by bit, with that of an undisturbed job.
 """
 
 import argparse
@@ -47,7 +47,7 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 
 def start(work, name, folder, methods, steps, *, restarts=0, save_every=SAVE_EVERY, pause=0.02):
-    """The launcher, as a user would call it."""
+    """Starts the launcher as a user would."""
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--restarts", str(restarts)]
     command += ["--logs", str(work / f"{name}-logs"), str(HERE / "training.py"), str(folder), "--methods", *methods]
     command += ["--steps", str(steps), "--save-every", str(save_every), "--pause", str(pause), "--devices", "2"]
@@ -72,11 +72,11 @@ class Job:
         self.folder, self.work, self.name = folder, work, name
 
     def said(self):
-        """What the launcher itself printed."""
+        """The output of the launcher itself."""
         return (self.work / f"{self.name}.err").read_text()
 
     def end(self):
-        """Waits for it."""
+        """Waits for the end of the job."""
         if self.launcher.wait(5 * LIMIT):
             raise RuntimeError(f"{self.name}: {self.said()[-3000:]}")
 
@@ -85,12 +85,12 @@ class Job:
         return file.read_text() if file.exists() else None
 
     def step(self, attempt, process):
-        """The last step that an attempt has told of; -1: none."""
+        """The last step that an attempt has logged; -1 if there is none."""
         found = re.findall(r"^step (\d+):", self.log(attempt, process) or "", re.MULTILINE)
         return int(found[-1]) if found else -1
 
     def until(self, condition):
-        """What the condition gives once it is true."""
+        """Waits until the condition is true, and returns its value."""
         end = time.monotonic() + LIMIT
         while not (found := condition()):
             if self.launcher.poll() is not None or time.monotonic() > end:
@@ -99,7 +99,7 @@ class Job:
         return found
 
     def process(self, attempt, number):
-        """Its id, among the children of the launcher; None before it runs."""
+        """The process id, among the children of the launcher; None before it runs."""
         wanted = {f"JAX_PROCESS_ID={number}".encode(), f"JAXDIST_ATTEMPT={attempt}".encode()}
         for child in Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split():
             if wanted <= set(Path(f"/proc/{child}/environ").read_bytes().split(b"\0")):
@@ -107,7 +107,7 @@ class Job:
         return None
 
     def phase(self, attempt, process):
-        """What the process was at, by what it has said and what lies on the disk."""
+        """The phase of the process, from its log and the files on disk."""
         if "from" not in (self.log(attempt, process) or ""):
             return "starting"
         if self.step(attempt, process) < 0:
@@ -116,7 +116,7 @@ class Job:
 
 
 def kill(job, number, draw):
-    """Waits for the moment, kills, and says what the kill met. Each kill ends an attempt."""
+    """Waits for the moment, kills, and returns the phase that the kill met. Each kill ends an attempt."""
     attempt, process = number % KILLS_PER_LAUNCH, draw.randrange(2)
     job.until(lambda: job.log(attempt, process) is not None)
     if attempt > 0 and draw.random() < 1 / 3:
@@ -134,7 +134,7 @@ def kill(job, number, draw):
 
 
 def differences(left, right):
-    """The names of leaves that are not the same in every bit."""
+    """The names of leaves that differ in any bit."""
     names = left.keys() | right.keys()
     return sorted(name for name in names if bits(left.get(name)) != bits(right.get(name)))
 
@@ -144,7 +144,7 @@ def bits(leaf):
 
 
 def soak(methods, kills, seed, work):
-    """All kills of one job, and what they changed in the state of each method."""
+    """Runs all kills of one job, and returns the changes in the state of each method."""
     draw, folders = random.Random(f"{seed} {methods}"), (work / "undisturbed", work / "killed")
     Job(work, "undisturbed", folders[0], methods, LAP * kills, save_every=LAP, pause=0.0).end()
     found = []
@@ -165,7 +165,7 @@ def soak(methods, kills, seed, work):
 
 
 def compared(folders, methods, kills):
-    """The leaves of each method that are not the same after a lap, and those that a kill could lose."""
+    """The leaves of each method that differ after a lap, and those that a kill could lose."""
     differ, moved, before = {name: {} for name in methods}, {name: None for name in methods}, {}
     for end in range(LAP, LAP * kills + 1, LAP):
         left, right = (checkpoint.load(folder, step=end) for folder in folders)
@@ -181,12 +181,12 @@ def compared(folders, methods, kills):
 
 
 def of_method(state, name):
-    """Its leaves: `params.NAME.`, `own.NAME.` and `opt.NAME.`."""
+    """The leaves of a method: `params.NAME.`, `own.NAME.` and `opt.NAME.`."""
     return {leaf: value for leaf, value in state.items() if leaf.split(".")[1] == name}
 
 
 def good(found):
-    """Nothing differs, there was something to lose, and the launcher named the process that was killed."""
+    """Checks that nothing differs, there was something to lose, and the launcher named the process that was killed."""
     same = not any(leaves for laps in found["differ"].values() for leaves in laps.values())
     lost = [
         part for name, leaves in found["moved"].items() for part in TO_LOSE[name] if not any(part in x for x in leaves)
@@ -199,7 +199,7 @@ def main():
     parser.add_argument("--groups", nargs="+", type=int, default=range(len(GROUPS)), help="of methods (default: all)")
     parser.add_argument("--kills", type=int, default=20, help="of each group")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="results of other groups that lie there are kept")
+    parser.add_argument("--out", type=Path, help="the folder; existing results of other groups are kept")
     given = parser.parse_args()
     all_good = True
     for group in given.groups:

@@ -26,7 +26,7 @@ MIB = 8
 
 
 def state_of(step):
-    """As many random bits, another set for each step."""
+    """A state of random bits, different for each step."""
     noise = np.random.default_rng(step).integers(0, 2**32, MIB << 18, np.uint32)
     return {f"part{number}": part for number, part in enumerate(np.split(noise, 8))}
 
@@ -47,7 +47,7 @@ def same(folder, step):
 
 
 def kill(folder, draw):
-    """What one kill left: the phase that it met, and whether all that is there is good."""
+    """Kills once; returns the phase that it met, and whether all checkpoints are good."""
     command = [sys.executable, __file__, "--child", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         child.stdout.readline()
@@ -67,7 +67,7 @@ def kill(folder, draw):
 
 
 def damage(folder, draw):
-    """Whether one damage was refused by its file's name."""
+    """Damages a file; returns whether it was refused by its name."""
     files = sorted(file for file in (folder / str(checkpoint.latest(folder))).rglob("*") if file.is_file())
     file = draw.choice(files)
     content, how = file.read_bytes(), draw.choice(["flipped", "cut", "missing"])

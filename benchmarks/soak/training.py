@@ -1,9 +1,9 @@
-"""An ordinary job: it goes on from its newest checkpoint, trains, saves beside the training, and is done at a step.
+"""An ordinary job: it resumes from its newest checkpoint, trains, saves in the background, and ends at a step.
 
 jaxdist launch -n 2 --restarts 4 benchmarks/soak/training.py FOLDER --methods ef_top_k diloco --steps 80
 
-It trains one model by each method, all in one program. Batches are drawn from the number of the step, so that a job
-that goes on reads what it would have read. Each step sleeps a little, as if there were something to compute: a job of
+It trains one model by each method, all in one program. Batches are drawn from the number of the step, so that a resumed
+job reads the same batches. Each step sleeps a little, as if there were something to compute: a job of
 a second has no moments to be killed at.
 """
 
@@ -47,7 +47,7 @@ OWN_PARAMETERS = ("slowmo", "diloco", "gossip")  # each worker's differ
 
 
 class State(NamedTuple):
-    """Of all methods, by their names: parameters that workers share, or that each has of its own, and the rest."""
+    """The states of all methods by name: replicated parameters, per-worker parameters, and optimizer states."""
 
     params: Any
     own: Any
@@ -55,7 +55,7 @@ class State(NamedTuple):
 
 
 def make_state(transformations):
-    """The state as one worker means it."""
+    """Makes the state of one worker."""
     first, second = jax.random.split(jax.random.key(0))
     params = {
         "w1": 0.3 * jax.random.normal(first, (INPUTS, HIDDEN)),
