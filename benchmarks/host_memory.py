@@ -52,7 +52,7 @@ def rows(tile_bytes: int) -> dict:
     }
 
 
-def planned(tx, dtype, mesh, layers: int, width: int):
+def plan_step(tx, dtype, mesh, layers: int, width: int):
     def params():
         return {f"layer{i}": jnp.zeros((width, width), dtype) for i in range(layers)}
 
@@ -89,7 +89,7 @@ def main() -> None:
             continue
         start = time.perf_counter()
         try:
-            plan = planned(tx, dtype, mesh, given.layers, given.width)
+            plan = plan_step(tx, dtype, mesh, given.layers, given.width)
         except jax.errors.JaxRuntimeError as error:
             print(f"| {name} | refused by the compiler: {str(error)[:300]!r} |", flush=True)
             continue

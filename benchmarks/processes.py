@@ -31,7 +31,7 @@ RATES = (0.1, 0.3)
 WORKERS, FACTOR, TARGET, PERSIST = 3, 5.0, 0.5, 2
 
 
-def made(name: str, rate: float) -> Any:
+def make_rule(name: str, rate: float) -> Any:
     return rules.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
 
 
@@ -39,7 +39,7 @@ def best_rate(name: str, task: replay.Task) -> float:
     """The rate with which the target is reached soonest in virtual time; a gradient takes 1 s, or 5 s."""
     law = constant([FACTOR, *[1.0] * (WORKERS - 1)])
     settings = {"durations": law, "workers": WORKERS, "evaluate_every": 5.0, "seconds": 150.0, "target": 0.8 * TARGET}
-    found = {rate: replay.time_to_target(replay.run(made(name, rate), task, **settings), TARGET) for rate in RATES}
+    found = {rate: replay.time_to_target(replay.run(make_rule(name, rate), task, **settings), TARGET) for rate in RATES}
     return min(found, key=lambda rate: found[rate])
 
 
@@ -90,7 +90,7 @@ def with_slow_one(rates: dict[str, float], tasks: list[replay.Task]) -> list[dic
                 "seconds": 60,
                 "target": 0.8 * TARGET,
             }
-            runs.append(ray_engine.run(made(name, rates[name]), task, workers=WORKERS, **settings))
+            runs.append(ray_engine.run(make_rule(name, rates[name]), task, workers=WORKERS, **settings))
         seconds = [replay.time_to_target(run, TARGET) for run in runs]
         row = {"rule": name, "rate": rates[name], "seconds": [round(one, 2) for one in seconds]}
         row |= {"median": round(statistics.median(seconds), 2), "most ahead": max(map(ahead, runs))}
@@ -112,7 +112,7 @@ def with_a_death(seeds: int, gradients: int) -> list[dict[str, Any]]:
             assert task.evaluate is not None
             for kind, progress in (("undisturbed", None), ("killed", Killer(1, gradients // 4))):
                 settings = {"workers": WORKERS, "gradients": gradients, "seed": seed, "progress": progress}
-                run = ray_engine.run(made(name, 0.1), task, **settings)
+                run = ray_engine.run(make_rule(name, 0.1), task, **settings)
                 losses[kind].append(float(task.evaluate(run.params)))
                 gone += [float(run.down[1] * run.seconds)] if progress else []
         medians = {kind: statistics.median(found) for kind, found in losses.items()}

@@ -40,7 +40,7 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Red
     rounding = {"bits": bits, "bucket": bucket}
     when = {"update_steps": (every // 5,), "every": every}
 
-    def fixed(code):
+    def make_fixed(code):
         return lambda: jd.reducers.bucketed(jd.compressed(code), bucket_bytes=1 << 40, first_bucket_bytes=None)
 
     def alq(**options):
@@ -66,12 +66,12 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Red
         "AMQ with blocks": amq(**blocks),
         "AMQ-N with blocks": amq(norm_power=0, **blocks),
         "AMQ of the paper": amq(**paper),
-        "QSGDinf": fixed(jd.qsgd(bits, bucket=bucket)),
-        "QSGDinf without zero": fixed(without_zero),
-        "QSGD": fixed(jd.qsgd(bits, bucket=bucket, norm="l2")),
-        "TernGrad without clipping (2 bits)": fixed(jd.qsgd(2, bucket=bucket)),
-        "NUQSGD": fixed(jd.compressors.nuqsgd(bits, bucket=bucket)),
-        "NUQSGD without zero": fixed(jd.compressors.nuqsgd(bits, bucket=bucket, zero_level=False)),
+        "QSGDinf": make_fixed(jd.qsgd(bits, bucket=bucket)),
+        "QSGDinf without zero": make_fixed(without_zero),
+        "QSGD": make_fixed(jd.qsgd(bits, bucket=bucket, norm="l2")),
+        "TernGrad without clipping (2 bits)": make_fixed(jd.qsgd(2, bucket=bucket)),
+        "NUQSGD": make_fixed(jd.compressors.nuqsgd(bits, bucket=bucket)),
+        "NUQSGD without zero": make_fixed(jd.compressors.nuqsgd(bits, bucket=bucket, zero_level=False)),
     }
 
 

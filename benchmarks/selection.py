@@ -56,13 +56,13 @@ def contestants(size: int, density: float) -> dict[str, Callable[[Any], Any]]:
     return runs
 
 
-def timed(run: Callable[[Any], Any], x: Any) -> float:
+def time_call(run: Callable[[Any], Any], x: Any) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run(x))
     return time.perf_counter() - start
 
 
-def measured(size: int, density: float, turns: int, torch_python: str | None) -> dict[str, float]:
+def measure(size: int, density: float, turns: int, torch_python: str | None) -> dict[str, float]:
     x = jnp.asarray(np.random.default_rng(0).standard_normal(size, np.float32))
     runs = contestants(size, density)
     copy = jax.jit(jnp.negative, donate_argnums=0)
@@ -74,7 +74,7 @@ def measured(size: int, density: float, turns: int, torch_python: str | None) ->
             buffer = jax.block_until_ready(copy(buffer))
             best["copy"] = min(best.get("copy", 1e9), time.perf_counter() - start)
         for name, run in runs.items():
-            seconds = timed(run, x)
+            seconds = time_call(run, x)
             if turn:  # the first compiles
                 best[name] = min(best.get(name, 1e9), seconds)
     if torch_python:
@@ -101,7 +101,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for size in given.sizes:
-        best = measured(size, given.density, given.turns, given.torch_python)
+        best = measure(size, given.density, given.turns, given.torch_python)
         for name, seconds in sorted(best.items(), key=lambda item: item[1]):
             rate = 4 * size / seconds / 1e9
             row = {"entries": size, "name": name, "ms": 1e3 * seconds, "gigabytes_per_second": rate}

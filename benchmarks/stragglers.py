@@ -173,7 +173,7 @@ def to_target(result: replay.Result) -> float:
     return replay.time_to_target(result, TARGET, persist=PERSIST)
 
 
-def tuned(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
+def tune_rate(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
     """The rate that reaches the target first, or is lowest in the end where data differ: all rates side by side."""
     clocks = {rate: clock_of(rule, scene, rate, TUNING_SEED) for rate in RATES}
     states = {rate: clock.init() for rate, clock in clocks.items()}
@@ -234,7 +234,7 @@ def measure(name: str, scene_name: str, seeds: int) -> dict[str, Any]:
     scene = SCENES[scene_name]
     spelled = name.format(n=scene.workers, m=scene.workers * PIECES.get(name.partition(":")[0], 1))
     rule = rules.parse_rule(spelled, by_rate())
-    rate, tuning = tuned(rule, scene)
+    rate, tuning = tune_rate(rule, scene)
     runs = [run(spelled, rule, scene, rate, seed) for seed in range(seeds)]
     curve = runs[0].pop("curve")
     row = {"scene": scene_name, "rule": name, "rate": rate, "tuning": tuning}

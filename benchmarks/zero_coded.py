@@ -22,7 +22,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist._cli.models.base import Layers
+from jaxdist._cli.models.base import LayerRunner
 from jaxdist._cli.models.gpt import GPTConfig
 from jaxdist._cli.models.text import text_workload
 
@@ -33,17 +33,17 @@ BATCH = 16
 EXACT = jd.hierarchical(inner=jd.exact(), outer=jd.exact())
 
 
-def coded(code: jd.Compressor) -> jd.Reducer:
+def encode_gradients(code: jd.Compressor) -> jd.Reducer:
     return jd.hierarchical(inner=jd.two_shot(code), outer=jd.two_shot(code))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"reducer": EXACT},
     "qwZ, int8": {"reducer": EXACT, "compressor": jc.int8()},
-    "qgZ, int4": {"reducer": coded(jc.int4())},
-    "qwZ int8 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int8()},
-    "qwZ int8 + qgZ int4 + hpZ": {"reducer": coded(jc.int4()), "compressor": jc.int8(), "secondary_partition": True},
-    "qwZ int4 + qgZ int4": {"reducer": coded(jc.int4()), "compressor": jc.int4()},
+    "qgZ, int4": {"reducer": encode_gradients(jc.int4())},
+    "qwZ int8 + qgZ int4": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int8()},
+    "qwZ int8 + qgZ int4 + hpZ": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int8(), "secondary": True},
+    "qwZ int4 + qgZ int4": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int4()},
 }
 
 
@@ -55,7 +55,7 @@ class State(NamedTuple):
 def train(name: str, steps: int, seed: int) -> dict[str, Any]:
     options = VARIANTS[name]
     workload = text_workload(CONFIG)
-    layers = Layers(
+    layers = LayerRunner(
         lambda f: jd.zero.gathered(f, axis=AXES, **options),
         lambda f, params, x: jd.zero.gathered_scan(f, params, x, axis=AXES, **options),
     )

@@ -14,7 +14,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist._cli.models import gpt
-from jaxdist._cli.models.base import Layers
+from jaxdist._cli.models.base import LayerRunner
 from jaxdist._cli.training import stages
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -26,21 +26,21 @@ def to(space, tree):
 
 
 @jax.custom_vjp
-def used(params, gradients):
+def use_parameters(params, gradients):
     """Returns the parameters; their gradient goes to the memory of `gradients`, averaged over the workers."""
     del gradients
     return jd.comm.over("data").varying(params)  # else their gradient would be summed before it comes here
 
 
-def used_backward(_, g):
+def use_parameters_backward(_, g):
     mean = jax.tree.map(lambda x: jax.lax.pmean(x, "data"), g)
     return jax.tree.map(jnp.zeros_like, mean), matrices(partial(to, HOST), mean, 2)
 
 
-used.defvjp(lambda params, gradients: (used(params, gradients), None), used_backward)
+use_parameters.defvjp(lambda params, gradients: (use_parameters(params, gradients), None), use_parameters_backward)
 
 
-def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.Weighed:
+def make_offloaded_step(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.StageStep:
     base = stages.stage_step(config, 0, master=True)
     tx = optax.adam(RATE)
 
@@ -64,13 +64,13 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
         def body(x, each):
             params, buffer = each
             params = to(DEVICE, params) if params_on_host else params
-            return f(used(params, buffer), x), None
+            return f(use_parameters(params, buffer), x), None
 
         return jax.lax.scan(body, x, stacked)[0]
 
     def loss(ends, gradients, blocks, tokens):
         params = {**ends, "blocks": (jax.lax.stop_gradient(blocks), gradients)}
-        return gpt.loss(config, params, tokens, layers=Layers(jax.checkpoint, through_blocks))
+        return gpt.loss(config, params, tokens, layers=LayerRunner(jax.checkpoint, through_blocks))
 
     def adam(state, g, count):
         g = g.astype(jnp.float32)
@@ -112,7 +112,7 @@ def offloaded(config: gpt.GPTConfig, *, params_on_host: bool = False) -> stages.
         }
         return new, {"loss": jax.lax.pmean(value, "data")}
 
-    return stages.Weighed(step, make_state, base.parameters, base.ends)
+    return stages.StageStep(step, make_state, base.parameters, base.ends)
 
 
 def matrices(f, tree, dimensions=3):

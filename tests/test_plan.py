@@ -163,13 +163,13 @@ def test_many_layers_are_a_loop_with_the_same_loss(monkeypatch):
             x = f(layer, x)
         return x
 
-    plain = layering.Layers(lambda f: f, one_by_one)
+    plain = layering.LayerRunner(lambda f: f, one_by_one)
     expected, slopes = jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, tokens, layers=plain)))(params)
     compiled = jax.jit(jax.value_and_grad(lambda p: gpt.loss(config, p, tokens))).lower(params).compile()
     found, got = compiled(params)
     assert "while(" in str(compiled.as_text())
     chex.assert_trees_all_close((found, got), (expected, slopes), rtol=1e-4, atol=1e-6)
     stacked = {**ends, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
-    looped = layering.Layers(lambda f: f, layering.looped)
+    looped = layering.LayerRunner(lambda f: f, layering.apply_in_loop)
     again = jax.jit(lambda p: gpt.loss(config, p, tokens, layers=looped))(stacked)
     assert again == pytest.approx(float(expected), rel=1e-5)

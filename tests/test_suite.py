@@ -16,7 +16,7 @@ from jaxdist._cli.training import suites, train
 
 def _result(name, loss, wire_bytes, accuracy=0.5):
     records = (train.Record(1, loss, 0.1, 10.0, wire_bytes, wire_bytes),)
-    return results.Result(name, records, {"loss": loss, "accuracy": accuracy}, wire_bytes, 1.0)
+    return results.RunResult(name, records, {"loss": loss, "accuracy": accuracy}, wire_bytes, 1.0)
 
 
 def _spreads(rows):

@@ -165,7 +165,7 @@ def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
     def cell(method, period, loss, baseline=None):
         found = results.Evaluation(4, 10.0, {"loss": loss})
         records = (train.Record(4, loss, 0.1, 10.0, 1.0, 10.0),)
-        one = results.Result(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
+        one = results.RunResult(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
         return suites.collect_cell(method, period, [one], baseline, any_period)
 
     exact = cell("exact", 0, 1.0)

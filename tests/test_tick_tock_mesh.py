@@ -115,7 +115,7 @@ def test_a_whole_gpt():
         return Layered(ends[0], jax.tree.map(lambda *x: jnp.stack(x), *blocks), ends[1])
 
     wave = jd.overlap.wavelet(
-        lambda params, x: gpt.Block(config).apply({"params": params}, x),
+        lambda params, x: gpt.TransformerBlock(config).apply({"params": params}, x),
         final,
         embed=lambda params, tokens: apply(gpt.GPT.embed)(params, tokens[:, :-1].astype(jnp.int32)),
     )

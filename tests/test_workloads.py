@@ -192,7 +192,7 @@ def test_evaluation_needs_an_example_for_each_worker(writing, mesh, run):
 
 def _result(name, losses, wire_bytes=100.0):
     records = [train.Record(n + 1, loss, 0.1, 10.0, wire_bytes, (n + 1) * wire_bytes) for n, loss in enumerate(losses)]
-    return results.Result(name, tuple(records), {"loss": losses[-1]}, wire_bytes, 1.0)
+    return results.RunResult(name, tuple(records), {"loss": losses[-1]}, wire_bytes, 1.0)
 
 
 def test_summary_compares_with_the_baseline():

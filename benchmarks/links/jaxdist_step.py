@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     loss: Any  # this worker's own: averaging it would be one more collective
 
 
-def normed(x, gain):
+def normalize(x, gain):
     return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * gain
 
 
@@ -52,14 +52,14 @@ def language_model_loss(w, batch):
     visible = jnp.tril(jnp.ones((length, length), bool))
     x = w["embedding"][tokens] + w["position"][:length]
     for layer in range(LAYERS):
-        qkv = normed(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
+        qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
         q, k, v = qkv.reshape(size, length, 3, HEADS, WIDTH // HEADS).transpose(2, 0, 3, 1, 4)
         scores = q @ k.swapaxes(-1, -2) * (WIDTH // HEADS) ** -0.5
         mixed = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
         x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, WIDTH) @ w[f"out_{layer}"]
-        hidden = normed(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
+        hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
         x = x + jax.nn.gelu(hidden) @ w[f"down_{layer}"]
-    logits = normed(x, w["gain"]) @ w["head"]
+    logits = normalize(x, w["gain"]) @ w["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 

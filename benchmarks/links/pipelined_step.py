@@ -124,7 +124,7 @@ def reduced_inside(name, problem, mesh, reducer):
     return one_program(jd.distribute(step, mesh), jd.init_state(make_state, mesh), batches)
 
 
-def pipelined(name, problem, mesh, defer):
+def make_pipelined(name, problem, mesh, defer):
     names, _ = layers_of(name, problem.params)
     pipeline = jd.overlap.pipelined(LOSSES[name], optimizer(name), defer=defer, layers=names)
     state = jd.init_state(lambda: pipeline.init(jax.tree.map(jnp.asarray, problem.params)), mesh)
@@ -217,7 +217,7 @@ def build(name, mode, problem, mesh):
         "none": lambda: local(name, problem),
         "exact": lambda: reduced_inside(name, problem, mesh, jd.exact()),
         "bucketed": lambda: reduced_inside(name, problem, mesh, jd.reducers.bucketed(jd.exact(), bucket_bytes=4 << 20)),
-        "pipelined": lambda: pipelined(name, problem, mesh, int(defer)),
+        "pipelined": lambda: make_pipelined(name, problem, mesh, int(defer)),
         "threads": lambda: threads(name, problem, mesh, int(defer)),
     }
     return ways[kind]()

@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
         return self.loss(self.weights, x, y)
 
 
-def normed(x, gain):
+def normalize(x, gain):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain
 
 
@@ -45,13 +45,13 @@ def language_model_loss(w, tokens, targets):
     batch, length = tokens.shape
     x = F.embedding(tokens, w["embedding"]) + w["position"][:length]
     for layer in range(LAYERS):
-        qkv = normed(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
+        qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
         q, k, v = qkv.view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + mixed.transpose(1, 2).reshape(batch, length, WIDTH) @ w[f"out_{layer}"]
-        hidden = normed(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
+        hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
         x = x + F.gelu(hidden, approximate="tanh") @ w[f"down_{layer}"]
-    return F.cross_entropy((normed(x, w["gain"]) @ w["head"]).flatten(0, 1), targets.flatten())
+    return F.cross_entropy((normalize(x, w["gain"]) @ w["head"]).flatten(0, 1), targets.flatten())
 
 
 def classifier_loss(w, x, labels):

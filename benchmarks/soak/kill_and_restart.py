@@ -161,10 +161,10 @@ def soak(methods, kills, seed, work):
         told = re.findall(r"WorkerLost: process (\d) was killed by SIGKILL", job.said())
         for one, process in zip(found[first:], told, strict=True):
             one["told"] = int(process)
-    return {"kills": found, **compared(folders, methods, kills)}
+    return {"kills": found, **compare_states(folders, methods, kills)}
 
 
-def compared(folders, methods, kills):
+def compare_states(folders, methods, kills):
     """The leaves of each method that differ after a lap, and those that a kill could lose."""
     differ, moved, before = {name: {} for name in methods}, {name: None for name in methods}, {}
     for end in range(LAP, LAP * kills + 1, LAP):

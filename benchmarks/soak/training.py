@@ -23,17 +23,17 @@ PERIOD = 3  # of local steps; no divisor of the steps between two checkpoints, s
 ADAM = optax.adam(0.01)
 
 
-def reduced(reducer):
+def make_optimizer(reducer):
     return optax.chain(jd.all_reduce(reducer), ADAM)
 
 
 # The transformation for so many workers.
 METHODS = {
-    "exact": lambda workers: reduced(jd.exact()),
-    "ef_top_k": lambda workers: reduced(jd.error_feedback(jd.compressed(jd.top_k(0.1)))),
-    "power_sgd": lambda workers: reduced(jd.error_feedback(jd.power_sgd(rank=2))),
-    "qsgd": lambda workers: reduced(jd.compressed(jd.qsgd(4, bucket=64))),
-    "alq": lambda workers: reduced(jd.reducers.alq(3, bucket=64, update_steps=(2,), every=5)),
+    "exact": lambda workers: make_optimizer(jd.exact()),
+    "ef_top_k": lambda workers: make_optimizer(jd.error_feedback(jd.compressed(jd.top_k(0.1)))),
+    "power_sgd": lambda workers: make_optimizer(jd.error_feedback(jd.power_sgd(rank=2))),
+    "qsgd": lambda workers: make_optimizer(jd.compressed(jd.qsgd(4, bucket=64))),
+    "alq": lambda workers: make_optimizer(jd.reducers.alq(3, bucket=64, update_steps=(2,), every=5)),
     "slowmo": lambda workers: jd.local_sgd.slowmo(
         optax.sgd(0.05, momentum=0.9), sync_period=PERIOD, learning_rate=0.05, buffers="maintain"
     ),

@@ -16,7 +16,7 @@ from ..reducers.base import Law, Reducer
 from ..runtime.distribute import distribute
 from ..runtime.mesh import global_batch, make_mesh
 from ..state.placement import init_state
-from .models.base import Method, Workload, check_batch
+from .models.base import TrainingMethod, Workload, check_batch
 from .spellings import parse
 from .training.one_worker import one_worker
 
@@ -140,7 +140,7 @@ def recommend(predictions: Sequence[Prediction]) -> Prediction:
     return max(close, key=lambda prediction: prediction.wire_bytes)
 
 
-def _find_reducer(name: str, method: Method) -> Reducer:
+def _find_reducer(name: str, method: TrainingMethod) -> Reducer:
     """The reducer that encodes and decodes: that of every step, or that of a round."""
     if parse.is_sync(name):
         return parse.parse_reducer(name.partition("/")[2] or "exact")
@@ -150,7 +150,7 @@ def _find_reducer(name: str, method: Method) -> Reducer:
 
 
 def _trace_traffic(
-    workload: Workload, method: Method, workers: int, batch_size: int, link: cost.Link
+    workload: Workload, method: TrainingMethod, workers: int, batch_size: int, link: cost.Link
 ) -> tuple[float, float]:
     """Bytes and seconds of latency of a step, on average, from a trace."""
     alone = one_worker(workload, method, axis=AXIS)

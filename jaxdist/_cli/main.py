@@ -9,26 +9,46 @@ import tyro
 
 from ..asynchronous.errors import ActorLost, NonFiniteGradient, Stalled
 from ..processes.launch import command as launcher
-from .commands.advise import Advise, run_advise
+from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import run_compare
-from .commands.doctor import Doctor, run_doctor
-from .commands.plan import Plan, run_plan
-from .commands.replay import Replay, run_replay
-from .commands.topology import ShowTopology, run_topology
+from .commands.doctor import DoctorOptions, run_doctor
+from .commands.plan import PlanOptions, run_plan
+from .commands.replay import ReplayOptions, run_replay
+from .commands.topology import TopologyOptions, run_topology
 from .commands.train import run_train
-from .commands.tune import Tune, run_tune
-from .options import Compare, Train
+from .commands.tune import TuneOptions, run_tune
+from .options import CompareOptions, TrainOptions
 
 # name: (options, the function that runs the command and may return an exit code, its purpose)
 COMMANDS = {
-    "train": (Train, run_train, "Trains one model on all devices and compares it with plain all-reduce."),
-    "compare": (Compare, run_compare, "Trains with several reducers on the same data and plots loss against bytes."),
-    "advise": (Advise, run_advise, "Recommends a method for given links: bytes, predicted step times, break-even."),
-    "replay": (Replay, run_replay, "Runs asynchronous methods on a virtual clock: real gradients, simulated time."),
-    "plan": (Plan, run_plan, "Predicts memory, bytes and time of a run on TPUs or GPUs that are not available here."),
-    "tune": (Tune, run_tune, "Finds message sizes for the gradient, for a link that is given or measured."),
-    "doctor": (Doctor, run_doctor, "Lists devices and software, and checks that collectives give right numbers."),
-    "topology": (ShowTopology, run_topology, "Shows a graph over the workers, and how fast it mixes."),
+    "train": (TrainOptions, run_train, "Trains one model on all devices and compares it with plain all-reduce."),
+    "compare": (
+        CompareOptions,
+        run_compare,
+        "Trains with several reducers on the same data and plots loss against bytes.",
+    ),
+    "advise": (
+        AdviseOptions,
+        run_advise,
+        "Recommends a method for given links: bytes, predicted step times, break-even.",
+    ),
+    "replay": (
+        ReplayOptions,
+        run_replay,
+        "Runs asynchronous methods on a virtual clock: real gradients, simulated time.",
+    ),
+    "plan": (
+        PlanOptions,
+        run_plan,
+        "Predicts memory, bytes and time of a run on TPUs or GPUs that are not available here.",
+    ),
+    "tune": (TuneOptions, run_tune, "Finds message sizes for the gradient, for a link that is given or measured."),
+    "doctor": (
+        DoctorOptions,
+        run_doctor,
+        "Lists devices and software, and checks that collectives give right numbers.",
+    ),
+    "topology": (TopologyOptions, run_topology, "Shows a graph over the workers, and how fast it mixes."),
 }
 EXPECTED = (ValueError, OSError, ModuleNotFoundError, ActorLost, Stalled, NonFiniteGradient)
 

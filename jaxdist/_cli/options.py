@@ -40,7 +40,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Train(Options):
+class TrainOptions(Options):
     """The options of `jaxdist train`."""
 
     reducer: Annotated[str | None, tyro.conf.arg(help=REDUCER + parse.describe_reducers())] = None
@@ -78,7 +78,7 @@ class Train(Options):
 
 
 @dataclass(frozen=True)
-class Compare(Options):
+class CompareOptions(Options):
     """The options of `jaxdist compare`."""
 
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(help=COMPARED + parse.describe_reducers())] = DEMO

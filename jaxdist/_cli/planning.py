@@ -18,7 +18,7 @@ from ..analysis.hlo.simulate_schedule import Span
 from ..analysis.memory import memory
 from ..analysis.overlap import Overlap, overlap
 from ..runtime.distribute import distribute
-from .models.base import Method, Workload, check_batch, parameters_of
+from .models.base import TrainingMethod, Workload, check_batch, parameters_of
 from .training.offloaded import Offload
 from .training.one_worker import one_worker
 
@@ -126,7 +126,7 @@ def mesh_of(target: str, num_slices: int = 1) -> tuple[Chip, jax.sharding.Mesh]:
 def plan(
     target: str,
     workload: Workload,
-    method: Method,
+    method: TrainingMethod,
     *,
     offload: Offload | None = None,
     batch_size: int | None = None,
@@ -220,7 +220,7 @@ def _plan_refused(
     message: str,
     known: dict[str, Any],
     arguments: dict[str, dict[str, float]],
-    method: Method,
+    method: TrainingMethod,
     offload: Offload | None,
     compile_seconds: float,
 ) -> Planned:
@@ -272,7 +272,7 @@ def _group_links(found: Overlap, cluster: cost.Cluster) -> tuple[LinkUse, ...]:
 def advise(
     device: Mapping[str, float],
     chip: Chip,
-    method: Method,
+    method: TrainingMethod,
     offload: Offload | None,
     found: Overlap | None,
     fits: bool,

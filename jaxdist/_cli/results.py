@@ -32,7 +32,7 @@ class Evaluation(NamedTuple):
     held_out: dict[str, float]
 
 
-class Result(NamedTuple):
+class RunResult(NamedTuple):
     """A finished run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A `Result` in numbers, compared with the baseline; comparisons are None without one.
+    """A `RunResult` in numbers, compared with the baseline; comparisons are None without one.
 
     Attributes:
       name: the spelling of the method.
@@ -82,7 +82,7 @@ class Summary(NamedTuple):
     held_out: dict[str, float]
 
 
-def summarize(result: Result, baseline: Result | None = None) -> Summary:
+def summarize(result: RunResult, baseline: RunResult | None = None) -> Summary:
     """Summarizes a run; the baseline is a run of plain all-reduce with the same seed and steps."""
     losses = np.array([record.loss for record in result.records])
     seconds = float(np.median([record.seconds for record in result.records]))

@@ -72,7 +72,7 @@ def train_to_end(
     evaluate_every: int | None = None,
     save: Callable[[train.TrainState, int], None] | None = None,
     save_every: int | None = None,
-) -> tuple[results.Result, train.TrainState]:
+) -> tuple[results.RunResult, train.TrainState]:
     """Trains with a progress bar and logs every step.
 
     With `save`, it saves every `save_every` steps, and at a signal such as SIGTERM, after which it exits.
@@ -105,7 +105,7 @@ def train_to_end(
                 results.write_line(log, {"kind": "evaluation", "reducer": name, **found._asdict()})
         sent = records[-1].total_wire_bytes / options.steps
         held_out = run.evaluate(state)
-        result = results.Result(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
+        result = results.RunResult(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
     results.write_line(log, {"kind": "summary", "reducer": name, **results.summarize(result)._asdict()})
     return result, state
 

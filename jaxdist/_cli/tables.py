@@ -7,8 +7,8 @@ import numpy as np
 from rich.table import Table
 
 from .plotting.figures import in_bytes
-from .results import Result, summarize
-from .training.suites import Cell, Spread, pareto_front
+from .results import RunResult, summarize
+from .training.suites import Cell, SeedSpread, pareto_front
 
 CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
 SEEDS_CAPTION = "Mean over the seeds and half of their range. *: no other has both fewer bytes and a lower loss."
@@ -28,7 +28,7 @@ def new_table(first: str, numbers: Sequence[str], *, caption: str | None = None,
     return table
 
 
-def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
+def runs_table(finished: Sequence[RunResult], baseline: RunResult | None) -> Table:
     """Single runs, compared with the baseline if there is one."""
     extra = [name for name in finished[0].held_out if name != "loss"]
     versus = [f"against {baseline.name}"] if baseline else []
@@ -46,7 +46,7 @@ def runs_table(finished: Sequence[Result], baseline: Result | None) -> Table:
     return table
 
 
-def seeds_table(spreads: Sequence[Spread]) -> Table:
+def seeds_table(spreads: Sequence[SeedSpread]) -> Table:
     """Runs of several seeds; the first is the baseline."""
     extra = [name for name in spreads[0].held_out if name != "loss"]
     headings = ["bytes a step", "fewer bytes", "held-out loss", f"against {spreads[0].name}", *extra, "ms/step"]
@@ -71,7 +71,7 @@ def periods_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _compare_loss(spread: Spread, baseline: Spread) -> list[str]:
+def _compare_loss(spread: SeedSpread, baseline: SeedSpread) -> list[str]:
     """Bytes, how many times fewer than the baseline's, held-out loss, and its difference from the baseline's."""
     ratio = baseline.wire_bytes / spread.wire_bytes if spread.wire_bytes else 1.0
     loss = _with_range(spread.held_out["loss"])

@@ -27,7 +27,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Advise:
+class AdviseOptions:
     """The options of `jaxdist advise`."""
 
     link: str | None = None
@@ -50,7 +50,7 @@ class Advise:
     """Milliseconds of one worker's step without communication, if it will run on another device than this one."""
 
 
-def run_advise(chosen: Advise) -> None:
+def run_advise(chosen: AdviseOptions) -> None:
     """Measures the link and the step, or takes them from the options; prints predictions and a recommendation."""
     console = new_console()
     several = chosen.link is None and initialize()

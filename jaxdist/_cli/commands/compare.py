@@ -6,13 +6,13 @@ import jax
 
 from ...runtime.mesh import make_mesh
 from .. import results, tables
-from ..options import Compare
+from ..options import CompareOptions
 from ..plotting import losses
 from ..running import new_console, path_in, prepare_runs, print_paths, set_up, title_of, train_to_end, unit_of
 from ..training import suites, train
 
 
-def run_compare(chosen: Compare) -> None:
+def run_compare(chosen: CompareOptions) -> None:
     """Runs the comparison that was chosen."""
     if chosen.suite == "local":
         _compare_periods(chosen)
@@ -20,7 +20,7 @@ def run_compare(chosen: Compare) -> None:
         _compare_reducers(chosen)
 
 
-def _compare_reducers(chosen: Compare) -> None:
+def _compare_reducers(chosen: CompareOptions) -> None:
     """Trains with each method in turn, on every seed, and leaves a log, a table and a plot."""
     workload, mesh = set_up(chosen)
     console = new_console()
@@ -30,7 +30,7 @@ def _compare_reducers(chosen: Compare) -> None:
     if chosen.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
     runs = prepare_runs(names, chosen, workload, mesh)
-    finished: list[list[results.Result]] = []
+    finished: list[list[results.RunResult]] = []
     log_path = path_in(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in runs:
@@ -54,7 +54,7 @@ def _compare_reducers(chosen: Compare) -> None:
     print_paths(console, plot=plot, log=log_path)
 
 
-def _compare_periods(chosen: Compare) -> None:
+def _compare_periods(chosen: CompareOptions) -> None:
     """Compares each method at each `H`, for each number of workers: `--suite local`."""
     console = new_console()
     suites.check_sweep(chosen.periods, chosen.workers, chosen.seeds)

@@ -17,7 +17,7 @@ COLORS = {"good": "green", "look": "yellow", "wrong": "red", "": ""}
 
 
 @dataclass(frozen=True)
-class Doctor:
+class DoctorOptions:
     """The options of `jaxdist doctor`."""
 
     devices: int | None = None
@@ -26,7 +26,7 @@ class Doctor:
     """Seconds to wait for the other processes of this job."""
 
 
-def run_doctor(chosen: Doctor) -> int:
+def run_doctor(chosen: DoctorOptions) -> int:
     """Prints a table and returns 1 if something is wrong. With several processes, process 0 prints."""
     if chosen.devices is not None:
         use_cpu_devices(chosen.devices)

@@ -24,7 +24,7 @@ REDUCER = "Default: exact.\n" + parse.describe_reducers()
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanOptions:
     """The options of `jaxdist plan`."""
 
     target: Annotated[str, tyro.conf.arg(help=f"The target to compile for: {planning.TARGETS}.")]
@@ -48,7 +48,7 @@ class Plan:
     """Folder of plan.png."""
 
 
-def run_plan(chosen: Plan) -> int:
+def run_plan(chosen: PlanOptions) -> int:
     """Compiles, prints and draws; returns 0, or 1 for a program that does not fit."""
     console = new_console()
     if chosen.slices < 1:

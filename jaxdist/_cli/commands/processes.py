@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from ...asynchronous import ray_engine, replay
 from ...asynchronous.protocol import Rule
 from .. import results
-from ..options import Train
+from ..options import TrainOptions
 from ..plotting.replays import draw_replays
 from ..running import new_console, path_in, print_paths
 from ..spellings import parse, rules
@@ -20,14 +20,14 @@ PROCESS_OPTIONS = ("rule", "workers", "seconds", "slow", "gradient", "on_death",
 EVALUATION_SECONDS = 1.0
 
 
-def refuse_process_options(chosen: Train) -> None:
+def refuse_process_options(chosen: TrainOptions) -> None:
     """Raises ValueError if an option is given that only `--engine ray` has."""
     given = [name for name in PROCESS_OPTIONS if getattr(chosen, name) is not None]
     if given:
         raise ValueError(f"{_join_flags(given)}: only with --engine ray")
 
 
-def train_processes(chosen: Train) -> None:
+def train_processes(chosen: TrainOptions) -> None:
     """Trains by a rule, and leaves a log, a plot and a checkpoint."""
     given = [name for name in MESH_OPTIONS if getattr(chosen, name)]
     if given:
@@ -66,7 +66,9 @@ def _join_flags(names: list[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
-def _run_processes(chosen: Train, workers: int, rule: Rule, task: replay.Task, console: Console) -> replay.Result:
+def _run_processes(
+    chosen: TrainOptions, workers: int, rule: Rule, task: replay.Task, console: Console
+) -> replay.Result:
     """Trains with a progress bar."""
     slow = {0: rules.parse_factor("--slow", chosen.slow)[0]} if chosen.slow else {}
     settings: dict[str, Any] = {"on_death": chosen.on_death or "restart", "address": chosen.address, "slow": slow}

@@ -25,7 +25,7 @@ NOTE = "Staleness: versions between reading a model and using its gradient.\nSen
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayOptions:
     """The options of `jaxdist replay`."""
 
     rule: Annotated[tuple[str, ...], tyro.conf.arg(help="One or several to compare:\n" + grammar.describe(RULES))] = (
@@ -73,7 +73,7 @@ class Replay:
     """Folder of replay.png."""
 
 
-def run_replay(chosen: Replay) -> None:
+def run_replay(chosen: ReplayOptions) -> None:
     """Replays each rule on the same cluster, data and seed; prints a table and draws."""
     for name in ("workers", "batch", "seconds"):
         if not getattr(chosen, name) > 0:

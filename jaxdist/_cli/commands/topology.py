@@ -16,7 +16,7 @@ from ..spellings.tables import GRAPHS
 
 
 @dataclass(frozen=True)
-class ShowTopology:
+class TopologyOptions:
     """The options of `jaxdist topology`."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=", ".join(GRAPHS))]
@@ -28,7 +28,7 @@ class ShowTopology:
     """Folder of NAME-WORKERS.png."""
 
 
-def run_topology(chosen: ShowTopology) -> None:
+def run_topology(chosen: TopologyOptions) -> None:
     """Prints the properties of a graph, and draws it with `--png`."""
     if chosen.name not in GRAPHS:
         raise ValueError(f"unknown topology {chosen.name!r}; known: {', '.join(GRAPHS)}")

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from .. import results, tables
-from ..options import Train
+from ..options import TrainOptions
 from ..plotting import losses
 from ..plotting.figures import in_bytes
 from ..running import new_console, path_in, prepare_runs, print_paths, set_up, title_of, train_to_end, unit_of
@@ -12,7 +12,7 @@ from ..training import offloaded
 from .processes import refuse_process_options, train_processes
 
 
-def run_train(chosen: Train) -> None:
+def run_train(chosen: TrainOptions) -> None:
     """Trains by the engine that was chosen."""
     if chosen.engine == "ray":
         train_processes(chosen)
@@ -21,7 +21,7 @@ def run_train(chosen: Train) -> None:
         _train_on_mesh(chosen)
 
 
-def _train_on_mesh(chosen: Train) -> None:
+def _train_on_mesh(chosen: TrainOptions) -> None:
     """Trains the baseline and the chosen method, and leaves a log, a plot and a checkpoint."""
     workload, mesh = set_up(chosen)
     console = new_console()
@@ -59,7 +59,7 @@ def _train_on_mesh(chosen: Train) -> None:
     print_paths(console, plot=plot, log=log_path, checkpoint=folder)
 
 
-def _print_savings(console: Console, result: results.Result, baseline: results.Result | None) -> None:
+def _print_savings(console: Console, result: results.RunResult, baseline: results.RunResult | None) -> None:
     """Prints the closing line."""
     if baseline is None:
         return

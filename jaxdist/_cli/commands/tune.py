@@ -29,7 +29,7 @@ PART = 8 * 4  # bytes: partitions are whole multiples of 8 entries
 
 
 @dataclass(frozen=True)
-class Tune:
+class TuneOptions:
     """The options of `jaxdist tune`."""
 
     workload: Literal["text", "digits"] = "text"
@@ -62,7 +62,7 @@ class Tune:
     """Folder of timeline.png, with the schedules inside a step side by side."""
 
 
-def run_tune(chosen: Tune) -> None:
+def run_tune(chosen: TuneOptions) -> None:
     """Checks the options, and tunes on a simulated link or on this machine."""
     for name in ("batch", "workers", "steps", "evaluations"):
         if getattr(chosen, name) < 1:
@@ -76,7 +76,7 @@ def run_tune(chosen: Tune) -> None:
     (_tune_steps if chosen.measured else _tune_link)(chosen)
 
 
-def _tune_link(chosen: Tune) -> None:
+def _tune_link(chosen: TuneOptions) -> None:
     """Tunes on a simulated link; prints the schedules, the best possible ones, and the winner."""
     hop, launch = (rules.parse_link(f"{chosen.bandwidth},{seconds}") for seconds in (chosen.latency, chosen.overhead))
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
@@ -145,7 +145,7 @@ def _tune_link(chosen: Tune) -> None:
     print_paths(console, plot=draw_timelines(profile, shown, path_in(chosen.out, "timeline.png"), names=names))
 
 
-def _tune_steps(chosen: Tune) -> None:
+def _tune_steps(chosen: TuneOptions) -> None:
     """Tunes by timing real steps; prints all trials and the winner."""
     options = Options(
         workload=chosen.workload, model=chosen.model, batch=chosen.batch, devices=chosen.workers, text=chosen.text
@@ -206,7 +206,7 @@ def _time_steps(run: train.Run, steps: int) -> float:
     return schedule.step_seconds(run_step, steps=steps)
 
 
-def _trace_layers(workload: Workload, chosen: Tune) -> tuple[list[Layer], Any]:
+def _trace_layers(workload: Workload, chosen: TuneOptions) -> tuple[list[Layer], Any]:
     """The layers, and the batch of one worker."""
     params = jax.eval_shape(workload.init, jax.random.key(0))
     batch = workload.batch(0, 0, chosen.batch // chosen.workers)

@@ -1,4 +1,4 @@
-"""A `Workload` (model, loss and data) and a `Method` (how workers learn from each other)."""
+"""A `Workload` (model, loss and data) and a `TrainingMethod` (how workers learn from each other)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ...reducers.base import Reducer
 LOOP_FROM = 12  # layers: fewer are faster unrolled, and compile quickly enough
 
 
-class Layers(NamedTuple):
+class LayerRunner(NamedTuple):
     """The ways in which a loss applies its layers, so that ZeRO can gather their parameters.
 
     Attributes:
@@ -29,19 +29,19 @@ class Layers(NamedTuple):
 def apply_in_order(f: Callable[..., Any], layers: Sequence[PyTree], x: Any) -> Any:
     """Applies one layer after the other; many layers in a loop that recomputes each in the backward pass."""
     if len(layers) >= LOOP_FROM:
-        return looped(f, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), x)
+        return apply_in_loop(f, jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), x)
     for params in layers:
         x = f(params, x)
     return x
 
 
-def looped(f: Callable[..., Any], stacked: PyTree, x: Any) -> Any:
+def apply_in_loop(f: Callable[..., Any], stacked: PyTree, x: Any) -> Any:
     """Applies stacked layers in a loop: compiled once, with the activations of one layer at a time."""
     recomputed = jax.checkpoint(f, prevent_cse=False)
     return jax.lax.scan(lambda x, params: (recomputed(params, x), None), x, stacked)[0]
 
 
-PLAIN = Layers(lambda f: f, apply_in_order)
+PLAIN = LayerRunner(lambda f: f, apply_in_order)
 
 
 class Workload(NamedTuple):
@@ -72,7 +72,7 @@ class Workload(NamedTuple):
     units_per_example: int
 
 
-class Method(NamedTuple):
+class TrainingMethod(NamedTuple):
     """How workers learn from each other: these arguments of `train.prepare`.
 
     Attributes:

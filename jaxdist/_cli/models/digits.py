@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from sklearn.datasets import load_digits
 
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
-from .base import PLAIN, Layers, Workload
+from .base import PLAIN, LayerRunner, Workload
 from .partition import dirichlet_partition, own_batches
 
 HELD_OUT_IMAGES = 360
@@ -78,10 +78,10 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
     def init(key: PRNGKeyArray) -> PyTree:
         return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
 
-    def loss(params: PyTree, batch: Digits, *, layers: Layers = PLAIN) -> Float[Array, ""]:
+    def loss(params: PyTree, batch: Digits, *, layers: LayerRunner = PLAIN) -> Float[Array, ""]:
         return metrics(params, batch, layers=layers)["loss"]
 
-    def metrics(params: PyTree, batch: Digits, *, layers: Layers = PLAIN) -> Metrics:
+    def metrics(params: PyTree, batch: Digits, *, layers: LayerRunner = PLAIN) -> Metrics:
         logits = layers.one(lambda params, images: model.apply({"params": params}, images))(params, batch.images)
         return {
             "loss": jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)),

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int, UInt8
 
 from ..._core.types import PRNGKeyArray, PyTree
-from .base import PLAIN, Layers
+from .base import PLAIN, LayerRunner
 
 Tokens = UInt8[Array | np.ndarray, "batch length"] | Int[Array | np.ndarray, "batch length"]
 
@@ -50,7 +50,7 @@ SIZES = {
 }
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and a four times wider MLP, each added to the residual stream."""
 
     config: GPTConfig
@@ -85,7 +85,7 @@ class GPT(nn.Module):
         config = self.config
         self.tokens = nn.Embed(config.vocabulary, config.width, embedding_init=nn.initializers.normal(0.1))
         for layer in range(config.layers):
-            setattr(self, f"block_{layer}", Block(config))
+            setattr(self, f"block_{layer}", TransformerBlock(config))
         self.final_norm = nn.LayerNorm(use_bias=False)
         self.out = nn.Dense(config.vocabulary, use_bias=False, kernel_init=nn.initializers.normal(0.02))
 
@@ -128,7 +128,7 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
     return GPT(config).init(key, jnp.zeros((1, config.context), jnp.int32))["params"]
 
 
-def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = PLAIN) -> Float[Array, ""]:
+def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: LayerRunner = PLAIN) -> Float[Array, ""]:
     """Mean cross-entropy, in nats per byte, of every byte given the ones before it.
 
     Args:
@@ -151,7 +151,7 @@ def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: Layers = P
         return lambda x: f({name: params[name] for name in names}, x)
 
     def apply_block(params: PyTree, x: Array) -> Array:
-        return Block(config).apply({"params": params}, x)
+        return TransformerBlock(config).apply({"params": params}, x)
 
     x = bind_end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
     blocks = params.get("blocks") or [params[f"block_{number}"] for number in range(config.layers)]

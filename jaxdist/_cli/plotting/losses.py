@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from ..results import Result, running_mean
-from ..training.suites import Cell, Spread, pareto_front, shown_period
+from ..results import RunResult, running_mean
+from ..training.suites import Cell, SeedSpread, pareto_front, shown_period
 from . import figures
 from .figures import COLORS, GREY, color_of, in_bytes, marker_of
 
 
-def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, unit: str = "nats per byte") -> Path:
+def draw_compare(results: Sequence[RunResult], path: str | Path, *, title: str, unit: str = "nats per byte") -> Path:
     """Draws the training loss of several runs against bytes sent and against steps; the first run is black.
 
     Args:
@@ -49,7 +49,7 @@ def draw_compare(results: Sequence[Result], path: str | Path, *, title: str, uni
 
 
 def draw_train(
-    result: Result, baseline: Result | None, path: str | Path, *, title: str, unit: str = "nats per byte"
+    result: RunResult, baseline: RunResult | None, path: str | Path, *, title: str, unit: str = "nats per byte"
 ) -> Path:
     """Draws the loss of one run and the bytes that it sent, beside its baseline; arguments as for `draw_compare`."""
     figure, (by_loss, by_bytes) = figures.two_panels(title)
@@ -76,11 +76,11 @@ def draw_train(
     return figures.write(figure, path)
 
 
-def _smooth(result: Result) -> np.ndarray:
+def _smooth(result: RunResult) -> np.ndarray:
     return running_mean([record.loss for record in result.records], max(1, len(result.records) // 12))
 
 
-def _limit_to_start(axes: Axes, results: Sequence[Result]) -> None:
+def _limit_to_start(axes: Axes, results: Sequence[RunResult]) -> None:
     """Shows losses from the best to those at the start; runs that diverge leave the panel instead of flattening it."""
     losses = np.concatenate([_smooth(result) for result in results])
     starts = np.array([result.records[0].loss for result in results])
@@ -90,7 +90,7 @@ def _limit_to_start(axes: Axes, results: Sequence[Result]) -> None:
         axes.set_ylim(finite.min() - margin, starts.max() + margin)
 
 
-def draw_seeds(spreads: Sequence[Spread], path: str | Path, *, title: str, unit: str) -> Path:
+def draw_seeds(spreads: Sequence[SeedSpread], path: str | Path, *, title: str, unit: str) -> Path:
     """Draws the held-out loss, and every other metric, against the bytes of a step.
 
     A point is the mean over the seeds, its bar the range. A line joins the reducers on the Pareto front.
@@ -116,7 +116,7 @@ def draw_seeds(spreads: Sequence[Spread], path: str | Path, *, title: str, unit:
     return figures.write(figure, path)
 
 
-def _draw_metric(axes: Axes, spreads: Sequence[Spread], key: str, families: list[str]) -> None:
+def _draw_metric(axes: Axes, spreads: Sequence[SeedSpread], key: str, families: list[str]) -> None:
     figures.open_axes(axes, grid="both", color="#EEEEEE")
     best = pareto_front(spreads, key)
     sizes, means = [spread.wire_bytes for spread in best], [spread.held_out[key].mean() for spread in best]
@@ -137,7 +137,7 @@ def _draw_metric(axes: Axes, spreads: Sequence[Spread], key: str, families: list
     figures.scale_by_log_bytes(axes, "sent by one worker in a step")
 
 
-def _number_reducers(axes: Axes, spreads: Sequence[Spread], families: list[str]) -> None:
+def _number_reducers(axes: Axes, spreads: Sequence[SeedSpread], families: list[str]) -> None:
     """Lists the number and the name of each reducer at the right, in the color of its family."""
     for number, spread in enumerate(spreads):
         color = color_of(families.index(spread.family))

@@ -16,7 +16,7 @@ from ... import compressors, reducers
 from ...compressors.base import Compressor
 from ...reducers.base import Reducer
 from ..models import gpt
-from ..models.base import Method, Workload
+from ..models.base import TrainingMethod, Workload
 from . import grammar
 from .grammar import call, parse_call
 from .tables import COLLECTIVES, FEEDBACK, OPTIMIZERS, REDUCERS, SYNCS
@@ -152,7 +152,7 @@ def is_sync(text: str) -> bool:
     return text.partition(":")[0].partition("/")[0].strip() in SYNCS
 
 
-def parse_sync(text: str, optimizer: str) -> Method:
+def parse_sync(text: str, optimizer: str) -> TrainingMethod:
     """Makes the method that `text` spells: `name:H=N[,key=value...][/REDUCER]`, with a name of `SYNCS`.
 
     Args:
@@ -180,7 +180,7 @@ def parse_sync(text: str, optimizer: str) -> Method:
         given[rate] = learning_rate(optimizer)
     if "inner" in takes:
         factory = functools.partial(factory, inner)
-    return Method(None, call("sync", text, factory, [], given | keywords), period)
+    return TrainingMethod(None, call("sync", text, factory, [], given | keywords), period)
 
 
 def _rate_argument(factory: Callable[..., Any]) -> str:
@@ -190,7 +190,7 @@ def _rate_argument(factory: Callable[..., Any]) -> str:
     return rate if rate in takes and takes[rate].default is inspect.Parameter.empty else ""
 
 
-def parse_method(text: str, optimizer: str) -> Method:
+def parse_method(text: str, optimizer: str) -> TrainingMethod:
     """Makes the method that `text` spells.
 
     Args:
@@ -212,16 +212,16 @@ def parse_method(text: str, optimizer: str) -> Method:
     after = parse_optimizer(optimizer)
     name, values, keywords = parse_call(text)
     if name not in OPTIMIZERS:
-        return Method(parse_reducer(text), after)
-    return Method(None, call("optimizer", text, OPTIMIZERS[name].factory, values, keywords))
+        return TrainingMethod(parse_reducer(text), after)
+    return TrainingMethod(None, call("optimizer", text, OPTIMIZERS[name].factory, values, keywords))
 
 
-def _parse_zero(text: str, optimizer: str) -> Method:
+def _parse_zero(text: str, optimizer: str) -> TrainingMethod:
     spelling, slash, reducer = grammar.check_length(text).partition("/")
     _, values, keywords = parse_call(spelling)
     if keywords or values not in ([1], [2], [3]):
         raise ValueError(f"{text!r}: the stages of ZeRO are zero:1, zero:2 and zero:3")
-    return Method(parse_reducer(reducer if slash else "exact"), parse_optimizer(optimizer), stage=values[0])
+    return TrainingMethod(parse_reducer(reducer if slash else "exact"), parse_optimizer(optimizer), stage=values[0])
 
 
 def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: str, *, default: str) -> str:

@@ -1,6 +1,5 @@
 """The optimizer of a run: on the device, replicated or sharded, in host memory, or streamed from a disk."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from ..._core.types import AxisNames, PyTree, State, Updates
 from ...offload import Store, Streamed, host, nvme
 from ...transforms.all_reduce import all_reduce
 from ...zero.base import zero_redundancy
-from ..models.base import Method
+from ..models.base import TrainingMethod
 
 
 class Offload(NamedTuple):
@@ -51,7 +50,7 @@ def parse_offload(text: str | None) -> Offload | None:
     return Offload(Path(folder))
 
 
-def split_optimizer(method: Method, offload: Offload | None, *, axis: AxisNames) -> SplitOptimizer:
+def split_optimizer(method: TrainingMethod, offload: Offload | None, *, axis: AxisNames) -> SplitOptimizer:
     """Makes the optimizer of a run, including the reducer before it.
 
     Args:
@@ -94,15 +93,3 @@ def _keep_means(means: optax.GradientTransformation) -> optax.GradientTransforma
         return jax.tree.map(jnp.zeros_like, updates), MeanGradients(updates, inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def apply_after(step: Callable[..., Any], streamed: Streamed | None) -> Callable[..., Any]:
-    """Adds the update of the parameters on the host after `step(state, batch)`."""
-    if streamed is None:
-        return step
-
-    def step_and_apply(state: Any, batch: Any) -> tuple[Any, Any]:
-        state, metrics = step(state, batch)
-        return state._replace(params=streamed.apply(state.params, state.opt_state.means)), metrics
-
-    return step_and_apply

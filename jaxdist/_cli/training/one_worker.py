@@ -12,7 +12,7 @@ from ..._core.types import AxisNames, Metrics, PyTree
 from ...state.marks import PerWorker
 from ...transforms.local_value_and_grad import local_value_and_grad
 from ...zero.gathered import gathered, gathered_scan, shard
-from ..models.base import PLAIN, Layers, Method, Workload
+from ..models.base import PLAIN, LayerRunner, TrainingMethod, Workload
 from .offloaded import Offload, split_optimizer
 
 
@@ -45,7 +45,7 @@ class OneWorker(NamedTuple):
 
 
 def one_worker(
-    workload: Workload, method: Method, offload: Offload | None = None, *, axis: AxisNames = "data"
+    workload: Workload, method: TrainingMethod, offload: Offload | None = None, *, axis: AxisNames = "data"
 ) -> OneWorker:
     """Combines a workload and a method.
 
@@ -59,13 +59,13 @@ def one_worker(
       >>> import jaxdist as jd, optax
       >>> from jaxdist._cli.models import base, digits
       >>> from jaxdist._cli.training.one_worker import one_worker
-      >>> worker = one_worker(digits.digits_workload(4), base.Method(jd.exact(), optax.adam(1e-3)))
+      >>> worker = one_worker(digits.digits_workload(4), base.TrainingMethod(jd.exact(), optax.adam(1e-3)))
       >>> step = jd.simulate(worker.step, workers=2)
     """
     transformation, streamed = split_optimizer(method, offload, axis=axis)
     layers, sharded = PLAIN, method.stage == 3
     if sharded:
-        layers = Layers(*(partial(f, axis=axis, reducer=method.reducer) for f in (gathered, gathered_scan)))
+        layers = LayerRunner(*(partial(f, axis=axis, reducer=method.reducer) for f in (gathered, gathered_scan)))
 
     def make_state(seed: int) -> TrainState:
         params = workload.init(jax.random.key(seed))

@@ -17,7 +17,7 @@ from ...transforms.local_value_and_grad import local_value_and_grad
 from ...zero.base import zero_redundancy
 from ...zero.gathered import gathered, gathered_scan, shard
 from ..models import gpt
-from ..models.base import Layers, looped
+from ..models.base import LayerRunner, apply_in_loop
 
 
 class StageStep(NamedTuple):
@@ -72,8 +72,8 @@ def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrol
         params = make_params()
         return StageState(params, tx.init(params))
 
-    plain = Layers(jax.checkpoint, _apply_blocks if unrolled else looped)
-    layers = Layers(gathered, gathered_scan) if stage == 3 else plain
+    plain = LayerRunner(jax.checkpoint, _apply_blocks if unrolled else apply_in_loop)
+    layers = LayerRunner(gathered, gathered_scan) if stage == 3 else plain
     loss = partial(gpt.loss, config, layers=layers)
 
     def step(state: StageState, batch: Any) -> tuple[StageState, Metrics]:

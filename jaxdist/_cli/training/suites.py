@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..models.base import Workload
-from ..results import Result
+from ..results import RunResult
 from ..spellings.parse import parse_method
 from .train import Run, prepare
 
@@ -53,7 +53,7 @@ METHODS: dict[str, tuple[str, int]] = {
 }
 
 
-class Spread(NamedTuple):
+class SeedSpread(NamedTuple):
     """The numbers of one reducer over several seeds.
 
     Attributes:
@@ -87,7 +87,7 @@ class Cell(NamedTuple):
 
     method: str
     period: int
-    spread: Spread
+    spread: SeedSpread
     steps: np.ndarray
     losses: np.ndarray
     units: int
@@ -98,13 +98,13 @@ def list_reducers() -> tuple[str, ...]:
     return tuple(name for family in COMPRESSION.values() for name in family)
 
 
-def collect_seeds(results: Sequence[Result], baseline: Sequence[Result]) -> Spread:
+def collect_seeds(results: Sequence[RunResult], baseline: Sequence[RunResult]) -> SeedSpread:
     """Collects the runs of one reducer, one for each seed, and those of the baseline in the same order."""
     name = results[0].name
     held_out = {key: np.array([result.held_out[key] for result in results]) for key in results[0].held_out}
     exact = np.array([result.held_out["loss"] for result in baseline])
     seconds = [record.seconds for result in results for record in result.records]
-    return Spread(
+    return SeedSpread(
         name=name,
         family=next((family for family, names in COMPRESSION.items() if name in names), ""),
         wire_bytes=float(np.mean([result.wire_bytes for result in results])),
@@ -114,7 +114,7 @@ def collect_seeds(results: Sequence[Result], baseline: Sequence[Result]) -> Spre
     )
 
 
-def pareto_front(spreads: Sequence[Spread], key: str = "loss") -> list[Spread]:
+def pareto_front(spreads: Sequence[SeedSpread], key: str = "loss") -> list[SeedSpread]:
     """The reducers that no other beats in both bytes and the mean of `key`, from the fewest bytes to the most."""
     best, kept = np.inf, []
     for spread in sorted(spreads, key=lambda spread: (spread.wire_bytes, _cost(spread, key))):
@@ -124,7 +124,7 @@ def pareto_front(spreads: Sequence[Spread], key: str = "loss") -> list[Spread]:
     return kept
 
 
-def _cost(spread: Spread, key: str) -> float:
+def _cost(spread: SeedSpread, key: str) -> float:
     """The mean if lower is better, as for a loss, and minus the mean otherwise; NaN is worst."""
     mean = float(spread.held_out[key].mean())
     return np.inf if np.isnan(mean) else mean if key == "loss" else -mean
@@ -152,7 +152,7 @@ def shown_period(periods: Sequence[int]) -> int:
 
 
 def list_sweep(periods: Sequence[int]) -> list[tuple[str, int, str]]:
-    """Method, `H` and spelling of all runs.
+    """TrainingMethod, `H` and spelling of all runs.
 
     Example:
       >>> from jaxdist._cli.training.suites import list_sweep
@@ -182,7 +182,7 @@ def prepare_sweep(
     """
     shared: tuple[str, Run] | None = None
     for method, period, spelling in list_sweep(periods):
-        if shared and shared[0] == method and shared[1].with_period:
+        if shared and shared[0] == method and shared[1].program.any_period:
             run = shared[1].with_period(period)
         else:
             any_period = bool(period) and "fragments" not in spelling
@@ -191,7 +191,7 @@ def prepare_sweep(
         yield method, period, spelling, run
 
 
-def collect_cell(method: str, period: int, results: Sequence[Result], baseline: Cell | None, run: Run) -> Cell:
+def collect_cell(method: str, period: int, results: Sequence[RunResult], baseline: Cell | None, run: Run) -> Cell:
     """Collects the runs of one method at one `H`, one for each seed."""
     spread = collect_seeds(results, results)
     if baseline is not None:

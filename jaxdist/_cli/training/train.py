@@ -18,49 +18,125 @@ from ...runtime.distribute import distribute, evaluate
 from ...runtime.mesh import global_batch
 from ...state.placement import init_state
 from ...transforms.stats import stats
-from ..models.base import Method, Workload, check_batch, parameters_of
-from .offloaded import Offload, apply_after
+from ..models.base import TrainingMethod, Workload, check_batch, parameters_of
+from .offloaded import Offload
+from .one_worker import OneWorker, one_worker
 from .one_worker import TrainState as TrainState
-from .one_worker import one_worker
 
 AXIS = "data"
+
+
+class _Program(NamedTuple):
+    """What all runs of one compiled step share.
+
+    Attributes:
+      compiled: the step; with `any_period` its batch is `(batch, H)`.
+      worker: the functions of one worker.
+      most, least: bytes that a worker sends in the step, with the branches that send most and least.
+      counted: true if the state counts the bytes.
+    """
+
+    workload: Workload
+    worker: OneWorker
+    mesh: jax.sharding.Mesh
+    batch_size: int
+    compiled: Callable[..., tuple[TrainState, dict[str, Any]]]
+    any_period: bool
+    most: float
+    least: float
+    counted: bool
+    evaluate: Callable[[TrainState], dict[str, float]]
+    compile_seconds: float
+
+    def start(self, seed: int, sync_period: int | None, state: TrainState | None = None) -> "Run":
+        """Makes the run of this seed and period, from its first state unless another is given."""
+        state = _first_state(self.worker, self.mesh, seed) if state is None else state
+        streamed = self.worker.streamed
+        return Run(self, state, seed, sync_period, 0 if streamed is None else streamed.stats().step)
 
 
 class Run(NamedTuple):
     """A workload, a reducer and an optimizer, compiled for a mesh.
 
     Attributes:
-      step: `step(state, batch) -> (state, metrics)`, compiled; it donates the state.
+      program: the compiled step, shared by runs of other seeds and periods.
       state: the initial state.
-      batch: `batch(n) -> Batch`, the batch of step `n`, on the mesh.
-      evaluate: `evaluate(state) -> {"loss": float, ...}`, the mean over the held-out split.
-      workers: number of workers.
-      parameters: size of the model.
-      wire_bytes: bytes that one worker sends in a step, read from the compiled program: the mean over a round for
-        methods that synchronize every `H` steps, and the maximum if the program decides from step to step.
-      sent: `sent(state, n)`, bytes that one worker has sent in `n` steps; counted step by step if they differ.
-      units_per_step: tokens or images in a step, all workers together.
+      seed: draws the parameters and the batches.
+      sync_period: `H`; None if the workers take no local steps.
       first: number of steps already done, by an earlier run whose state was on disk.
-      compile_seconds: time to trace and compile.
-      close: releases the files of the run.
-      with_seed: `with_seed(n) -> Run`, the same compiled step with other parameters and batches.
-      with_period: `with_period(H) -> Run`, the same compiled step with another `H`; None if `H` is fixed.
     """
 
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    program: _Program
     state: TrainState
-    batch: Callable[[int], Any]
-    evaluate: Callable[[TrainState], dict[str, float]]
-    workers: int
-    parameters: int
-    wire_bytes: float
-    sent: Callable[[TrainState, int], float]
-    units_per_step: int
+    seed: int
+    sync_period: int | None
     first: int
-    compile_seconds: float
-    close: Callable[[], None]
-    with_seed: Callable[[int], "Run"]
-    with_period: Callable[[int], "Run"] | None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.program.mesh.shape[AXIS]
+
+    @property
+    def parameters(self) -> int:
+        """Size of the model."""
+        return parameters_of(self.program.workload)
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens or images in a step, all workers together."""
+        return self.program.batch_size * self.program.workload.units_per_example
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time to trace and compile."""
+        return self.program.compile_seconds
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one worker sends in a step, read from the compiled program.
+
+        The mean over a round for methods that synchronize every `H` steps; the maximum if the program decides from step
+        to step.
+        """
+        most, least = self.program.most, self.program.least
+        # Each fragment is synchronized once in a round; the other steps send the least.
+        return most if self.sync_period is None else least + (most - least) / self.sync_period
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Takes a compiled step, which donates the state, and applies an optimizer on disk."""
+        if self.program.any_period:
+            return self.program.compiled(state, (batch, np.int32(self.sync_period)))
+        state, metrics = self.program.compiled(state, batch)
+        streamed = self.program.worker.streamed
+        if streamed is not None:
+            state = state._replace(params=streamed.apply(state.params, state.opt_state.means))
+        return state, metrics
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step, on the mesh."""
+        return _place(self.program.workload.batch(self.seed, step, self.program.batch_size), self.program.mesh)
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """The metrics, as means over the held-out split."""
+        return self.program.evaluate(state)
+
+    def sent(self, state: TrainState, count: int) -> float:
+        """Bytes that one worker has sent in the first `count` steps; counted in the state if they differ."""
+        return float(stats(state.opt_state)["bytes"]) if self.program.counted else count * self.wire_bytes
+
+    def with_seed(self, seed: int) -> "Run":
+        """The same compiled step with other parameters and batches."""
+        return self.program.start(seed, self.sync_period)
+
+    def with_period(self, sync_period: int) -> "Run":
+        """The same compiled step with another `H`, if it was prepared for any."""
+        return self.program.start(self.seed, sync_period)
+
+    def close(self) -> None:
+        """Releases the files of the run."""
+        if self.program.worker.streamed is not None:
+            self.program.worker.streamed.close()
 
 
 class Record(NamedTuple):
@@ -123,72 +199,41 @@ def prepare(
       >>> [record.step for record, state in train.steps(run, 2)]
       [1, 2]
     """
-    workers = mesh.shape[AXIS]
-    check_batch(batch_size, workers)
-    method = Method(reducer, optimizer, sync_period, stage)
-    make_state, train_step, metrics_fn, streamed = one_worker(workload, method, offload, axis=AXIS)
-
-    def first_state(seed: int) -> TrainState:
-        state = init_state(lambda: make_state(seed), mesh, axis=AXIS)
-        return state if streamed is None else state._replace(params=streamed.init(state.params))
-
-    def step_with_period(state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, dict[str, Any]]:
-        return train_step(state, batch[0], sync_period=batch[1])
-
-    def batch(seed: int, step: int) -> Any:
-        return _place(workload.batch(seed, step, batch_size), mesh)
-
+    check_batch(batch_size, mesh.shape[AXIS])
+    worker = one_worker(workload, TrainingMethod(reducer, optimizer, sync_period, stage), offload, axis=AXIS)
     start = time.perf_counter()
-    state, rows = first_state(seed), batch(seed, 0)
+    state, rows = _first_state(worker, mesh, seed), _place(workload.batch(seed, 0, batch_size), mesh)
     if any_period:
         specs = jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
-        distributed = distribute(step_with_period, mesh, axis=AXIS, batch_specs=specs)
+        distributed = distribute(partial(_step_with_period, worker), mesh, axis=AXIS, batch_specs=specs)
         compiled = distributed.lower(state, (rows, np.int32(1))).compile()
     else:
-        compiled = distribute(train_step, mesh, axis=AXIS).lower(state, rows).compile()
+        compiled = distribute(worker.step, mesh, axis=AXIS).lower(state, rows).compile()
     compile_seconds = time.perf_counter() - start
     most, least = (float(analysis.collectives(compiled, branch=branch).wire_bytes) for branch in ("max", "min"))
     counted = most > least and "bytes" in stats(state.opt_state)
     if most > least and not counted and not sync_period:
         if reducer is None:
-            raise ValueError(
-                "this optimizer sends different numbers of bytes in different steps and does not count them"
-            )
+            raise ValueError("the bytes of this optimizer differ from step to step, and it does not count them")
         # Compiles again, with a reducer that counts.
         sizes = {"mesh": mesh, "batch_size": batch_size, "seed": seed}
         return prepare(workload, with_stats(reducer), optimizer, **sizes, stage=stage, offload=offload)
-    evaluation = _make_evaluation(
-        workload._replace(metrics=metrics_fn), mesh, batch_size, local=sync_period is not None
-    )
+    evaluated = workload._replace(metrics=worker.metrics)
+    evaluation = _make_evaluation(evaluated, mesh, batch_size, local=sync_period is not None)
+    sizes = (workload, worker, mesh, batch_size)
+    program = _Program(*sizes, compiled, any_period, most, least, counted, evaluation, compile_seconds)
+    return program.start(seed, sync_period, state)
 
-    def make_run(state: TrainState, seed: int, sync_period: int | None) -> Run:
-        # Each fragment is synchronized once in a round; the other steps send the least.
-        wire_bytes = most if sync_period is None else least + (most - least) / sync_period
-        period = None if sync_period is None else np.int32(sync_period)
 
-        def sent(state: TrainState, count: int) -> float:
-            return float(stats(state.opt_state)["bytes"]) if counted else count * wire_bytes
+def _first_state(worker: OneWorker, mesh: jax.sharding.Mesh, seed: int) -> TrainState:
+    state = init_state(lambda: worker.make_state(seed), mesh, axis=AXIS)
+    return state if worker.streamed is None else state._replace(params=worker.streamed.init(state.params))
 
-        return Run(
-            step=(lambda state, rows: compiled(state, (rows, period)))
-            if any_period
-            else apply_after(compiled, streamed),
-            state=state,
-            batch=partial(batch, seed),
-            evaluate=evaluation,
-            workers=workers,
-            parameters=parameters_of(workload),
-            wire_bytes=wire_bytes,
-            sent=sent,
-            units_per_step=batch_size * workload.units_per_example,
-            first=0 if streamed is None else streamed.stats().step,
-            compile_seconds=compile_seconds,
-            close=(lambda: None) if streamed is None else streamed.close,
-            with_seed=lambda seed: make_run(first_state(seed), seed, sync_period),
-            with_period=(lambda period: make_run(first_state(seed), seed, period)) if any_period else None,
-        )
 
-    return make_run(state, seed, sync_period)
+def _step_with_period(
+    worker: OneWorker, state: TrainState, batch: tuple[Any, Any]
+) -> tuple[TrainState, dict[str, Any]]:
+    return worker.step(state, batch[0], sync_period=batch[1])
 
 
 def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
