@@ -77,7 +77,7 @@ def test_a_run_on_disk_goes_on(plain, tmp_path):
     ("arguments", "message"),
     [
         (["--zero", "1", "--offload", "nvme:x"], "needs a reducer, or --zero 3"),
-        (["--zero", "2", "--sync", "diloco:H=2"], "with --sync they do not"),
+        (["--zero", "2", "--sync", "diloco:H=2"], "with --sync it is not"),
         (["--offload", "tape"], "host or nvme:FOLDER, got 'tape'"),
         (["--zero", "1", "--reducer", "ef:power_sgd:2"], "reduce-scatter"),
     ],

@@ -137,7 +137,7 @@ def test_training_learns(finished):
 
 def test_records_carry_the_compiled_programs_bytes(run, finished):
     records = finished[0]
-    assert run.wire_bytes == jd.analysis.collectives(run.step).wire_bytes > 0
+    assert run.wire_bytes == jd.analysis.collectives(run.program.compiled).wire_bytes > 0
     np.testing.assert_allclose([r.total_wire_bytes for r in records], run.wire_bytes * np.arange(1, 13))
     assert run.wire_bytes < 2 * 7 / 8 * 4 * run.parameters  # what a plain all-reduce over eight sends
     assert all(r.units_per_second * r.seconds == pytest.approx(16 * TINY.context) for r in records)
