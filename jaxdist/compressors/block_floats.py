@@ -77,8 +77,8 @@ def fp8(*, block: int = 128, format: Literal["e4m3", "e5m2"] = "e4m3", rounding:
 def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nearest") -> Compressor:
     """The MX format of 8 bits: blocks of 32 floats `C(x)_i = s float8(x_i / s)` with a power of two s of one byte.
 
-    To nearest `s = 2^(floor(log2 max|x|) - emax)`, emax = 8 (e5m2: 15), as in the specification; what is then above the
-    largest float8, 448 (57344), becomes that and loses up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
+    To nearest `s = 2^(floor(log2 max|x|) - emax)`, emax = 8 (e5m2: 15), as in the specification; entries then above the
+    largest float8, 448 (57344), become that and lose up to an eighth. Hence δ = 63/64 = 0.984 for both. At random s
     is the power of two with which nothing is cut off, as the mean requires; ω = 0.0035 (e5m2: 0.0125).
 
     Arithmetic is float32 whatever the dtype of x. A block with NaN or infinity decodes to such.
@@ -111,7 +111,7 @@ def mxfp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", rounding: Rounding = "nea
 def mxfp4(*, rounding: Rounding = "nearest") -> Compressor:
     """The MX format of 4 bits: blocks of 32 of 0, ½, 1, 1½, 2, 3, 4, 6 and their negatives, times a power of two s.
 
-    To nearest `s = 2^(floor(log2 max|x|) - 2)`, as in the specification; what is then above 6 becomes 6 and loses up to
+    To nearest `s = 2^(floor(log2 max|x|) - 2)`, as in the specification; entries then above 6 become 6 and lose up to
     a quarter. δ = 0.891, attained by one entry of 5 among those of a quarter; for Gaussian entries the loss is 0.013.
     At random s is the power of two with which nothing is cut off, as the mean requires; ω = 0.18.
 

@@ -1,4 +1,4 @@
-"""One bit an entry after a random rotation."""
+"""DRIVE: one bit an entry after a random rotation (Vargaftik et al.)."""
 
 import math
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def drive(*, block: int = 256) -> Compressor:
         seed, _ = key_words(key)
         blocks = to_unit(flat.reshape(-1, width))
         rotated = _product(blocks.rows * _random_signs(seed, width), width)
-        # At most the root of the mean square; as much as the largest magnitude, but for rounding.
+        # A mean is at most the largest magnitude, except for rounding errors.
         scales = from_unit(jnp.minimum(total(jnp.abs(rotated)) / width, blocks.largest), blocks.unit)
         return DrivePayload(pack((rotated >= 0).astype(jnp.uint8).reshape(-1), 1), scales[:, 0], seed)
 

@@ -12,8 +12,8 @@ from .minifloat import BIAS, MANTISSA, Minifloat, decode, encode, magnitudes
 from .rounding import Rounding, check_block, from_buckets, largest_error, to_buckets, whole_words, with_error
 from .rows import largest_magnitude
 
-# Eight bits of magnitude: 0 to 31/16, four digits of mantissa. Its upper half of codes, 2^8 times larger, is what is
-# left for a magnitude beside a sign.
+# Eight bits of magnitude: 0 to 31/16, four digits of mantissa. The upper half of its codes, 2^8 times larger, is the
+# range of magnitudes with a sign.
 UNSIGNED = Minifloat(bits=9, mantissa=4, emin=-14, emax=0, largest_code=0xFF)
 SIGN, LIFT = 0x80, 2.0**8
 # Added to the bits of a float it carries into the exponent beyond 31/16 of a power of two.
@@ -94,7 +94,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         return largest_error(grid, float(grid[-1]) / 4, min(block, math.prod(shape)), "stochastic")
 
     code = Compressor(compress, decompress)
-    # Not unbiased as a code: what is above zero never becomes zero.
+    # Not unbiased: positive entries never become zero.
     return with_error(code, error, "nearest")
 
 

@@ -1,4 +1,4 @@
-"""Powers of two."""
+"""Natural compression: stochastic rounding to powers of two (Horváth et al.)."""
 
 import math
 from typing import NamedTuple
@@ -21,7 +21,7 @@ GROUP = 8
 class NaturalPayload(NamedTuple):
     """Biased exponents, and signs, eight to a byte (bit set: negative); in whole groups of eight.
 
-    Exponent 255 is 2^128, for the largest float. Minus zero is what is not finite.
+    Exponent 255 is 2^128, for the largest float. Minus zero is an entry that is not finite.
     """
 
     exponents: UInt[Array, " entries"]
@@ -33,9 +33,9 @@ def natural() -> Compressor:
 
     For `|x_i| = 2^e (1 + f)`, `C(x)_i = sgn(x_i) 2^(e+1)` with probability f, else `sgn(x_i) 2^e`. The variance of one
     entry, `4^e f (1 - f)`, is at most `ω x_i²` with `ω = 1/8`, attained at f = 1/3, whatever the other entries are:
-    no scale, no buckets. f is the mantissa, so the draw is exact: it adds 23 random bits and keeps what is carried.
+    no scale, no buckets. f is the mantissa, so the draw is exact: it adds 23 random bits and keeps the carry.
 
-    Zero and powers of two stay what they are; NaN and infinity become NaN. Numbers below 1.2e-38 count as zero. The
+    Zero and powers of two do not change; NaN and infinity become NaN. Numbers below 1.2e-38 count as zero. The
     power of two above the largest number of the dtype (float32: 2^128, float16: 65536) decodes to that number.
     Arithmetic is float32 whatever the dtype of x.
 

@@ -153,7 +153,9 @@ def _update(
     number = None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
     with jax.named_scope("mirror_descent"):
         old = wide(params)
+        # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
         if cfg.combine_first:
+            # Models are weighted by the examples of the step that made them.
             last = state.examples.value if cfg.keeps_examples else None
             new = average(old, last, old, comm, cfg.topology, cfg.rounds, state.count)
             new = _mirror_step(cfg, new, updates, number, state.count)

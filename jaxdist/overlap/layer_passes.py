@@ -110,8 +110,8 @@ def sequence_passes(layers: Sequence[Layer], mean: Mean | None = None) -> LayerP
     """Passes through layers of any kind, unrolled; parameters and slots are tuples, and slots are never flipped.
 
     Each layer waits for the one before, by words that are always zero (`_delay`): a compiler that ran all of one pass
-    first would keep the activations of both. Waiting also keeps what the backward pass recomputes apart from what the
-    forward pass has computed.
+    first would keep the activations of both. Waiting also prevents that the recomputation in the backward pass is
+    merged with the forward pass.
 
     Args:
       layers: the functions.

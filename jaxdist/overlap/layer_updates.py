@@ -47,7 +47,7 @@ def find_owners(
     # Sets of layers as bit masks: the layers whose gradients each leaf depends on.
     params_masks = [1 << i for i in owners]
     state_masks = [0] * len(jax.tree.leaves(state))
-    # To a fixed point, since a state depends in one step on what it depended on in the step before.
+    # Repeated to a fixed point, since the state of one step enters the next.
     while True:
         masks, merges = propagate(closed, [*params_masks, *state_masks, *params_masks])
         new_masks = [old | new for old, new in zip(state_masks, masks[len(params_masks) :], strict=True)]

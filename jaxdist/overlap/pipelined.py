@@ -47,7 +47,7 @@ class Pipelined(NamedTuple):
       init: `init(params) -> PipelinedState`.
       step: `step(state, batch, *rest) -> (state, loss)` as one worker sees it, for `distribute` and `simulate`. The
         loss is the mean over workers; with `has_aux` a pair: that, and the mean of the auxiliary arrays.
-      flush: `flush(state, batch=None) -> (state, ())`: reduces and applies what is pending. A step too:
+      flush: `flush(state, batch=None) -> (state, ())`: reduces and applies pending gradients. It is a step too:
         `jd.distribute(pipeline.flush, mesh)(state, None)`.
     """
 

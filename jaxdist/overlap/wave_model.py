@@ -1,4 +1,4 @@
-"""The model that waves pass through: what is before its layers, the layers, and what is after them."""
+"""The model that waves pass through: an embedding, its layers and a head, with gradients and checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ class Layered(NamedTuple):
     """The parameters of a model for `wavelet`, and their gradients.
 
     Attributes:
-      embed: of what is before the layers.
+      embed: of the functions before the layers.
       layers: one tree whose leaves begin with the number of layers; for a sequence of layer functions a tuple of trees.
-      head: of what is after the layers.
+      head: of the functions after the layers.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist as jd

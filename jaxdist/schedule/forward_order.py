@@ -92,7 +92,7 @@ def split_layers(params: PyTree, layers: Sequence[Any] | None) -> LayerSplit:
 
 
 def _is_dict(tree: PyTree) -> bool:
-    """Whether the first level with several entries is a mapping."""
+    """Checks whether the first level with several entries is a mapping."""
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(children) == 1 and children[0][0]:
         return _is_dict(children[0][1])
