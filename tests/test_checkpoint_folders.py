@@ -393,7 +393,7 @@ def test_two_threads_do_not_save_at_once(tmp_path, monkeypatch):
             refused.append(str(error))
         go.set()
         first.result()
-    assert "end one save before another begins" in refused[0]
+    assert "finish one save before starting another" in refused[0]
     assert names(tmp_path) == ["1"]
 
 
