@@ -40,7 +40,7 @@ def balanced(number: int) -> Fragments:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxdist.transforms import balanced
+      >>> from jaxdist.local_sgd import balanced
       >>> balanced(2).assign({"a": jnp.zeros(4), "b": jnp.zeros(3), "c": jnp.zeros(1)})
       {'a': 0, 'b': 1, 'c': 1}
 
@@ -81,7 +81,7 @@ def strided(number: int) -> Fragments:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxdist.transforms import strided
+      >>> from jaxdist.local_sgd import strided
       >>> strided(2).assign({"embed": 0.0, "block_0": 0.0, "block_1": 0.0, "block_2": 0.0})
       {'block_0': 0, 'block_1': 1, 'block_2': 0, 'embed': 0}
 
@@ -202,7 +202,7 @@ def due_fragments(
       ValueError: the arguments do not go together.
 
     Example:
-      >>> from jaxdist.transforms import due_fragments
+      >>> from jaxdist.local_sgd import due_fragments
       >>> [due_fragments(step, sync_period=4, fragments=2) for step in range(8)]
       [(), (1,), (), (0,), (), (1,), (), (0,)]
     """

@@ -45,7 +45,7 @@ def slow_momentum(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxdist.transforms import slow_momentum
+      >>> from jaxdist.local_sgd import slow_momentum
       >>> outer = slow_momentum(momentum=0.5)
       >>> state = outer.init(jnp.ones(1))
       >>> updates, state = outer.update(jnp.array([0.1]), state, learning_rate=0.1)
