@@ -9,6 +9,17 @@ import re
 from griffe import Alias, AliasResolutionError, Extension
 
 
+class ExamplesAsCode(Extension):
+    """Turns `Example:` into the section name of Google style, so that `[1][0]` in a doctest is no link."""
+
+    def on_package(self, *, pkg, **kwargs):
+        """Renames the section in every docstring of the package."""
+        for member in _objects_below(pkg):
+            if member.docstring is not None:
+                text = re.sub(r"^( *)Example:$", r"\1Examples:", member.docstring.value, flags=re.MULTILINE)
+                member.docstring.value = text
+
+
 class FunctionsBeforeModules(Extension):
     """After `from .exact import exact as exact` Python's `reducers.exact` is that function; griffe takes the module."""
 
@@ -25,13 +36,11 @@ class FunctionsBeforeModules(Extension):
             module.members[name] = Alias(name, function, parent=module)
 
 
-class ExamplesAsCode(Extension):
-    """Turns `Example:` into the section name of Google style, so that `[1][0]` in a doctest is no link."""
-
-    def on_object(self, *, obj, **kwargs):
-        """Renames the section in the docstring of one object."""
-        if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+def _objects_below(parent):
+    for member in parent.members.values():
+        if not member.is_alias:
+            yield member
+            yield from _objects_below(member)
 
 
 def _modules_below(package):

@@ -87,8 +87,9 @@ def compression():
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     c = jd.compressors
     methods = [
-        ("int8", c.int8(), BLUE), ("qsgd(8)", jd.qsgd(8), BLUE), ("mxfp4", c.mxfp4(), BLUE), ("qsgd(4)", jd.qsgd(4), BLUE),
-        ("qsgd(2)", jd.qsgd(2), BLUE), ("scaled_sign", c.scaled_sign(), GREEN), ("drive", c.drive(), GREEN),
+        ("int8", c.int8(), BLUE), ("qsgd(8)", jd.qsgd(8), BLUE), ("mxfp4", c.mxfp4(), BLUE),
+        ("qsgd(4)", jd.qsgd(4), BLUE), ("qsgd(2)", jd.qsgd(2), BLUE),
+        ("scaled_sign", c.scaled_sign(), GREEN), ("drive", c.drive(), GREEN),
         ("top_k(0.1)", jd.top_k(0.1), ORANGE), ("top_k(0.01)", jd.top_k(0.01), ORANGE),
         ("random_k(0.1)", c.random_k(0.1), ORANGE), ("cast(f16)", c.cast(jnp.float16), GRAY),
     ]  # fmt: skip
@@ -99,9 +100,13 @@ def compression():
         error = float(jnp.sum((decoded - x) ** 2) / jnp.sum(x**2))
         bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) / x.size
         left.plot(bits, error, "o", color=color, ms=5)
-        offset = {"qsgd(4)": (6, -7), "drive": (5, -8), "scaled_sign": (-6, 6), "top_k(0.1)": (-48, -3)}.get(
-            name, (5, 3)
-        )
+        offset = {
+            "qsgd(4)": (6, -7),
+            "drive": (-8, -12),
+            "scaled_sign": (-14, 7),
+            "top_k(0.1)": (-50, 2),
+            "top_k(0.01)": (-10, -12),
+        }.get(name, (5, 3))
         left.annotate(name, (bits, error), textcoords="offset points", xytext=offset, fontsize=7.5)
     left.set(xscale="log", yscale="log", xlabel="bits per entry", ylabel="relative squared error")
     left.set(title="Error of one compression", xlim=(0.2, 64))
@@ -433,7 +438,8 @@ def architecture():
         2.75,
         10.2,
         1.15,
-        "reducer: the trees of all workers → one mean\n(exact, compressed, two_shot, power_sgd, error_feedback, hierarchical, ...)",
+        "reducer: the trees of all workers → one mean\n"
+        "(exact, compressed, two_shot, power_sgd, error_feedback, hierarchical, ...)",
         pale["comm"],
         8,
     )
