@@ -35,7 +35,7 @@ FEEDBACK = {"error_feedback": jd.error_feedback, "ef21": jd.reducers.ef21, "loco
 MESSAGES = {
     "unknown": "neither its contraction δ nor its variance",
     "grows": "grow with the number of workers",
-    "drifts": "drift apart",
+    "drifts": "one pod diverge",
     "noisy": "would pile up",
 }
 
