@@ -33,7 +33,7 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxdist import PerWorker, placement
+      >>> from jaxdist import PerWorker, state
       >>> tuple(state.specs({"w": jnp.zeros(3), "e": PerWorker(jnp.zeros(3))})["e"].value)
       ('data',)
     """
