@@ -35,7 +35,7 @@ class State(NamedTuple):
     optimizer: Any
 
 
-def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.Reducer]]:
+def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.reducers.Reducer]]:
     """In capitals: the names of the papers."""
     rounding = {"bits": bits, "bucket": bucket}
     when = {"update_steps": (every // 5,), "every": every}
@@ -79,7 +79,9 @@ def square(tree: Any) -> Any:
     return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))
 
 
-def program(workload: Any, reducer: jd.Reducer, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
+def program(
+    workload: Any, reducer: jd.reducers.Reducer, optimizer: optax.GradientTransformation
+) -> tuple[Callable, Callable]:
     """`make_state(seed)` and the compiled step."""
 
     def make_state(seed):
@@ -99,7 +101,7 @@ def program(workload: Any, reducer: jd.Reducer, optimizer: optax.GradientTransfo
     return make_state, jd.simulate(step, WORKERS)
 
 
-def measure(name: str, reducer: jd.Reducer, workload: Any, given: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, reducer: jd.reducers.Reducer, workload: Any, given: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     make_state, step = program(workload, reducer, optax.sgd(given.rate, momentum=0.9))
     evaluate = jax.jit(workload.metrics)

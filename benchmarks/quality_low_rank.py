@@ -46,23 +46,23 @@ def schedule(count):
     return RATE * 0.1 ** sum(jnp.where(count >= drop * EPOCH_STEPS, 1.0, 0.0) for drop in DROPS)
 
 
-def top(density: float) -> jd.Reducer:
+def top(density: float) -> jd.reducers.Reducer:
     return jd.compressed(jd.top_k(density))
 
 
-def one_sided(rank: int) -> jd.Reducer:
+def one_sided(rank: int) -> jd.reducers.Reducer:
     return jd.power_sgd(rank, one_sided=True)
 
 
-def accordion(low: jd.Reducer, high: jd.Reducer) -> jd.Reducer:
+def accordion(low: jd.reducers.Reducer, high: jd.reducers.Reducer) -> jd.reducers.Reducer:
     return jd.reducers.accordion(low, high, schedule=schedule, **SETTINGS)
 
 
-def fed_back(reducer: jd.Reducer) -> jd.Reducer:
+def fed_back(reducer: jd.reducers.Reducer) -> jd.reducers.Reducer:
     return jd.error_feedback(jd.reducers.with_stats(reducer))
 
 
-def reducers() -> dict[str, Callable[[], jd.Reducer]]:
+def reducers() -> dict[str, Callable[[], jd.reducers.Reducer]]:
     """Each of them with a count of its bytes."""
     return {
         "exact": lambda: jd.reducers.with_stats(jd.exact()),
@@ -86,7 +86,7 @@ def verdict(state: Any) -> jax.Array:
     return found[0].astype(jnp.int32) if found else jnp.int32(-1)
 
 
-def make_run(make: Callable[[], jd.Reducer], workload: Any) -> Callable:
+def make_run(make: Callable[[], jd.reducers.Reducer], workload: Any) -> Callable:
     """`run(state, batches)`: all steps in one program."""
     tx = optax.chain(jd.all_reduce(make()), optax.sgd(schedule, momentum=0.9))
 
@@ -112,7 +112,7 @@ def make_run(make: Callable[[], jd.Reducer], workload: Any) -> Callable:
     return lambda seed, batches: run(initial(seed), batches)
 
 
-def train(name: str, make: Callable[[], jd.Reducer], workload: Any, seeds: int) -> dict:
+def train(name: str, make: Callable[[], jd.reducers.Reducer], workload: Any, seeds: int) -> dict:
     start, run, rows = time.perf_counter(), make_run(make, workload), []
     held = workload.held_out(360)[0]
     levels: list[list[int]] = []

@@ -67,7 +67,7 @@ def processor_seconds(run: Callable[[], Any], turns: int) -> float:
     return statistics.median(seconds)
 
 
-def reducing(reducer: jd.Reducer, x: jax.Array, mesh: jax.sharding.Mesh) -> Callable[[], Any]:
+def reducing(reducer: jd.reducers.Reducer, x: jax.Array, mesh: jax.sharding.Mesh) -> Callable[[], Any]:
     def step(state, x):
         reduced, state = reducer.reduce(x, state, jd.comm.over("data"))
         return state, reduced.mean

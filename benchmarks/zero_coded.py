@@ -33,7 +33,7 @@ BATCH = 16
 EXACT = jd.hierarchical(inner=jd.exact(), outer=jd.exact())
 
 
-def encode_gradients(code: jd.Compressor) -> jd.Reducer:
+def encode_gradients(code: jd.compressors.Compressor) -> jd.reducers.Reducer:
     return jd.hierarchical(inner=jd.two_shot(code), outer=jd.two_shot(code))
 
 
@@ -42,7 +42,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwZ, int8": {"reducer": EXACT, "compressor": jc.int8()},
     "qgZ, int4": {"reducer": encode_gradients(jc.int4())},
     "qwZ int8 + qgZ int4": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int8()},
-    "qwZ int8 + qgZ int4 + hpZ": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int8(), "secondary": True},
+    "qwZ int8 + qgZ int4 + hpZ": {
+        "reducer": encode_gradients(jc.int4()),
+        "compressor": jc.int8(),
+        "secondary_partition": True,
+    },
     "qwZ int4 + qgZ int4": {"reducer": encode_gradients(jc.int4()), "compressor": jc.int4()},
 }
 

@@ -17,7 +17,7 @@ from jaxdist.compressors import pack, uniform_hash, unpack
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
 
 
-def ternary() -> jd.Compressor:
+def ternary() -> jd.compressors.Compressor:
     """`C(x) = m sgn(x) b` with `b = 1` with probability `|x| / m`: unbiased, `E|C(x) - x|² <= ω |x|²`."""
 
     def compress(x, key):
@@ -36,7 +36,7 @@ def ternary() -> jd.Compressor:
     def variance(shape):  # tight: one large entry among small ones
         return (math.sqrt(max(math.prod(shape), 1)) - 1) / 2
 
-    return jd.Compressor(compress, decompress, variance=variance)
+    return jd.compressors.Compressor(compress, decompress, variance=variance)
 
 
 def main():

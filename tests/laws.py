@@ -25,7 +25,7 @@ SIZES = {name: math.prod(shape) for name, shape in SHAPES.items()}
 class Code(NamedTuple):
     """A compressor, the bytes of its payload for so many float32 entries, and the magnitudes that it is made for."""
 
-    make: Callable[[], jd.Compressor]
+    make: Callable[[], jd.compressors.Compressor]
     bytes: Callable[[int], int]
     magnitudes: tuple[float, float] = MAGNITUDES
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         nobody reads.
     """
 
-    make: Callable[[], jd.Reducer]
+    make: Callable[[], jd.reducers.Reducer]
     bytes: Callable[[int], float]
     wire: list[tuple[str, str]]
     tolerance: float = 1e-6
@@ -204,11 +204,11 @@ def low_rank_floats(rank: int) -> int:
     return rank * (n + m) + SIZES["b"] + SIZES["s"]
 
 
-def by_code(name: str) -> jd.Reducer:
+def by_code(name: str) -> jd.reducers.Reducer:
     return jd.compressed(CODES[name].make())
 
 
-def two_shots(name: str, **options) -> jd.Reducer:
+def two_shots(name: str, **options) -> jd.reducers.Reducer:
     return jd.two_shot(CODES[name].make(), **options)
 
 

@@ -193,7 +193,7 @@ def test_help_lists_the_reducers(command, capsys):
 
 @pytest.mark.parametrize("name", [*DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
 def test_every_spelling_makes_a_reducer(name):
-    assert isinstance(parse.parse_reducer(name), jd.Reducer)
+    assert isinstance(parse.parse_reducer(name), jd.reducers.Reducer)
 
 
 @pytest.mark.parametrize(

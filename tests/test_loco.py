@@ -20,7 +20,7 @@ def int4():
     def decompress(payload, like):
         return (payload[0].astype(like.dtype) * payload[1].astype(like.dtype) / 8).reshape(like.shape)
 
-    return jd.Compressor(compress, decompress, contraction=lambda shape: 0.5)
+    return jd.compressors.Compressor(compress, decompress, contraction=lambda shape: 0.5)
 
 
 def error(states):

@@ -108,7 +108,9 @@ def test_unbiased_codes_are_shrunk_inside_feedback():
 
 def test_feedback_refuses_what_it_cannot_correct():
     unknown = jc.top_k(0.1)._replace(contraction=None)
-    vote = jd.Reducer(lambda like: (), lambda x, state, comm: (jd.reducers.Reduced(x, x), state), jd.reducers.Law.NONE)
+    vote = jd.reducers.Reducer(
+        lambda like: (), lambda x, state, comm: (jd.reducers.Reduced(x, x), state), jd.reducers.Law.NONE
+    )
     for wrap in (jd.error_feedback, jd.reducers.ef21):
         with pytest.raises(ValueError, match="neither its contraction δ nor its variance"):
             wrap(jd.compressed(unknown))

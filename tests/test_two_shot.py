@@ -37,7 +37,7 @@ def nearest(levels):
     def decompress(payload, like):
         return (payload[0].astype(like.dtype) * payload[1].astype(like.dtype)).reshape(like.shape)
 
-    return jd.Compressor(compress, decompress, contraction=lambda shape: 0.0)
+    return jd.compressors.Compressor(compress, decompress, contraction=lambda shape: 0.0)
 
 
 def test_worker_and_server_errors_follow_the_reference(float64):
