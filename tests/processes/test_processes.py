@@ -1,0 +1,120 @@
+"""Two real processes, joined by `jax.distributed`, against the simulation in each of them.
+
+By default one reducer for each kind of wire, since what processes change is the transport; all with `--slow`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from multiprocess import LIMIT, NAMES, WIRES, free_port
+from paths import REPOSITORY, SUPPORT
+from register import CASES
+
+
+@pytest.fixture(scope="module")
+def wanted(request):
+    """Names of the cases that run."""
+    return [name for name in CASES if request.config.getoption("--slow") or name in WIRES.values()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, wanted):
+    """What each process printed. The first that fails ends both."""
+    folder, port = tmp_path_factory.mktemp("processes"), free_port()
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{SUPPORT}",
+        "http_proxy": "http://127.0.0.1:9",  # where nobody listens: processes find each other without it
+    }
+    logs = [folder / f"{number}.log" for number in range(2)]
+    started = []
+    for number, log in enumerate(logs):
+        command = [sys.executable, str(SUPPORT / "scripts" / "worker.py"), str(number), port, *wanted]
+        with log.open("w") as out:
+            started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        until = time.monotonic() + LIMIT
+        while any(one.poll() is None for one in started):
+            if time.monotonic() > until or any(one.poll() for one in started):
+                break
+            time.sleep(0.1)
+        codes = [one.poll() for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    text = [log.read_text() for log in logs]
+    assert codes == [0, 0], "\n".join(part[-3000:] for part in text)
+    return [json.loads(part.split("RESULT ")[1].splitlines()[0]) for part in text]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "skip_nonfinite"])
+def test_two_processes_give_what_the_simulation_gives(results, name):
+    tolerance = CASES[name].tolerance if name in CASES else 0
+    assert max(result[name] for result in results) <= max(1e-5, tolerance)
+
+
+def test_nothing_was_left_out(results, wanted):
+    assert all(set(result) == {*wanted, "skip_nonfinite", "uneven"} for result in results)
+
+
+# ---- unequal batches and values
+
+
+@pytest.fixture(scope="module")
+def uneven(results):
+    return [result["uneven"] for result in results]
+
+
+def test_the_longer_process_goes_on(uneven):
+    """2 and 5 batches of tens and units: two means of both, then three of the second alone, whole or half."""
+    for result in uneven:
+        np.testing.assert_allclose(result["active"][0], [-6, -7, -13, -14, -15], rtol=1e-6)
+        np.testing.assert_allclose(result["workers"][0], [-6, -7, -6.5, -7, -7.5], rtol=1e-6)
+        assert result["active"][1] == result["workers"][1] == 0  # no step without any example
+
+
+@pytest.mark.parametrize("name", ["lengths", "streams", "mixed"])
+def test_the_shorter_one_repeats_its_last_batch_and_it_does_not_count(uneven, name):
+    short, long = (result[name] for result in uneven)
+    assert short == [[[1, [1]], [2, [1]], [2, [0]], [2, [0]], [2, [0]]], "well"]
+    assert long == [[[10 + number, [1]] for number in range(1, 6)], "well"]
+
+
+@pytest.mark.parametrize("name", ["stop", "stop stream", "raise", "raise stream"])
+def test_all_stop_at_the_same_step(uneven, name):
+    for result in uneven:
+        seen, ended = result[name]
+        assert len(seen) == 2
+        assert ended.startswith(
+            "well" if "stop" in name else "process 0 ran out of batches after 2 steps, and process 1"
+        )
+
+
+def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
+    for result in uneven:
+        assert result["differs"].startswith(
+            "leaf `key` of process 1 differs from that of process 0 (and 2 more): use jd.processes.broadcast"
+        )
+        assert result["shape"].startswith("leaf `w` of process 1 differs from that of process 0 in shape or dtype")
+        assert result["structure"].startswith("process 1 has a different tree than process 0, with 1 leaves and 2")
+        assert result["agree"].startswith("leaf `w` is float64[4] in process 1 and float64[3] in process 0: all proc")
+        assert "`w` is distributed over processes" in result["placed"]
+        assert result["from 0"] == [[False, False], False, [0, 0], True]
+        assert result["from 1"] == [[True, True], True, [0, 1], True]
+
+
+def test_what_is_placed_can_be_taken_apart(uneven):
+    for result in uneven:
+        assert result["parts"] == [[1, 1, 1], [1, 1, 1], [0, 5], [0, 5]]
+
+
+def test_a_process_that_does_not_come_to_agree_is_named(uneven):
+    assert uneven[0]["late"].startswith("process 1 of 2 did not call check_consistency() within 1 s")

@@ -1,0 +1,400 @@
+"""Steps that do not end, and who is named for it; processes only with `--slow`."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from paths import REPOSITORY, SUPPORT
+
+import jaxdist as jd
+from jaxdist.processes import heartbeat
+from jaxdist.processes import watchdog as make
+from jaxdist.processes.heartbeat import Heartbeat, Received
+
+# What comes at once comes before this on a busy machine too; what nothing ends would wait for minutes.
+SOON = 30.0
+module = sys.modules["jaxdist.processes.watchdog"]
+
+
+# ---- what is known of the others
+
+
+def test_a_sign_is_new_when_its_count_is():
+    first = heartbeat.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
+    assert first == {1: Received(Heartbeat(3, 8), 10.0)}
+    assert heartbeat.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
+    assert heartbeat.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
+
+
+def test_who_is_silent():
+    seen = {
+        0: Received(Heartbeat(3, 1), 9.0),
+        1: Received(Heartbeat(3, 1), 5.0),
+        2: Received(Heartbeat(1, 1, True), 5.0),
+    }
+    assert heartbeat.silent_processes(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
+
+
+def test_the_one_who_is_missing_is_named():
+    seen = {
+        1: Received(Heartbeat(12, 1), 9.0),
+        2: Received(Heartbeat(11, 1), 9.0),
+        3: Received(Heartbeat(9, 5, True), 9.0),
+    }
+    late, waiting = "step 12 timed out after 30 s", "(process 0 is waiting)"
+
+    def error(seen, gone=()):
+        found = heartbeat.timeout_error(seen, gone, 0, 12, 30.0)
+        return found.process, found.step, str(found)
+
+    assert error(seen) == (2, 12, f"{late}: process 2 is alive but has not started it {waiting}")
+    assert error({3: seen[3]}) == (3, 12, f"{late}: process 3 left after step 9 {waiting}")
+    assert error({1: seen[1]}) == (None, 12, f"{late} in process 0, but all processes have started it")
+    silent = "process 1 shows no sign of life since it started step 12: it died or is stopped"
+    assert error(seen, (1,)) == (1, 12, f"{late}: {silent} {waiting}")
+    assert str(heartbeat.lost_error({}, (0,))) == "process 0 shows no sign of life: it died or is stopped"
+    assert (
+        str(heartbeat.lost_error(seen, (4,))) == "process 4 shows no sign of life and never did: it died or is stopped"
+    )
+
+
+# ---- the watchdog of process 0 of two, with a board in memory
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """How the process would have ended, and when it has."""
+    found, event = [], threading.Event()
+
+    def leave(problem):
+        found.append(problem)
+        event.set()
+
+    monkeypatch.setattr(module, "_end_process", leave)
+    return found, event
+
+
+def watch_of_two(other: Heartbeat, alive: bool, **options):
+    """The other process says always the same, or what it says is always new."""
+    texts = {}
+
+    def read():
+        said = other._replace(count=time.monotonic_ns() if alive else 0)
+        return texts | {1: heartbeat.json.dumps(said._asdict())}
+
+    settings = {"seconds": 0.5, "first_seconds": 0.5, "step": 12, "on_timeout": None} | options
+    return module.Watchdog(**settings, channel=heartbeat.Channel(texts.__setitem__, read), own=0, processes=2), texts
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_step_that_does_not_end(ended, alive):
+    told = []
+    watch, _ = watch_of_two(Heartbeat(11, 0), alive, on_timeout=told.append)
+    began = time.monotonic()
+    with watch:
+        watch(ended[1].wait, 20)
+    assert 0.5 < time.monotonic() - began < 15
+    assert told == ended[0]
+    assert (told[0].process, told[0].step) == (1, 12)
+    assert ("is alive but has not started it" if alive else "no sign of life since it started step 11") in str(told[0])
+
+
+def test_results_are_watched_after_the_call(ended, monkeypatch):
+    monkeypatch.setattr(module, "_is_ready", lambda x: False)
+    watch, _ = watch_of_two(Heartbeat(12, 0), True)
+    with watch:
+        watch(lambda: (jnp.zeros(3), {"loss": jnp.zeros(())}))
+        assert [x.shape for x in watch._running[0][1]] == [(3,), ()]
+        assert ended[1].wait(20)
+        monkeypatch.setattr(module, "_is_ready", lambda x: True)
+    assert "in process 0, but all processes have started it" in str(ended[0][0])
+
+
+def test_the_first_call_of_a_function_may_take_longer(ended):
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
+    with watch:
+        for pause, times in ((0.7, 1), (0.0, 3)):
+            for _ in range(times):
+                watch(time.sleep, pause)
+        assert not ended[0]
+        watch(lambda: time.sleep(0.7))
+    assert not ended[0]
+
+
+def test_a_method_is_the_same_function_each_time(ended):
+    class Trainer:
+        def step(self, seconds):
+            time.sleep(seconds)
+
+    trainer = Trainer()
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, first_seconds=20)
+    with watch:
+        watch(trainer.step, 0.0)
+        watch(trainer.step, 0.8)
+    assert ended[0]
+    with pytest.raises(ValueError, match="inside its context manager"):
+        watch(trainer.step, 0.0)
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(ended, monkeypatch):
+    stopped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=5)
+
+    def step():
+        for _ in range(2):
+            stopped[0] += 1000.0
+            assert not ended[1].wait(0.6)
+
+    with watch:
+        watch(step)
+    assert not ended[0]
+
+
+def test_a_step_that_compiles_again_may_take_longer(ended):
+    @jax.jit
+    def step(x, count):
+        time.sleep(1.0 if len(x) == 5 else 0.0)  # while it is traced
+        return x + count
+
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
+    with watch:
+        for count, rows in enumerate((8, 8, 5)):  # a short last batch
+            watch(step, jnp.ones(rows), count)
+        watch(step, jnp.ones(8), 3)
+        assert len(watch._known) == 2
+    assert not ended[0]
+
+
+def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
+    def step(event):
+        jax.monitoring.record_event_duration_secs(event, 0.1)
+        ended[1].wait(1.0 if event else 0.0)
+
+    watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
+    with watch:
+        watch(step, "")
+        watch(step, "/jax/core/compile/jaxpr_trace_duration")
+        assert not ended[0]
+        watch(step, "/jax/of/something/else")
+    assert ended[0]
+
+
+def test_a_process_that_compiles_is_waited_for(ended):
+    """As long as a first call may take."""
+    watch, _ = watch_of_two(Heartbeat(11, 0, compiling=True), True, first_seconds=2.0)
+    with watch:
+        watch(ended[1].wait, 0.0)
+        began = time.monotonic()
+        watch(ended[1].wait, 20.0)
+    assert time.monotonic() - began > 1.9
+    assert "process 1 is alive but has not started step 12" in str(ended[0][0])
+
+
+def test_a_process_says_that_it_compiles(ended):
+    watch, texts = watch_of_two(Heartbeat(12, 0), True, seconds=20, first_seconds=20)
+
+    def said(wanted):
+        until = time.monotonic() + 10
+        while f'"compiling": {wanted}' not in texts.get(0, "") and time.monotonic() < until:
+            time.sleep(0.01)
+        return wanted in texts[0]
+
+    with watch:
+        assert said("false")
+        assert watch(said, "true")  # as for all that is new
+        assert not watch(time.sleep, 0.0)
+        for part, wanted in (("jaxpr_trace", "true"), ("backend_compile", "false")):  # between two steps
+            jax.monitoring.record_event_duration_secs(f"/jax/core/compile/{part}_duration", 0.1)
+            assert said(wanted)
+
+
+def test_a_step_fails_because_another_process_died(ended):
+    def fails(kind=jax.errors.JaxRuntimeError):
+        raise kind("UNKNOWN: connection reset")
+
+    watch, _ = watch_of_two(Heartbeat(7, 0), False)
+    with watch:
+        with pytest.raises(
+            heartbeat.ProcessLost, match="process 1 shows no sign of life since it started step 7"
+        ) as lost:
+            watch(fails)
+        assert (lost.value.process, lost.value.step) == (1, 7)
+        with pytest.raises(heartbeat.ProcessLost):
+            watch(fails, ValueError)
+        with pytest.raises(ValueError, match="mine"):
+            watch(int, "mine")
+    watch, _ = watch_of_two(Heartbeat(7, 0), True)
+    with watch, pytest.raises(jax.errors.JaxRuntimeError, match="connection reset"):
+        watch(fails)
+
+
+def test_what_is_raised_ends_the_process(ended):
+    watch, texts = watch_of_two(Heartbeat(12, 0), True)
+    with pytest.raises(KeyError), watch:
+        raise KeyError("mine")
+    assert isinstance(ended[0][0], KeyError)
+    watch, texts = watch_of_two(Heartbeat(12, 0), True)
+    with pytest.raises(SystemExit), watch:
+        sys.exit(0)
+    assert len(ended[0]) == 1
+    assert '"done": true' in texts[0]
+
+
+def test_a_state_with_keys_is_watched_to_its_end(ended):
+    found, _ = ended
+    step = jax.jit(lambda state: ({**state, "w": state["w"] + 1}, state["key"]))
+    with jd.processes.watchdog(60) as watch:
+        watch(step, {"w": jnp.zeros(3), "key": jax.random.key(0)})
+        time.sleep(0.5)
+        assert watch._threads[0].is_alive()
+        assert not watch._running
+    assert found == []
+
+
+def test_alone():
+    step = jax.jit(lambda state, batch: (state + batch, {"loss": batch}), donate_argnums=0)
+    with jd.processes.watchdog(60) as watch:
+        state = jnp.zeros(4)
+        for _ in range(3):
+            state, _ = watch(step, state, jnp.ones(4))
+    assert state.tolist() == [3.0] * 4
+    assert not watch._running
+    with pytest.raises(KeyError), jd.processes.watchdog(60):
+        raise KeyError
+    with pytest.raises(ValueError, match="time limits must be positive, got 0 and 600 seconds"):
+        make(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_alone(monkeypatch, number):
+    # Whoever was asked before in this process may since have lost the signals to another library.
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
+    before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        assert not jd.processes.preemption_requested(0)
+        signal.raise_signal(number)
+        assert jd.processes.preemption_requested(1)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", threading.Event())
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        assert not jd.processes.preemption_requested(0)
+        signal.raise_signal(signal.SIGUSR1)
+        assert (jd.processes.preemption_requested(1), heard) == (False, [signal.SIGUSR1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# ---- processes
+
+
+def suspend(launcher, when):
+    """Stops its processes for 8 s, once the file is there, as `scontrol suspend` does."""
+    while not when.exists():
+        time.sleep(0.05)
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    theirs = [int(one) for one in children if b"JAX_PROCESS_ID=" in pathlib.Path(f"/proc/{one}/environ").read_bytes()]
+    assert len(theirs) == 2
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for one in theirs:
+            os.kill(one, number)
+        time.sleep(8)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two processes that train until something happens; what the launcher said, its code and how long that took."""
+
+    def run(happens, *options):
+        command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(tmp_path)]
+        flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+        environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
+        script = [str(SUPPORT / "scripts" / "watched.py"), happens, str(tmp_path / "when"), *options]
+        with subprocess.Popen([*command, *script], env=environment, stderr=subprocess.PIPE, text=True) as started:
+            if happens == "preempted":
+                while not (tmp_path / "when").exists():
+                    time.sleep(0.05)
+                started.terminate()
+            if happens.startswith("suspended"):
+                suspend(started.pid, tmp_path / "when")
+            err = started.communicate(timeout=300)[1]
+            now = time.time()
+        return err, started.returncode, now - float((tmp_path / "when").read_text())
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_dies(job, process):
+    err, code, seconds = job(f"killed {process}")
+    assert f"ProcessFailed: process {process} was killed by SIGKILL" in err
+    assert code == 128 + signal.SIGKILL
+    assert seconds < SOON
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["asleep 0", "asleep 1", "stopped 0", "stopped 1"])
+def test_a_process_is_stuck(job, tmp_path, what):
+    process = int(what[-1])
+    err, code, seconds = job(what)
+    assert "StepTimeout: step " in err
+    assert f": process {process} " in err
+    assert ("step 21" if "asleep" in what else "no sign of life") in err
+    assert code == 1
+    assert seconds < 3 + SOON
+    began, log = float((tmp_path / "when").read_text()), (tmp_path / f"{1 - process}.log").read_text()
+    assert 3 < float(log.split("named at ")[1].split()[0]) - began < 3 + SOON
+
+
+@pytest.mark.slow
+def test_a_job_is_stopped_in_a_step_and_goes_on(job, tmp_path):
+    """All of it, for longer than a step may take; it ends well, as if it had not been stopped."""
+    err, code, _ = job("suspended 1")
+    assert (code, err) == (0, "")
+    assert all("ended with" in (tmp_path / f"{number}.log").read_text() for number in range(2))
+
+
+@pytest.mark.slow
+def test_a_pause_of_35_seconds_changes_nothing(job, tmp_path):
+    last = []
+    for what, least in (("nothing", 0), ("pauses 1", 35), ("late 1", 35)):
+        err, code, seconds = job(what, "60")
+        assert (code, err) == (0, "")
+        assert least <= seconds < least + SOON
+        last += [(tmp_path / f"{number}.log").read_text().split("ended with ")[1].split()[0] for number in range(2)]
+    assert len(set(last)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["preempted", "warned 1"])
+def test_all_leave_at_the_same_step(job, tmp_path, what):
+    err, code, _ = job(what)
+    assert (code, "ProcessFailed" in err) == (0, False)
+    left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split() for number in range(2)]
+    assert left[0] == left[1]
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_both(job):
+    err, code, seconds = job("raises 1")
+    assert "ProcessFailed: process 1 exited with code 1" in err
+    assert "ValueError: bad data" in err
+    assert (code, seconds < SOON) == (1, True)

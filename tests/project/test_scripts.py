@@ -1,0 +1,54 @@
+"""The scripts that the checks consist of."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from paths import REPOSITORY
+
+ROOT = REPOSITORY
+CHECK = ROOT / "scripts" / "check.sh"
+HALVES = "a\n{} HEAD\nb\n{}\nc\n{} bb09dd3 (d)\n".format("<" * 7, "=" * 7, ">" * 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [(HALVES, 1), (HALVES.replace("<", "|"), 1), ("Heading\n=======\n<<<<<<<<< x\n", 0)]
+)
+def test_conflict_markers_are_refused_in_what_is_tracked(tmp_path, text, code):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(CHECK, tmp_path / "scripts")
+    (tmp_path / "page.md").write_text(text)
+    (tmp_path / "untracked.md").write_text(HALVES)
+    # The variables of a git hook, under which these tests may run, point at another repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    subprocess.run(["git", "init", "-q"], check=True, **options)
+    subprocess.run(["git", "add", "page.md", "scripts"], check=True, **options)
+    checked = subprocess.run(["bash", "scripts/check.sh", "markers"], check=False, **options)
+    assert checked.returncode == code, checked.stderr
+    assert ("page.md:2:" in checked.stderr) == bool(code)
+
+
+def test_every_commit_is_checked_for_markers():
+    assert "check.sh markers " in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "set -- markers " in CHECK.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_slurm_job_has_its_processes_save_and_goes_back_to_the_queue(tmp_path, number):
+    commands = {"srun": "trap 'exit 0' TERM; touch ready; while :; do sleep 0.1; done", "scontrol": 'echo "$@" >queued'}
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", str(ROOT / "examples/cluster/slurm.sh"), "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as job:
+        while not (tmp_path / "ready").exists():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.send_signal(number)
+    assert job.returncode == 0
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"

@@ -1,0 +1,59 @@
+"""One collective for each bucket, dtype and direction, however many leaves: read from compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from register_run import State
+
+import jaxdist as jd
+
+KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
+LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
+
+REDUCE, GATHER, EXCHANGE = ("all-reduce", "float32"), ("all-gather", "uint8"), ("all-to-all", "uint8")
+MESSAGES = {
+    "exact": (jd.exact, [REDUCE]),
+    "top_k": (lambda: jd.error_feedback(jd.compressed(jd.top_k(0.3))), [GATHER]),
+    "qsgd": (lambda: jd.compressed(jd.qsgd(4)), [GATHER]),
+    "two_shot": (lambda: jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign())), [GATHER, EXCHANGE]),
+    "majority_vote": (jd.reducers.majority_vote, [GATHER, EXCHANGE]),
+    "integer_sum": (jd.reducers.integer_sum, [("all-reduce", "int8"), REDUCE]),
+    "power_sgd": (lambda: jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)), [REDUCE, REDUCE]),
+    "per_leaf": (
+        lambda: jd.reducers.per_leaf(
+            lambda path, leaf: len(leaf.shape) % 3,
+            {0: jd.two_shot(jd.qsgd(4)), 1: jd.reducers.majority_vote(), 2: jd.compressed(jd.qsgd(4))},
+        ),
+        [GATHER, GATHER, EXCHANGE],  # round one: codes of matrices and the exchange; round two: both second shots
+    ),
+    "bucketed": (
+        lambda: jd.reducers.bucketed(
+            jd.two_shot(jd.compressors.scaled_sign()), bucket_bytes=2400, first_bucket_bytes=None
+        ),
+        2 * [GATHER, EXCHANGE],
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_hundred_leaves_share_their_collectives(mesh, name, compiled):
+    """As written, and in the compiled program."""
+    make, expected = MESSAGES[name]
+    tx = jd.all_reduce(make())
+
+    def step(state, batch):
+        means, opt = tx.update(jax.tree.map(lambda x: x[0], batch), state.opt)
+        return State(means, opt), {}
+
+    def make_state():
+        return State([jnp.zeros(x.shape) for x in LIKE], tx.init(LIKE))
+
+    batch = [jax.ShapeDtypeStruct((8, *x.shape), x.dtype) for x in LIKE]
+    state = jax.eval_shape(lambda: jd.init_state(make_state, 8))
+    run = jd.distribute(step, mesh)
+    if compiled:
+        found = jd.analysis.collectives(run.lower(state, batch).compile())
+    else:
+        found = jd.analysis.logical_collectives(run, state, batch, platform="cpu")
+    assert sorted((op.kind, op.dtype) for op in found.ops for _ in range(op.messages)) == sorted(expected)

@@ -1,0 +1,19 @@
+"""Runs a script of `tests/processes` in two processes and collects what they print."""
+
+import json
+import os
+import subprocess
+import sys
+
+from paths import REPOSITORY, SUPPORT
+
+
+def run_two_processes(script, folder, *, timeout):
+    """Returns the JSON value that each process printed after `RESULT`."""
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--logs", str(folder / "logs")]
+    command += [str(SUPPORT / "scripts" / script), str(folder)]
+    subprocess.run(command, env=environment, check=True, timeout=timeout, stdout=subprocess.DEVNULL)
+    texts = [(folder / "logs" / f"{number}.log").read_text() for number in range(2)]
+    return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]

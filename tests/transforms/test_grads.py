@@ -1,0 +1,112 @@
+"""One worker's gradient: local, and in parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P, lax
+from problems import assert_close, batch, fresh, loss, make_step, params
+
+import jaxdist as jd
+
+
+def with_aux(params, data):
+    prediction = jnp.tanh(data["x"] @ params["w"] + params["b"][None])
+    value = jnp.mean((prediction - data["y"]) ** 2)
+    return value, {"mean": prediction.mean(0), "right": jnp.sum((prediction > 0) == (data["y"] > 0))}
+
+
+def noisy(params, data, key, scale):
+    return jnp.mean((data["x"] @ params["w"] + scale * jax.random.normal(key, data["y"].shape) - data["y"]) ** 2)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_give_what_the_whole_batch_gives(parts):
+    whole = jax.jit(jd.local_value_and_grad(with_aux, has_aux=True))(params(), batch())
+    found = jax.jit(jd.local_value_and_grad(with_aux, has_aux=True, micro_batches=parts))(params(), batch())
+    assert_close(found, whole, 1e-6)
+    assert found[0][1]["right"].dtype == whole[0][1]["right"].dtype
+    assert_close(whole, jax.jit(jax.value_and_grad(with_aux, has_aux=True))(params(), batch()), 1e-6)
+
+
+def test_the_gradient_stays_with_the_worker(mesh):
+    """Nothing is sent; each worker's gradient is that of its own part of the batch."""
+
+    def one(params, data):
+        value, gradient = jd.local_value_and_grad(loss)(params, data)
+        return jax.tree.map(lambda x: x[None], (value, gradient))
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")))
+    assert jd.analysis.collectives(step.lower(params(), batch()).compile()).ops == ()
+    rows = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), batch())
+    assert_close(step(params(), batch()), jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params(), rows), 1e-6)
+
+
+def test_keys_are_folded_and_the_rest_is_passed_on():
+    key, data = jax.random.key(7), batch()
+    value, gradient = jax.jit(jd.local_value_and_grad(noisy, micro_batches=4))(params(), data, key, jnp.float32(0.5))
+    parts = jax.tree.map(lambda x: x.reshape(4, 4, *x.shape[1:]), data)
+    keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(4))
+    each = jax.jit(jax.vmap(jax.value_and_grad(noisy), (None, 0, 0, None)))(params(), parts, keys, jnp.float32(0.5))
+    assert_close((value, gradient), jax.tree.map(lambda x: x.mean(0), each), 1e-6)
+    assert len(np.unique(np.asarray(each[0]))) == 4
+
+
+def test_several_arguments():
+    def f(left, data, right):
+        return jnp.mean((data["x"] @ left) * right)
+
+    right = jnp.ones((1, 4))
+    found = jax.jit(jd.local_value_and_grad(f, argnums=(0, 2), micro_batches=2))(params()["w"], batch(), right)
+    assert_close(found, jax.jit(jax.value_and_grad(f, argnums=(0, 2)))(params()["w"], batch(), right), 1e-6)
+
+
+def test_one_float32_buffer_under_bfloat16_parameters():
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
+    data = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), batch(64))
+    f = jd.local_value_and_grad(loss, micro_batches=32)
+    (loop,) = (e for e in jax.make_jaxpr(f)(narrow, data).eqns if e.primitive.name == "scan")
+    carried = loop.params["jaxpr"].out_avals
+    assert sorted((x.shape, str(x.dtype)) for x in carried) == [((), "float32"), ((4,), "float32"), ((6, 4), "float32")]
+    _, gradient = jax.jit(f)(narrow, data)
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
+    rows = jax.tree.map(lambda x: x.reshape(32, 2, *x.shape[1:]), data)
+    each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(narrow, rows)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64).mean(0), each)
+    for found, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(exact)):
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-8, atol=1e-6)  # one rounding
+
+
+def test_nothing_is_sent_inside_the_loop(mesh):
+    tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+
+    def found(**options):
+        step = jd.distribute(make_step(tx, **options), mesh, donate=False)
+        state = fresh(tx, mesh)
+        ops = jd.analysis.collectives(step.lower(state, batch(64)).compile()).ops
+        return [(op.kind, op.dtype, op.bytes, op.count) for op in ops], step(state, batch(64))
+
+    (whole, once), (parts, after) = found(), found(micro_batches=4)
+    assert parts == whole
+    assert all(count == 1 for *_, count in parts)
+    assert_close(after, once, 1e-6)
+    simulated = jd.simulate(make_step(tx, micro_batches=4), 8)(fresh(tx, mesh), batch(64))
+    assert_close(simulated, once, 1e-6)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        jd.local_value_and_grad(loss, micro_batches=0)
+    with pytest.raises(ValueError, match=r"micro_batches=3 must divide .* got shape \(16, "):
+        jd.local_value_and_grad(loss, micro_batches=3)(params(), batch())
+    with pytest.raises(ValueError, match="needs a batch argument"):
+        jd.local_value_and_grad(lambda p: p.sum(), micro_batches=2)(jnp.ones(2))
+
+
+def test_the_mean_of_local_gradients_is_the_gradient_of_the_batch(mesh):
+    def one(params, data):
+        return lax.pmean(jd.local_value_and_grad(loss)(params, data), "data")
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    assert_close(step(params(), batch()), jax.jit(jax.value_and_grad(loss))(params(), batch()), 1e-6)
