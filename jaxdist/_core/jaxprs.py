@@ -44,7 +44,7 @@ def _jaxprs_among(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs_among(value)
 
 
-def called_jaxpr(equation: Any, *, opaque: Sequence[str] = INDIVISIBLE) -> Any | None:
+def find_called_jaxpr(equation: Any, *, opaque: Sequence[str] = INDIVISIBLE) -> Any | None:
     """The closed jaxpr that a call (`jit`, `checkpoint`, a custom derivative) runs once on its operands, or `None`."""
     inside = inner_jaxprs(equation)
     return inside[0] if len(inside) == 1 and equation.primitive.name not in opaque else None
@@ -68,7 +68,7 @@ def evaluate(
 
     Args:
       closed: a closed jaxpr.
-      rule: `rule(equation, operands) -> results`. It evaluates calls itself, by `called_jaxpr` and `evaluate`.
+      rule: `rule(equation, operands) -> results`. It evaluates calls itself, by `find_called_jaxpr` and `evaluate`.
       operands: the values of the arguments.
       literal: the value of a literal.
       constant: the value of a constant that the jaxpr closes over.
@@ -118,7 +118,7 @@ def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> Labe
         operands = [read(atom) for atom in equation.invars]
         union = reduce(or_, operands, 0)
         # A call is as precise as its body, unless it has effects that its results do not show.
-        body = None if loops and equation.effects else called_jaxpr(equation)
+        body = None if loops and equation.effects else find_called_jaxpr(equation)
         if loops and union and equation.primitive.name in _LOOP_RULES:
             results = _LOOP_RULES[equation.primitive.name](equation, operands)
         elif body is not None and _has_sizes(body.jaxpr, equation):

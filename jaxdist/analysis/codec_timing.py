@@ -51,7 +51,7 @@ def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: 
 
     @partial(jax.jit, donate_argnums=1)
     def reduce(updates, state, zero):
-        reduced, state = reducer.reduce(updates, state, _simulated_comm(workers, zero))
+        reduced, state = reducer.reduce(updates, state, _simulate_comm(workers, zero))
         return reduced.mean, state
 
     def run():
@@ -77,7 +77,7 @@ def _state_of_one_worker(reducer: Reducer, like: PyTree[Like], workers: int) -> 
     return jax.jit(lambda: map_marked(take_first, init_state(lambda: reducer.init(like), workers, axis=_AXIS)))()
 
 
-def _simulated_comm(workers: int, zero: Array) -> Comm:
+def _simulate_comm(workers: int, zero: Array) -> Comm:
     """Makes a group whose other workers send what this one does.
 
     `zero` is 0, but the compiler cannot know it: it would decode equal rows once instead of `W` times.

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._core.types import Number
-from ..schedule.stragglar import straggl_ar_seconds
+from ..schedule.stragglar import stragglar_seconds
 
 
 class Links(NamedTuple):
@@ -111,7 +111,7 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
     """Links as `alpha_beta`, with all-reduces by StragglAR, which the other workers begin before the last one joins.
 
     After the last one joins it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, plus the unfinished part of the others' work
-    if it joins early: see `schedule.straggl_ar_seconds`. Groups whose size is not a power of 2 use a ring.
+    if it joins early: see `schedule.stragglar_seconds`. Groups whose size is not a power of 2 use a ring.
 
     Args:
       latency: α in seconds.
@@ -143,6 +143,6 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
         # StragglAR is an all-reduce for powers of two.
         if op != "mean" or n < 2 or n.bit_count() != 1:
             return ring.collective(group, nbytes, op)
-        return straggl_ar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)
+        return stragglar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)
 
     return ring._replace(name="stragglar", collective=collective)

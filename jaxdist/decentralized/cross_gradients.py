@@ -16,7 +16,7 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
-from ..wire.flat import fused
+from ..wire.flat import fuse
 from ..wire.mixing import weight_of
 from .encoded import check_graph
 
@@ -232,7 +232,7 @@ def _cross_gradients(
 
 def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(fused(lambda x: comm.ppermute(x, pairs), leaves))
+    return structure.unflatten(fuse(lambda x: comm.ppermute(x, pairs), leaves))
 
 
 def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array) -> Array:

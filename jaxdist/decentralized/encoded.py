@@ -10,7 +10,7 @@ from .._core.dtypes import working_dtype
 from .._core.types import Array, Payload, PyTree
 from ..compressors.base import Compressor
 from ..topology.base import Topology
-from ..wire.flat import fused_bytes, stacked, unstacked
+from ..wire.flat import fuse_bytes, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
 from .method import StepContext
 from .mixing import check_static, check_symmetric
@@ -34,7 +34,7 @@ def exchange(context: StepContext, compressor: Compressor, tree: PyTree) -> tupl
             t + jnp.where(weight == 0, 0, times(their - mine, weight))
             for t, their, mine in zip(total, theirs, own, strict=True)
         ]
-    return structure.unflatten(unstacked(groups, own)), structure.unflatten(unstacked(groups, total))
+    return structure.unflatten(unstack(groups, own)), structure.unflatten(unstack(groups, total))
 
 
 def exchange_rows(context: StepContext, compressor: Compressor, tree: PyTree) -> PyTree:
@@ -67,13 +67,13 @@ def _send_payloads(
     """
     comm, (static_round,) = context.comm, context.topology.rounds
     key = context.key if compressor.shared_key else jax.random.fold_in(context.key, comm.index)
-    groups, stacks = stacked(leaves)
+    groups, stacks = stack_by_shape(leaves)
     keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
     payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys, strict=True)]
     arrays, payload_tree = jax.tree.flatten(payloads)
     received = []
     for message in static_round.messages:
-        arrived = fused_bytes(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
+        arrived = fuse_bytes(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
         received.append((weight_of(comm, message.weights), payload_tree.unflatten(arrived)))
     return groups, stacks, payloads, received
 

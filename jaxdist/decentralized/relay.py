@@ -10,7 +10,7 @@ from .._core.trees import plus
 from .._core.types import Array, PyTree
 from ..topology.base import Topology, matrix
 from ..topology.coloring import color_edges
-from ..wire.flat import fused
+from ..wire.flat import fuse
 from .method import Method, StepContext, StepResult
 from .mixing import check_static
 
@@ -86,17 +86,17 @@ def _step(context: StepContext) -> StepResult:
     messages = []
     for i, color in enumerate(colors):
         # m_ij = (h_i + Σ_{k ≠ j} n_ki m_ki) / n_ij: without the message that came over the same edge.
-        total = _weighted_sum(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
+        total = _sum_weighted(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
         count = workers - behind[i]
         sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
-        received = fused(lambda x, pairs=color.pairs: comm.ppermute(x, pairs), sent)
+        received = fuse(lambda x, pairs=color.pairs: comm.ppermute(x, pairs), sent)
         messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
-    params = [x / workers for x in _weighted_sum(own, behind, messages)]
+    params = [x / workers for x in _sum_weighted(own, behind, messages)]
     return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
 
 
-def _weighted_sum(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:
+def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:
     """`own + Σ counts · messages`, leaf by leaf."""
     total = list(own)
     for count, message in zip(counts, messages, strict=True):

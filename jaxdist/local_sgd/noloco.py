@@ -18,7 +18,7 @@ from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local
-from ..wire.flat import fused
+from ..wire.flat import fuse
 from .fragments import SyncPeriod, check_period, period_at
 from .synchronize import cond_or_static, merge_anchor, parse_sync_override, round_like
 
@@ -213,7 +213,7 @@ def _average_pairs(
 
 
 def _exchange(pairs: list[tuple[int, int]], comm: Comm, leaves: list[Array]) -> list[Array]:
-    return fused(lambda x: comm.ppermute(x, pairs), leaves)
+    return fuse(lambda x: comm.ppermute(x, pairs), leaves)
 
 
 def _skip(comm: Comm, pairing: Array, local: Updates, slow: Updates, momentum: Updates) -> tuple[Updates, Updates]:

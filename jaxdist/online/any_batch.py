@@ -48,7 +48,7 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
       Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
       Optimization", arXiv:2006.05752, 2019.
     """
-    value_and_grad = local_value_and_grad(partial(_masked_mean, losses), axis=axis)
+    value_and_grad = local_value_and_grad(partial(_average_masked, losses), axis=axis)
 
     def masked_value_and_grad(params: PyTree, batch: PyTree, examples: Any) -> tuple[Any, PyTree]:
         has_examples = jnp.asarray(examples) > 0
@@ -58,7 +58,7 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
     return masked_value_and_grad
 
 
-def _masked_mean(losses: Callable[..., Any], params: PyTree, batch: PyTree, examples: Array) -> Array:
+def _average_masked(losses: Callable[..., Any], params: PyTree, batch: PyTree, examples: Array) -> Array:
     """The mean loss of the first `examples` examples."""
     size = jax.tree.leaves(batch)[0].shape[0]
     counted = jnp.arange(size) < examples

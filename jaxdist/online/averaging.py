@@ -10,7 +10,7 @@ from .._core.types import Array, Int, PyTree
 from ..comm.base import Comm
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic
-from ..wire.flat import fused
+from ..wire.flat import fuse
 from ..wire.mixing import change_at
 
 Weights = Literal["batch", "uniform"]
@@ -63,7 +63,7 @@ def average(
     message = tree if examples is None else (jax.tree.map(lambda x: _times(x, examples), tree), examples)
     if topology is None:
         leaves, structure = jax.tree.flatten(message)
-        message = structure.unflatten(fused(comm.mean, leaves))
+        message = structure.unflatten(fuse(comm.mean, leaves))
     else:
         for k in range(rounds):
             message = plus(message, change_at(comm, topology, count * rounds + k, message))

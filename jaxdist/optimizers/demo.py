@@ -20,7 +20,7 @@ from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
-from ..wire.flat import alike
+from ..wire.flat import group_alike
 from .base import descend
 
 
@@ -131,7 +131,7 @@ def _rounds(
     means, sent = list(leaves), list(leaves)
     tiles = [tile_of(leaf.shape, chunk) for leaf in leaves]
     # Tiles of equal shape are encoded together, whichever leaf they are from: one program for each shape of tile.
-    groups = alike(range(len(leaves)), lambda i: (tiles[i], leaves[i].dtype))
+    groups = group_alike(range(len(leaves)), lambda i: (tiles[i], leaves[i].dtype))
     stacks = [jnp.concatenate([to_frequencies(leaves[i], tiles[i]) for i in members]) for members in groups]
     payloads = [_select(stack, k, values) for stack in stacks]
     arrays, structure = jax.tree.flatten(payloads)

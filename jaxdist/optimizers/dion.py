@@ -18,7 +18,7 @@ from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, rate_at
 from ..transforms.local_gradients import check_leaves, local_gradients
-from ..wire.flat import alike
+from ..wire.flat import group_alike
 from ..wire.low_rank import STACKED_SIZE, orthonormal, outer
 from .base import descend
 
@@ -267,4 +267,4 @@ def _group(leaves: list[Array], views: list[_View | None]) -> list[list[int]]:
     def kind(i):
         return views[i], leaves[i].dtype, i if leaves[i].size > STACKED_SIZE else None
 
-    return [[matrices[k] for k in members] for members in alike(matrices, kind)]
+    return [[matrices[k] for k in members] for members in group_alike(matrices, kind)]

@@ -145,7 +145,7 @@ def _sequence_backward(
     del flipped
     gradients = []
     for j in reversed(range(len(layers))):
-        gradient, g = _delayed_gradient(layers[j], params[j], slots[j], g, None if sums is None else sums[j])
+        gradient, g = _delay_gradient(layers[j], params[j], slots[j], g, None if sums is None else sums[j])
         gradients.append(mean(gradient))
     return tuple(reversed(gradients)), g
 
@@ -165,14 +165,14 @@ def _sequence_both(
     gradients, inputs, gradient = [], [], ()
     for i, j in enumerate(reversed(range(len(layers)))):
         x = _delay(x, (g, gradient))
-        gradient, g = _delayed_gradient(layers[j], old[j], slots[j], g, None if sums is None else sums[j])
+        gradient, g = _delay_gradient(layers[j], old[j], slots[j], g, None if sums is None else sums[j])
         gradients.append(mean(gradient))
         inputs.append(x)
         x = layers[i](new[i], x)
     return tuple(reversed(gradients)), g, x, tuple(inputs)
 
 
-def _delayed_gradient(
+def _delay_gradient(
     layer: Layer, params: PyTree, slot: PyTree, g: list[Array], sums: PyTree | None
 ) -> tuple[PyTree, list[Array]]:
     gradient, g = pull_back(layer, params, _delay(slot, g), g)

@@ -18,7 +18,7 @@ from ..state.marks import PerWorker, bind
 from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
 from ..wire.encoded import after
-from ..wire.flat import fused
+from ..wire.flat import fuse
 from .layer_updates import Ownership, find_owners, keep_shared, update_layers
 
 
@@ -227,4 +227,4 @@ def _mean(out: Any, axis: AxisNames) -> Any:
     """The mean over workers of the loss and the auxiliary arrays, in one collective for each dtype."""
     comm = over(axis)
     leaves, structure = jax.tree.flatten(out)
-    return structure.unflatten(fused(comm.mean, [comm.varying(jnp.asarray(leaf)) for leaf in leaves]))
+    return structure.unflatten(fuse(comm.mean, [comm.varying(jnp.asarray(leaf)) for leaf in leaves]))

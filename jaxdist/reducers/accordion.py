@@ -304,10 +304,10 @@ def accordion(
     detector = critical_regime(
         epoch_steps=epoch_steps, interval_steps=interval_steps, eta=eta, schedule=schedule, fall=fall
     )
-    return _switched(low, high, detector, groups, inside_feedback=False)
+    return _switch(low, high, detector, groups, inside_feedback=False)
 
 
-def _switched(
+def _switch(
     low: Reducer,
     high: Reducer,
     detector: CriticalRegime,
@@ -331,7 +331,7 @@ def _switched(
             return reduced, state._replace(regime=regime._replace(total=with_value(mark, regime.total)))
 
     def rebuild(low, high):
-        return _switched(low, high, detector, groups, inside_feedback=True)
+        return _switch(low, high, detector, groups, inside_feedback=True)
 
     # Inside feedback the detector must look at what was sent, so that form differs even if those of the parts do not.
     forms = forward_forms(rebuild, low, high, shards=False)

@@ -16,7 +16,7 @@ from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..wire.encoded import NO_CONTRACTION, contraction_form
-from ..wire.flat import fused, fused_bytes
+from ..wire.flat import fuse, fuse_bytes
 
 
 class Law(enum.IntEnum):
@@ -180,12 +180,12 @@ def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator
 def transmit(messages: Messages, comm: Comm) -> Messages:
     """Communicates the arrays, one collective for each direction and dtype."""
     return Messages(
-        mean=fused(comm.mean, messages.mean),
-        gather=fused_bytes(comm.all_gather, messages.gather),
-        exchange=fused_bytes(comm.all_to_all, messages.exchange, rows=True),
-        sum=fused(comm.sum, messages.sum),
-        max=fused(comm.max, messages.max),
-        scatter=fused(comm.reduce_scatter_mean, messages.scatter, rows=True),
+        mean=fuse(comm.mean, messages.mean),
+        gather=fuse_bytes(comm.all_gather, messages.gather),
+        exchange=fuse_bytes(comm.all_to_all, messages.exchange, rows=True),
+        sum=fuse(comm.sum, messages.sum),
+        max=fuse(comm.max, messages.max),
+        scatter=fuse(comm.reduce_scatter_mean, messages.scatter, rows=True),
     )
 
 

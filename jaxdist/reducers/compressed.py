@@ -11,7 +11,7 @@ from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Payload
 from ..compressors.base import Compressor
 from ..wire.encoded import decode_mean, step_key
-from ..wire.flat import stacked, unstacked
+from ..wire.flat import stack_by_shape, unstack
 from .base import Messages, Reduced, Reducer, forms_of, from_generator
 
 
@@ -60,7 +60,7 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
         del extras
         leaves, tree = jax.tree.flatten(updates)
         key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
-        groups, stacks = stacked(leaves)
+        groups, stacks = stack_by_shape(leaves)
         keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
         payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys)]
         arrays, payload_tree = jax.tree.flatten(payloads)
@@ -73,7 +73,7 @@ def compressed(compressor: Compressor, *, seed: int = 0) -> Reducer:
             arrived = payload_tree.unflatten(received.gather)
             means = [_mean_of_decoded(compressor, payload, stack) for payload, stack in zip(arrived, stacks)]
         own = [_decode(compressor, payload, stack) for payload, stack in zip(payloads, stacks)]
-        reduced = Reduced(*(tree.unflatten(unstacked(groups, stacks)) for stacks in (means, own)))
+        reduced = Reduced(*(tree.unflatten(unstack(groups, stacks)) for stacks in (means, own)))
         return reduced, state._replace(count=next_count(state.count))
 
     forms = forms_of(compressor, lambda contraction: compressed(contraction, seed=seed))

@@ -12,7 +12,7 @@ from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
-from ..wire.shards import cleared
+from ..wire.shards import clear_padding
 from .base import (
     NO_EXTRAS,
     Extras,
@@ -168,7 +168,7 @@ def _reduce_in_pods(
     # Pods draw different numbers: each folds its index into the replicated key, which stays as it is.
     reduced, new = run(as_generator(form, updates, fold_keys(state, slow.index), fast, extras), fast)
     means = jax.tree.map(
-        lambda mean, x: cleared(mean, x.size, fast.size, fast.index, groups=groups), reduced.mean, updates
+        lambda mean, x: clear_padding(mean, x.size, fast.size, fast.index, groups=groups), reduced.mean, updates
     )
     return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 

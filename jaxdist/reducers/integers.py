@@ -15,7 +15,7 @@ from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.random import uniform_hash
 from ..wire.encoded import step_key
-from ..wire.flat import fused, stacked, unstacked
+from ..wire.flat import fuse, stack_by_shape, unstack
 from .base import NO_EXTRAS, Extras, Messages, Reduced, Reducer, from_generator, run
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
@@ -114,13 +114,13 @@ def _reduce_intsgd(
 def _mean_of_floats(comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
     del state
     leaves, tree = jax.tree.flatten(updates)
-    mean = tree.unflatten(fused(comm.mean, leaves))
+    mean = tree.unflatten(fuse(comm.mean, leaves))
     return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
 
 
 def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
     leaves, tree = jax.tree.flatten(updates)
-    groups, stacks = stacked(leaves)
+    groups, stacks = stack_by_shape(leaves)
     squares = jax.tree.leaves(state.squares)
     # α = scale · √d / √(2 W r)
     alphas = []
@@ -129,7 +129,7 @@ def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDStat
         alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
     key = step_key(state.key, state.count, comm, shared=False)
     means, owns = run(_sum_of_integers(stacks, alphas, key, comm, cfg.bits), comm)
-    reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
+    reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
     # r = β r + (1-β) |mean|²
     beta = cfg.beta
     new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
@@ -181,12 +181,12 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
         del extras
         levels = _levels(bits, comm.size)
         leaves, tree = jax.tree.flatten(updates)
-        groups, stacks = stacked(leaves)
+        groups, stacks = stack_by_shape(leaves)
         received = yield Messages(max=[_largest(stack) for stack in stacks])
         alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
         key = step_key(state.key, state.count, comm, shared=False)
         means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
-        reduced = Reduced(tree.unflatten(unstacked(groups, means)), tree.unflatten(unstacked(groups, owns)))
+        reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
         return reduced, IntegerSumState(state.key, next_count(state.count))
 
     return from_generator("integer_sum", init, messages)

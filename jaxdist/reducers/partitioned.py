@@ -15,7 +15,7 @@ from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..wire.encoded import after
-from ..wire.flat import MULTIPLE, alike, concatenate, from_vectors
+from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike
 from .base import (
     NO_EXTRAS,
     Extras,
@@ -190,7 +190,7 @@ def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
     """The vectors of all layers and dtypes, first layer first."""
     leaves = jax.tree.leaves(tree)
     kinds = [(layer, jnp.dtype(leaf.dtype)) for layer, leaf in zip(numbers, leaves, strict=True)]
-    groups = [tuple(group) for group in alike(kinds, lambda kind: kind)]
+    groups = [tuple(group) for group in group_alike(kinds, lambda kind: kind)]
     sizes = [sum(math.prod(leaves[i].shape) for i in group) for group in groups]
     vectors = [_Vector(kinds[g[0]][0], g, kinds[g[0]][1], size) for g, size in zip(groups, sizes, strict=True)]
     return sorted((v for v in vectors if v.size), key=lambda vector: vector.layer)
@@ -235,7 +235,7 @@ def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
     """Joins partitions into leaves."""
     # Empty leaves are not sent, and are equal on all workers.
     out = [leaf if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-    for group in alike(parts, lambda part: part.members):
+    for group in group_alike(parts, lambda part: part.members):
         group = sorted(group, key=lambda i: parts[i].start)
         members = parts[group[0]].members
         flat = concatenate([pieces[i] for i in group])

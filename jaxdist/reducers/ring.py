@@ -11,8 +11,8 @@ from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Payload
 from ..compressors.base import Compressor
 from ..wire.encoded import step_key
-from ..wire.flat import from_vectors, fused_bytes, vectors
-from ..wire.shards import cleared
+from ..wire.flat import from_vectors, fuse_bytes, vectors
+from ..wire.shards import clear_padding
 from .base import NO_EXTRAS, Forms, Reduced, Reducer, cast_like
 
 _NO_FEEDBACK = (
@@ -82,7 +82,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
             place = (comm.index - station) % comm.size
             mine = [lax.dynamic_index_in_dim(rows, place, keepdims=False) for rows in own]
             sums = [x + y for x, y in zip(sums, mine, strict=True)] if station else mine
-            sums = [cleared(x, size, comm.size, place) for x, size in zip(sums, sizes, strict=True)]
+            sums = [clear_padding(x, size, comm.size, place) for x, size in zip(sums, sizes, strict=True)]
             keys = [jax.random.fold_in(jax.random.fold_in(key, station), i) for i in range(len(own))]
             codes = [compressor.compress(x.astype(t), k) for x, t, k in zip(sums, dtypes, keys, strict=True)]
             decoded = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
@@ -92,10 +92,10 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
             ]
             if station < comm.size - 1:
                 arrays, structure = jax.tree.flatten(codes)
-                codes = structure.unflatten(fused_bytes(lambda x: comm.ppermute(x, onwards), arrays))
+                codes = structure.unflatten(fuse_bytes(lambda x: comm.ppermute(x, onwards), arrays))
                 sums = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
         arrays, structure = jax.tree.flatten(codes)
-        arrived = structure.unflatten(fused_bytes(comm.all_gather, arrays))
+        arrived = structure.unflatten(fuse_bytes(comm.all_gather, arrays))
         # Worker i ends with the sum of chunk i + 1.
         whole = [
             jnp.roll(jax.vmap(lambda code, like=like: compressor.decompress(code, like))(payload), 1, axis=0)

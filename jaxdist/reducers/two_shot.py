@@ -14,8 +14,8 @@ from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, with_value
 from ..wire.encoded import contraction_form, decode_mean, step_key
-from ..wire.flat import MULTIPLE, alike, from_vectors, vector_likes, vectors
-from ..wire.shards import cleared, concat_rows, joined, rows, split_leaves
+from ..wire.flat import MULTIPLE, from_vectors, group_alike, vector_likes, vectors
+from ..wire.shards import clear_padding, concat_rows, rows, split_leaves, unshard
 from .base import (
     Extras,
     Law,
@@ -136,7 +136,7 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
     chunks = [rows(flat, comm.size) for flat in flats]
     payloads, means = yield from _average_chunks(cfg.compressor, chunks, state, comm)
     # Scales of the second code must not see what the first one makes of padding.
-    means = [cleared(mean, flat.size, comm.size, comm.index) for mean, flat in zip(means, flats, strict=True)]
+    means = [clear_padding(mean, flat.size, comm.size, comm.index) for mean, flat in zip(means, flats, strict=True)]
     if cfg.keeps_residual:
         means = [mean + _pad_to(e.value, mean.size) for mean, e in zip(means, state.residuals, strict=True)]
 
@@ -171,7 +171,7 @@ def _shard_messages(
 ) -> Protocol:
     del extras
     leaves, tree = jax.tree.flatten(updates)
-    kinds = alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
+    kinds = group_alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
     chunks = [concat_rows([leaves[i] for i in members], comm.size, groups=groups) for members in kinds]
     payloads, means = yield from _average_chunks(compressor, chunks, state, comm)
     mean_shards, own_leaves = list(leaves), list(leaves)
@@ -180,7 +180,7 @@ def _shard_messages(
         decoded = _decode_chunks(compressor, payload, chunk).reshape(chunk.shape)
         shards, own_rows = (split_leaves(x, likes, comm.size, groups=groups) for x in (mean, decoded))
         for i, shard, own in zip(members, shards, own_rows, strict=True):
-            mean_shards[i], own_leaves[i] = shard, joined(own, leaves[i], groups=groups)
+            mean_shards[i], own_leaves[i] = shard, unshard(own, leaves[i], groups=groups)
     mean, own = (cast_like(tree.unflatten(x), updates) for x in (mean_shards, own_leaves))
     return Reduced(mean, own), state._replace(count=next_count(state.count))
 
@@ -217,4 +217,4 @@ def _decode_chunks(compressor: Compressor, payloads: Payload, chunks: Array) -> 
 def _chunk_error(compressor: Compressor, x: Array, payload: Payload, comm: Comm, size: int) -> Array:
     """The compression error of this worker's chunk, with padding entries set to zero."""
     error = x - compressor.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return cleared(error, size, comm.size, comm.index)
+    return clear_padding(error, size, comm.size, comm.index)

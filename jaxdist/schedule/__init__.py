@@ -20,9 +20,9 @@ from .profile import merged as merged
 from .profile import profile_of as profile_of
 from .stragglar import Transfer as Transfer
 from .stragglar import ring_seconds as ring_seconds
-from .stragglar import straggl_ar_reduce as straggl_ar_reduce
-from .stragglar import straggl_ar_seconds as straggl_ar_seconds
 from .stragglar import stragglar as stragglar
+from .stragglar import stragglar_reduce as stragglar_reduce
+from .stragglar import stragglar_seconds as stragglar_seconds
 from .timeline import TimedMessage as TimedMessage
 from .timeline import Timeline as Timeline
 from .timeline import step_timeline as step_timeline

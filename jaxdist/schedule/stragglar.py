@@ -99,7 +99,7 @@ def _powers(workers: int) -> list[int]:
     raise AssertionError("every finite field has a generator")
 
 
-def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np.ndarray, "workers size"]:
+def stragglar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np.ndarray, "workers size"]:
     """Runs `stragglar` on arrays in one process.
 
     Args:
@@ -113,8 +113,8 @@ def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np
 
     Example:
       >>> import numpy as np
-      >>> from jaxdist.schedule import straggl_ar_reduce
-      >>> straggl_ar_reduce([np.array([1, 2, 3]), np.array([10, 20, 30])]).tolist()
+      >>> from jaxdist.schedule import stragglar_reduce
+      >>> stragglar_reduce([np.array([1, 2, 3]), np.array([10, 20, 30])]).tolist()
       [[11, 22, 33], [11, 22, 33]]
 
     References:
@@ -134,7 +134,7 @@ def straggl_ar_reduce(parts: Sequence[Shaped[np.ndarray, " size"]]) -> Shaped[np
     return np.stack([np.concatenate([own[chunk] for chunk in range(last)]) for own in owned])
 
 
-def straggl_ar_seconds(
+def stragglar_seconds(
     workers: int, nbytes: Number, *, latency: Number, bandwidth: Number, lead: Number = float("inf")
 ) -> float:
     """The time of StragglAR from the arrival of the straggler: `(n - 2 + log2 n)(α + S β/(n - 1))`.
@@ -156,9 +156,9 @@ def straggl_ar_seconds(
       ValueError: n is not a power of 2, or a number is out of range.
 
     Example:
-      >>> from jaxdist.schedule import ring_seconds, straggl_ar_seconds
+      >>> from jaxdist.schedule import ring_seconds, stragglar_seconds
       >>> link = {"latency": 3e-6, "bandwidth": 450 * 2**30}
-      >>> round(ring_seconds(8, 2**30, **link) * 1e3, 4), round(straggl_ar_seconds(8, 2**30, **link) * 1e3, 4)
+      >>> round(ring_seconds(8, 2**30, **link) * 1e3, 4), round(stragglar_seconds(8, 2**30, **link) * 1e3, 4)
       (3.9309, 2.8841)
 
     References:

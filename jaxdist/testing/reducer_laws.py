@@ -116,7 +116,7 @@ def assert_reducer_laws(
     _check_law(reducer, run, lambda: run_on([batches[0]] * DRAWS), tolerance * scale)
     if reducer.law <= Law.EXACT:
         mine = jax.tree.map(lambda x: x[0], batches[0])
-        single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single))(mine)
+        single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single, NO_EXTRAS))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
 
     try:

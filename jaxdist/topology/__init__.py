@@ -27,5 +27,5 @@ from .spectrum import smallest_eigenvalue as smallest_eigenvalue
 from .spectrum import spectral_gap as spectral_gap
 from .varying import one_peer_exponential as one_peer_exponential
 from .varying import random_matchings as random_matchings
-from .varying import relabelled_ring as relabelled_ring
+from .varying import relabeled_ring as relabeled_ring
 from .varying import shift_one as shift_one

@@ -74,7 +74,7 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     return cycle_rounds("random matchings", workers, drawn_rounds)
 
 
-def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
+def relabeled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bool = False) -> Topology:
     """A ring whose workers change places in every step.
 
     *Sent* in a step: two models, as in a ring. It mixes as a graph with far more neighbors: the consensus error shrinks
@@ -95,7 +95,7 @@ def relabelled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: bo
 
     Example:
       >>> from jaxdist import topology
-      >>> round(topology.expected_mixing_rate(topology.relabelled_ring(16, rounds=500)), 2)
+      >>> round(topology.expected_mixing_rate(topology.relabeled_ring(16, rounds=500)), 2)
       0.56
 
     References:

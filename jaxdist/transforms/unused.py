@@ -14,7 +14,7 @@ from ..state.marks import axis_tuple
 def find_unused_parameters(
     loss: Callable[..., Any], params: PyTree, *args: Any, has_aux: bool = False, axis: AxisNames = "data"
 ) -> PyTree:
-    """The parameters whose gradients are zero whatever the batch: an idle head, what lies behind `stop_gradient`.
+    """Finds the parameters whose gradients are zero for every batch: an idle head, or leaves behind `stop_gradient`.
 
     The gradient is traced, not computed, and followed from the loss to each leaf. It is a static answer for static
     programs: both branches of a `lax.cond` count as used, and so does a leaf that is multiplied by 0.

@@ -52,7 +52,7 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     return lax.platform_dependent(*vectors, cpu=write_each, default=concatenate_all)
 
 
-def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
+def group_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[int]]:
     """Groups the positions of items by kind; kinds are in the order of their first item."""
     groups: dict[Hashable, list[int]] = {}
     for i, thing in enumerate(things):
@@ -60,13 +60,13 @@ def alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[list[i
     return list(groups.values())
 
 
-def stacked(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
+def stack_by_shape(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
     """Stacks leaves of equal shape and dtype, and returns their positions: one program for each shape, not leaf."""
-    groups = alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+    groups = group_alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
     return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
 
 
-def unstacked(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
+def unstack(groups: Sequence[Sequence[int]], stacks: Sequence[Array]) -> list[Array]:
     """The inverse of `stacked`: the leaves in their order."""
     leaves = {i: stack[k] for members, stack in zip(groups, stacks, strict=True) for k, i in enumerate(members)}
     return [leaves[i] for i in range(len(leaves))]
@@ -78,21 +78,21 @@ def _dtype(leaf: Like) -> jnp.dtype:
 
 def vectors(leaves: Sequence[Array]) -> list[Array]:
     """Concatenates the leaves of each dtype into one vector."""
-    return [concatenate([leaves[i] for i in members]) for members in alike(leaves, _dtype)]
+    return [concatenate([leaves[i] for i in members]) for members in group_alike(leaves, _dtype)]
 
 
 def vector_likes(leaves: Sequence[Like]) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of `vectors(leaves)`."""
     return [
         jax.ShapeDtypeStruct((sum(math.prod(leaves[i].shape) for i in members),), leaves[members[0]].dtype)
-        for members in alike(leaves, _dtype)
+        for members in group_alike(leaves, _dtype)
     ]
 
 
 def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
     """The inverse of `vectors`; a vector may be longer than its leaves, and keeps its dtype."""
     out: list[Any] = list(leaves)
-    for members, flat in zip(alike(leaves, _dtype), flats, strict=True):
+    for members, flat in zip(group_alike(leaves, _dtype), flats, strict=True):
         start = 0
         for i in members:
             size = math.prod(leaves[i].shape)
@@ -101,7 +101,7 @@ def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
     return out
 
 
-def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+def fuse(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
     """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension.
 
     With `rows` the arrays have a leading dimension that stays.
@@ -110,7 +110,7 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
     # Flattening would gather the mesh axes that the compiler shards.
     apart = bool(mesh_axes_left_over())
     kept = 1 if rows else 0
-    for members in alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
+    for members in group_alike(range(len(arrays)), lambda i: (arrays[i].dtype, i if apart else 0)):
         shapes = [arrays[i].shape[kept:] for i in members]
         sizes = [math.prod(shape) for shape in shapes]
         if len(members) == 1 or not sum(sizes):
@@ -126,12 +126,12 @@ def fused(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows
     return out
 
 
-def fused_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+def fuse_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
     """`fused` with a single collective of bytes for all dtypes, which is faster than one for each."""
     if len({array.dtype for array in arrays}) < 2:
-        return fused(collective, arrays, rows=rows)
+        return fuse(collective, arrays, rows=rows)
     to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes
-    arrived = fused(collective, [to_bytes(array) for array in arrays], rows=rows)
+    arrived = fuse(collective, [to_bytes(array) for array in arrays], rows=rows)
     return [_from_bytes(words, array[0] if rows else array) for words, array in zip(arrived, arrays, strict=True)]
 
 

@@ -85,13 +85,13 @@ def group_leaves(leaves: Sequence[Array], view: View) -> tuple[list[MatrixGroup]
         n, m, r = found
         alone = i if n * m > STACKED_SIZE else None
         dtype = jnp.dtype(working_dtype(leaf.dtype))
-        group = groups.setdefault((_rounded(n), m, r, dtype, alone), MatrixGroup([], [], dtype))
+        group = groups.setdefault((_round_matrix(n), m, r, dtype, alone), MatrixGroup([], [], dtype))
         group.leaves.append(i)
         group.shapes.append((n, m))
     return list(groups.values()), rest
 
 
-def _rounded(size: int) -> int:
+def _round_matrix(size: int) -> int:
     """Heights that count as nearly equal: less than a quarter of the smaller one is added to it."""
     step = max(1, (1 << (size - 1).bit_length()) // 8)
     return -(-size // step) * step

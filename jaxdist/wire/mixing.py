@@ -11,7 +11,7 @@ from .._core.dtypes import widen, working_dtype
 from .._core.types import Array, Int, PyTree
 from ..comm.base import Comm
 from ..topology.base import Round, Topology
-from .flat import fused
+from .flat import fuse
 
 
 def change_at(
@@ -33,14 +33,14 @@ def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[
     def mix(comm: Comm, leaves: list[Array]) -> list[Array]:
         sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if is_mean(round, workers):
-            means = fused(comm.mean, sent)
+            means = fuse(comm.mean, sent)
             return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
         if np.abs(excess).max() > 1e-9:
             out = [times(widen(leaf), weight_of(comm, excess.tolist())) for leaf in leaves]
         for message in round.messages:
             weight = weight_of(comm, message.weights)
-            arrived = fused(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
+            arrived = fuse(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
             out = [
                 total + times(widen(theirs) - widen(mine), weight)
                 for total, theirs, mine in zip(out, arrived, sent, strict=True)

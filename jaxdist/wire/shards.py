@@ -26,7 +26,7 @@ def rows(x: Array, workers: int, *, groups: int = 1) -> Array:
     return flat.reshape(groups, workers, -1).swapaxes(0, 1).reshape(workers, -1)
 
 
-def joined(rows: Array, like: Like, *, groups: int = 1) -> Array:
+def unshard(rows: Array, like: Like, *, groups: int = 1) -> Array:
     """`[W, n] -> [*s]`, the inverse of `rows`: removes the padding."""
     if groups > 1:
         rows = rows.reshape(rows.shape[0], groups, -1).swapaxes(0, 1)
@@ -39,7 +39,7 @@ def piece(x: Array, comm: Comm) -> Array:
     return lax.dynamic_index_in_dim(cut, comm.index, keepdims=False)
 
 
-def cleared(piece: Array, size: int, workers: int, index: Array, *, groups: int = 1, fill: Any = 0) -> Array:
+def clear_padding(piece: Array, size: int, workers: int, index: Array, *, groups: int = 1, fill: Any = 0) -> Array:
     """Sets the padding of a shard to `fill`: row `index` of `rows(x, workers, groups=groups)`, `x` of `size` entries.
 
     Compressors scale blocks that include padding, so values computed there must be removed before compression.

@@ -18,7 +18,7 @@ from ..reducers.base import Reducer, shards_of
 from ..reducers.exact import exact
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE
-from ..wire.shards import joined
+from ..wire.shards import unshard
 from .checks import check_sharding
 from .prefetched import scan_with_prefetch
 from .shards import decode, encode, gather_payloads
@@ -262,7 +262,7 @@ def _gather(cfg: _Config, likes: Sequence[Like], shards: PyTree, kept: Any) -> P
             rows = jax.tree.map(_by_worker, rows)
         if cfg.compressor is not None:
             rows = decode(cfg.compressor, rows, shards)
-    return tree.unflatten([joined(row, like) for row, like in zip(rows, likes, strict=True)])
+    return tree.unflatten([unshard(row, like) for row, like in zip(rows, likes, strict=True)])
 
 
 def _straight_through(forward: Callable[..., PyTree], form: Reducer, axis: AxisNames) -> Callable:

@@ -21,15 +21,15 @@ from .._core.jaxprs import (
     RESHAPES,
     TAKES_NUMBERS,
     apply_primitive,
-    called_jaxpr,
     evaluate,
+    find_called_jaxpr,
     inner_jaxprs,
 )
 from .._core.types import Array, PyTree, Shape
 from ..comm.base import Comm
 from ..comm.over import over
 from ..wire.flat import MULTIPLE
-from ..wire.shards import cleared, joined, piece
+from ..wire.shards import clear_padding, piece, unshard
 
 
 @jax.tree_util.register_pytree_node_class
@@ -54,7 +54,7 @@ class Part:
 
     def clear_padding(self, comm: Comm, fill: Any = 0) -> "Part":
         """The same array, with `fill` in place of the results that were computed for the padding."""
-        value = cleared(self.value, math.prod(self.shape), comm.size, comm.index, fill=fill)
+        value = clear_padding(self.value, math.prod(self.shape), comm.size, comm.index, fill=fill)
         return Part(value, self.shape, self.full)
 
     def whole(self, comm: Comm) -> Array:
@@ -81,7 +81,7 @@ def local_shard(x: Any, comm: Comm) -> Array:
 
 def all_gather_shards(x: Array, shape: Shape, comm: Comm) -> Array:
     """`[n] -> [*s]`: the whole array, from all workers' shards."""
-    return joined(comm.all_gather(x), jax.ShapeDtypeStruct(shape, x.dtype))
+    return unshard(comm.all_gather(x), jax.ShapeDtypeStruct(shape, x.dtype))
 
 
 def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], arguments: Sequence[PyTree]) -> PyTree:
@@ -127,7 +127,7 @@ def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
     # Computations without sharded operands run as traced, on every worker.
     if not any(isinstance(x, Part | Uniform) for x in operands):
         return apply_primitive(equation, operands)
-    body = called_jaxpr(equation, opaque=LOOPS)
+    body = find_called_jaxpr(equation, opaque=LOOPS)
     if body is not None:
         return evaluate(body, partial(_apply, comm), operands)
     # Only one branch runs, so all must return the same kinds of values.

@@ -15,8 +15,8 @@ from ..compressors.base import Compressor
 from ..reducers.base import Extras, Reducer, as_generator, run
 from ..schedule.buckets import assign_buckets
 from ..state.marks import Sharded, axis_tuple, with_value
-from ..wire.flat import alike, fused, fused_bytes, stacked
-from ..wire.shards import cleared, joined, rows
+from ..wire.flat import fuse, fuse_bytes, group_alike, stack_by_shape
+from ..wire.shards import clear_padding, rows, unshard
 
 # DDP's default. The gradients of a bucket can be freed as soon as it has been sent.
 BUCKET_BYTES = 25 * 2**20
@@ -37,7 +37,7 @@ def unshard_for_one_worker(tree: PyTree, like: PyTree, axis: AxisNames) -> PyTre
         return tree
 
     def unshard_leaf(x: Any, original: Any) -> Any:
-        return with_value(x, joined(x.value, original.value)) if _is_sharded(x) else x
+        return with_value(x, unshard(x.value, original.value)) if _is_sharded(x) else x
 
     return jax.tree.map(unshard_leaf, tree, like, is_leaf=_is_sharded)
 
@@ -86,13 +86,13 @@ def gather(shards: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[A
 
     Not one for each bucket: XLA:TPU starts them all at once, which takes more memory than a single one.
     """
-    return [joined(rows, like) for rows, like in zip(fused(comm.all_gather, shards), likes, strict=True)]
+    return [unshard(rows, like) for rows, like in zip(fuse(comm.all_gather, shards), likes, strict=True)]
 
 
 def gather_payloads(payloads: Sequence[Payload], comm: Comm, *, agreed: bool = True) -> list[Payload]:
     """All workers' payloads, `[W, k, ...]`, by one collective of bytes."""
     arrays, structure = jax.tree.flatten(list(payloads))
-    return structure.unflatten(fused_bytes(lambda x: comm.all_gather(x, agreed=agreed), arrays))
+    return structure.unflatten(fuse_bytes(lambda x: comm.all_gather(x, agreed=agreed), arrays))
 
 
 def encode(
@@ -104,8 +104,8 @@ def encode(
     """
     # Compressors have one scale per block, which values in the padding would distort.
     sizes = map(math.prod, shapes)
-    shards = [cleared(x, size, comm.size, comm.index) for x, size in zip(shards, sizes, strict=True)]
-    groups, stacks = stacked(shards)
+    shards = [clear_padding(x, size, comm.size, comm.index) for x, size in zip(shards, sizes, strict=True)]
+    groups, stacks = stack_by_shape(shards)
     # Each leaf draws with its own key.
     keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
     return [jax.vmap(compressor.compress)(*pair) for pair in zip(stacks, keys, strict=True)]
@@ -114,7 +114,7 @@ def encode(
 def decode(compressor: Compressor, payloads: Sequence[Payload], shards: Sequence[Like]) -> list[Array]:
     """The inverse of `encode`; payloads `[*batch, k, ...]` give shards `[*batch, n]`."""
     out: list = list(shards)
-    groups = alike(shards, lambda x: (x.shape, jnp.dtype(x.dtype)))
+    groups = group_alike(shards, lambda x: (x.shape, jnp.dtype(x.dtype)))
     for members, payload in zip(groups, payloads, strict=True):
         like = jax.ShapeDtypeStruct(shards[members[0]].shape, shards[members[0]].dtype)
         decoded = _decode_stack(compressor, like, payload, len(members))

@@ -15,7 +15,7 @@ from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
 from ..wire.encoded import step_key
 from ..wire.flat import MULTIPLE
-from ..wire.shards import joined, piece
+from ..wire.shards import piece, unshard
 from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
 
@@ -161,7 +161,7 @@ def _exchange(
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
     payloads = encode(compressor, owed, shapes, key, comm)
     decoded = decode(compressor, gather_payloads(payloads, comm), owed)
-    full = [joined(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(decoded, shapes, strict=True)]
+    full = [unshard(rows, jax.ShapeDtypeStruct(shape, rows.dtype)) for rows, shape in zip(decoded, shapes, strict=True)]
     return decode(compressor, payloads, owed), full
 
 

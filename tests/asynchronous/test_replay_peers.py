@@ -371,7 +371,7 @@ def test_neighbors_are_chosen_evenly_and_the_same_each_time():
 
 def test_a_relabelled_ring_of_halves_meets_everybody():
     run = seen(
-        rules.ad_psgd(lambda n: jd.topology.relabelled_ring(n, halves=True), SGD), 8, 100, durations.constant(1.0)
+        rules.ad_psgd(lambda n: jd.topology.relabeled_ring(n, halves=True), SGD), 8, 100, durations.constant(1.0)
     )
     assert set(run.links) == {pair for i in range(0, 8, 2) for j in range(1, 8, 2) for pair in ((i, j), (j, i))}
 
@@ -384,7 +384,7 @@ def test_a_relabelled_ring_of_halves_meets_everybody():
             5,
             "odd cycle 2 - 1 - 0 - 4 - 3 - 2: use a ring of an even number",
         ),
-        (lambda: rules.ad_psgd(jd.topology.relabelled_ring, SGD), 8, "the relabelled ring has the odd cycle"),
+        (lambda: rules.ad_psgd(jd.topology.relabeled_ring, SGD), 8, "the relabelled ring has the odd cycle"),
         (lambda: rules.ad_psgd(jd.topology.ring(4), SGD), 6, "the ring has 4 workers, but the run has 6"),
         (
             lambda: rules.d_psgd(jd.topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)]), SGD),
@@ -404,7 +404,7 @@ def test_a_relabelled_ring_of_halves_meets_everybody():
         ),
         (lambda: rules.power_gossip(0), 2, "rank must be at least 1, got 0"),
         (lambda: rules.choco_exchange(jd.top_k(0.1), step_size=1.5), 2, r"step_size must be in \(0, 1\], got 1.5"),
-        (lambda: jd.topology.relabelled_ring(5, halves=True), 2, "a ring of two halves needs an even number .* got 5"),
+        (lambda: jd.topology.relabeled_ring(5, halves=True), 2, "a ring of two halves needs an even number .* got 5"),
     ],
 )
 def test_what_cannot_work_is_refused(make, workers, message):

@@ -50,7 +50,7 @@ EQUATIONS = {
     ),
     "quasi_global_momentum, nesterov": (
         jd.decentralized.quasi_global_momentum(RATE, momentum=0.8, decay=0.6, nesterov=True),
-        graphs.relabelled_ring(5, rounds=2),
+        graphs.relabeled_ring(5, rounds=2),
         reference.quasi_global_momentum,
         {"beta": 0.8, "mu": 0.6, "nesterov": True},
     ),
@@ -194,7 +194,7 @@ def test_quasi_global_momentum_rests_where_the_rate_is_zero():
 STILL = {
     "ring": graphs.ring(8),
     "torus": graphs.torus(8),
-    "relabelled ring": graphs.relabelled_ring(8, rounds=3),
+    "relabelled ring": graphs.relabeled_ring(8, rounds=3),
     "complete": graphs.complete(8),
 }
 

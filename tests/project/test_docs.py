@@ -17,8 +17,6 @@ import jaxdist
 ROOT = REPOSITORY
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-# Shared by the command line, the examples and the benchmarks; not for import by users.
-NOT_FOR_IMPORT = {"cli", "workloads"}
 
 
 def page_id(page: Path) -> str:
@@ -59,12 +57,7 @@ def public_names() -> dict[str, set[str]]:
     modules = {"jaxdist": exported(package / "__init__.py")}
     for path in sorted(package.iterdir()):
         source = path / "__init__.py" if path.is_dir() else path
-        if (
-            source.exists()
-            and source.suffix == ".py"
-            and not path.stem.startswith("_")
-            and path.stem not in NOT_FOR_IMPORT
-        ):
+        if source.exists() and source.suffix == ".py" and not path.stem.startswith("_"):
             modules[f"jaxdist.{path.stem}"] = exported(source)
     return modules
 

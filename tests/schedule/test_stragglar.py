@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.schedule import ring_seconds, straggl_ar_reduce, straggl_ar_seconds, stragglar
+from jaxdist.schedule import ring_seconds, stragglar, stragglar_reduce, stragglar_seconds
 
 SIZES = [2, 4, 8, 16, 32]
 LINK = {"latency": 3e-6, "bandwidth": 450 * 2**30}  # of the paper's simulator
@@ -15,7 +15,7 @@ LINK = {"latency": 3e-6, "bandwidth": 450 * 2**30}  # of the paper's simulator
 @pytest.mark.parametrize("n", SIZES)
 def test_everybody_has_the_sum(n):
     parts = list(np.random.default_rng(n).standard_normal((n, 3 * n + 1)))  # chunks of unequal sizes
-    found = straggl_ar_reduce(parts)
+    found = stragglar_reduce(parts)
     np.testing.assert_allclose(found, np.broadcast_to(np.sum(parts, axis=0), found.shape), rtol=1e-12, atol=1e-12)
     assert (found == found[0]).all()
 
@@ -49,22 +49,22 @@ def test_other_numbers_are_refused(workers):
 
 def test_times_are_those_of_the_paper_s_simulator():
     assert ring_seconds(8, 2**30, **LINK) * 1e3 == pytest.approx(3.9309, abs=5e-5)
-    assert straggl_ar_seconds(8, 2**30, **LINK) * 1e3 == pytest.approx(2.8841, abs=5e-5)
+    assert stragglar_seconds(8, 2**30, **LINK) * 1e3 == pytest.approx(2.8841, abs=5e-5)
     faster = [
-        ring_seconds(n, 2**30, **LINK) / straggl_ar_seconds(n, 2**30, **LINK) for n in (4, 8, 16, 32, 64, 128, 256)
+        ring_seconds(n, 2**30, **LINK) / stragglar_seconds(n, 2**30, **LINK) for n in (4, 8, 16, 32, 64, 128, 256)
     ]
     assert np.round(faster, 3).tolist() == [1.127, 1.363, 1.565, 1.718, 1.826, 1.897, 1.941]
 
 
 def test_a_straggler_that_comes_too_early_waits_for_the_others():
     ready = 6 * (3e-6 + 2**30 / 7 / LINK["bandwidth"])  # 1.9 ms
-    full = straggl_ar_seconds(8, 2**30, **LINK)
-    assert straggl_ar_seconds(8, 2**30, lead=ready, **LINK) == full
-    assert straggl_ar_seconds(8, 2**30, lead=ready / 3, **LINK) == pytest.approx(full + ready * 2 / 3)
-    assert straggl_ar_seconds(8, 2**30, lead=0, **LINK) > ring_seconds(8, 2**30, **LINK)
+    full = stragglar_seconds(8, 2**30, **LINK)
+    assert stragglar_seconds(8, 2**30, lead=ready, **LINK) == full
+    assert stragglar_seconds(8, 2**30, lead=ready / 3, **LINK) == pytest.approx(full + ready * 2 / 3)
+    assert stragglar_seconds(8, 2**30, lead=0, **LINK) > ring_seconds(8, 2**30, **LINK)
     for wrong in ({"latency": -1.0}, {"lead": -1.0}, {"bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be at least 0"):
-            straggl_ar_seconds(8, 1, **LINK | wrong)
+            stragglar_seconds(8, 1, **LINK | wrong)
 
 
 @pytest.mark.parametrize(("late", "missing"), [(0.5, 0.0), (1e-3, 6 * (3e-6 + 2**20 / 7 / 1e9) - 1e-3), (0.0, None)])

@@ -21,7 +21,7 @@ ANY_NUMBER = [
     graphs.binary_tree,
     graphs.one_peer_exponential,
     graphs.random_matchings,
-    graphs.relabelled_ring,
+    graphs.relabeled_ring,
 ]
 # Gaps of weights 1/(degree + 1), computed with another program: ρ of ring, torus, hypercube, exponential, star, path.
 RATES = {
@@ -77,7 +77,7 @@ def test_one_peer_exponential_is_exact_after_a_turn():
 
 
 def test_random_graphs_mix_as_fast_as_theory_says():
-    ring = graphs.relabelled_ring(16, rounds=1500)
+    ring = graphs.relabeled_ring(16, rounds=1500)
     # √((tr W'W - 1) / (n - 1)) is the rate over all orders; a sample has a largest eigenvalue a little above.
     assert 0.5375 < graphs.expected_mixing_rate(ring) < 0.5375 * 1.04
     pairs = graphs.random_matchings(8, rounds=3000)
@@ -87,7 +87,7 @@ def test_random_graphs_mix_as_fast_as_theory_says():
 
 
 def test_other_seeds_draw_other_graphs():
-    for make in (graphs.random_matchings, graphs.relabelled_ring):
+    for make in (graphs.random_matchings, graphs.relabeled_ring):
         assert make(8, seed=3) == make(8, seed=3)
         assert make(8, seed=3) != make(8, seed=4)
         assert len(make(8, rounds=5).order) == 5

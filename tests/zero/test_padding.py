@@ -11,7 +11,7 @@ import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.base import shards_of
-from jaxdist.wire.shards import cleared, rows
+from jaxdist.wire.shards import clear_padding, rows
 
 INT8 = jc.int8()
 
@@ -34,10 +34,11 @@ def test_cleared(size, groups):
     workers = 3
     expected = rows(jnp.ones(size), workers, groups=groups)
     found = [
-        cleared(jnp.full(row.size, 1.0), size, workers, jnp.array(i), groups=groups) for i, row in enumerate(expected)
+        clear_padding(jnp.full(row.size, 1.0), size, workers, jnp.array(i), groups=groups)
+        for i, row in enumerate(expected)
     ]
     np.testing.assert_array_equal(jnp.stack(found), expected)
-    filled = cleared(jnp.zeros(expected.shape[1]), size, workers, jnp.array(2), groups=groups, fill=-jnp.inf)
+    filled = clear_padding(jnp.zeros(expected.shape[1]), size, workers, jnp.array(2), groups=groups, fill=-jnp.inf)
     np.testing.assert_array_equal(filled, jnp.where(expected[2] == 1, 0, -jnp.inf))
 
 

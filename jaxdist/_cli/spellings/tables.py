@@ -11,7 +11,7 @@ from ... import compressors, local_sgd, optimizers, recipes, reducers, topology
 from ...asynchronous import durations, rules
 from ...asynchronous.protocol import Rule
 from ...topology.base import Topology
-from ...topology.varying import relabelled_ring
+from ...topology.varying import relabeled_ring
 from .grammar import Spelling
 
 FEEDBACK = {
@@ -90,7 +90,7 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
     "exponential": topology.exponential,
     "one-peer-exponential": topology.one_peer_exponential,
     "random-matchings": topology.random_matchings,
-    "relabelled-ring": topology.relabelled_ring,
+    "relabelled-ring": topology.relabeled_ring,
     "matcha-ring": lambda workers: topology.matcha(topology.ring(workers)),
     "matcha-complete": lambda workers: topology.matcha(topology.complete(workers)),
     "shift-one": topology.shift_one,
@@ -146,7 +146,7 @@ def _ad_psgd(
         make_graph = _even_ring
     elif graph == "relabelled-ring":
         # Only the variant of two halves has no odd cycles.
-        make_graph = partial(relabelled_ring, halves=True)
+        make_graph = partial(relabeled_ring, halves=True)
     else:
         make_graph = find_graph(graph)
     settings: dict[str, Any] = {"choice": choice, "exchange": None if rank is None else rules.power_gossip(rank)}

@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _checked_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+def _check_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
     def compute(params: PyTree, batch: Any) -> tuple[PyTree, Array]:
         gradient = jax.grad(loss)(params, batch)
         return gradient, _all_finite(gradient)
@@ -44,7 +44,7 @@ def _all_finite(tree: PyTree) -> Array:
 
 def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
     """Makes `gradient(params, worker, job)`: lazy, or shapes if `params` are; raises if the result is not finite."""
-    gradient, shapes = _checked_gradient(task.loss), spec_of(task.params)
+    gradient, shapes = _check_gradient(task.loss), spec_of(task.params)
 
     @no_type_check
     def compute(params: Any, worker: int, job: int) -> Any:

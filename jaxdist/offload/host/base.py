@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._core.compat import lies_on_host, varying_axes
+from ..._core.compat import is_on_host, varying_axes
 from ..._core.types import Array, PyTree, State, Updates
 from ...state.marks import OnHost, is_mark
 from .delayed import delayed as with_delay
@@ -145,7 +145,7 @@ def _to_host(x: Array) -> Array:
 
 
 def _to_device(x: Array) -> Array:
-    return jax.device_put(x, jax.memory.Space.Device) if lies_on_host(x) else x
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:

@@ -11,8 +11,8 @@ from ..._core.jaxprs import (
     INDIVISIBLE,
     RESHAPES,
     apply_primitive,
-    called_jaxpr,
     evaluate,
+    find_called_jaxpr,
     inner_jaxprs,
 )
 
@@ -96,7 +96,7 @@ class _Flattener:
         # `run` decides where values are kept, so moves between memories in the trace are dropped.
         if equation.primitive.name == "device_put":
             return inputs
-        body = called_jaxpr(equation, opaque=OPAQUE)
+        body = find_called_jaxpr(equation, opaque=OPAQUE)
         if body is not None:
             return self.inline(body, inputs)
         outputs = tuple(self.add(var.aval) for var in equation.outvars)

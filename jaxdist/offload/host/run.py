@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.compat import host_compute, lies_on_host
+from ..._core.compat import host_compute, is_on_host
 from ..._core.types import Array
 from .cut import place_operations
 from .program import Operation, Program, flatten
@@ -97,9 +97,9 @@ def run_operation_on_host(operation: Operation, operands: Sequence[Any]) -> list
         branches = [partial(_run_branch, flatten(closed)) for closed in operation.equation.params["branches"]]
         return lax.switch(operands[0], branches, *operands[1:])
     # Constants alone would put the result on the device.
-    if not any(isinstance(x, jax.Array) and lies_on_host(x) for x in operands):
+    if not any(isinstance(x, jax.Array) and is_on_host(x) for x in operands):
         operands = [jax.device_put(x, HOST) for x in operands]
-    return [x if lies_on_host(x) else jax.device_put(x, HOST) for x in operation.run(operands)]
+    return [x if is_on_host(x) else jax.device_put(x, HOST) for x in operation.run(operands)]
 
 
 def _run_branch(program: Program, *operands: Array) -> list[Array]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._core.compat import lies_on_host
+from ..._core.compat import is_on_host
 from ..._core.jaxprs import CASTS, ELEMENTWISE
 from ..._core.types import Array
 from .program import Operation, Program
@@ -24,7 +24,7 @@ class Values:
 
     def put(self, number: int, x: Array) -> None:
         """Stores a value that has been computed."""
-        self.known[lies_on_host(x)][number] = x
+        self.known[is_on_host(x)][number] = x
 
     def get(self, number: int, *, host: bool) -> Array:
         """A value on one of the two sides."""

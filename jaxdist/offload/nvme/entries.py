@@ -24,7 +24,7 @@ THREADS = min(4, os.cpu_count() or 1)
 Source = Callable[[int, int], np.ndarray]
 
 
-class Span(NamedTuple):
+class EntrySpan(NamedTuple):
     """Entries `start` to `start + size` of a chunk, whose leaves share a program; computed as `length` entries."""
 
     program: int
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def spans_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Span]]:
+def spans_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[EntrySpan]]:
     """The spans of each chunk. They have only two lengths, so that each program is compiled at most twice."""
     found = []
     for chunk in layout.chunks:
@@ -47,7 +47,7 @@ def spans_of(layout: Layout, programs: Sequence[EntryProgram]) -> list[list[Span
                 # A short rest is computed in small spans: padding it to a large one would cost more.
                 length = SPAN if left > SPAN // 4 else UNIT
                 size = min(length, left)
-                spans.append(Span(rest[0].leaf, at, size, length, tuple(_pop_entries(rest, size))))
+                spans.append(EntrySpan(rest[0].leaf, at, size, length, tuple(_pop_entries(rest, size))))
                 at, left = at + size, left - size
         found.append(spans)
     return found
@@ -121,7 +121,7 @@ class Runner:
         data: np.ndarray,
         stored: Sequence[np.ndarray],
         read: Sequence[np.ndarray],
-        span: Span,
+        span: EntrySpan,
     ) -> None:
         stop = span.start + span.length
         arrays: list[np.ndarray] = []

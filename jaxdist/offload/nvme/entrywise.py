@@ -21,8 +21,8 @@ from ..._core.jaxprs import (
     RESHAPES,
     TAKES_NUMBERS,
     apply_primitive,
-    called_jaxpr,
     evaluate,
+    find_called_jaxpr,
     inner_jaxprs,
 )
 from ..._core.types import Array, PyTree
@@ -60,7 +60,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Result:
+class OperationResult:
     """The result of an operation of the program."""
 
     index: int
@@ -80,7 +80,7 @@ class Constant:
     value: Any
 
 
-Operand = Input | Result | Number | Constant
+Operand = Input | OperationResult | Number | Constant
 
 
 class _Call(NamedTuple):
@@ -198,7 +198,7 @@ class _Trace:
     def apply(self, equation: Any, values: list[_Value]) -> list[_Value]:
         """The results of one equation, in the head where all operands are, and entrywise where that is possible."""
         name = equation.primitive.name
-        body = called_jaxpr(equation, opaque=LOOPS)
+        body = find_called_jaxpr(equation, opaque=LOOPS)
         if body is not None:
             return self.evaluate(body, values)
         in_head = tuple(value.head for value in values if value.head is not None)
@@ -241,7 +241,7 @@ class _Trace:
         numbers = tuple(operand for operand in operands if isinstance(operand, Number | Constant))
         if len(numbers) < len(operands):
             self.operations.append((equation, operands))
-            return Result(len(self.operations) - 1)
+            return OperationResult(len(self.operations) - 1)
         if math.prod(equation.outvars[0].aval.shape) == 1 and head is not None:
             return Number(head)
         # Arrays of equal numbers are computed as a single number.
@@ -303,7 +303,7 @@ def _program(
     needed, stack = set(), list(results)
     while stack:
         match stack.pop():
-            case Result(index) if index not in needed:
+            case OperationResult(index) if index not in needed:
                 needed.add(index)
                 stack += operations[index][1]
             case Input(index) if index not in inputs:
@@ -317,8 +317,8 @@ def _program(
         match operand:
             case Input(index):
                 return Input(ordinal[index])
-            case Result(index):
-                return Result(position[index])
+            case OperationResult(index):
+                return OperationResult(position[index])
             case Number(index):
                 return Number(numbers.setdefault(index, len(numbers)))
         return operand
@@ -355,7 +355,7 @@ def _read(
     match operand:
         case Input(index):
             return arrays[index]
-        case Result(index):
+        case OperationResult(index):
             return computed[index]
         case Number(index):
             x = jnp.reshape(numbers[index], ())

@@ -55,7 +55,7 @@ def ad_psgd(
     Args:
       graph: a bipartite topology, or a function that makes one for a number of workers, such as `jd.topology.ring`
         (which needs an even number). A topology that changes advances with each exchange of a worker; of the random
-        ones, `lambda n: jd.topology.relabelled_ring(n, halves=True)` is bipartite.
+        ones, `lambda n: jd.topology.relabeled_ring(n, halves=True)` is bipartite.
       optimizer: the local optimizer of each worker.
       choice: of the neighbors, `"uniform"` or `"in_turn"` (a fixed ring).
       exchange: how pairs average: `whole_models()`, `power_gossip(rank)`, or `choco_exchange(...)`.
