@@ -51,9 +51,8 @@ def sent(program, branch):
     """The bytes that a device sends in one step: inside its cluster (devices 0 and 1, or 2 and 3), and outside."""
     ops = jd.analysis.collectives(program, branch=branch).ops
     crossing = [any(len({device // 2 for device in group}) > 1 for group in op.replica_groups) for op in ops]
-    return [
-        sum(op.wire_bytes for op, out in zip(ops, crossing, strict=True) if out is where) for where in (False, True)
-    ]
+    pairs = list(zip(ops, crossing, strict=True))
+    return [sum(op.wire_bytes for op, out in pairs if out is where) for where in (False, True)]
 
 
 def train(name, tx, mesh, train_set, test_set):
@@ -70,9 +69,8 @@ def train(name, tx, mesh, train_set, test_set):
         return TrainState(held, tx.init(params), jd.PerWorker(jnp.zeros(()), axis="outer"))
 
     def held_out(state, batch):
-        return jax.lax.pmean(
-            loss_fn(jd.local_sgd.global_params(state.opt_state) if local else state.params, batch), AXES
-        )
+        params = jd.local_sgd.global_params(state.opt_state) if local else state.params
+        return jax.lax.pmean(loss_fn(params, batch), AXES)
 
     state, rng = jd.init_state(make_state, mesh, axis=AXES), np.random.default_rng(1)
     step = jd.distribute(train_step, mesh, axis=AXES)

@@ -82,3 +82,10 @@ def mesh():
 def pods():
     """Two pods of four."""
     return jd.make_mesh({"pod": 2, "chip": 4})
+
+
+@pytest.fixture
+def float64():
+    """Computes in float64, as the references do."""
+    with jax.enable_x64(True):
+        yield

@@ -71,7 +71,7 @@ def padded(mark: Sharded, count: int) -> int:
     return -(-math.prod(mark.shape) // unit) * unit
 
 
-def _globalize(mesh: Place, marks: tuple[Any, ...], leaf: Array | np.ndarray) -> Array | np.ndarray:
+def _globalize(mesh: Place, marks: tuple[Any, ...], leaf: Any) -> Any:
     """Makes the global array of a leaf as written: each mark, innermost first, adds or pads its leading dimension."""
     for mark in reversed(marks):
         if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
@@ -211,7 +211,7 @@ def _put(state: State, mesh: Place, axis: AxisNames) -> State:
     return jax.tree.map(_put_leaf, copies, shardings(state, mesh, axis=axis))
 
 
-def _put_leaf(leaf: Array | np.ndarray, sharding: jax.sharding.Sharding) -> Array:
+def _put_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
     """`device_put`, also of a key or an array of one device onto several processes."""
     if sharding.is_fully_addressable or not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)

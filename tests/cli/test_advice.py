@@ -66,7 +66,7 @@ def test_at_the_break_even_both_take_as_long(workload):
 def test_a_gather_is_decoded_as_often_as_there_are_workers():
     def decoded(workers):
         def decode(x, nought):
-            return jnp.sin(codec_timing._imitation(workers, nought).all_gather(x)).sum(0)
+            return jnp.sin(codec_timing._simulate_comm(workers, nought).all_gather(x)).sum(0)
 
         compiled = jax.jit(decode).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.int32(0)).compile()
         return (compiled.cost_analysis() or {})["transcendentals"]

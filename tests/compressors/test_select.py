@@ -87,8 +87,8 @@ def test_any_data_end_the_search():
 
     def passes(x):
         return jax.lax.while_loop(
-            lambda bracket: jnp.any(select._open(bracket, 90, 90)),
-            lambda bracket: select._narrowed(bracket, select._above(x, bracket.guess), 90, 90),
+            lambda bracket: jnp.any(select._is_open(bracket, 90, 90)),
+            lambda bracket: select._narrow(bracket, select._above(x, bracket.guess), 90, 90),
             select._first_bracket(x, 90),
         ).passes
 

@@ -137,7 +137,7 @@ def test_agreed_parameters_are_refused(mesh):
     tx = jd.gossip(optax.sgd(0.1), graphs.ring(8))
     params = problems.params()
     state = jd.place(problems.TrainState(params, tx.init(params)), mesh)
-    with pytest.raises(ValueError, match="mark them in the train state"):
+    with pytest.raises(ValueError, match="mark the parameters in the train state"):
         jd.distribute(problems.make_step(tx), mesh)(state, problems.batch())
 
 

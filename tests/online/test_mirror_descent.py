@@ -277,5 +277,5 @@ def test_parameters_of_a_graph_must_be_per_worker(mesh):
         return {"x": state["x"] + updates, "opt": opt}, {}
 
     state = jd.init_state(lambda: {"x": jnp.zeros(2), "opt": tx.init(jnp.zeros(2))}, mesh)
-    with pytest.raises(ValueError, match="mark them in the train state"):
+    with pytest.raises(ValueError, match="mark the parameters in the train state"):
         jd.distribute(step, mesh)(state, jnp.ones((8, 2)))

@@ -314,7 +314,7 @@ def test_what_accumulate_refuses(mesh):
     with pytest.raises(ValueError, match="at least 1, got 0"):
         jd.accumulate(chain(), 0)
     tx = jd.accumulate(jd.all_reduce(jd.exact(), axis=None), axis=None)
-    with pytest.raises(ValueError, match="pass sync=True or False"):
+    with pytest.raises(ValueError, match="or pass sync= to the update"):
         tx.update(params(), tx.init(params()))
     with pytest.raises(ValueError, match="must be static"):
         tx.update(params(), tx.init(params()), sync=jnp.array(True))

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from low_rank import compiled_for, float64, gradients
+from low_rank import compiled_for, gradients
 from reference import power_sgd as reference
 from workers import trajectory
 
 import jaxdist as jd
-
-__all__ = ["float64"]
 
 
 def reducer(rank, **options):

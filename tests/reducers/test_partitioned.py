@@ -145,7 +145,7 @@ def test_layers_have_the_order_of_the_forward_pass():
     assert sent_sizes(Model(jnp.zeros(1), jnp.zeros(2), jnp.zeros(3))) == [3, 2, 1]
     with pytest.raises(ValueError, match="layers names 'head', but the parameters have 'block_10'"):
         sent_sizes(tree, layers=["head"])
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass one of them"):
         sent_sizes(tree, layers=["head"], layer_fn=lambda path, leaf: 0)
 
 

@@ -3,15 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxdist as jd
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def gradients(steps, workers, n=12, m=9, *, seed=0, unlike=1.0):

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 import jaxdist as jd
 from jaxdist import checkpoint
-from jaxdist.checkpoint import _files, writer
+from jaxdist.checkpoint import _files
+from jaxdist.checkpoint import writer as writing_module
 
 FULL = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
 
@@ -45,14 +46,14 @@ def raises(*_):
     raise OSError(errno.EACCES, "Permission denied")
 
 
-run = writer.run
+run = writing_module.run
 # What fails, in which process.
 FAILURES = {
-    "the disk of 0": (0, mock.patch.object(writer, "run", begins_and_fails)),
-    "the disk of 1": (1, mock.patch.object(writer, "run", begins_and_fails)),
-    "the copy of 0": (0, mock.patch.object(writer, "run", raises)),
-    "the copy of 1": (1, mock.patch.object(writer, "run", raises)),
-    "the state of 1": (1, mock.patch.object(writer._manifest, "name_leaves", raises)),
+    "the disk of 0": (0, mock.patch.object(writing_module, "run", begins_and_fails)),
+    "the disk of 1": (1, mock.patch.object(writing_module, "run", begins_and_fails)),
+    "the copy of 0": (0, mock.patch.object(writing_module, "run", raises)),
+    "the copy of 1": (1, mock.patch.object(writing_module, "run", raises)),
+    "the state of 1": (1, mock.patch.object(writing_module._manifest, "name_leaves", raises)),
     "the lock": (0, mock.patch.object(_files, "_lock_file", raises)),
     "the folder": (0, mock.patch.object(_files, "begin", raises)),
     "the commit": (0, mock.patch.object(_files, "commit", raises)),
@@ -66,7 +67,7 @@ def again(folder, state):
         for step in (2, 3, 4):
             with contextlib.ExitStack() as failing:
                 if step == 2 and jax.process_index() == 1:
-                    failing.enter_context(mock.patch.object(writer, "run", raises))
+                    failing.enter_context(mock.patch.object(writing_module, "run", raises))
                 found.append(tried(writer.save, state, step)[0])
     return [found, checkpoint.latest(folder)]
 
@@ -100,7 +101,7 @@ def main():
         results[name] += [checkpoint.resume(folder, state).step, tried(checkpoint.save, folder, state, 3)]
     results["again"] = again(root / "again", state)
     results["different steps"] = tried(checkpoint.save, root / "different", state, jax.process_index())
-    with mock.patch.object(writer, "VISIBLE_SECONDS", 1.0):
+    with mock.patch.object(writing_module, "VISIBLE_SECONDS", 1.0):
         results["own disks"] = tried(checkpoint.save, root / f"own-{jax.process_index()}", state, 1)
     results["own disks"] += [checkpoint.latest(root / f"own-{jax.process_index()}")]
     large, folder = 3_000_000_000, root / "large"
