@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._core.dtypes import working_dtype
+from .._core.dtypes import widen
 from .._core.trees import wide
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.base import Comm
@@ -66,7 +66,7 @@ def neighborhood_value_and_grad(
         cross = _cross_gradients(loss, topology, axis, params, data, exchange_back=data_share > 0)
         own_weight = weight_of(cross.comm, topology.rounds[0].self_weights)
         # W_ii ∇F_i(x_i) belongs to both sums, with shares that add up to 1.
-        total = jax.tree.map(lambda g: _widen(g) * own_weight, cross.own)
+        total = jax.tree.map(lambda g: widen(g) * own_weight, cross.own)
         for message, on_own_data, on_their_data in cross.neighbors:
             total = _add_weighted(total, (1 - data_share), weight_of(cross.comm, message.weights), on_own_data)
             weight = weight_of(cross.comm, _weights_of_destinations(message))
@@ -165,7 +165,7 @@ def sharpness_aware(
         # x + ρ g / |g|, and x where g is zero.
         norm = optax.tree.norm(wide(gradient))
         scale = jnp.where(norm > 0, radius / jnp.where(norm > 0, norm, 1), 0).astype(norm.dtype)
-        nearby = jax.tree.map(lambda p, g: p + (scale * _widen(g)).astype(p.dtype), params, gradient)
+        nearby = jax.tree.map(lambda p, g: p + (scale * widen(g)).astype(p.dtype), params, gradient)
         return value, value_and_grad(nearby, *data)[1]
 
     return value_and_grad_nearby
@@ -180,11 +180,7 @@ def _weights_of_destinations(message: Permutation) -> tuple[float, ...]:
 def _add_weighted(total: Updates, share: float | int, weight: Array | float, gradient: Updates | None) -> Updates:
     if not share:
         return total
-    return jax.tree.map(lambda t, g: t + share * weight * _widen(g), total, gradient)
-
-
-def _widen(x: Array) -> Array:
-    return x.astype(working_dtype(x.dtype))
+    return jax.tree.map(lambda t, g: t + share * weight * widen(g), total, gradient)
 
 
 class _CrossGradients(NamedTuple):
@@ -243,11 +239,11 @@ def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array) -> 
 
 def _project(g: Array, constraints: Sequence[Array], sweeps: int = 50) -> Array:
     """The vector nearest to `g` with no negative product with a constraint, by coordinate descent in the dual."""
-    rows = jnp.stack([_widen(c).ravel() for c in constraints])
+    rows = jnp.stack([widen(c).ravel() for c in constraints])
     size = jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
     # Scaled, since products of tiny gradients would underflow.
     rows = rows / size
-    own = _widen(g).ravel() / size
+    own = widen(g).ravel() / size
     gram, linear = rows @ rows.T, rows @ own
 
     def sweep(_, v):
