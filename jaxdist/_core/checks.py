@@ -1,6 +1,8 @@
-"""Range checks on arguments, with one wording each."""
+"""Range checks on arguments, with one wording each, and the base of the library's exceptions."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 NO_PARAMS = "this optimizer needs the parameters: tx.update(gradients, state, params)"
 
@@ -9,3 +11,24 @@ def check_range(name: str, value: float | int, low: float | int, high: float | i
     """Raises unless `low <= value < high`."""
     if not low <= value < high:
         raise ValueError(f"{name} must be in [{low}, {high}), got {value}")
+
+
+class Portable:
+    """A base of exceptions, beside one of Python's: `pickle` and `copy` make them anew from message and attributes.
+
+    Python would call the constructor with the message alone, which fails where it takes something else: one raised in a
+    `ProcessPoolExecutor` would break the pool.
+    """
+
+    args: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(kind: type[Any], arguments: tuple[Any, ...]) -> Any:
+    error = kind.__new__(kind, *arguments)
+    plain = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    # OSError keeps its number there, not in `__dict__`.
+    plain.__init__(error, *arguments)
+    return error

@@ -4,7 +4,7 @@ No other file of the library looks at a version.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 from jax.extend.core import primitives
 
-from .types import Array
+from .types import Array, PyTree
 
 Jaxpr = core.Jaxpr
 Literal = core.Literal
@@ -36,11 +36,26 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def with_weak_type(x: Array, weak: bool) -> Array:
-    """The array with or without a weak type (that of Python's numbers); `jax.lax` can only take it away."""
-    if jax.typeof(x).weak_type == weak:
-        return x
-    return primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
+def cast_varying(x: Array, names: Iterable[str]) -> Array:
+    """Types an array as differing over mesh axes; the cast refuses those over which it does already."""
+    missing = frozenset(names) - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def with_weak_types(new: PyTree, old: PyTree) -> PyTree:
+    """Gives a new state the weak types (those of Python's numbers) of the old one: the next call is not traced again.
+
+    Weak types are kept, as they decide promotions: 0.1 times bfloat16 is bfloat16, but float32 with a strong 0.1.
+    """
+
+    def convert(x: Array, before: Array) -> Array:
+        weak = jax.typeof(before).weak_type
+        if jax.typeof(x).weak_type == weak:
+            return x
+        # `jax.lax` can only take a weak type away.
+        return primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
+
+    return jax.tree.map(convert, new, old)
 
 
 def make_mesh(shape: Sequence[int], names: Sequence[str], *, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -61,19 +76,14 @@ def shard_map(
 
 def host_compute(f: Callable, outputs: int) -> Callable:
     """`f` as a region that the host's processor computes; it returns that many arrays, in host memory."""
-    annotate: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on  # until 0.10, and since 0.11
+    # Until 0.10, and since 0.11.
+    annotate: Any = getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
     return annotate(f, compute_type="device_host", out_memory_spaces=[jax.memory.Space.Host] * outputs)
 
 
 def is_on_host(x: Array) -> bool:
     """Returns whether the type of `x` says that it is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def typed_like(x: Array, aval: Any) -> Array:
-    """`x`, cast to vary over the mesh axes that a type varies over."""
-    missing = frozenset(aval.manual_axis_type.varying) - varying_axes(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def key_class() -> type:
@@ -85,7 +95,8 @@ def scan_sizes(parameters: dict[str, Any]) -> tuple[int, int]:
     """How many of a scan's operands are the same in every round, and how many it carries from one to the next."""
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"]
-    consts, carry, _ = parameters["ft_in"].unpack()  # since 0.12
+    # Since 0.12.
+    consts, carry, _ = parameters["ft_in"].unpack()
     return len(consts), len(carry)
 
 
@@ -96,7 +107,7 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def known_problems() -> list[tuple[str, str]]:
+def find_known_problems() -> list[tuple[str, str]]:
     """What is known to be bad in what runs here, and what to do about it."""
     found = []
     if jax.default_backend() == "cpu":

@@ -1,24 +1,50 @@
-"""A hash of the bits of an array, computed on the host without compiling: it detects copies that differ."""
+"""Hashes of the bits of arrays to 32 bits: they detect copies that differ, and choose random draws."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from .dtypes import working_dtype
+from .types import Array, UInt
+
+# Odd numbers with irregular bits: the golden ratio times 2³², and the multipliers of MurmurHash3.
+GOLDEN, FIRST, SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 
 def hash_of(x: np.ndarray) -> int:
-    """32 bits: a sum of words, each mixed with its place."""
-    words = _words(np.ascontiguousarray(x))
-    with np.errstate(over="ignore"):  # numpy warns of scalars that wrap around
-        place = (np.arange(x.size, dtype=np.uint64) * np.uint64(0x9E3779B1)).astype(np.uint32).reshape(x.shape)
-        total = 0
-        for number, part in enumerate(words):  # one, or two for a dtype of eight bytes
-            mixed = (part ^ (place + np.uint32(number))) * np.uint32(0x85EBCA6B)
-            mixed ^= mixed >> 15
-            total += int((mixed * np.uint32(0xC2B2AE35)).sum(dtype=np.uint32))
-    return total % 2**32
+    """Hashes an array on the host, without compiling; equal to `hash_array`."""
+    width = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
+    return int(_sum_mixed(np.ascontiguousarray(x).reshape(-1).view(width).astype(np.uint32), np))
 
 
-def _words(x: np.ndarray) -> list[np.ndarray]:
-    """The bits as one or more arrays of 32-bit words of the same shape."""
-    if x.dtype.itemsize < 4:
-        return [x.view({1: np.uint8, 2: np.uint16}[x.dtype.itemsize]).astype(np.uint32)]
-    words = x.reshape(-1).view(np.uint32).reshape(*x.shape, x.dtype.itemsize // 4)
-    return [words[..., number] for number in range(words.shape[-1])]
+def hash_array(x: Array) -> UInt[Array, ""]:
+    """Hashes an array of any dtype on its device: a sum of mixed words, so the order of adding does not matter."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    return _sum_mixed(lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel(), jnp)
+
+
+def _sum_mixed(words: Any, xp: Any) -> Any:
+    # Mixed with its position, so that permuted entries have another hash.
+    position = xp.arange(words.size, dtype=xp.uint32) * xp.uint32(GOLDEN)
+    mixed = (words ^ position) * xp.uint32(FIRST)
+    return ((mixed ^ (mixed >> 15)) * xp.uint32(SECOND)).sum(dtype=xp.uint32)
+
+
+def cheap_hash(arrays: Sequence[Array]) -> Array:
+    """Hashes the values of several arrays by a weighted sum of words, which is cheap compared with any compressor."""
+    total = jnp.zeros((), jnp.uint32)
+    for x in arrays:
+        wide = x.astype(working_dtype(x.dtype)).ravel()
+        words = lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)
+        # Odd weights: every word can change the sum, and exchanged words do.
+        odd = 2 * lax.iota(jnp.uint32, words.size) + 1
+        total = total * jnp.uint32(GOLDEN) + (words * odd).sum(dtype=jnp.uint32)
+    return total

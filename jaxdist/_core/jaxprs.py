@@ -1,6 +1,6 @@
 """Interpreters of jaxprs: their equations, evaluation by a rule for each equation, and dependence on inputs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ CASTS = frozenset(("pvary", "pcast"))
 # Their condition or bounds may be scalars while the other operands are arrays.
 TAKES_NUMBERS = frozenset(("select_n", "clamp"))
 
-
 LOOPS = ("scan", "while")
 # These run as a whole: none of their results is available before all operands are.
 INDIVISIBLE = (*LOOPS, "cond")
@@ -44,10 +43,15 @@ def _jaxprs_among(values: Iterable[Any]) -> Iterator[Any]:
             yield from _jaxprs_among(value)
 
 
-def find_called_jaxpr(equation: Any, *, opaque: Sequence[str] = INDIVISIBLE) -> Any | None:
+def find_called_jaxpr(equation: Any, *, opaque: Collection[str] = INDIVISIBLE) -> Any | None:
     """The closed jaxpr that a call (`jit`, `checkpoint`, a custom derivative) runs once on its operands, or `None`."""
     inside = inner_jaxprs(equation)
-    return inside[0] if len(inside) == 1 and equation.primitive.name not in opaque else None
+    if len(inside) != 1 or equation.primitive.name in opaque:
+        return None
+    # Others combine single entries, as in a scatter-add, or write into references.
+    body = inside[0].jaxpr
+    fits = len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars)
+    return inside[0] if fits else None
 
 
 def apply_primitive(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -61,15 +65,21 @@ def evaluate(
     rule: Callable[[Any, list[Any]], Sequence[Any]],
     operands: Sequence[Any],
     *,
+    opaque: Collection[str] = INDIVISIBLE,
+    kinds: tuple[type, ...] | None = None,
+    primitives: Collection[str] = (),
     literal: Callable[[Any], Any] = lambda atom: atom.val,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Evaluates a jaxpr over values of any kind.
+    """Evaluates a jaxpr over values of any kind; the calls in it are followed.
 
     Args:
       closed: a closed jaxpr.
-      rule: `rule(equation, operands) -> results`. It evaluates calls itself, by `find_called_jaxpr` and `evaluate`.
+      rule: `rule(equation, operands) -> results`.
       operands: the values of the arguments.
+      opaque: primitives that are given to `rule` although they call one jaxpr.
+      kinds: an equation without an operand of these kinds is bound as it was traced, `rule` is not asked; ...
+      primitives: ... unless it is of one of these primitives. `None` asks for every equation.
       literal: the value of a literal.
       constant: the value of a constant that the jaxpr closes over.
 
@@ -80,12 +90,21 @@ def evaluate(
     known = dict(zip(jaxpr.constvars, map(constant, closed.consts), strict=True))
     known |= zip(jaxpr.invars, operands, strict=True)
 
-    def read(atom: Any) -> Any:
-        return literal(atom) if isinstance(atom, Literal) else known[atom]
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, rule(equation, [read(atom) for atom in equation.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        values = read(equation.invars)
+        is_special = kinds is None or any(isinstance(value, kinds) for value in values)
+        if not is_special and equation.primitive.name not in primitives:
+            results = apply_primitive(equation, values)
+        elif body := find_called_jaxpr(equation, opaque=opaque):
+            options = {"opaque": opaque, "kinds": kinds, "primitives": primitives}
+            results = evaluate(body, rule, values, **options, literal=literal, constant=constant)
+        else:
+            results = rule(equation, values)
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
 
 
 class LabelSets(NamedTuple):
@@ -121,7 +140,7 @@ def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> Labe
         body = None if loops and equation.effects else find_called_jaxpr(equation)
         if loops and union and equation.primitive.name in _LOOP_RULES:
             results = _LOOP_RULES[equation.primitive.name](equation, operands)
-        elif body is not None and _has_sizes(body.jaxpr, equation):
+        elif body is not None:
             results, inner = propagate(body, operands, loops=loops)
             merges += inner
         else:
@@ -129,30 +148,28 @@ def propagate(closed: Any, masks: Sequence[int], *, loops: bool = False) -> Labe
                 merges.append(equation)
             results = [union] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
-        if loops and equation.effects and union:  # it may have written into a reference
+        # It may have written into a reference.
+        if loops and equation.effects and union:
             known |= {atom: read(atom) | union for atom in equation.invars if not isinstance(atom, Literal)}
     return LabelSets([read(atom) for atom in jaxpr.outvars], merges)
 
 
-def _has_sizes(jaxpr: Any, equation: Any) -> bool:
-    return (len(jaxpr.invars), len(jaxpr.outvars)) == (len(equation.invars), len(equation.outvars))
-
-
 def _through_scan(equation: Any, operands: list[int]) -> list[int]:
+    # The operands of a body: constants, carry, and one entry of each scanned array.
     consts, carried = scan_sizes(equation.params)
     body = equation.params["jaxpr"]
 
     def run_body(carry: list[int]) -> list[int]:
         return propagate(body, [*operands[:consts], *carry, *operands[consts + carried :]], loops=True).masks
 
-    carry = _fixed_point(lambda carry: run_body(carry)[:carried], operands[consts : consts + carried])
+    carry = _find_fixed_point(lambda carry: run_body(carry)[:carried], operands[consts : consts + carried])
     return [*carry, *run_body(carry)[carried:]]
 
 
 def _through_while(equation: Any, operands: list[int]) -> list[int]:
     first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     consts, carry = operands[first : first + second], operands[first + second :]
-    carry = _fixed_point(
+    carry = _find_fixed_point(
         lambda carry: propagate(equation.params["body_jaxpr"], [*consts, *carry], loops=True).masks, carry
     )
     # The number of rounds affects everything that the loop carries.
@@ -161,6 +178,7 @@ def _through_while(equation: Any, operands: list[int]) -> list[int]:
 
 
 def _through_cond(equation: Any, operands: list[int]) -> list[int]:
+    # The first operand is the index of the branch, on which every result depends.
     branches = [propagate(branch, operands[1:], loops=True).masks for branch in equation.params["branches"]]
     return [reduce(or_, masks, operands[0]) for masks in zip(*branches, strict=True)]
 
@@ -168,7 +186,7 @@ def _through_cond(equation: Any, operands: list[int]) -> list[int]:
 _LOOP_RULES = {"scan": _through_scan, "while": _through_while, "cond": _through_cond}
 
 
-def _fixed_point(body: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
+def _find_fixed_point(body: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
     """The labels of a loop's carry once any number of rounds has been run."""
     while True:
         after = [before | now for before, now in zip(carry, body(carry), strict=True)]

@@ -44,9 +44,22 @@ def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
 
 def is_key(leaf: Any) -> bool:
     """Checks whether an array is a typed PRNG key."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def fold_keys(state: State, data: Array | int) -> State:
     """Folds a number into the keys of a state, so that copies of the state draw different numbers."""
-    return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, data) if is_key(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: _fold_in(leaf, data) if is_key(leaf) else leaf, state)
+
+
+def fold_index(keys: Array) -> Array:
+    """Folds its index along the first dimension into each key of an array `[W, *s]`."""
+    return jax.vmap(_fold_in)(keys, jnp.arange(keys.shape[0]))
+
+
+def _fold_in(keys: Array, data: Array | int) -> Array:
+    """`jax.random.fold_in` for an array of keys of any shape."""
+    fold = jax.random.fold_in
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(keys, data)

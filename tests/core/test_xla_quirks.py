@@ -1,0 +1,53 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist._core.xla_quirks import hide_constants, largest_magnitude, running_sum, sum_counts, sum_rows, sum_vector
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (3, 1), (2, 8), (2, 9), (3, 64), (2, 320), (1, 1024)])
+def test_rows_are_those_of_numpy(shape):
+    rows = np.random.default_rng(0).standard_cauchy(shape).astype(np.float32)
+    rows[:, :1] *= -1
+    largest, sums = jax.jit(lambda x: (largest_magnitude(x), sum_rows(x)))(rows)
+    np.testing.assert_array_equal(largest, np.abs(rows).max(1, keepdims=True))
+    np.testing.assert_allclose(sums, rows.astype(np.float64).sum(1, keepdims=True), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_keep_what_is_not_finite_to_themselves():
+    rows = np.ones((4, 64), np.float32)
+    rows[0, 5], rows[1, 6], rows[2, 7] = np.nan, -np.inf, -0.0
+    rows[0, 6] = np.inf
+    largest = np.asarray(jax.jit(largest_magnitude)(rows))[:, 0]
+    np.testing.assert_array_equal(largest, [np.nan, np.inf, 1.0, 1.0])
+    np.testing.assert_array_equal(np.asarray(jax.jit(sum_rows)(rows))[:, 0], [np.nan, -np.inf, 63.0, 64.0])
+    assert not np.signbit(jax.jit(largest_magnitude)(jnp.full((1, 16), -0.0))).any()
+
+
+def test_rows_inside_vmap():
+    rows = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+    largest, sums = jax.jit(jax.vmap(lambda x: (largest_magnitude(x), sum_rows(x))))(rows)
+    np.testing.assert_array_equal(largest, np.abs(rows).max(2, keepdims=True))
+    np.testing.assert_allclose(sums, rows.sum(2, keepdims=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 9, 1000, 4097])
+def test_sums_of_vectors_and_of_integers(size):
+    x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(sum_vector)(x), x.astype(np.float64).sum(), rtol=1e-5, atol=1e-4)
+    counts = np.random.default_rng(0).integers(0, 32, (2, size), np.int32)
+    np.testing.assert_array_equal(jax.jit(sum_counts)(counts), counts.sum(1))
+    np.testing.assert_array_equal(jax.jit(running_sum)(counts[0]), counts[0].cumsum())
+
+
+def test_products_of_constants_still_overflow():
+    """`hide_constants` is needed as long as a supported jax needs it: the XLA of jax 0.12 does not."""
+
+    def square(hide, ratio):
+        scaled = hide(jnp.full(8, 1e30, jnp.float32) * ratio)
+        return scaled * scaled
+
+    assert np.isfinite(jax.jit(lambda ratio: square(hide_constants, ratio))(jnp.float32(1e-20))).all()
+    plain = jax.jit(lambda ratio: square(lambda x: x, ratio))(jnp.float32(1e-20))
+    assert np.isfinite(plain).all() == (jax.__version_info__ >= (0, 12))
