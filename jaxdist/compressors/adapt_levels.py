@@ -1,18 +1,17 @@
 """Levels fitted to the distribution of the entries: ALQ and AMQ (Faghri et al., arXiv:2010.12460).
 
 The entries of normalized buckets are summed up as a mixture of truncated normal distributions (`bucket_sums`,
-`mixture_of`, `truncated_normals`), whose integrals give the variance Ψ of stochastic rounding to a table of levels.
-ALQ minimizes Ψ over all inner levels, by coordinate or gradient descent (`fit_levels`); AMQ over the multiplier p of
+`mixture_of`, `distribution_of`), whose integrals give the variance Ψ of stochastic rounding to a table of levels.
+ALQ minimizes Ψ over all inner levels, by coordinate descent (`fit_levels`); AMQ over the multiplier p of
 the levels `±p^j` (`best_multiplier`).
 
 References:
-  F. Faghri, I. Tabrizian, I. Markov, D. Alistarh, D. Roy, A. Ramezani-Kebrya, "Adaptive gradient quantization for
-  data-parallel SGD", arXiv:2010.12460, 2020.
+  F. Faghri et al., "Adaptive gradient quantization for data-parallel SGD", arXiv:2010.12460, 2020.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +31,12 @@ BISECTIONS = 26
 MARGIN = 1e-5
 # The number of multipliers that AMQ tries.
 MULTIPLIERS = 128
+# The number of points of the grid of `optimal_levels`. Neighbors differ by about six per cent, with buckets of 8192.
+POINTS = 257
 
 
 class Distribution(NamedTuple):
-    """A distribution on [-1, 1] by its integrals between two points, arrays of one shape.
-
-    Attributes:
-      mass: `mass(a, c) = ∫ dF`.
-      first: `first(a, c) = ∫ r dF`.
-      second: `second(a, c) = ∫ r² dF`.
-    """
+    """A distribution on [-1, 1] by its integrals `∫ dF`, `∫ r dF`, `∫ r² dF` from a to c, arrays of one shape."""
 
     mass: Callable[[Array, Array], Array]
     first: Callable[[Array, Array], Array]
@@ -62,18 +57,11 @@ def bucket_sums(
     """`Σ w`, `Σ w r`, `Σ w r²` of the entries `r = x / norm`, `w = norm**norm_power`, for each scale of `r`.
 
     A block of neighbors counts towards component k if the root of its mean square is between `2^-k` and `2^-(k+1)`.
-    Layers of different scales in one bucket are thus separate components, and the mixture has their joint tails.
-    Sums of several workers may be added or averaged.
+    Layers of different scales in one bucket are thus separate components, and the mixture has their joint tails. The
+    last of the 20 rows includes all smaller scales. Sums of several workers may be added or averaged.
 
-    Args:
-      x: any array.
-      bucket: entries that share a norm.
-      norm: "max" or "l2".
-      norm_power: 2 weighs entries as they enter the variance of the whole array, 0 weighs all entries alike.
-      block: entries that share a mean and a variance, at most a bucket.
-
-    Returns:
-      One row for each of the 20 scales; the last one includes all smaller scales.
+    With a norm power of 2 entries weigh as they enter the variance of the whole array, with 0 all weigh alike. The
+    entries of a block, at most a bucket, share a mean and a variance.
     """
     (ratios, norms), real = normalize_buckets(x, bucket, norm), to_buckets(jnp.ones(x.shape), bucket)
     width = min(block, ratios.shape[1])
@@ -92,28 +80,22 @@ def bucket_sums(
 
 
 def mixture_of(sums: Float[Array, "components 3"]) -> Mixture:
-    """The normal distributions with the means and variances of `bucket_sums`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> mixture_of(jnp.array([[2.0, 0.0, 0.5]])).sigma.tolist()
-      [0.5]
-    """
+    """The normal distributions with the means and variances of `bucket_sums`."""
     weight = sums[:, 0]
     mean, square = (sums[:, i] / jnp.where(weight == 0, 1.0, weight) for i in (1, 2))
     sigma = jnp.sqrt(jnp.maximum(square - mean * mean, SMALLEST_SIGMA**2))
     return Mixture(weight / jnp.sum(weight), mean, sigma)
 
 
-def truncated_normals(mixture: Mixture) -> Distribution:
+def distribution_of(mixture: Mixture) -> Distribution:
     """The distribution of a mixture, exact in the tails: differences of `erfc` on the side where it is small.
 
     With `z = (r - μ) / σ` and the density φ: `∫ r dF = μ ∫ dF + σ (φ(a) - φ(c))` and
     `∫ r² dF = (μ² + σ²) ∫ dF + σ ((a + μ) φ(a) - (c + μ) φ(c))`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
-      >>> normal = truncated_normals(Mixture(jnp.ones(1), jnp.zeros(1), jnp.full(1, 0.1)))
+      >>> normal = distribution_of(Mixture(jnp.ones(1), jnp.zeros(1), jnp.full(1, 0.1)))
       >>> round(float(normal.mass(jnp.float32(0), jnp.float32(1))), 6)
       0.5
     """
@@ -159,13 +141,13 @@ def fold(distribution: Distribution) -> Distribution:
     )
 
 
-def expected_loss(levels: Float[Array, " levels"], distribution: Distribution) -> Float[Array, ""]:
+def rounding_loss(levels: Float[Array, " levels"], distribution: Distribution) -> Float[Array, ""]:
     """`Ψ = Σ_j ∫ (l_{j+1} - r) (r - l_j) dF` over the intervals: the variance of one entry, for a norm of 1.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> uniform = Distribution(lambda a, c: c - a, lambda a, c: (c**2 - a**2) / 2, lambda a, c: (c**3 - a**3) / 3)
-      >>> round(float(expected_loss(jnp.array([0.0, 0.5, 1.0]), uniform)), 6)  # (1/2)³ / 6, twice
+      >>> round(float(rounding_loss(jnp.array([0.0, 0.5, 1.0]), uniform)), 6)  # (1/2)³ / 6, twice
       0.041667
     """
     low, high = levels[:-1], levels[1:]
@@ -179,6 +161,7 @@ def loss_gradient(levels: Float[Array, " levels"], distribution: Distribution) -
 
 
 def _slope(below: Array, level: Array, above: Array, distribution: Distribution) -> Array:
+    # dΨ/dl_j; both integrals are from `first` and `mass`, which are exact in the tails.
     left = distribution.first(below, level) - below * distribution.mass(below, level)
     right = above * distribution.mass(level, above) - distribution.first(level, above)
     return left - right
@@ -193,85 +176,24 @@ def coordinate_descent(
     gives no NaN where F has no mass (then the level moves half way). Levels with odd and with even numbers take turns,
     since those of one kind do not depend on each other: the order differs from the paper's, the fixed points do not.
 
-    Args:
-      levels: the start; the first and the last do not move.
-      distribution: of the entries.
-      sweeps: the number of times that every level moves.
-
-    Returns:
-      The levels.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> uniform = Distribution(lambda a, c: c - a, lambda a, c: (c**2 - a**2) / 2, lambda a, c: (c**3 - a**3) / 3)
       >>> coordinate_descent(jnp.array([0.0, 0.1, 0.2, 1.0]), uniform, sweeps=2).round(4).tolist()
       [0.0, 0.2750000059604645, 0.637499988079071, 1.0]
     """
-    return _alternate(levels, partial(_to_optimum, distribution), jnp.zeros_like(levels[1:-1]), 2 * sweeps)
-
-
-def _to_optimum(
-    distribution: Distribution, below: Array, level: Array, above: Array, memory: Array
-) -> tuple[Array, Array]:
-    """The zero of the slope between two neighbors."""
-    del level
-    root = _bisect(lambda middle: _slope(below, middle, above, distribution) > 0, below, above)
-    return jnp.where(distribution.mass(below, above) > 0, root, (below + above) / 2), memory
-
-
-def gradient_descent(
-    levels: Float[Array, " levels"], distribution: Distribution, *, rate: float | int = 1.0, sweeps: int = 300
-) -> Float[Array, " levels"]:
-    """ALQ by projected gradient descent: `l_j -= rate dΨ/dl_j`, at most half of the way to a neighbor.
-
-    A level whose slope changes its sign continues at half its rate: the curvature `(l_{j+1} - l_{j-1}) f(l_j)` is about
-    the probability around the level where there are many levels, but 40 for four levels and buckets of 8192, where the
-    authors' fixed rate of 0.1 oscillates.
-
-    Args:
-      levels: the start; the first and the last do not move.
-      distribution: of the entries.
-      rate: the initial rate. Too low converges slowly, too high loses a few sweeps to halving.
-      sweeps: the number of times that every level moves.
-
-    Returns:
-      The levels.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> uniform = Distribution(lambda a, c: c - a, lambda a, c: (c**2 - a**2) / 2, lambda a, c: (c**3 - a**3) / 3)
-      >>> gradient_descent(jnp.array([0.0, 0.1, 0.2, 1.0]), uniform).round(4).tolist()
-      [0.0, 0.33329999446868896, 0.666700005531311, 1.0]
-    """
-    first = rate * jnp.sign(loss_gradient(levels, distribution))
-    return _alternate(levels, partial(_downhill, distribution), jnp.where(first == 0, rate, first), 2 * sweeps)
-
-
-def _downhill(
-    distribution: Distribution, below: Array, level: Array, above: Array, signed_rate: Array
-) -> tuple[Array, Array]:
-    """One gradient step; the sign of the rate remembers that of the last slope."""
-    slope = _slope(below, level, above, distribution)
-    size = jnp.abs(signed_rate) * jnp.where(slope * signed_rate < 0, 0.5, 1.0)
-    room = jnp.minimum(level - below, above - level) / 2
-    moved = level - jnp.sign(slope) * jnp.minimum(size * jnp.abs(slope), room)
-    return moved, jnp.where(slope < 0, -size, size)
-
-
-def _alternate(levels: Array, move: Callable[..., Any], memory: Array, turns: int) -> Array:
-    """Moves levels with odd and with even numbers in turns; each level has one number of memory."""
     odd = jnp.arange(1, levels.shape[0] - 1) % 2
 
-    def turn(number, carry):
-        levels, memory = carry
+    def move_every_second(number, levels):
         below, level, above = levels[:-2], levels[1:-1], levels[2:]
-        moved, remembered = move(below, level, above, memory)
+        root = _bisect(lambda middle: _slope(below, middle, above, distribution) > 0, below, above)
+        moved = jnp.where(distribution.mass(below, above) > 0, root, (below + above) / 2)
+        # Levels stay distinct.
         margin = MARGIN * (above - below)
-        moves = (odd + number) % 2 == 1
-        inner = jnp.where(moves, jnp.clip(moved, below + margin, above - margin), level)
-        return jnp.concatenate([levels[:1], inner, levels[-1:]]), jnp.where(moves, remembered, memory)
+        inner = jnp.where((odd + number) % 2 == 1, jnp.clip(moved, below + margin, above - margin), level)
+        return jnp.concatenate([levels[:1], inner, levels[-1:]])
 
-    return lax.fori_loop(0, turns, turn, (levels, memory))[0]
+    return lax.fori_loop(0, 2 * sweeps, move_every_second, levels)
 
 
 def _bisect(is_above: Callable[[Array], Array], low: Array, high: Array) -> Array:
@@ -287,31 +209,22 @@ def _bisect(is_above: Callable[[Array], Array], low: Array, high: Array) -> Arra
     return (low + high) / 2
 
 
-def fit_levels(
-    distribution: Distribution, count: int, *, lowest: float | int = -1.0, solver: Literal["coordinate", "gradient"]
-) -> Float[Array, " levels"]:
-    """The best of three descents: from the quantiles of F, from uniform levels and from powers of 1/2.
+def fit_levels(distribution: Distribution, count: int, *, lowest: float | int = -1.0) -> Float[Array, " levels"]:
+    """The best of three descents to `count` levels: from the quantiles of F, uniform levels and powers of 1/2.
 
-    Args:
-      distribution: of the entries, or of their magnitudes.
-      count: the number of levels, the ends included.
-      lowest: -1 for a table without a zero level, 0 for magnitudes with one.
-      solver: the descent.
-
-    Returns:
-      `count` levels from `lowest` to 1.
+    `lowest` is -1 for a table without a zero level, 0 for the distribution of magnitudes and a table with one.
     """
     uniform = jnp.linspace(lowest, 1.0, count, dtype=jnp.float32)
     starts = jnp.stack([uniform, quantiles(distribution, uniform), powers(count, 0.5, lowest=lowest)])
     # Ψ is not convex, so the result depends on the start.
-    descend = coordinate_descent if solver == "coordinate" else gradient_descent
-    found = jax.vmap(lambda levels: descend(levels, distribution))(starts)
-    losses = jax.vmap(lambda levels: expected_loss(levels, distribution))(found)
+    found = jax.vmap(lambda levels: coordinate_descent(levels, distribution))(starts)
+    losses = jax.vmap(lambda levels: rounding_loss(levels, distribution))(found)
     return found[jnp.argmin(losses)]
 
 
 def quantiles(distribution: Distribution, uniform: Float[Array, " levels"]) -> Float[Array, " levels"]:
     """Levels with equal mass between neighbors, and a share of the uniform levels, which keeps them distinct."""
+    # Shares of the mass, which grow evenly.
     lowest = uniform[:1]
     wanted = (uniform - lowest) / (1 - lowest) * distribution.mass(lowest, uniform[-1:])
     root = _bisect(
@@ -332,18 +245,89 @@ def best_multiplier(distribution: Distribution, count: int) -> Float[Array, ""]:
     """AMQ: the p whose levels `±p^s, ..., ±p, ±1` have the smallest Ψ.
 
     Ψ(p) can have several minima, so it is computed for 128 values of p from 0.001 to 0.99, and dΨ/dp is then bisected
-    between the neighbors of the best. (The authors descend from nine starts with a fixed rate.)
-
-    Args:
-      distribution: of the entries.
-      count: of levels, even.
-
-    Returns:
-      p.
+    between the neighbors of the best. (The authors descend from nine starts with a fixed rate.) `count` is even.
     """
     trials = jnp.geomspace(0.001, 0.99, MULTIPLIERS, dtype=jnp.float32)
-    losses = jax.vmap(lambda p: expected_loss(powers(count, p), distribution))(trials)
+    losses = jax.vmap(lambda p: rounding_loss(powers(count, p), distribution))(trials)
     best = jnp.argmin(losses)
-
     ends = trials[jnp.maximum(best - 1, 0)], trials[jnp.minimum(best + 1, MULTIPLIERS - 1)]
     return _bisect(lambda p: multiplier_slope(p, distribution, count) > 0, *ends)
+
+
+def optimal_levels(
+    points: Float[Array, " points"], weights: Float[Array, " points"], count: int
+) -> tuple[Float[Array, " levels"], Float[Array, ""]]:
+    """The `count` points that minimize the variance of unbiased rounding of all weighted points to them, and the least.
+
+    With the cost `C_jk = Σ_i w_i (x_j - x_i) (x_i - x_k)` of the points between the levels k and j, the smallest cost
+    up to j with n levels is `D_nj = min_{k < j} D_{n-1,k} + C_jk`. All terms are positive: nothing cancels in float32.
+
+    `O(m³)` for C, as one product of matrices, and `O(n m²)` for the rest: 257 points take a few milliseconds. Points
+    must increase, the first and the last are always levels, and weights are not negative.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> levels, loss = optimal_levels(jnp.array([0.0, 1.0, 2.0, 10.0]), jnp.ones(4), 3)
+      >>> levels.tolist(), float(loss)
+      ([0.0, 2.0, 10.0], 1.0)
+    """
+    size = points.shape[0]
+    if not 2 <= count <= size:
+        raise ValueError(f"count must be from 2 to the number of points, {size}, got {count}")
+    # C as a product: (x_j - x_i)₊ w_i times (x_i - x_k)₊.
+    above = jnp.maximum(points[:, None] - points[None, :], 0)
+    costs = jnp.matmul(above * weights[None, :], above, precision=lax.Precision.HIGHEST)
+    order = jnp.arange(size)
+    costs = jnp.where(order[:, None] > order[None, :], costs, jnp.inf)
+
+    def add_level(cost, _):
+        sums = cost[None, :] + costs
+        return jnp.min(sums, axis=1), jnp.argmin(sums, axis=1)
+
+    cost, previous = lax.scan(add_level, costs[:, 0], None, length=count - 2)
+
+    # From the last level back to the first. `full_like`, since the type of the index may be per-worker.
+    def step_back(level, previous):
+        return previous[level], previous[level]
+
+    last = jnp.full_like(jnp.argmin(cost), size - 1)
+    _, inner = lax.scan(step_back, last, previous, reverse=True)
+    return jnp.concatenate([points[:1], points[inner], points[-1:]]), cost[-1]
+
+
+def grid(bucket: int, *, magnitudes: bool = False) -> Float[Array, " points"]:
+    """Points `sinh(a t) / sinh a` from -1 (or 0) to 1: evenly spaced near zero, by a constant factor far from it."""
+    a = _stretch(bucket)
+    t = jnp.linspace(0.0 if magnitudes else -1.0, 1.0, POINTS, dtype=jnp.float32)
+    # The ends as they are, since levels must begin and end with exactly 1.
+    return jnp.concatenate([t[:1], jnp.sinh(a * t[1:-1]) / math.sinh(a), t[-1:]])
+
+
+def ratio_histogram(
+    x: Array, *, bucket: int, norm: Literal["max", "l2"], norm_power: int, magnitudes: bool = False
+) -> Float[Array, " points"]:
+    """A histogram of the entries of normalized buckets on the `grid`, weighted by `norm**norm_power`.
+
+    An entry between two points counts towards both, in proportion to its nearness. This changes the variance of
+    rounding by the same amount for all tables of grid points, so the best table is also the best for the entries.
+    Arguments are those of `bucket_sums`; histograms of several workers may be added or averaged.
+    """
+    ratios, norms = normalize_buckets(x, bucket, norm)
+    ratios, rows = jnp.abs(ratios) if magnitudes else ratios, ratios.shape[0]
+    a, points = _stretch(bucket), grid(bucket, magnitudes=magnitudes)
+    t = jnp.arcsinh(ratios * math.sinh(a)) / a
+    place = t if magnitudes else (t + 1) / 2
+    cell = jnp.clip((place * (POINTS - 1)).astype(jnp.int32), 0, POINTS - 2)
+    low, high = points[cell], points[cell + 1]
+    share = jnp.clip((ratios - low) / (high - low), 0.0, 1.0)
+    real = to_buckets(jnp.ones(x.shape), bucket)
+    first = POINTS * lax.broadcasted_iota(jnp.int32, cell.shape, 0)
+    # One histogram for each bucket, since float32 cannot count beyond 2**24.
+    counts = jnp.zeros(rows * POINTS, jnp.float32).at[(first + cell).ravel()].add(((1 - share) * real).ravel())
+    counts = counts.at[(first + cell + 1).ravel()].add((share * real).ravel())
+    weights = jnp.where(norms == 0, 0.0, norms**norm_power)
+    return jnp.sum(counts.reshape(rows, POINTS) * weights, axis=0)
+
+
+def _stretch(bucket: int) -> float:
+    return math.log(20.0 * math.sqrt(bucket))

@@ -18,11 +18,12 @@ class Compressor(NamedTuple):
       shared_key: all workers draw the same key (random-k, sketches).
       variance: ω of an unbiased compressor, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
+      description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
 
-    Both hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38 for
-    float32: compilers flush such numbers to zero); docstrings state other limits. Where an unbiased compressor would
-    decode to more than the largest number of the dtype, it decodes to that number, with a smaller error and a smaller
-    mean.
+    Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
+    for float32: compilers flush such numbers to zero); docstrings state other limits. Where an unbiased compressor
+    would decode to more than the largest number of the dtype, it decodes to that number, with a smaller error and a
+    smaller mean.
     """
 
     compress: Callable[[Array, PRNGKeyArray], Payload]
@@ -31,3 +32,7 @@ class Compressor(NamedTuple):
     shared_key: bool = False
     variance: Callable[[Shape], float] | None = None
     contraction: Callable[[Shape], float] | None = None
+    description: str = ""
+
+    def __repr__(self) -> str:
+        return self.description or f"Compressor{tuple(self)}"

@@ -3,25 +3,28 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.dtypes import saturated
+from .._core.descriptions import with_description
+from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
+from .._core.xla_quirks import hide_constants, largest_magnitude
 from .base import Compressor
 from .packing import pack, unpack
 from .rounding import (
+    TINY,
     Rounding,
     check_block,
     from_buckets,
+    from_unit,
     largest_error,
+    powers_below,
     to_buckets,
     to_integers,
     whole_words,
     with_error,
 )
-from .rows import TINY, from_unit, largest_magnitude, powers_below
 
 # The factor by which 256 steps exceed the range, so that no rounding error makes a 257th code.
 WIDER = 1.0 + 2.0**-20
@@ -43,6 +46,7 @@ class MinMaxPayload(NamedTuple):
     ends: Float[Array, " 2"]
 
 
+@with_description
 def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     """Rounds each block to 255 evenly spaced numbers: `C(x)_i = s round(x_i / s)`, `s = max|x| / 127`.
 
@@ -50,8 +54,7 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
     `δ = 1 - (d-1) / (4·127² + d-1)`, 0.996 for 256, attained by one large entry among those of s/2, which become zero;
     for Gaussian entries the loss is 5e-5. At random the code is that of `qsgd(8, bucket=block)`, with ω = 0.0039.
 
-    Arithmetic is float32 whatever the dtype of x. Blocks below 1.5e-36 have steps of 1.2e-38; a block with NaN or
-    infinity decodes to such.
+    Blocks below 1.5e-36 have steps of 1.2e-38.
 
     On the wire: a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per block;
     3.9 times less than float32.
@@ -60,13 +63,7 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
       block: entries that share a scale. Smaller is more exact and costs 4 bytes per block: 64 to 1024.
       rounding: "nearest" loses half as much, with or without error feedback; "stochastic" is unbiased.
 
-    Returns:
-      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
-
-    Raises:
-      ValueError: `block` is below 1, or `rounding` is unknown.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = int8(), jnp.array([127.0, -3.4, 0.0, 0.6])
       >>> code.decompress(code.compress(x, jax.random.key(0)), x)
@@ -74,37 +71,23 @@ def int8(*, block: int = 256, rounding: Rounding = "nearest") -> Compressor:
 
     References:
       T. Dettmers, "8-bit approximations for parallelism in deep learning", arXiv:1511.04561, 2015.
-      T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit optimizers via block-wise quantization",
-      arXiv:2110.02861, 2021.
     """
     return _integers(8, block, rounding)
 
 
+@with_description
 def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
     """Rounds each block to 15 evenly spaced numbers: `C(x)_i = s round(x_i / s)`, `s = max|x| / 7`.
 
-    The largest entry is exact, the others are off by at most s/2: symmetric, since with 8 numbers below zero the
-    largest positive entry would lose an eighth. To nearest, for d entries in a block, `δ = 1 - (d-1) / (4·7² + d-1)`,
-    0.863 for 32; for Gaussian entries the loss is 0.009. At random the code is that of `qsgd(4, bucket=block)`, with
-    ω = 0.14.
-
-    Arithmetic is float32 whatever the dtype of x. Blocks below 8e-38 have steps of 1.2e-38; a block with NaN or
-    infinity decodes to such.
+    As `int8`: to nearest `δ = 1 - (d-1) / (4·7² + d-1)`, 0.863 for 32 entries in a block, which needs error feedback;
+    for Gaussian entries the loss is 0.009. At random the code is that of `qsgd(4, bucket=block)`, with ω = 0.14.
+    Symmetric, since with 8 numbers below zero the largest positive entry would lose an eighth. Blocks below 8e-38 have
+    steps of 1.2e-38.
 
     On the wire: half a byte an entry (in whole 32-bit words where there are several blocks) and 4 bytes of scale per
-    block: 5 bits an entry, 6.4 times less than float32. `mxfp4` has scales of one byte.
+    block: 5 bits an entry, 6.4 times less than float32. Blocks of 16 to 256 are common; `mxfp4` has scales of one byte.
 
-    Args:
-      block: entries that share a scale. Smaller is more exact and costs 4 bytes per block: 16 to 256.
-      rounding: "nearest" loses half as much and needs error feedback; "stochastic" is unbiased.
-
-    Returns:
-      A compressor, unbiased with stochastic rounding; payloads are gathered, not summed.
-
-    Raises:
-      ValueError: `block` is below 1, or `rounding` is unknown.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = int4(), jnp.array([7.0, -3.4, 0.0, 0.6])
       >>> payload = code.compress(x, jax.random.key(0))
@@ -112,29 +95,23 @@ def int4(*, block: int = 32, rounding: Rounding = "nearest") -> Compressor:
       (2, Array([ 7., -3.,  0.,  1.], dtype=float32))
 
     References:
-      G. Wang et al., "ZeRO++: extremely efficient collective communication for giant model training",
-      arXiv:2306.10209, 2023.
+      G. Wang et al., "ZeRO++: extremely efficient collective communication for giant model training", arXiv:2306.10209.
     """
     return _integers(4, block, rounding)
 
 
+@with_description
 def min_max_uint8() -> Compressor:
     """Rounds each entry to one of 256 multiples of a step, `C(x)_i = h round(x_i / h)`, `h = (max x - min x) / 255`.
 
     Codes count down from `round(max x / h)`; zero is a multiple where it is in the range. An entry is off
     by at most h/2, so `δ = 1 - d / (d + 2·255² - 2)` for d entries, attained by two ends of ±127.5 h among entries of
-    h/2. For entries on both sides of zero `int8` with blocks is as exact and robust to outliers; this compressor is for
-    arrays on one side of zero. It is BAGUA's, which adds 1e-7 to the range; here the range is widened by a millionth,
-    so that arrays of any magnitude keep their digits.
-
-    Arithmetic is float32 whatever the dtype of x. An array with NaN or infinity decodes to NaN.
+    h/2. For arrays on one side of zero; on both sides `int8` with blocks is as exact, and robust to outliers. BAGUA
+    adds 1e-7 to the range; here it is widened by a millionth, so that arrays of any magnitude keep their digits.
 
     On the wire: a byte an entry and 8 bytes; 4 times less than float32.
 
-    Returns:
-      A biased compressor; payloads are gathered, not summed.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = min_max_uint8(), jnp.array([-1.0, 0.0, 0.25, 1.0])
       >>> payload = code.compress(x, jax.random.key(0))
@@ -147,8 +124,8 @@ def min_max_uint8() -> Compressor:
 
     def compress(x: Array, key: PRNGKeyArray) -> MinMaxPayload:
         del key
-        # A barrier, or XLA would reorder the products of constant entries, and one of them may overflow.
-        flat = jax.lax.optimization_barrier(x.reshape(-1).astype(jnp.float32))
+        # Or the products of constant entries would be reordered, and one of them may overflow.
+        flat = hide_constants(x.reshape(-1).astype(jnp.float32))
         ends = jnp.stack([jnp.min(flat, initial=jnp.inf), jnp.max(flat, initial=-jnp.inf)])
         _, inverse = powers_below(jnp.max(jnp.abs(ends)))
         step, lowest = _steps(ends * inverse)
@@ -159,13 +136,12 @@ def min_max_uint8() -> Compressor:
         largest = jnp.max(jnp.abs(payload.ends))
         unit, inverse = powers_below(largest)
         step, lowest = _steps(payload.ends * inverse)
-        codes = payload.codes.astype(jnp.int32).astype(jnp.float32)
-        return saturated(from_unit((codes + lowest) * step, unit), like.dtype, jnp.isfinite(largest)).reshape(
-            like.shape
-        )
+        values = from_unit((payload.codes.astype(jnp.int32).astype(jnp.float32) + lowest) * step, unit)
+        return saturate(values, like.dtype, jnp.isfinite(largest)).reshape(like.shape)
 
     def contraction(shape: Shape) -> float:
         size = max(math.prod(shape), 1)
+        # The δ of the docstring, with steps that are wider by that factor.
         return max(0.0, 1.0 - WIDER**2 * size / (size + 2 * 255**2 - 2))
 
     return Compressor(compress, decompress, contraction=contraction)
@@ -173,6 +149,7 @@ def min_max_uint8() -> Compressor:
 
 def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     check_block(block, rounding)
+    # Symmetric: -offset itself is not used.
     most = 2 ** (bits - 1) - 1
     offset = 2 ** (bits - 1)
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import saturated, working_dtype
+from .._core.descriptions import with_description
+from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Like, Payload, PRNGKeyArray, Shape
 from .base import Compressor
 
 
+@with_description
 def scaled(compressor: Compressor) -> Compressor:
     """Shrinks the decoded arrays of an unbiased compressor: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
 
@@ -22,21 +24,15 @@ def scaled(compressor: Compressor) -> Compressor:
 
     On the wire: the payload of `compressor`.
 
-    Args:
-      compressor: unbiased, with its `variance` ω.
-
-    Returns:
-      A biased compressor with the payload of `compressor`.
-
-    Example:
+    Examples:
       >>> from jaxdist.compressors import qsgd
       >>> code = scaled(qsgd(2, bucket=64))
       >>> round(code.contraction((1000,)), 3)
       0.222
 
     References:
-      P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster
-      error feedback", arXiv:2106.05203, 2021.
+      P. Richtarik et al., "EF21: a new, simpler, theoretically better, and practically faster error feedback",
+      arXiv:2106.05203, 2021.
     """
     variance = compressor.variance
     if variance is None:
@@ -50,7 +46,7 @@ def scaled(compressor: Compressor) -> Compressor:
         wide = jax.ShapeDtypeStruct(like.shape, working_dtype(like.dtype))
         factor = jnp.asarray(contraction(like.shape), wide.dtype)
         decoded = compressor.decompress(payload, wide)
-        return saturated(decoded * factor, like.dtype, jnp.isfinite(decoded))
+        return saturate(decoded * factor, like.dtype, jnp.isfinite(decoded))
 
     # A traced ω gives a traced δ.
     def contraction(shape: Shape) -> Any:
@@ -59,6 +55,7 @@ def scaled(compressor: Compressor) -> Compressor:
     return compressor._replace(decompress=decompress, variance=None, contraction=contraction)
 
 
+@with_description
 def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     """Sparsifies, then compresses the kept values: `C(x) = D_sparse(positions, C_dense(values))`.
 
@@ -83,10 +80,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     Returns:
       The compressor; summable where both are.
 
-    Raises:
-      ValueError: the payload of `sparse` has no values, or the two do not fit.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist.compressors import cast, top_k
       >>> code, x = chained(top_k(0.5), cast(jnp.bfloat16)), jnp.array([3.0, -4.0, 0.0, 12.0])
@@ -94,8 +88,8 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:
-      D. Basu, D. Data, C. Karakus, S. Diggavi, "Qsparse-local-SGD: distributed SGD with quantization, sparsification,
-      and local computations", arXiv:1906.02367, 2019.
+      D. Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local computations",
+      arXiv:1906.02367, 2019.
     """
     if not hasattr(_payload_like(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values"):
         raise ValueError(
@@ -115,8 +109,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
         partial(_decompress, pair),
         summable=summable,
         shared_key=summable and sparse.shared_key,
-        **_laws(pair),
-    )
+    )._replace(**_laws(pair))
 
 
 class _Pair(NamedTuple):
@@ -126,6 +119,7 @@ class _Pair(NamedTuple):
 
 def _compress(pair: _Pair, x: Array, key: PRNGKeyArray) -> Payload:
     left, right = jax.random.split(key)
+    # The values are replaced by their payload, in the place where they were.
     payload = pair.sparse.compress(x, left)
     return payload._replace(values=pair.dense.compress(payload.values, right))
 

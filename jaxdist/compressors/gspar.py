@@ -1,8 +1,7 @@
 """GSpar: unbiased sparsification that keeps large entries with certainty and small ones at random (Wangni et al.).
 
-`gspar` draws exactly k entries, by systematic sampling. The probabilities of the paper, and its expected message size,
-are functions of their own: `closed_form_probabilities`, `greedy_probabilities`, `water_filling_probabilities` and
-`expected_bits`.
+`gspar` draws exactly k entries, by systematic sampling. The two algorithms of the paper for the probabilities, and its
+expected message size, are `closed_form_probabilities`, `greedy_probabilities` and `expected_bits`.
 """
 
 import math
@@ -11,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool
 
-from .._core.dtypes import saturated, working_dtype
+from .._core.descriptions import with_description
+from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
+from .._core.xla_quirks import sum_vector
 from .base import Compressor
 from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
 from .random import key_words
-from .rows import to_unit
+from .rounding import to_unit
 from .sparse import SparsePayload, check_density, decompress, num_kept
 
 # Probabilities are multiples of 2**-31, so that the probability of an entry is exactly the number it is divided by.
@@ -29,6 +30,7 @@ ROUNDS = 40
 COLUMN = 32
 
 
+@with_description
 def gspar(density: float | None = None, *, variance: float | int | None = None) -> Compressor:
     """Keeps entry i with probability `p_i = min(λ |x_i|, 1)` and sends `x_i / p_i`: unbiased, with minimal variance.
 
@@ -51,21 +53,15 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
       density: the share that is kept, in (0, 1]. Start at 0.1, without error feedback; inside it, `top_k` loses less.
       variance: ε, above 0; in place of the density.
 
-    Returns:
-      An unbiased compressor; payloads are gathered.
-
-    Raises:
-      ValueError: an argument is out of range, or both or neither are given.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = gspar(0.5), jnp.array([0.0, 9.0, 1.0, 1.0, 0.0, 0.0])
       >>> code.decompress(code.compress(x, jax.random.key(0)), x)  # three nonzero entries: nothing is lost
       Array([0., 9., 1., 1., 0., 0.], dtype=float32)
 
     References:
-      J. Wangni, J. Wang, J. Liu, T. Zhang, "Gradient sparsification for communication-efficient distributed
-      optimization", arXiv:1710.09854, 2017.
+      J. Wangni et al., "Gradient sparsification for communication-efficient distributed optimization",
+      arXiv:1710.09854, 2017.
       W. G. Madow, "On the theory of systematic sampling, II", 1949.
     """
     if (density is None) == (variance is None):
@@ -76,9 +72,7 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
         raise ValueError(f"variance must be above 0, got {variance}; identity() has none")
 
     def capacity(size: int) -> int:
-        if variance is not None:
-            return math.ceil(size / (1 + variance))
-        return num_kept(share, size)
+        return num_kept(share, size) if variance is None else math.ceil(size / (1 + variance))
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         count = capacity(x.size)
@@ -88,14 +82,15 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
         magnitudes = relative_magnitudes(flat)
         units, certain = _units(magnitudes, count)
         where, chosen = _draw(units, certain, key_words(key)[0], count)
+        # x_i / p_i; entries without units are certain, and sent as they are.
         wide = working_dtype(x.dtype)
         kept_units = units.at[where].get(mode="promise_in_bounds").astype(wide)
         values = flat.at[where].get(mode="promise_in_bounds").astype(wide)
         finite = jnp.isfinite(values)
         values = jnp.where(kept_units > 0, values / jnp.where(kept_units > 0, kept_units * UNIT, 1.0), values)
-        values = jnp.where(chosen, saturated(values, x.dtype, finite), 0)
+        values = jnp.where(chosen, saturate(values, x.dtype, finite), 0)
         # With an entry that is not finite, no scale is left for the others.
-        values = jnp.where(jnp.isfinite(total(magnitudes)), values, jnp.nan)
+        values = jnp.where(jnp.isfinite(sum_vector(magnitudes)), values, jnp.nan)
         return SparsePayload(values, encode_positions(where, x.size))
 
     def omega(shape: Shape) -> float:
@@ -168,14 +163,9 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
     With magnitudes a in falling order, `T1(k)` and `T2(k)` the sums of a and a² after the k largest, and k the first
     with `a_{k+1} T1(k) <= ε |x|² + T2(k)`: the k largest are certain, and `λ = T1(k) / (ε |x|² + T2(k))`.
 
-    Args:
-      x: one array.
-      variance: ε > 0; higher keeps fewer entries.
+    A higher ε > 0 keeps fewer entries. The probabilities are 0 where x is 0.
 
-    Returns:
-      float32 probabilities; 0 where x is 0.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> p = closed_form_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.1)
       >>> [round(x, 3) for x in p.tolist()]
@@ -183,27 +173,29 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
     """
     if variance <= 0:
         raise ValueError(f"variance must be above 0, got {variance}; with 0 all entries that are not zero are kept")
-    magnitudes, falling, first, second = _suffix_sums(x)
-    budget = variance * second[:1] + second
-    enough = falling * first <= budget
-    return _at_first(magnitudes, falling, enough, first, budget)
+    magnitudes = relative_magnitudes(x)
+    rising = jnp.sort(magnitudes)
+    # a in falling order, and T1 and ε |x|² + T2 of the entries from each one on.
+    falling, above = rising[::-1], jnp.cumsum(rising)[::-1]
+    squares = jnp.cumsum(rising * rising)[::-1]
+    below = variance * squares[:1] + squares
+    enough = falling * above <= below
+    first = jnp.argmax(enough)
+    positive = enough[first] & (below[first] > 0)
+    rate = jnp.where(positive, above[first] / jnp.where(positive, below[first], 1.0), jnp.inf)
+    # The entries before are certain by the choice of the first one; this also holds where rounding says 0.9999999.
+    certain = (falling[first] < magnitudes) | ~enough[first]
+    return jnp.where(certain & (magnitudes > 0), 1.0, probabilities(magnitudes, rate))
 
 
 def greedy_probabilities(x: Float[Array, " size"], density: float | int, *, rounds: int = 2) -> Float[Array, " size"]:
     """The paper's rounds, without a sort: the budget that certain entries leave is spread over the others.
 
     `p = min(κ d |x| / Σ|x|, 1)`, then `p = min(c p, 1)` with `c = (κ d - #{p = 1}) / Σ_{p < 1} p` above 1.
-    The sum is at most `κ d`; two rounds come within a few parts in a thousand, many converge to `water_filling`.
+    The sum is at most `κ d`, for a density κ in (0, 1]; two rounds come within a few parts in a thousand, many converge
+    to the minimal variance for `κ d` entries on average.
 
-    Args:
-      x: one array.
-      density: κ, in (0, 1].
-      rounds: their number.
-
-    Returns:
-      float32 probabilities; 0 where x is 0.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> p = greedy_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.6, rounds=0)
       >>> [round(x, 3) for x in p.tolist()]
@@ -213,37 +205,11 @@ def greedy_probabilities(x: Float[Array, " size"], density: float | int, *, roun
         raise ValueError(f"density must be in (0, 1], got {density}")
     magnitudes = relative_magnitudes(x)
     count = density * x.shape[0]
+    # From rate 0, where no entry is certain.
     rate = newton_rate(magnitudes, jnp.zeros(()), count)
     for _ in range(rounds):
         rate = jnp.maximum(rate, newton_rate(magnitudes, rate, count))
     return probabilities(magnitudes, rate)
-
-
-def water_filling_probabilities(x: Float[Array, " size"], count: float | int) -> Float[Array, " size"]:
-    """The minimal variance for `count` entries on average: the fixed point of `greedy`, by a sort.
-
-    With k the first for which `(count - k) a_{k+1} <= T1(k)`: the k largest are certain, and `λ = (count - k) / T1(k)`.
-
-    Args:
-      x: one array.
-      count: the mean number of entries that are kept, at most the size.
-
-    Returns:
-      float32 probabilities; 0 where x is 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> p = water_filling_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 3)
-      >>> [round(x, 3) for x in p.tolist()]
-      [1.0, 1.0, 0.667, 0.333, 0.0]
-    """
-    if not 0 < count <= x.shape[0]:
-        raise ValueError(f"count must be in (0, {x.shape[0]}], got {count}")
-    magnitudes, falling, first, _ = _suffix_sums(x)
-    left = count - lax.iota(jnp.int32, x.shape[0]).astype(jnp.float32)
-    # Where no budget is left for later entries, and at the last entry, all before are certain.
-    enough = left * falling <= first
-    return _at_first(magnitudes, falling, enough, left, first)
 
 
 def expected_bits(probabilities: Float[Array, " size"], *, value_bits: int = 32) -> Float[Array, ""]:
@@ -252,14 +218,9 @@ def expected_bits(probabilities: Float[Array, " size"], *, value_bits: int = 32)
     They contain index and value of the k certain entries. The others all are `± 1 / λ`: 1/λ is sent once, with index
     and sign of each, or a ternary map of all entries: `k (b + log2 d) + min(2 d, (log2 d + 1) Σ_{p < 1} p) + b`.
 
-    Args:
-      probabilities: of keeping each entry.
-      value_bits: b, of a value.
+    b is `value_bits`.
 
-    Returns:
-      The number of bits, float32.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> float(expected_bits(jnp.array([1.0, 1.0, 0.5, 0.5])))
       103.0
@@ -283,17 +244,9 @@ def newton_rate(magnitudes: Float[Array, " size"], rate: Float[Array, ""], count
     Infinite if all nonzero entries are certain.
     """
     certain = rate * magnitudes >= 1
-    others = total(jnp.where(certain, 0.0, magnitudes))
-    left = count - total(certain.astype(jnp.float32))
+    others = sum_vector(jnp.where(certain, 0.0, magnitudes))
+    left = count - sum_vector(certain.astype(jnp.float32))
     return jnp.where(others > 0, left / jnp.where(others > 0, others, 1.0), jnp.inf)
-
-
-def total(x: Float[Array, " size"]) -> Float[Array, ""]:
-    """The sum, exact to a few units in the last place."""
-    # As a tree of eights, which XLA:CPU adds as vectors.
-    while x.shape[0] > 8:
-        x = jnp.sum(jnp.pad(x, (0, -x.shape[0] % 8)).reshape(-1, 8), axis=1)
-    return jnp.sum(x)
 
 
 def relative_magnitudes(x: Float[Array, " size"]) -> Float[Array, " size"]:
@@ -302,21 +255,3 @@ def relative_magnitudes(x: Float[Array, " size"]) -> Float[Array, " size"]:
         return x.astype(jnp.float32)
     scaled = to_unit(x.astype(jnp.float32)[None])
     return jnp.abs(scaled.rows[0]) / jnp.where(scaled.largest[0] == 0, 1.0, scaled.largest[0])
-
-
-def _suffix_sums(x: Array) -> tuple[Array, Array, Array, Array]:
-    """Magnitudes; the same in falling order; and the sums of them and of their squares from each one on."""
-    magnitudes = relative_magnitudes(x)
-    rising = jnp.sort(magnitudes)
-    first, second = jnp.cumsum(rising), jnp.cumsum(rising * rising)
-    return magnitudes, rising[::-1], first[::-1], second[::-1]
-
-
-def _at_first(magnitudes: Array, falling: Array, enough: Array, above: Array, below: Array) -> Array:
-    """`min(λ a, 1)` with λ = above / below at the first entry where `enough` holds; all certain if it never holds."""
-    first = jnp.argmax(enough)
-    positive = enough[first] & (below[first] > 0)
-    rate = jnp.where(positive, above[first] / jnp.where(positive, below[first], 1.0), jnp.inf)
-    # The entries before are certain by the choice of the first one; this also holds where rounding says 0.9999999.
-    certain = (falling[first] < magnitudes) | ~enough[first]
-    return jnp.where(certain & (magnitudes > 0), 1.0, probabilities(magnitudes, rate))

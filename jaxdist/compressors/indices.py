@@ -1,19 +1,32 @@
-"""Positions of a sparse payload in nearly the fewest bits (Elias-Fano codes), and the bitmaps they are made from.
+"""Positions of a sparse payload: the search for the largest magnitudes, and a code of nearly the fewest bits.
 
-`encode_positions` and `decode_positions` are the code; the functions on bitmaps of u32 words select and find the ones.
+`encode_positions` and `decode_positions` are the code (Elias-Fano). The functions on bitmaps of u32 words select and
+find the ones. The k entries of largest magnitude are found by a search for a threshold, or by `lax.top_k`.
 """
 
-from typing import Any
+import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.types import Array, Int, Shaped, UInt
-from .packing import pack, packed_size, unpack
+from .._core.types import Array, Float, Int, Shaped, UInt
+from .._core.xla_quirks import running_sum, sum_counts
+from .packing import bytes_of_codes, pack, unpack
+from .random import mix
 
 # Bits of a word of a bitmap, and words or numbers that are summed in one product or search.
 WORD = 32
 ROW = 32
+# Up to this many entries `lax.top_k` is as fast, and compiles faster.
+SMALL = 2**13
+LARGEST_SAMPLE = 2**16
+# Passes of Newton's method; after these every second one halves the bracket, so that the search ends for any data.
+FREE_PASSES = 8
+# Bits of the smallest normal number and of infinity. Magnitudes below the first count as zero, as on backends that
+# flush small numbers.
+NORMAL, INFINITY = 0x00800000, 0x7F800000
 
 
 def encode_positions(where: Int[Array, " count"], size: int) -> UInt[Array, " words"]:
@@ -23,14 +36,7 @@ def encode_positions(where: Int[Array, " count"], size: int) -> UInt[Array, " wo
     `h_s = q_s >> b` is a bitmap with ones at `h_s + s`. Together `k b + k + ((d - k) >> b)` bits for k of d positions,
     for the best b: up to a density of one half at most `2 - log2(e)` = 0.56 bits an entry more than the entropy of k
     arbitrary positions (and two bytes of rounding). Where that takes no fewer bytes (few entries), plain u16 (up to
-    65,536 positions) or u32.
-
-    Args:
-      where: the positions.
-      size: d, below 2**31.
-
-    Returns:
-      u8 words, or plain u16 or u32.
+    65,536 positions) or u32. d is below 2**31.
 
     References:
       P. Elias, "Efficient storage and retrieval by content and address of static files", 1974.
@@ -38,7 +44,8 @@ def encode_positions(where: Int[Array, " count"], size: int) -> UInt[Array, " wo
     count = where.shape[0]
     bits = _low_bits(count, size)
     if bits is None:
-        return where.astype(_plain_dtype(size))
+        return where.astype(jnp.uint16 if size <= 2**16 else jnp.uint32)
+    # q_s, whose high parts h_s are ones at h_s + s.
     rest = where - lax.iota(jnp.int32, count)
     ones_at = (rest >> bits) + lax.iota(jnp.int32, count)
     high = pack(from_positions(ones_at, _high_size(count, size, bits)).astype(jnp.uint8), 1)
@@ -51,12 +58,14 @@ def decode_positions(words: UInt[Array, " words"], count: int, size: int) -> Int
     bits = _low_bits(count, size)
     if bits is None:
         return words.astype(jnp.int32)
-    cut = packed_size(count, bits)
+    # The low parts come first; the bitmap of the high ones follows, in whole words.
+    cut = bytes_of_codes(count, bits)
     high = jnp.pad(words[cut:], (0, -(words.shape[0] - cut) % 4)).reshape(-1, 4)
     places = positions(lax.bitcast_convert_type(high, jnp.uint32), count)
     if bits == 0:
         return places
     index = lax.iota(jnp.int32, count)
+    # p_s = (h_s << b | low) + s, with h_s + s among the places.
     return (((places - index) << bits) | unpack(words[:cut], bits, count).astype(jnp.int32)) + index
 
 
@@ -77,11 +86,7 @@ def _high_size(count: int, size: int, bits: int) -> int:
 
 
 def _elias_fano_bytes(count: int, size: int, bits: int) -> int:
-    return packed_size(count, bits) + packed_size(_high_size(count, size, bits), 1)
-
-
-def _plain_dtype(size: int) -> Any:
-    return jnp.uint16 if size <= 2**16 else jnp.uint32
+    return bytes_of_codes(count, bits) + bytes_of_codes(_high_size(count, size, bits), 1)
 
 
 def _plain_bytes(count: int, size: int) -> int:
@@ -108,33 +113,9 @@ def ones(words: UInt[Array, "..."]) -> Int[Array, "..."]:
     return lax.population_count(words).astype(jnp.int32)
 
 
-def row_sums(counts: Int[Array, "rows width"]) -> Int[Array, " rows"]:
-    """The sum of each row."""
-    # Eighths are added as vectors first, since XLA:CPU adds the numbers of a row one by one.
-    while counts.shape[1] >= 1024:
-        counts = jnp.pad(counts, [(0, 0), (0, -counts.shape[1] % 64)])
-        eighth = counts.shape[1] // 8
-        parts = [lax.slice_in_dim(counts, i * eighth, (i + 1) * eighth, axis=1) for i in range(8)]
-        counts = sum(parts[1:], parts[0])
-    return jnp.sum(counts, axis=1, dtype=jnp.int32)
-
-
-def running_sum(x: Int[Array, " size"]) -> Int[Array, " size"]:
-    """`jnp.cumsum` of integers whose sum is below `2**24`."""
-    # In two levels, of which the lower is a product with a triangular matrix: several times as fast on XLA:CPU.
-    size = x.shape[0]
-    rows = jnp.pad(x, (0, -size % ROW)).reshape(-1, ROW)
-    # Exact in float32; HIGHEST, since some backends multiply in lower precision by default.
-    upper = lax.broadcasted_iota(jnp.int32, (ROW, ROW), 0) <= lax.broadcasted_iota(jnp.int32, (ROW, ROW), 1)
-    within = jnp.dot(rows.astype(jnp.float32), upper.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    within = within.astype(jnp.int32)
-    totals = within[:, -1]
-    before = jnp.cumsum(totals) - totals
-    return (within + before[:, None]).reshape(-1)[:size]
-
-
 def first_ones(words: UInt[Array, " words"], count: Int[Array, ""]) -> UInt[Array, " words"]:
     """Keeps only the first `count` ones of a bitmap."""
+    # First the row, then the word, then the bit in which the last of them is.
     padded = jnp.pad(words, (0, -words.shape[0] % ROW)).reshape(-1, ROW)
     totals = jnp.sum(ones(padded), axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(totals)
@@ -177,3 +158,150 @@ def positions(words: UInt[Array, " words"], count: int) -> Int[Array, " count"]:
 def from_positions(where: Int[Array, " count"], size: int) -> Shaped[Array, " size"]:
     """Booleans that are true at the given, different positions."""
     return jnp.zeros(size, jnp.bool_).at[where].set(True, mode="promise_in_bounds", unique_indices=True)
+
+
+class _Bracket(NamedTuple):
+    """The state of the search: for each row `low <= t < high` for the threshold t, as keys (bits of magnitudes)."""
+
+    passes: Int[Array, ""]
+    low: Int[Array, " rows"]
+    high: Int[Array, " rows"]
+    # The number and the bitmap of the entries from each end up.
+    low_count: Int[Array, " rows"]
+    high_count: Int[Array, " rows"]
+    low_words: UInt[Array, "rows words"]
+    high_words: UInt[Array, "rows words"]
+    # The threshold to try next, and the change of it that gives one more entry.
+    guess: Int[Array, " rows"]
+    slope: Float[Array, " rows"]
+    # The last threshold, and the number of entries from it up.
+    tried: Int[Array, " rows"]
+    found: Int[Array, " rows"]
+
+
+def largest_by_sorting(x: Float[Array, "rows width"], count: int) -> Int[Array, " kept"]:
+    """Ascending positions, in the flat array, of the `count` largest magnitudes of each row, by `lax.top_k`."""
+    # In float32: the CPU's top_k is ten times slower for any other dtype.
+    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)), count)
+    return lax.sort((places + _row_starts(x)).reshape(-1))
+
+
+def largest_by_threshold(x: Float[Array, "rows width"], count: int, least: int | None = None) -> Int[Array, " kept"]:
+    """The same positions by counting entries above a threshold, in a few passes at the speed of memory.
+
+    The bits of `|x|` in float32, as an integer, are monotone in it. Newton's method on the number of entries from t up
+    starts at a quantile of a small sample and takes about six passes. Ties at the threshold go to the lower index, as
+    with `lax.top_k`; infinite entries and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
+
+    The search ends when `least` entries (default: all) are known to be among the largest `count` of each row; the rest
+    are the first entries of the remaining bracket.
+    """
+    rows, width = x.shape
+    if count == width:
+        return lax.iota(jnp.int32, x.size)
+    if x.size <= SMALL:
+        return largest_by_sorting(x, count)
+    least = count if least is None else least
+    target = (least + count) // 2
+    found = lax.while_loop(
+        lambda bracket: jnp.any(_is_open(bracket, count, least)),
+        lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
+        _first_bracket(x, target),
+    )
+    # Ties with the threshold, and what is left of the bracket, in the order of the array.
+    rest = found.low_words & ~found.high_words
+    fill = jax.vmap(first_ones)(rest, count - found.high_count)
+    places = positions((found.high_words | fill).reshape(-1), rows * count)
+    padded = _align_width(width)
+    return places if padded == width else places - places // padded * (padded - width)
+
+
+def _row_starts(x: Array) -> Int[Array, "rows 1"]:
+    return lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) * x.shape[1]
+
+
+def _align_width(width: int) -> int:
+    return width + -width % WORD
+
+
+def _keys(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+
+
+def _above(x: Float[Array, "rows width"], threshold: Int[Array, " rows"]) -> UInt[Array, "rows words"]:
+    # Compared as floats and from both sides: XLA would compute |x| or its bits once, before the loop, into newly
+    # allocated memory, which takes longer than all passes. NaN is above everything.
+    ends = lax.bitcast_convert_type(threshold, jnp.float32)[:, None]
+    flags = ~((x.astype(jnp.float32) < ends) & (x.astype(jnp.float32) > -ends))
+    return to_bitmap(jnp.pad(flags, [(0, 0), (0, -x.shape[1] % WORD)]))
+
+
+def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
+    """The whole range, with a guess from a sample of the array, one entry drawn from each stretch."""
+    rows, width = x.shape
+    size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE)
+    stride = x.size // size
+    drawn = lax.iota(jnp.uint32, size)
+    drawn = drawn * stride + mix(drawn) % jnp.uint32(stride)
+    sample = lax.sort(_keys(x.reshape(-1).at[drawn.astype(jnp.int32)].get(mode="promise_in_bounds")))
+
+    def quantile(part: float) -> Int[Array, ""]:
+        return sample[size - 1 - min(size - 1, round(part * size))]
+
+    # The guess is the quantile of the target; two others, at two standard deviations, give the slope.
+    part = target / width
+    spread = 2 * math.sqrt(part / size) + 1 / size
+    nearby = quantile(part + spread), quantile(max(part - spread, 0.0))
+    slope = (nearby[0] - nearby[1]).astype(jnp.float32) / (2 * spread * width)
+    # Zeros computed from the input, so that their type (per-worker or not) is that of the later carries.
+    nothing = _keys(x[:, 0]) & 0
+    none = jnp.zeros((rows, _align_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[:, None]
+    return _Bracket(
+        passes=jnp.sum(nothing, dtype=jnp.int32),
+        low=nothing + NORMAL - 1,
+        high=nothing + INFINITY + 1,
+        low_count=nothing + width,
+        high_count=nothing,
+        low_words=~none & full(width)[None],
+        high_words=none,
+        guess=jnp.clip(nothing + quantile(part), NORMAL, INFINITY),
+        slope=nothing.astype(jnp.float32) + slope,
+        tried=nothing + NORMAL - 1,
+        found=nothing + width,
+    )
+
+
+def _is_open(bracket: _Bracket, count: int, least: int) -> Array:
+    """The rows whose threshold is not found: neither end gives enough entries, and there are keys between them."""
+    unsettled = (bracket.high_count < least) & (bracket.low_count > count)
+    return unsettled & (bracket.high - bracket.low > 1)
+
+
+def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracket:
+    """Replaces one end by the guess, whose entries are `words`, and makes the next guess."""
+    tried, found = bracket.guess, sum_counts(ones(words))
+    enough = found >= count
+    inside = (tried > bracket.low) & (tried < bracket.high)
+    up, down = inside & enough, inside & ~enough
+    low, high = jnp.where(up, tried, bracket.low), jnp.where(down, tried, bracket.high)
+    # Newton's step with the secant through the last two thresholds, kept inside the bracket.
+    moved = (found != bracket.found) & (bracket.passes > 0)
+    change = (tried - bracket.tried).astype(jnp.float32)
+    slope = jnp.where(moved, change / (found - bracket.found).astype(jnp.float32), bracket.slope)
+    step = jnp.clip(jnp.round(slope * (target - found).astype(jnp.float32)), -(2.0**30), 2.0**30).astype(jnp.int32)
+    newton = jnp.where(step > 0, tried + jnp.minimum(step, high - tried), tried + jnp.maximum(step, low - tried))
+    halve = (bracket.passes >= FREE_PASSES) & (bracket.passes % 2 == 1)
+    guess = jnp.where(halve, low + (high - low) // 2, jnp.clip(newton, low + 1, high - 1))
+    return _Bracket(
+        passes=bracket.passes + 1,
+        low=low,
+        high=high,
+        low_count=jnp.where(up, found, bracket.low_count),
+        high_count=jnp.where(down, found, bracket.high_count),
+        low_words=jnp.where(up[:, None], words, bracket.low_words),
+        high_words=jnp.where(down[:, None], words, bracket.high_words),
+        guess=guess,
+        slope=slope,
+        tried=tried,
+        found=found,
+    )

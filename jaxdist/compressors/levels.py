@@ -2,16 +2,17 @@
 
 import itertools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.descriptions import with_description
+from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
 from .base import Compressor
-from .optimal_levels import level_below, worst_variance
 from .packing import pack, unpack
+from .qsgd import QuantizedPayload
 from .random import Noise, uniform_hash
 from .rounding import check_buckets, from_buckets, normalize_buckets, to_buckets, whole_words
 
@@ -20,13 +21,7 @@ from .rounding import check_buckets, from_buckets, normalize_buckets, to_buckets
 COMPARED = 16
 
 
-class LevelsPayload(NamedTuple):
-    """Packed indices of levels (with a zero level: sign in the top bit) and the norm of each bucket."""
-
-    codes: UInt[Array, " bytes"]
-    norms: Float[Array, " buckets"]
-
-
+@with_description
 def with_levels(
     levels: Float[Array | np.ndarray, " levels"],
     *,
@@ -43,16 +38,13 @@ def with_levels(
     adds it up. The largest such sum over a bucket of d entries is `ω |x|²`, with the maximum over neighbors l, h:
 
     - "max": `ω = max t - 1`, `2 t = q + sqrt(q² + (d - 1) (l + h)²)`, `q = 1 - (d - 1) l h`; attained
-    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound
-
-    The largest sum of "l2" is that of `(h - l)² / 4` over d intervals, minus `(1 - |m|)²`, with m the vector of their
-    middles `(l + h) / 2`, for the best choice of intervals. The bound lets fractions of an entry choose. It is attained
-    where all choose the same interval, and otherwise too large by at most the contribution of one entry: with the
-    powers of 1/2 of `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64.
+    - "l2":  `ω = min over u > 0 of 1 / u - 1 + d max ((l + h)² u / 4 - l h)`, a bound that is attained where all
+    entries
+      are in the same interval, and otherwise too large by at most the contribution of one entry: with the powers of 1/2
+      of `nuqsgd(3)` by a fifth for 4 entries (0.181, where 0.151 is the largest), by 1.4 % for 64
 
     The table may be traced: levels can change from step to step without a new trace, and ω is then traced too.
-    Arithmetic is float32 whatever the dtype of x. A bucket with NaN or infinity decodes to such entries. A bucket
-    that is longer than the largest float has that for its norm, and a smaller error.
+    A bucket that is longer than the largest float has that for its norm, and a smaller error.
 
     On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket. Levels are not sent: all workers must have the same.
@@ -66,21 +58,11 @@ def with_levels(
       zero_level: whether the table contains magnitudes. Without a zero level an entry of zero is sent as noise.
       noise: `(key, shape) -> uniforms`.
 
-    Returns:
-      An unbiased compressor; payloads are gathered, not summed.
-
-    Raises:
-      ValueError: the table is too long for the bits, does not increase, or has other ends.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = with_levels(jnp.array([0.0, 0.1, 0.5, 1.0]), bits=3, norm="max"), jnp.array([5.0, -1.0, 10.0, 0.0])
       >>> code.decompress(code.compress(x, jax.random.key(0)), x)
       Array([ 5., -1., 10.,  0.], dtype=float32)
-
-    References:
-      A. Ramezani-Kebrya, F. Faghri, I. Markov, V. Aksenov, D. Alistarh, D. Roy, "NUQSGD: provably communication-
-      efficient data-parallel SGD via nonuniform quantization", arXiv:1908.06077, 2019.
     """
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits must be 2, 3, 4 or 8, got {bits}")
@@ -88,14 +70,16 @@ def with_levels(
     table = _table(levels, 2 ** (bits - 1) if zero_level else 2**bits, 0.0 if zero_level else -1.0)
     sign_bit = 2 ** (bits - 1)
 
-    def compress(x: Array, key: PRNGKeyArray) -> LevelsPayload:
+    def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
         ratios, norms = normalize_buckets(x, bucket, norm)
         codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
             codes = codes | jnp.where(ratios < 0, sign_bit, 0)
-        return LevelsPayload(pack(codes.astype(jnp.uint8).reshape(-1)[: whole_words(x.size, bits)], bits), norms[:, 0])
+        return QuantizedPayload(
+            pack(codes.astype(jnp.uint8).reshape(-1)[: whole_words(x.size, bits)], bits), norms[:, 0]
+        )
 
-    def decompress(payload: LevelsPayload, like: Like) -> Array:
+    def decompress(payload: QuantizedPayload, like: Like) -> Array:
         codes = unpack(payload.codes, bits, math.prod(like.shape)).astype(jnp.int32)
         values = jnp.asarray(table)[codes & (sign_bit - 1) if zero_level else codes]
         if zero_level:
@@ -109,6 +93,7 @@ def with_levels(
     return Compressor(compress, decompress, variance=variance)
 
 
+@with_description
 def nuqsgd(
     bits: int,
     *,
@@ -135,21 +120,10 @@ def nuqsgd(
     On the wire: `ceil(n bits / 8)` bytes of codes (in whole 32-bit words where there are several buckets) and 4 bytes
     of norm per bucket.
 
-    Args:
-      bits: 2, 3, 4 or 8, sign included. 4 to start; 3 wants buckets of 512 or fewer.
-      bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
-      base: p, in (0, 1). Lower reaches closer to zero with coarser steps.
-      norm: "l2", or "max".
-      zero_level: False for the table of the authors' code.
-      noise: `(key, shape) -> uniforms`.
+    Arguments are those of `with_levels`. With 3 bits use buckets of 512 or fewer; a lower base p, in (0, 1), reaches
+    closer to zero with coarser steps.
 
-    Returns:
-      An unbiased compressor; payloads are gathered, not summed.
-
-    Raises:
-      ValueError: an argument is out of range, or the powers run out of float32.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = nuqsgd(4, bucket=512), jnp.array([3.0, -4.0, 0.0, 12.0])
       >>> payload = code.compress(x, jax.random.key(0))
@@ -157,8 +131,8 @@ def nuqsgd(
       (2, 0.153)
 
     References:
-      A. Ramezani-Kebrya, F. Faghri, I. Markov, V. Aksenov, D. Alistarh, D. Roy, "NUQSGD: provably communication-
-      efficient data-parallel SGD via nonuniform quantization", arXiv:1908.06077, 2019.
+      A. Ramezani-Kebrya et al., "NUQSGD: provably communication-efficient data-parallel SGD via nonuniform
+      quantization", arXiv:1908.06077, 2019.
     """
     if not 0 < base < 1:
         raise ValueError(f"base must be in (0, 1), got {base}")
@@ -173,7 +147,7 @@ def powers(count: int, base: Float[Array, ""] | float | int, *, lowest: float | 
 
     A NumPy array, unless p is a JAX one.
 
-    Example:
+    Examples:
       >>> powers(4, 0.5).tolist(), powers(4, 0.5, lowest=0.0).tolist()
       ([-1.0, -0.5, 0.5, 1.0], [0.0, 0.25, 0.5, 1.0])
     """
@@ -210,3 +184,67 @@ def _round(
     below = level_below(ratios, levels)
     low = levels[below]
     return below + (uniforms * (levels[below + 1] - low) < ratios - low).astype(jnp.int32)
+
+
+def expected_variance(
+    x: Float[Array, "..."],
+    levels: Float[Array | np.ndarray, " levels"],
+    *,
+    bucket: int = 8192,
+    norm: Literal["max", "l2"] = "l2",
+    zero_level: bool = True,
+) -> Float[Array, ""]:
+    """`E|C(x) - x|²` of `with_levels` in closed form: `Σ norm² (h - r_i) (r_i - l)` over all entries of any array.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.array([3.0, -4.0, 0.0, 12.0])
+      >>> round(float(expected_variance(x, jnp.array([0.0, 0.125, 0.25, 0.5, 1.0]))), 4)
+      7.7187
+    """
+    ratios, norms = normalize_buckets(x, bucket, norm)
+    ratios = jnp.abs(ratios) if zero_level else ratios
+    table = jnp.asarray(levels, jnp.float32)
+    below = level_below(ratios, table)
+    squares = (table[below + 1] - ratios) * (ratios - table[below])
+    # The padding of the last bucket does not count.
+    real = to_buckets(jnp.ones(x.shape), bucket)
+    # Squared last: norms may be so large that their squares overflow.
+    return jnp.sum((jnp.sqrt(jnp.sum(squares * real, axis=1)) * norms[:, 0]) ** 2)
+
+
+def level_below(ratios: Float[Array, "..."], levels: Float[Array, " levels"]) -> Int[Array, "..."]:
+    """The index of the last level that is not above each ratio, at most the last but one."""
+    found = jnp.searchsorted(levels, ratios, side="right").astype(jnp.int32) - 1
+    return jnp.clip(found, 0, levels.shape[0] - 2)
+
+
+def worst_variance(levels: Any, size: int, norm: str) -> Any:
+    """ω: the largest `E|C(x) - x|² / |x|²` over buckets of `size` entries.
+
+    A NumPy table gives a float, a traced one a traced number. Between the neighbors l and h an entry of ratio r costs
+    `(h - r) (r - l)`, which is negative outside. With the largest magnitude as the norm, one entry costs nothing and
+    weighs 1, and each other entry is worst where it has the largest `(h - r) (r - l) - ω r²`; hence
+    `ω = (d - 1) max_r ((h - r) (r - l) - ω r²)`, a quadratic equation in `t = 1 + ω` for each interval. With the
+    Euclidean norm the squares of the ratios add up to 1, and the dual of that constraint with the multiplier λ gives
+    `ω <= λ + d max_r ((h - r) (r - l) - λ r²)` for every λ. With `u = 1 / (1 + λ)` the maximum is over the lines
+    `(l + h)² u / 4 - l h`, so the best u is where one of them has the slope of `1 / u`, or where two neighbors cross.
+    """
+    if size <= 1:
+        return 0.0
+    # NumPy's float64 for tables that are known, so that ω is exact there.
+    static = isinstance(levels, np.ndarray)
+    xp: Any = np if static else jnp
+    levels = levels.astype(np.float64) if static else levels
+    low, high = levels[:-1], levels[1:]
+    slopes, drops = (low + high) ** 2 / 4, low * high
+    if norm == "max":
+        q = 1 - (size - 1) * drops
+        worst = xp.max(q + xp.sqrt(q * q + 4 * (size - 1) * slopes)) / 2 - 1
+    else:
+        rises = slopes[1:] - slopes[:-1]
+        crossings = (drops[1:] - drops[:-1]) / xp.where(rises == 0, 1, rises)
+        u = xp.concatenate([1 / xp.sqrt(size * xp.where(slopes == 0, 1, slopes)), crossings, xp.ones(1, levels.dtype)])
+        u = xp.where(u > 0, u, 1)
+        worst = xp.min(1 / u - 1 + size * xp.max(slopes[:, None] * u[None, :] - drops[:, None], axis=0))
+    return max(0.0, float(worst)) if static else xp.maximum(worst, 0)

@@ -14,7 +14,7 @@ from .._core.types import Array, Shaped, UInt
 WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16}
 
 
-def packed_size(size: int, bits: int) -> int:
+def bytes_of_codes(size: int, bits: int) -> int:
     """The number of bytes that hold `size` codes: `ceil(size * bits / 8)`."""
     return -(-size * bits // 8)
 
@@ -22,19 +22,11 @@ def packed_size(size: int, bits: int) -> int:
 def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch bytes"]:
     """Packs unsigned codes along the last axis: one stream of bits, lowest bits first, cut into bytes.
 
-    A code must be below `2**bits`: higher bits would spill into its neighbors. The last byte is filled with zeros.
+    A code must be below `2**bits`: higher bits would spill into its neighbors. The last axis of the result has
+    `ceil(size * bits / 8)` u8 words, the last of which is filled with zeros. Any width from 1 to 32 bits is possible;
+    those that tile a byte (1, 2, 4, 8) are the cheapest.
 
-    Args:
-      codes: unsigned codes of at least that many bits, any number of leading axes.
-      bits: 1 to 32. Widths that tile a byte (1, 2, 4, 8) are the cheapest.
-
-    Returns:
-      u8 words; the last axis has `ceil(size * bits / 8)` of them.
-
-    Raises:
-      ValueError: `bits` is not in 1 to 32, or wider than the dtype of the codes.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> pack(jnp.array([1, 15, 7, 8], jnp.uint8), 4), pack(jnp.array([5, 4095], jnp.uint16), 12)
       (Array([241, 135], dtype=uint8), Array([  5, 240, 255], dtype=uint8))
@@ -59,24 +51,13 @@ def pack(codes: UInt[Array, "*batch size"], bits: int) -> UInt[Array, "*batch by
     parts = [groups[..., i].astype(jnp.uint32) for i in range(per_group)]
     # One strided pass for each byte of a group: one sum over a table of shifts is twenty times slower on XLA:CPU.
     joined = jnp.stack([_join(parts, bits, 8, j).astype(jnp.uint8) for j in range(width)], axis=-1)
-    return joined.reshape(*batch, groups.shape[-2] * width)[..., : packed_size(size, bits)]
+    return joined.reshape(*batch, groups.shape[-2] * width)[..., : bytes_of_codes(size, bits)]
 
 
 def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Array, "*batch size"]:
-    """Takes `size` codes of `bits` bits out of u8 words: the inverse of `pack`.
+    """Takes `size` codes of `bits` bits out of u8 words, as u8, u16 or u32: the inverse of `pack`.
 
-    Args:
-      words: the result of `pack`.
-      bits: 1 to 32, as in `pack`.
-      size: the number of codes; the padding after them is dropped.
-
-    Returns:
-      Codes of the narrowest unsigned dtype that holds them: u8, u16 or u32.
-
-    Raises:
-      ValueError: `bits` is not in 1 to 32.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> unpack(jnp.array([241, 7], jnp.uint8), 4, 3), unpack(jnp.array([5, 240, 255], jnp.uint8), 12, 2)
       (Array([ 1, 15,  7], dtype=uint8), Array([   5, 4095], dtype=uint16))
@@ -104,17 +85,11 @@ def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Arr
 
 
 def to_words(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """The same bits as u8 or u16 words where `x` is narrower than 32 bits; other arrays as they are.
+    """The same bits as u8 or u16 words of the same shape, if `x` is narrower than 32 bits; other arrays as they are.
 
     XLA widens bfloat16 and float8 in the collectives of some backends, but moves words unchanged.
 
-    Args:
-      x: an array of any dtype of at least 8 bits.
-
-    Returns:
-      An array of the same shape and the same number of bytes.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> to_words(jnp.ones(2, jnp.bfloat16))
       Array([16256, 16256], dtype=uint16)
@@ -126,14 +101,7 @@ def to_words(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 def from_words(words: Shaped[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
     """The array of `dtype` whose `to_words` is `words`.
 
-    Args:
-      words: the result of `to_words`.
-      dtype: of the argument of `to_words`.
-
-    Returns:
-      An array of `dtype` with the shape of `words`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from_words(jnp.array([16256], jnp.uint16), jnp.bfloat16)
       Array([1], dtype=bfloat16)
@@ -162,6 +130,7 @@ def _shifts(shape: tuple[int, ...], bits: int) -> UInt[Array, "..."]:
 
 def _join(parts: Sequence[Array], width: int, wanted: int, index: int) -> UInt[Array, "..."]:
     """Item `index` of `wanted` bits in a stream of parts of `width` bits each; higher bits are not cleared."""
+    # Where each part begins, counted from the wanted item; those that do not overlap it are left out.
     offsets = [width * i - wanted * index for i in range(len(parts))]
     shifted = [
         part << jnp.uint32(offset) if offset >= 0 else part >> jnp.uint32(-offset)

@@ -5,7 +5,7 @@ unbiased and uncorrelated noise but no secrecy, so the position of an element an
 integer finalizer, are enough: nothing is stored and the noise never reaches memory.
 
 References:
-  J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+  J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
   C. Wellons, "Prospecting for hash functions", 2018 (the constants of the finalizer).
 """
 
@@ -28,14 +28,9 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
 
     `u_i = (h(h(i ^ left) ^ right) >> 8) / 2**24`, where `left, right` are two words that depend on the whole key.
 
-    Args:
-      key: a typed key of any implementation; one key gives one stream, neighboring keys unrelated streams.
-      shape: at most 2**32 elements.
+    One key, of any implementation, gives one stream of at most 2**32 float32, and neighboring keys unrelated streams.
 
-    Returns:
-      float32 of that shape.
-
-    Example:
+    Examples:
       >>> import jax
       >>> noise = uniform_hash(jax.random.key(0), (2, 50_000))
       >>> abs(float(noise.mean()) - 0.5) < 0.005, bool((noise >= 0).all() & (noise < 1).all())
@@ -43,24 +38,6 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
     """
     # Through int32: CPUs convert signed integers to floats in one instruction, unsigned ones in many.
     return (hash_words(key, shape) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
-
-
-def uniform_threefry(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
-    """The reference for `uniform_hash`: `jax.random.uniform`, about twenty times the price on a CPU.
-
-    Args:
-      key: a typed key.
-      shape: the shape of the noise.
-
-    Returns:
-      float32 of that shape, in [0, 1).
-
-    Example:
-      >>> import jax
-      >>> uniform_threefry(jax.random.key(0), (3,)).shape
-      (3,)
-    """
-    return jax.random.uniform(key, shape, jnp.float32)
 
 
 def hash_words(key: PRNGKeyArray, shape: Shape) -> UInt[Array, "..."]:
@@ -84,6 +61,7 @@ def key_words(key: PRNGKeyArray) -> tuple[UInt[Array, ""], UInt[Array, ""]]:
     with the raw words, such streams would be permutations of each other.
     """
     words = jax.random.key_data(key)
+    # Any two different words: the digits of the golden ratio, and the same doubled.
     left, right = jnp.uint32(0x9E3779B9), jnp.uint32(0x3C6EF372)
     for i in range(words.shape[0]):
         left, right = right, left ^ mix(right ^ words[i])
@@ -97,21 +75,15 @@ def random_subset(seed: UInt[Array, ""], count: int, size: int) -> UInt[Array, "
     (mod size) for a random K and swaps both or neither, by a bit hashed from the pair; the cost is `count` times the
     number of rounds, whatever `size` is.
 
-    Args:
-      seed: a u32 word; equal seeds give equal subsets on all workers.
-      count: how many, at most `size`.
-      size: static, below 2**32.
+    Equal seeds give equal subsets on all workers; positions are in random order, and `size` is below 2**32.
 
-    Returns:
-      u32 positions in random order.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> sorted(random_subset(jnp.uint32(7), 5, 5).tolist())
       [0, 1, 2, 3, 4]
 
     References:
-      V. T. Hoang, B. Morris, P. Rogaway, "An enciphering scheme based on a card shuffle", arXiv:1208.1176, 2012.
+      V. T. Hoang et al., "An enciphering scheme based on a card shuffle", arXiv:1208.1176, 2012.
     """
     # The seed enters the first carry so that its type (per-worker or not) is that of the later carries.
     # A multiple of 8 positions, since XLA:CPU is ten times slower for odd lengths.

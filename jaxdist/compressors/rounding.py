@@ -1,20 +1,67 @@
-"""Buckets of entries with a norm or scale each, rounding to integers, and the largest error of rounding to a grid."""
+"""Rows of entries that share a norm or scale: exact scaling, rounding to integers, and the largest error of a grid."""
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.dtypes import saturated
+from .._core.dtypes import saturate
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
+from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
 from .base import Compressor
 from .random import uniform_hash
-from .rows import UnitRows, from_unit, to_unit, total
 
 # To the nearest value (ties to even), or to one of the two neighbors at random, unbiased.
 Rounding = Literal["nearest", "stochastic"]
+# Of float32: the smallest normal number, and how its exponent is written.
+TINY = 2.0**-126
+MANTISSA, BIAS = 23, 127
+
+
+def block_grid(size: int, block: int) -> tuple[int, int]:
+    """The number of blocks that `size` entries fill, and the number of entries of each."""
+    width = min(block, size)
+    return (-(-size // width) if width else 1), width
+
+
+class UnitRows(NamedTuple):
+    """Rows as `rows * unit`; `largest` is the largest magnitude of each of `rows`, below 4."""
+
+    rows: Float[Array, "rows width"]
+    largest: Float[Array, "rows 1"]
+    unit: Float[Array, "rows 1"]
+
+
+def to_unit(rows: Float[Array, "rows width"]) -> UnitRows:
+    """Divides each row by the power of two below its largest magnitude, which is exact.
+
+    Sums, squares, differences and quotients of the rows then neither overflow nor vanish, and neither does a reciprocal
+    of their sizes: XLA divides by multiplying, and 1 / 1e38 is flushed to zero. Results are the same bit for bit as
+    without scaling, wherever those are right; `from_unit` scales them back. The largest magnitude is at least 1 if it
+    was a normal number, and 0 for rows of zeros. A row with NaN or infinity keeps them.
+    """
+    # Or the square of a constant would overflow.
+    rows = hide_constants(rows)
+    largest = largest_magnitude(rows)
+    unit, inverse = powers_below(largest)
+    return UnitRows(rows * inverse, largest * inverse, unit)
+
+
+def from_unit(values: Float[Array, "*shape"], unit: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
+    """Scales results of `to_unit` rows back: `values * unit`."""
+    # Or the unit would be multiplied by a constant factor of the values first, which may flush or overflow.
+    return hide_constants(values) * unit
+
+
+def powers_below(magnitudes: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """The power of two below each magnitude, and its reciprocal; from 2^-126 to 2^126, so that both are normal."""
+    exponents = jax.lax.bitcast_convert_type(jnp.abs(magnitudes), jnp.int32) >> MANTISSA
+    exponents = jnp.clip(exponents, 1, 2 * BIAS - 1)
+    powers = (jax.lax.bitcast_convert_type(x << MANTISSA, jnp.float32) for x in (exponents, 2 * BIAS - exponents))
+    return next(powers), next(powers)
 
 
 def check_block(block: int, rounding: str) -> None:
@@ -46,18 +93,16 @@ def to_buckets(x: Array, bucket: int) -> Float[Array, "buckets width"]:
 def from_buckets(buckets: Float[Array, "buckets width"], scales: Float[Array, " buckets"], like: Like) -> Array:
     """The inverse of `to_buckets`, of rows times their scales; finite where the scale is finite."""
     scales = scales[:, None]
-    values = saturated(from_unit(buckets, scales), like.dtype, jnp.isfinite(scales))
+    values = saturate(from_unit(buckets, scales), like.dtype, jnp.isfinite(scales))
     return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
 def norms_of(scaled: UnitRows, norm: str) -> Float[Array, "buckets 1"]:
     """The largest magnitude of each of `scaled.rows` (`norm="max"`) or its Euclidean length (`"l2"`)."""
-    return scaled.largest if norm == "max" else jnp.sqrt(total(scaled.rows * scaled.rows))
+    return scaled.largest if norm == "max" else jnp.sqrt(sum_rows(scaled.rows * scaled.rows))
 
 
-def normalize_buckets(
-    x: Array, bucket: int, norm: str
-) -> tuple[Float[Array, "buckets width"], Float[Array, "buckets 1"]]:
+def normalize_buckets(x: Array, bucket: int, norm: str) -> tuple[Float[Array, "b width"], Float[Array, "b 1"]]:
     """Returns each bucket divided by its norm, from -1 to 1, and the norms.
 
     A length above the largest float becomes that number: ratios are then larger, and the error of rounding them to
@@ -91,27 +136,20 @@ def to_integers(x: Float[Array, "*shape"], rounding: str, key: PRNGKeyArray) -> 
 def largest_error(grid: np.ndarray, lowest: float, size: int, rounding: str) -> float:
     """The supremum of `E|C(x) - x|² / |x|²` over blocks of `size` entries: 1 - δ of "nearest", ω of "stochastic".
 
-    Entries have magnitudes up to the end of the grid, the largest one at least `lowest`. Rounding is to the grid: an
+    Entries have magnitudes up to the end of the grid, which begins with 0, and the largest is at least `lowest`, one of
+    the grid. Rounding is to the grid: an
     entry x between l and h loses at most `(h - l)² / 4`, halfway between them, or `(x - l)(h - x)` on average. The
     ratio ρ is exceeded exactly if there are entries whose losses minus `ρ x²` have a positive sum. The worst entries
     for one ρ are all equal except the largest, which leaves a search for ρ, by bisection.
 
-    Args:
-      grid: the magnitudes that the code can represent, from 0 on, in order.
-      lowest: the smallest value of the largest entry; one of the grid.
-      size: entries of a block.
-      rounding: as in `Rounding`.
-
-    Returns:
-      The ratio, up to the rounding of float64.
-
-    Example:
+    Examples:
       >>> round(largest_error(np.arange(8.0), 7.0, 32, "nearest"), 6)  # 31 / (4 · 7² + 31)
       0.136564
     """
     low, high = grid[:-1], grid[1:]
 
     def gain(ratio: float) -> float:
+        # The entry of each interval whose loss minus ρ x² is largest.
         worst = np.clip((low + high) / (2.0 * (1.0 + ratio)), low, high)
         x = (low + high) / 2.0 if rounding == "nearest" else worst
         gains = (x - low) * (high - x) - ratio * x * x

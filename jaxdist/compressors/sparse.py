@@ -9,19 +9,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import saturated, working_dtype
+from .._core.descriptions import with_description
+from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
-from .indices import decode_positions, encode_positions
+from .indices import decode_positions, encode_positions, largest_by_sorting, largest_by_threshold
 from .random import key_words, random_subset
-from .rows import block_grid
-from .select import largest_by_sorting, largest_by_threshold
+from .rounding import block_grid
 
 Method = Literal["threshold", "sampled", "exact"]
 # "sampled" sends at least this share of the k largest entries.
 SURE = 0.9
-# Bytes of a seed.
-SEED_WORDS = 4
 
 
 class SparsePayload(NamedTuple):
@@ -38,6 +36,7 @@ class SubsetPayload(NamedTuple):
     seed: Float[Array, " 4"]
 
 
+@with_description
 def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     """Keeps the entries of largest magnitude: `C(x)_i = x_i` for the k largest `|x_i|`, else 0.
 
@@ -58,23 +57,16 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
       method: "threshold" counts entries above a threshold until they are k; "sampled" is about twice as fast on large
         arrays; "exact" is `lax.top_k`, the reference, many times slower.
 
-    Returns:
-      A biased compressor; payloads are gathered.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = top_k(0.5), jnp.array([3.0, -4.0, 0.0, 12.0])
       >>> code.decompress(code.compress(x, jax.random.key(0)), x)
       Array([ 0., -4.,  0., 12.], dtype=float32)
 
     References:
-      S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", arXiv:1809.07599, 2018.
-      Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression: reducing the communication bandwidth
-      for distributed training", arXiv:1712.01887, 2017 (the sampled threshold).
-      P. Elias, "Efficient storage and retrieval by content and address of static files", 1974 (the positions).
+      S. U. Stich et al., "Sparsified SGD with memory", arXiv:1809.07599, 2018.
+      Y. Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training",
+      arXiv:1712.01887, 2017 (the sampled threshold).
     """
     check_density(density)
     if method not in ("threshold", "sampled", "exact"):
@@ -86,18 +78,19 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
         if method == "exact":
             where = largest_by_sorting(row, count)
         else:
-            where = largest_by_threshold(row, count, sure_count(count) if method == "sampled" else None)
+            where = largest_by_threshold(row, count, _sure_count(count) if method == "sampled" else None)
         return gather_entries(x.reshape(-1), where)
 
     def contraction(shape: Shape) -> float:
         size = math.prod(shape)
-        return (
-            sure_count(num_kept(density, size)) / size if method == "sampled" and size else share_kept(density, shape)
-        )
+        if method == "sampled" and size:
+            return _sure_count(num_kept(density, size)) / size
+        return share_kept(density, shape)
 
     return Compressor(compress, decompress, contraction=contraction)
 
 
+@with_description
 def block_top_k(density: float, *, block: int = 4096) -> Compressor:
     """Keeps the k largest `|x_i|` of each block of `block` entries: `k = max(1, round(density block))`.
 
@@ -112,22 +105,15 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
       density: the share that is kept, in (0, 1]; 32 or 64 of 4096 entries are common.
       block: entries that compete with each other. Smaller is more even, and nearer to a random choice.
 
-    Returns:
-      A biased compressor; payloads are gathered.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = block_top_k(0.5, block=2), jnp.array([3.0, -4.0, 0.0, 0.1, 7.0])
       >>> code.decompress(code.compress(x, jax.random.key(0)), x)
       Array([ 0. , -4. ,  0. ,  0.1,  7. ], dtype=float32)
 
     References:
-      A. Sarfi, B. Therien, J. Lidin, E. Belilovsky, "Communication efficient LLM pre-training with SparseLoCo",
-      arXiv:2508.15706, 2025.
-      B. Peng, J. Quesnelle, D. P. Kingma, "DeMo: decoupled momentum optimization", arXiv:2411.19870, 2024.
+      A. Sarfi et al., arXiv:2508.15706 (SparseLoCo).
+      B. Peng et al., "DeMo: decoupled momentum optimization", arXiv:2411.19870, 2024.
     """
     check_density(density)
     if block < 1:
@@ -151,6 +137,7 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
     return Compressor(compress, decode, contraction=contraction)
 
 
+@with_description
 def random_k(density: float, *, unbiased: bool = False) -> Compressor:
     """Keeps a random k of d entries, the same ones on all workers, so that they can be all-reduced.
 
@@ -167,17 +154,11 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
         costs the same for any number of workers and no search for the largest.
       unbiased: multiply by d/k; for use without error feedback.
 
-    Returns:
-      A summable compressor whose key all workers share.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = random_k(0.5), jnp.arange(1.0, 5.0)
       >>> int((code.decompress(code.compress(x, jax.random.key(0)), x) == x).sum())
       2
-
-    References:
-      S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with memory", arXiv:1809.07599, 2018.
     """
     check_density(density)
 
@@ -193,14 +174,15 @@ def random_k(density: float, *, unbiased: bool = False) -> Compressor:
         values = payload.values
         if unbiased:
             wide = values.astype(working_dtype(values.dtype))
-            values = saturated(wide * (size / max(values.size, 1)), like.dtype, jnp.isfinite(wide))
+            values = saturate(wide * (size / max(values.size, 1)), like.dtype, jnp.isfinite(wide))
         return scatter(values, random_subset(_floats_to_seed(payload.seed), values.size, size), like)
 
     def contraction(shape: Shape) -> float:
         return share_kept(density, shape)
 
-    laws = {"variance": lambda shape: 1.0 / contraction(shape) - 1.0} if unbiased else {"contraction": contraction}
-    return Compressor(compress, decompress, summable=True, shared_key=True, **laws)
+    # ω = d/k - 1 is 1/δ - 1.
+    bound = {"variance": lambda shape: 1.0 / contraction(shape) - 1.0} if unbiased else {"contraction": contraction}
+    return Compressor(compress, decompress, summable=True, shared_key=True)._replace(**bound)
 
 
 def decompress(payload: SparsePayload, like: Like) -> Array:
@@ -219,10 +201,8 @@ def scatter(values: Float[Array, " kept"], where: Int[Array, " kept"] | UInt[Arr
     """Writes the values at their positions into zeros."""
     flat = jnp.zeros(math.prod(like.shape), like.dtype)
     # Signed indices, since JAX would widen u16 and u32 differently.
-    scattered = flat.at[where.astype(jnp.int32)].set(
-        values.astype(like.dtype), mode="promise_in_bounds", unique_indices=True
-    )
-    return scattered.reshape(like.shape)
+    where, values = where.astype(jnp.int32), values.astype(like.dtype)
+    return flat.at[where].set(values, mode="promise_in_bounds", unique_indices=True).reshape(like.shape)
 
 
 def num_kept(density: float, size: int) -> int:
@@ -242,17 +222,16 @@ def share_kept(density: float, shape: Shape) -> float:
     return num_kept(density, size) / size if size else 1.0
 
 
-def sure_count(count: int) -> int:
-    """The number of the `count` largest entries that "sampled" sends in every case."""
+def _sure_count(count: int) -> int:
     return math.ceil(SURE * count)
 
 
 def _seed_to_floats(seed: UInt[Array, ""]) -> Float[Array, " 4"]:
-    shifts = 8 * jax.lax.iota(jnp.uint32, SEED_WORDS)
+    shifts = 8 * jax.lax.iota(jnp.uint32, 4)
     return ((seed >> shifts) & 0xFF).astype(jnp.int32).astype(jnp.float32)
 
 
 def _floats_to_seed(words: Float[Array, " 4"]) -> UInt[Array, ""]:
     # Rounded: the sum over the workers, divided by their number, may be off by a rounding error.
-    parts = jnp.round(words).astype(jnp.uint32) << (8 * jax.lax.iota(jnp.uint32, SEED_WORDS))
+    parts = jnp.round(words).astype(jnp.uint32) << (8 * jax.lax.iota(jnp.uint32, 4))
     return jnp.sum(parts, dtype=jnp.uint32)

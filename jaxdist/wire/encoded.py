@@ -19,6 +19,7 @@ NO_CONTRACTION = (
 
 def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
     """The key of this step; different on each worker unless it is `shared`."""
+    # The order of all keys in the library: the count of steps, the worker, the leaf.
     key = jax.random.fold_in(key, count)
     return key if shared else jax.random.fold_in(key, comm.index)
 
@@ -27,6 +28,7 @@ def contraction_form(compressor: Compressor) -> Compressor:
     """The compressor to use inside error feedback: itself, or an unbiased one scaled by `1/(1+ω)`."""
     if compressor.contraction is not None:
         return compressor
+    # With `E|C(x) - x|² <= ω|x|²`, `C(x) / (1 + ω)` is a contraction with `δ = 1 / (1 + ω)`.
     if compressor.variance is not None:
         return scaled(compressor)
     raise ValueError(NO_CONTRACTION)

@@ -106,6 +106,8 @@ def fuse(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows:
 
     With `rows` the arrays have a leading dimension that stays.
     """
+    if not arrays:
+        return []
     out: list[Any] = [None] * len(arrays)
     # Flattening would gather the mesh axes that the compiler shards.
     apart = bool(mesh_axes_left_over())

@@ -34,7 +34,7 @@ class MatrixGroup(NamedTuple):
 def squarest_view(shape: Shape) -> tuple[int, int]:
     """The matrix view of a leaf: cut between leading and trailing dimensions where rows + columns are fewest.
 
-    Example:
+    Examples:
       >>> from jaxdist.reducers.power_sgd import squarest_view
       >>> squarest_view((3, 3, 128, 256)), squarest_view((512, 8, 64))
       ((1152, 256), (512, 512))
@@ -208,7 +208,8 @@ def write_factors(
     out = list(factors)
     for group, new, scale in zip(groups, stacks, scales, strict=True):
         largest = jnp.max(jnp.abs(new), axis=(1, 2))
-        alive = largest != 0  # a zero factor says nothing about the next gradient
+        # A zero factor says nothing about the next gradient.
+        alive = largest != 0
         new = jnp.where(jnp.isfinite(largest / scale)[:, None, None], new / scale, new)
         for k, i in zip(at, group.leaves):
             # Not from a stack of the old ones: XLA:CPU would put the code of all of them into that of each.

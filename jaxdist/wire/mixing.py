@@ -28,16 +28,19 @@ def change_at(
 
 
 def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[[Comm, list[Array]], list[Array]]:
-    excess = _row_sums(round, workers) - 1  # zero except for push-sum, whose rows do not sum to one
+    # Zero except for push-sum, whose rows do not sum to one.
+    excess = _row_sums(round, workers) - 1
 
     def mix(comm: Comm, leaves: list[Array]) -> list[Array]:
         sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        # All weights are 1/W: an all-reduce sends less than W - 1 messages.
         if is_mean(round, workers):
             means = fuse(comm.mean, sent)
             return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
         if np.abs(excess).max() > 1e-9:
             out = [times(widen(leaf), weight_of(comm, excess.tolist())) for leaf in leaves]
+        # Σ_j W_ij (x_j - x_i): differences, so that equal models stay equal to the last bit.
         for message in round.messages:
             weight = weight_of(comm, message.weights)
             arrived = fuse(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)

@@ -27,7 +27,7 @@ CODES = {
     "qsgd 2": jc.qsgd(2, bucket=16),
     "qsgd 4": jc.qsgd(4, bucket=16),
     "qsgd 8 l2": jc.qsgd(8, norm="l2"),
-    "qsgd 4 threefry": jc.qsgd(4, noise=jc.uniform_threefry),
+    "qsgd 4 threefry": jc.qsgd(4, noise=jax.random.uniform),
     "scaled_sign": jc.scaled_sign(),
     "scaled qsgd": jc.scaled(jc.qsgd(2, norm="l2")),
 }

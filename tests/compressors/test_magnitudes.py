@@ -7,7 +7,7 @@ import pytest
 from codes import KEY, decoded, draws, relative_error
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.rows import from_unit, powers_below, to_unit
+from jaxdist.compressors.rounding import from_unit, powers_below, to_unit
 
 HUGE, LARGEST, TINY = np.float32(3e38), np.finfo(np.float32).max, 2.0**-126
 MIXED = np.array([3e38, -3e38, 1, 0], np.float32)

@@ -6,7 +6,7 @@ import pytest
 from codes import KEY, assert_mean
 from reference import blocks as reference
 
-from jaxdist.compressors.minifloat import E2M1, E3M0, E4M3, E5M2, decode, encode, magnitudes
+from jaxdist.compressors.block_floats import E2M1, E3M0, E4M3, E5M2, decode, encode, magnitudes
 
 FORMS = {
     "e4m3": (E4M3, ml_dtypes.float8_e4m3fn),

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.compressors.packing import from_words, pack, packed_size, to_words, unpack
+from jaxdist.compressors.packing import bytes_of_codes, from_words, pack, to_words, unpack
 
 
 def narrowest(bits):
@@ -26,7 +26,7 @@ def test_round_trip_of_any_width_and_length(bits):
     unpacked = jax.jit(lambda packed: [unpack(words, bits, size) for words, size in zip(packed, sizes)])(packed)
     for codes, words, back in zip(several, packed, unpacked):
         assert (words.dtype, back.dtype) == (jnp.uint8, codes.dtype)
-        assert words.shape == (packed_size(codes.size, bits),) == (-(-codes.size * bits // 8),)
+        assert words.shape == (bytes_of_codes(codes.size, bits),) == (-(-codes.size * bits // 8),)
         np.testing.assert_array_equal(words, stream(codes, bits))
         np.testing.assert_array_equal(back, codes)
 
@@ -35,10 +35,10 @@ def test_round_trip_of_any_width_and_length(bits):
 def test_leading_axes_are_packed_apart(bits):
     codes = np.random.default_rng(0).integers(0, 2**bits, (2, 3, 5)).astype(narrowest(bits))
     words = pack(jnp.asarray(codes), bits)
-    assert words.shape == (2, 3, packed_size(5, bits))
+    assert words.shape == (2, 3, bytes_of_codes(5, bits))
     np.testing.assert_array_equal(words[1, 2], pack(jnp.asarray(codes[1, 2]), bits))
     np.testing.assert_array_equal(unpack(words, bits, 5), codes)
-    assert pack(jnp.zeros((0, 5), codes.dtype), bits).shape == (0, packed_size(5, bits))
+    assert pack(jnp.zeros((0, 5), codes.dtype), bits).shape == (0, bytes_of_codes(5, bits))
     assert unpack(jnp.zeros((0, 8), jnp.uint8), bits, 5).shape == (0, 5)
 
 

@@ -1,7 +1,9 @@
 """Rounding to levels, and levels that adapt, in float64 (arXiv 1908.06077, 2010.12460, 2402.03158)."""
 
+from functools import partial
+
 import numpy as np
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from scipy.stats import truncnorm
 
 
@@ -21,18 +23,34 @@ def with_levels(x, table, uniforms, norm="l2", zero_level=True):
 
 def coordinate_descent(levels, mean, sigma, sweeps):
     """ALQ in the closed form of the paper, odd levels before even ones, for one truncated normal distribution."""
-    normal = truncnorm((-1 - mean) / sigma, (1 - mean) / sigma, loc=mean, scale=sigma)
+    shape = {"a": (-1 - mean) / sigma, "b": (1 - mean) / sigma, "loc": mean, "scale": sigma}
+    cdf, density = partial(truncnorm.cdf, **shape), partial(truncnorm.pdf, **shape)
 
     def first(a, c):
-        return mean * (normal.cdf(c) - normal.cdf(a)) + sigma**2 * (normal.pdf(a) - normal.pdf(c))
+        return mean * (cdf(c) - cdf(a)) + sigma**2 * (density(a) - density(c))
 
     levels = np.array(levels, np.float64)
     for _ in range(sweeps):
         for j in [*range(1, len(levels) - 1, 2), *range(2, len(levels) - 1, 2)]:
             a, c = levels[j - 1], levels[j + 1]
-            mass = normal.cdf(c) - normal.cdf(a)
-            target = normal.cdf(c) - (first(a, c) - a * mass) / (c - a)
-            levels[j] = brentq(lambda r, target=target: normal.cdf(r) - target, a, c, xtol=1e-13)
+            mass = cdf(c) - cdf(a)
+            target = cdf(c) - (first(a, c) - a * mass) / (c - a)
+            levels[j] = root_scalar(lambda r, target=target: cdf(r) - target, bracket=(a, c), xtol=1e-13).root
+    return levels
+
+
+def gradient_descent(levels, slopes_at, rate=1.0, sweeps=300):
+    """ALQ by projected gradients: a level whose slope changes its sign continues at half its rate."""
+    levels = np.array(levels, np.float64)
+    rates, last = np.full(len(levels) - 2, rate), np.zeros(len(levels) - 2)
+    for turn in range(2 * sweeps):
+        slopes = np.asarray(slopes_at(levels.astype(np.float32)), np.float64)
+        moves = np.arange(1, len(levels) - 1) % 2 != turn % 2
+        rates[moves & (slopes * last < 0)] /= 2
+        last[moves] = slopes[moves]
+        # At most half of the way to a neighbor.
+        room = np.minimum(np.diff(levels)[:-1], np.diff(levels)[1:]) / 2
+        levels[1:-1] -= moves * np.sign(slopes) * np.minimum(rates * np.abs(slopes), room)
     return levels
 
 

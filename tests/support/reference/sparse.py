@@ -33,3 +33,13 @@ def two_means(x):
         if ((tried - magnitudes) ** 2).sum() < ((best - magnitudes) ** 2).sum():
             best = tried
     return best * np.where(np.asarray(x) < 0, -1.0, 1.0)
+
+
+def water_filling(x, count):
+    """GSpar's `min(λ |x|, 1)` with the sum `count`: the minimal variance for that number of entries on average."""
+    magnitudes = np.abs(np.asarray(x, np.float64))
+    falling = np.sort(magnitudes)[::-1]
+    rest = np.cumsum(falling[::-1])[::-1]
+    # The k largest are certain, for the first k with which the next one is not.
+    k = np.argmax((count - np.arange(len(falling))) * falling <= rest)
+    return np.minimum(magnitudes * (count - k) / rest[k], 1) if rest[k] else (magnitudes > 0).astype(float)
