@@ -16,11 +16,11 @@ replication checking, and give the same numbers under `vmap` (simulation). It wo
 
 from .base import Comm as Comm
 from .base import Sent as Sent
-from .counted import cond as cond
-from .counted import counted as counted
-from .counted import switch as switch
-from .counted import total_bytes as total_bytes
+from .base import cond as cond
+from .base import count_sent as count_sent
+from .base import switch as switch
+from .base import total_bytes as total_bytes
 from .groups import alone as alone
-from .groups import grouped as grouped
 from .groups import nested as nested
+from .groups import split_group as split_group
 from .over import over as over

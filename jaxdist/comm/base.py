@@ -1,16 +1,22 @@
-"""The `Comm`: a group of workers as one of them sees it, a record of functions. `over` and `groups` make them."""
+"""The `Comm`: a group of workers as one of them sees it, a record of functions. `over` and `groups` make them.
 
+`count_sent` counts the bytes that a group sends while it is traced, independently of the count read from programs.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from .._core.types import Array, PyTree
 
 
 class Comm(NamedTuple):
-    """A group of workers. Make one with `over`, `alone`, `nested`, `grouped` or `counted`.
+    """A group of workers. Make one with `over`, `alone`, `nested`, `split_group` or `count_sent`.
 
     Attributes:
       size: the number of workers `W`.
@@ -27,8 +33,7 @@ class Comm(NamedTuple):
       varying: types a value as differing between workers; no bytes.
       inner: the group of the last (fast) axis, when there are several.
       outer: the group of the other (slow) axes.
-      ledger: the list to which `counted` appends what is sent.
-      uncounted: the same group without its ledger.
+      ledger: the list to which `count_sent` appends what is sent.
       remake: for a group composed of others, `remake(wrap)` rebuilds it from `wrap(other)`.
     """
 
@@ -45,7 +50,6 @@ class Comm(NamedTuple):
     inner: "Comm | None" = None
     outer: "Comm | None" = None
     ledger: "list[Sent] | None" = None
-    uncounted: "Comm | None" = None
     remake: "Callable[[Callable[[Comm], Comm]], Comm] | None" = None
 
 
@@ -80,3 +84,102 @@ def map_over_trees(comm: Comm) -> Comm:
         all_gather=lambda tree, *, agreed=True: jax.tree.map(partial(comm.all_gather, agreed=agreed), tree),
         ppermute=lambda tree, pairs: jax.tree.map(lambda x: comm.ppermute(x, pairs), tree),
     )
+
+
+def count_sent(comm: Comm, ledger: list[Sent]) -> Comm:
+    """Makes a group that appends every collective to `ledger` while the program is traced.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxdist import comm
+      >>> ledger = []
+      >>> def mean(x):
+      ...     return comm.count_sent(comm.over("data"), ledger).mean(x)
+      >>> _ = jax.vmap(mean, axis_name="data")(jnp.ones((4, 100)))
+      >>> ledger
+      [Sent(collective='mean', bytes=600.0)]
+    """
+    # A composed group sends what its parts send.
+    if comm.remake is not None:
+        return comm.remake(lambda part: count_sent(part, ledger))._replace(ledger=ledger)
+    # Bytes sent by each of `w` workers in a ring, per byte of the argument.
+    w = comm.size
+    factors = {
+        "mean": 2 * (w - 1) / w,
+        "sum": 2 * (w - 1) / w,
+        "max": 2 * (w - 1) / w,
+        "all_gather": w - 1,
+        "all_to_all": (w - 1) / w,
+        "reduce_scatter_mean": (w - 1) / w,
+    }
+
+    def collective(name, tree, **options):
+        if w > 1:
+            ledger.append(Sent(name, factors[name] * _bytes(tree)))
+        return getattr(comm, name)(tree, **options)
+
+    def ppermute(tree, pairs):
+        # The mean over workers, of which some may send nothing.
+        moved = sum(source != destination for source, destination in pairs) / w
+        if moved:
+            ledger.append(Sent("ppermute", moved * _bytes(tree)))
+        return comm.ppermute(tree, pairs)
+
+    return comm._replace(
+        **{name: partial(collective, name) for name in factors},
+        ppermute=ppermute,
+        inner=None if comm.inner is None else count_sent(comm.inner, ledger),
+        outer=None if comm.outer is None else count_sent(comm.outer, ledger),
+        ledger=ledger,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def total_bytes(ledger: list[Sent]) -> Array | float:
+    """The bytes in a ledger; an array when some were sent under a condition."""
+    return sum((sent.bytes for sent in ledger), 0.0)
+
+
+def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *operands: Any) -> Any:
+    """`lax.cond` whose branches may communicate: `on_true(comm, *operands)` or `on_false(comm, *operands)`.
+
+    The predicate must be equal on all workers: a collective that only some workers enter compiles, and then hangs.
+    """
+    return _conditional("cond", lax.cond, agreed, (on_true, on_false), comm, operands)
+
+
+def switch(agreed: Array, branches: Sequence[Callable], comm: Comm, *operands: Any) -> Any:
+    """`lax.switch` whose branches may communicate: `branches[agreed](comm, *operands)`."""
+
+    def choose(agreed, *rest):
+        return lax.switch(agreed, rest[: len(branches)], *rest[len(branches) :])
+
+    return _conditional("switch", choose, agreed, branches, comm, operands)
+
+
+def _conditional(
+    name: str, choose: Callable, agreed: Array, branches: Sequence[Callable], comm: Comm, operands: Sequence[Any]
+) -> Any:
+    if jax.typeof(agreed).manual_axis_type.varying:
+        raise ValueError(
+            "a condition around a collective must be agreed, but this predicate differs between workers: "
+            "derive it from reduced values, a step count or a schedule"
+        )
+    ledger = comm.ledger
+    if ledger is None:
+        return choose(agreed, *(partial(branch, comm) for branch in branches), *operands)
+
+    def run_counted(branch, *xs):
+        # What one branch sends is a result of the condition, which knows which branch ran.
+        start = len(ledger)
+        out = branch(comm, *xs)
+        sent = total_bytes(ledger[start:])
+        del ledger[start:]
+        return out, jnp.asarray(sent, jnp.float32)
+
+    out, sent = choose(agreed, *(partial(run_counted, branch) for branch in branches), *operands)
+    ledger.append(Sent(name, sent))
+    return out

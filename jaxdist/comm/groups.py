@@ -14,7 +14,7 @@ from .base import Comm, check_permutation, map_over_trees
 def alone() -> Comm:
     """A group of one: nothing is sent.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist import comm
       >>> comm.alone().all_gather(jnp.ones(2)).shape
@@ -48,10 +48,6 @@ def nested(inner: Comm, outer: Comm) -> Comm:
 
     A worker's number is `outer.index * inner.size + inner.index`.
 
-    Args:
-      inner: the group over fast links.
-      outer: the group over slow links.
-
     Returns:
       The whole group, with `.inner` and `.outer`. `ppermute` is refused: use the parts, or `over` of all the axes.
     """
@@ -78,11 +74,13 @@ def _rows_by_group(inner: Comm, outer: Comm, x: Array) -> Array:
 
 
 def _gather_nested(inner: Comm, outer: Comm, agreed: bool, x: Array) -> Array:
+    # Rows in the order of the workers' numbers, in which the inner index varies fastest.
     gathered = outer.all_gather(inner.all_gather(x, agreed=agreed), agreed=agreed)
     return gathered.reshape(outer.size * inner.size, *gathered.shape[2:])
 
 
 def _exchange_nested(inner: Comm, outer: Comm, x: Array) -> Array:
+    # First to the right outer group, then to the right worker in it.
     x = outer.all_to_all(_rows_by_group(inner, outer, x))
     x = jnp.moveaxis(inner.all_to_all(jnp.moveaxis(x, 1, 0)), 0, 1)
     return x.reshape(outer.size * inner.size, *x.shape[2:])
@@ -99,27 +97,23 @@ def _refuse_permutation(tree: PyTree, pairs: Sequence[tuple[int, int]]) -> PyTre
     raise ValueError("nested() has no ppermute: use .inner or .outer, or over() with all the axis names")
 
 
-def grouped(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
+def split_group(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
     """Splits a group into parts of equal size that communicate among themselves, by rotations of `ppermute`.
 
     *On the wire* a mean sends `2(g-1)/g` times the bytes and a gather `g-1` times, in parts of `g` workers. The parts
     differ, so every result is typed varying.
 
     Args:
-      comm: the whole group.
       groups: the parts, each a sequence of worker numbers; together a partition of the workers. Static.
 
     Returns:
       This worker's part; `.index` is its position in it.
 
-    Raises:
-      ValueError: the parts are not a partition, or differ in size.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist import comm
       >>> def mean_of_pair(x):
-      ...     return comm.grouped(comm.over("data"), [(0, 2), (1, 3)]).mean(x)
+      ...     return comm.split_group(comm.over("data"), [(0, 2), (1, 3)]).mean(x)
       >>> jax.vmap(mean_of_pair, axis_name="data")(jnp.array([0.0, 1.0, 2.0, 3.0])).tolist()
       [1.0, 2.0, 1.0, 2.0]
     """
@@ -144,7 +138,7 @@ def grouped(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
         ppermute=partial(_permute_in_part, parts),
         varying=comm.varying,
     )
-    return map_over_trees(part)._replace(remake=lambda wrap: grouped(wrap(comm), groups))
+    return map_over_trees(part)._replace(remake=lambda wrap: split_group(wrap(comm), groups))
 
 
 class _Parts(NamedTuple):
@@ -180,8 +174,10 @@ def _exchange_in_part(parts: _Parts, x: Array) -> Array:
 
 
 def _sum_in_part(parts: _Parts, x: Array) -> Array:
+    # Too few entries to give each worker one to sum.
     if x.size < parts.size:
         return _gather_in_part(parts, x).sum(0)
+    # A reduce-scatter and a gather: `2(g-1)/g` times the bytes.
     rows = jnp.pad(x.ravel(), (0, -x.size % parts.size)).reshape(parts.size, -1)
     return _gather_in_part(parts, _exchange_in_part(parts, rows).sum(0)).ravel()[: x.size].reshape(x.shape)
 

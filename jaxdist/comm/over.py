@@ -1,7 +1,4 @@
-"""The workers along mesh axes: `Comm` under `shard_map`, where axes are mapped by hand, and under `vmap`.
-
-The functions here take one array; `map_over_trees` makes them functions of pytrees.
-"""
+"""The workers along mesh axes, where `shard_map` maps axes by hand and under `vmap`, and their random keys."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import mesh_axes_being_mapped, varying_axes
+from .._core.compat import cast_varying, mesh_axes_being_mapped
 from .._core.types import Array, AxisNames
 from ..state.marks import axis_tuple
 from .base import Comm, check_permutation, complete_permutation, map_over_trees
@@ -32,10 +29,7 @@ def over(axis: AxisNames) -> Comm:
     Returns:
       The group; with several axes its `.inner` is the last one and its `.outer` the others.
 
-    Raises:
-      ValueError: the axis is not bound here.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist import comm
       >>> jax.vmap(lambda x: comm.over("data").mean(x), axis_name="data")(jnp.array([1.0, 3.0])).tolist()
@@ -52,30 +46,54 @@ def over(axis: AxisNames) -> Comm:
             f"over that axis, or pass axis=None for a single worker"
         ) from None
     by_hand = mesh_axes_being_mapped().issuperset(axes)
-    comm = map_over_trees(_mesh_comm(axes) if by_hand else _vmap_comm(axes))
+    collectives: dict[str, Any] = {"sum": _sum, "max": _max, **(_ON_MESH if by_hand else _UNDER_VMAP)}
+    functions: Any = {name: partial(f, axes) for name, f in collectives.items()}
+    comm = map_over_trees(Comm(size=_size(axes), index=lax.axis_index(axes), **functions))
     if len(axes) == 1:
         return comm
     return comm._replace(inner=over(axes[-1]), outer=over(axes[:-1]))
+
+
+def worker_key(key: Array, *, axis: AxisNames = "data") -> Array:
+    """Folds this worker's number into a key inside a step: `fold_in(key, i)` for worker `i`.
+
+    A replicated key gives the same numbers on all workers, so that all of them use the same dropout mask. The key of
+    this function gives different ones, the same on a mesh and in simulation.
+
+    *On the wire*: nothing.
+
+    Args:
+      key: a replicated key. Fold the number of the step into it first, so that steps differ too.
+      axis: the axis or axes whose workers draw different numbers; `None` is a single worker, with number 0.
+
+    Returns:
+      The key of this worker, typed as differing between workers.
+
+    Raises:
+      ValueError: the axis is not bound: call it inside the step.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> def step(key, batch):
+      ...     mine = jax.random.uniform(jd.runtime.worker_key(key))
+      ...     return key, jd.comm.over("data").all_gather(mine)
+      >>> _, drawn = jd.simulate(step, workers=4)(jax.random.key(0), jnp.zeros(4))
+      >>> len(set(drawn.tolist()))
+      4
+    """
+    return jax.random.fold_in(key, over(axis).index)
 
 
 def _size(axes: Axes) -> int:
     return math.prod(lax.axis_size(name) for name in axes)
 
 
-def _mesh_comm(axes: Axes) -> Comm:
-    """The group under `shard_map`, for single arrays."""
-    return Comm(
-        size=_size(axes),
-        index=lax.axis_index(axes),
-        mean=partial(_mesh_mean, axes),
-        sum=partial(lax.psum, axis_name=axes),
-        max=partial(lax.pmax, axis_name=axes),
-        all_gather=partial(_mesh_all_gather, axes),
-        all_to_all=partial(_mesh_all_to_all, axes),
-        reduce_scatter_mean=partial(_mesh_reduce_scatter_mean, axes),
-        ppermute=partial(_mesh_permute, axes),
-        varying=partial(_mark_varying, axes),
-    )
+def _sum(axes: Axes, x: Array) -> Array:
+    return lax.psum(x, axes)
+
+
+def _max(axes: Axes, x: Array) -> Array:
+    return lax.pmax(x, axes)
 
 
 def _mesh_mean(axes: Axes, x: Array) -> Array:
@@ -86,7 +104,8 @@ def _mesh_mean(axes: Axes, x: Array) -> Array:
         return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
 
     def sum_in_words(x):
-        if size <= 2:  # XLA:CPU's all-to-all is half duplex: two workers exchange faster by a gather
+        # XLA:CPU's all-to-all is half duplex: two workers exchange faster by a gather.
+        if size <= 2:
             return _local_mean(_gather_words(axes, x, to="invarying"))
         rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
         shard = _mesh_reduce_scatter_mean(axes, rows)
@@ -154,24 +173,7 @@ def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Arr
 
 
 def _mark_varying(axes: Axes, x: Array) -> Array:
-    missing = tuple(name for name in axes if name not in varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _vmap_comm(axes: Axes) -> Comm:
-    """The group under `vmap`, for single arrays."""
-    return Comm(
-        size=_size(axes),
-        index=lax.axis_index(axes),
-        mean=partial(_vmap_mean, axes),
-        sum=partial(lax.psum, axis_name=axes),
-        max=partial(lax.pmax, axis_name=axes),
-        all_gather=partial(_vmap_all_gather, axes),
-        all_to_all=partial(_vmap_all_to_all, axes),
-        reduce_scatter_mean=partial(_vmap_reduce_scatter_mean, axes),
-        ppermute=partial(_vmap_permute, axes),
-        varying=lambda x: x,
-    )
+    return cast_varying(x, axes)
 
 
 def _vmap_mean(axes: Axes, x: Array) -> Array:
@@ -188,9 +190,11 @@ def _vmap_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
 
 def _gather_mapped(axes: Axes, x: Array) -> Array:
     shape = x.shape
-    for name in reversed(axes):  # vmap gathers one axis at a time
+    # Vmap gathers one axis at a time.
+    for name in reversed(axes):
         x = lax.all_gather(x, name)
-    return x.reshape(math.prod(x.shape[: len(axes)]), *shape)  # not -1, which is ambiguous for an empty array
+    # Not -1, which is ambiguous for an empty array.
+    return x.reshape(math.prod(x.shape[: len(axes)]), *shape)
 
 
 def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
@@ -206,8 +210,10 @@ def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 def _vmap_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     size = _size(axes)
     check_permutation(pairs, size)
-    complete = complete_permutation(pairs, size)  # vmap permutes all workers or none
-    if len(axes) > 1:  # and along one axis only
+    # Vmap permutes all workers or none.
+    complete = complete_permutation(pairs, size)
+    # And along one axis only.
+    if len(axes) > 1:
         source = {destination: source for source, destination in complete}
         out = _gather_mapped(axes, x)[jnp.array([source[i] for i in range(size)])[lax.axis_index(axes)]]
     else:
@@ -241,7 +247,8 @@ def _check_rows(x: Array, size: int) -> None:
 
 def _local_mean(x: Array) -> Array:
     """The mean over the first dimension, in float32 or better."""
-    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32  # explicit: 8-bit floats have no promotion
+    # Explicit: 8-bit floats have no promotion.
+    wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
     return x.astype(wide).mean(0).astype(x.dtype)
 
 
@@ -276,3 +283,22 @@ def _tile_multiple(tiles: int, chips: int) -> int:
         return 2
     times = max(1, 1800 // (chips + 4))
     return 2 ** max(3, (-(-tiles // times) - 1).bit_length())
+
+
+# The functions of a group for single arrays: under `shard_map`, and under `vmap`, which types nothing.
+_ON_MESH = {
+    "mean": _mesh_mean,
+    "all_gather": _mesh_all_gather,
+    "all_to_all": _mesh_all_to_all,
+    "reduce_scatter_mean": _mesh_reduce_scatter_mean,
+    "ppermute": _mesh_permute,
+    "varying": _mark_varying,
+}
+_UNDER_VMAP = {
+    "mean": _vmap_mean,
+    "all_gather": _vmap_all_gather,
+    "all_to_all": _vmap_all_to_all,
+    "reduce_scatter_mean": _vmap_reduce_scatter_mean,
+    "ppermute": _vmap_permute,
+    "varying": lambda axes, x: x,
+}

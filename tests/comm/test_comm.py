@@ -10,7 +10,7 @@ from jax import P
 
 import jaxdist as jd
 from jaxdist._core.compat import varying_axes
-from jaxdist.comm import alone, counted, grouped, nested, over
+from jaxdist.comm import alone, count_sent, nested, over, split_group
 
 BOTH = ("pod", "chip")
 PARTS = [(0, 6, 3, 1), (2, 4, 7, 5)]
@@ -19,12 +19,12 @@ EVERYBODY = [tuple(range(8))]
 # name: the axes that are bound, the group, its members by worker number
 GROUPS = {
     "one axis": (("data",), lambda: over("data"), EVERYBODY),
-    "two axes": (BOTH, lambda: counted(over(BOTH), []), EVERYBODY),
+    "two axes": (BOTH, lambda: count_sent(over(BOTH), []), EVERYBODY),
     "fast axis": (BOTH, lambda: over(BOTH).inner, FAST),
     "slow axis": (BOTH, lambda: over(BOTH).outer, SLOW),
     "nested": (BOTH, lambda: nested(over("chip"), over("pod")), EVERYBODY),
-    "parts": (("data",), lambda: grouped(over("data"), PARTS), PARTS),
-    "parts of two axes": (BOTH, lambda: grouped(over(BOTH), PARTS), PARTS),
+    "parts": (("data",), lambda: split_group(over("data"), PARTS), PARTS),
+    "parts of two axes": (BOTH, lambda: split_group(over(BOTH), PARTS), PARTS),
     "alone": (("data",), alone, [(i,) for i in range(8)]),
 }
 AGREED = ("mean", "sum", "max", "scalar mean", "all_gather")
@@ -131,7 +131,7 @@ def test_parts_are_typed_as_differing():
 
 def test_groups_must_be_a_partition_into_equal_parts():
     def use(groups):
-        return jax.vmap(lambda x: grouped(over("data"), groups).mean(x), axis_name="data")(jnp.ones(4))
+        return jax.vmap(lambda x: split_group(over("data"), groups).mean(x), axis_name="data")(jnp.ones(4))
 
     for wrong in ([(0, 1, 2), (3,)], [(0, 1), (1, 2)], [(0, 1)], []):
         with pytest.raises(ValueError, match="parts of one size"):

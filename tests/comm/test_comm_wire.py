@@ -8,7 +8,7 @@ from jax import P
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.comm import alone, cond, counted, grouped, nested, over, total_bytes
+from jaxdist.comm import alone, cond, count_sent, nested, over, split_group, total_bytes
 
 BOTH = ("pod", "chip")
 PARTS = [(0, 6, 3, 1), (2, 4, 7, 5)]
@@ -17,7 +17,7 @@ GROUPS = {
     "two axes": (BOTH, lambda: over(BOTH)),
     "fast axis": (BOTH, lambda: over(BOTH).inner),
     "nested": (BOTH, lambda: nested(over("chip"), over("pod"))),
-    "parts": ("data", lambda: grouped(over("data"), PARTS)),
+    "parts": ("data", lambda: split_group(over("data"), PARTS)),
 }
 
 
@@ -128,7 +128,7 @@ def test_ledger_equals_the_compiled_program(mesh, pods, name):
     ledger, size = [], 8 if name in ("one axis", "two axes", "nested") else 4
 
     def f(a, b, c, d, e, g, h, i):
-        comm = counted(make(), ledger)
+        comm = count_sent(make(), ledger)
         moved = [] if name == "nested" else [comm.ppermute(h, turned(size))]
         out = [comm.mean(a), comm.sum(b), comm.max(c), comm.all_gather({"d": d, "e": e}), comm.all_to_all(g)]
         return out, moved, comm.reduce_scatter_mean(i), comm.mean(a[0, 0])
@@ -143,7 +143,7 @@ def test_ledger_equals_the_compiled_program(mesh, pods, name):
 
 def test_a_group_of_one_sends_nothing():
     ledger = []
-    comm = counted(alone(), ledger)
+    comm = count_sent(alone(), ledger)
     x = jnp.ones((1, 3))
     for f in (comm.mean, comm.sum, comm.max, comm.all_gather, comm.all_to_all, comm.reduce_scatter_mean):
         f(x)
@@ -163,7 +163,7 @@ def test_an_agreed_condition_sends_and_counts_one_branch(mesh):
         ledger = []
         agreed = over("data").mean(x[0])
         quiet = f(over("data"), step, agreed)
-        return quiet, f(counted(over("data"), ledger), step, agreed), total_bytes(ledger)
+        return quiet, f(count_sent(over("data"), ledger), step, agreed), total_bytes(ledger)
 
     step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
     x = jnp.arange(32.0).reshape(8, 4)
