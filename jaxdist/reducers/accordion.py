@@ -11,11 +11,12 @@ import numpy as np
 from jax import lax
 
 from .. import comm as comms
+from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import PerWorker, with_value
-from .base import NO_EXTRAS, Reducer, forward_forms, is_map_params_placeholder, weakest
+from .base import NO_EXTRAS, Reducer, forward_forms, is_map_params_placeholder, list_named_leaves, tree_norm, weakest
 from .per_leaf import per_leaf
 from .reducer_schedule import one_of_two
 
@@ -98,13 +99,10 @@ def critical_regime(
       The detector. Its verdict holds until the end of the next epoch that is judged. The first epoch has nothing to be
       compared with, so at least the first `interval_steps + epoch_steps` steps are critical.
 
-    Raises:
-      ValueError: an argument is out of range.
-
     Warns:
       UserWarning: from `init`, `schedule` falls by more than `fall` in consecutive steps, so all are critical.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist.reducers import critical_regime
       >>> detector = critical_regime(epoch_steps=1, interval_steps=1)
@@ -117,7 +115,7 @@ def critical_regime(
 
     References:
       Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
-      Learning Regime Identification", arXiv 2010.16248, 2021.
+      Learning Regime Identification", arXiv:2010.16248, 2021.
     """
     if epoch_steps < 1:
         raise ValueError(f"epoch_steps must be at least 1, got {epoch_steps}")
@@ -125,10 +123,8 @@ def critical_regime(
         raise ValueError(f"interval_steps must be at least epoch_steps, {epoch_steps}, got {interval_steps}")
     if eta < 0:
         raise ValueError(f"eta must not be negative, got {eta}")
-
     if not 0 <= fall <= 1:
         raise ValueError(f"fall must be in [0, 1], got {fall}")
-
     cfg = _Config(epoch_steps, interval_steps, eta, schedule, fall)
     return CriticalRegime(partial(_init, cfg), partial(_before, cfg), partial(_after, cfg))
 
@@ -149,6 +145,7 @@ def _init(cfg: _Config, like: PyTree[Like]) -> CriticalRegimeState:
             stacklevel=2,
         )
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), like)
+    # Separate buffers: states may be donated.
     norm, learning_rate = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     return CriticalRegimeState(jnp.zeros((), jnp.int32), total, norm, jnp.ones((), bool), learning_rate)
 
@@ -159,6 +156,7 @@ def _before(cfg: _Config, state: CriticalRegimeState, learning_rate: Any = None)
     if learning_rate is None:
         return state
     rate = jnp.asarray(learning_rate, jnp.float32)
+    # Deviation: in the paper any decrease is critical, which a cosine has in all steps.
     fell = rate < (1 - cfg.fall) * state.learning_rate
     return state._replace(critical=state.critical | fell, learning_rate=rate)
 
@@ -169,24 +167,23 @@ def _after(
     comm = comms.alone() if comm is None else comm
     own = gradient if own is None else own
     position = state.count % cfg.interval_steps
-    is_counting = state.count < _LAST  # a saturated count keeps its verdict
+    # A saturated count keeps its verdict.
+    is_counting = state.count < _LAST
     is_last = position == cfg.interval_steps - 1
 
     def judge(comm, total, norm, critical):
-        del critical
+        # The whole gradient of the last step: what it leaves behind is part of the sum Σ g.
         epoch = jax.tree.map(lambda a, x: a + x.astype(a.dtype), total, gradient)
-        new = comm.mean(_norm(epoch)) / cfg.epoch_steps
-        return new, ~(jnp.abs(norm - new) < cfg.eta * norm)  # critical also where a norm is NaN
+        new = comm.mean(tree_norm(epoch)) / cfg.epoch_steps
+        # | |A'| - |A| | < η |A'|, negated so that a norm of NaN is critical too.
+        return new, ~(jnp.abs(norm - new) < cfg.eta * norm)
 
-    norm, critical = comms.cond(
-        is_counting & (position == cfg.epoch_steps - 1),
-        judge,
-        lambda comm, total, *old: old,
-        comm,
-        state.total,
-        state.norm,
-        state.critical,
-    )
+    def keep(comm, total, norm, critical):
+        return norm, critical
+
+    ends = is_counting & (position == cfg.epoch_steps - 1)
+    norm, critical = comms.cond(ends, judge, keep, comm, state.total, state.norm, state.critical)
+    # Outside of an epoch gradients are not added, which saves a pass over them.
     total = lax.cond(
         is_counting & ((position < cfg.epoch_steps) | is_last),
         lambda total: jax.tree.map(partial(_add_gradient, is_last), total, gradient, own),
@@ -198,29 +195,18 @@ def _after(
 
 
 def _add_gradient(is_last: Array, total: Array, x: Array, own: Array) -> Array:
-    """Adds what was sent; in the last step before an epoch starts the sum with the residual in it, `-e = own - x`."""
+    # Σ_(s..T-1) own_t - e_(s-1): the last step before an epoch starts its sum with the residual, -e = own - x.
     return jnp.where(is_last, 0, total) + own.astype(total.dtype) - jnp.where(is_last, x.astype(total.dtype), 0)
 
 
 def _falls_all_the_time(schedule: Callable[..., Any], fall: float | int) -> bool:
     """Checks whether the rate falls in consecutive steps at more than one time; piecewise constant rates do not."""
+    # A sample of times, three steps from each.
     times = np.unique(np.geomspace(1, 1e6, 100).astype(np.int32))
     with jax.ensure_compile_time_eval():
         rates = jax.vmap(jax.vmap(schedule))(jnp.asarray(times[:, None] + np.arange(3, dtype=np.int32)))
         falls = np.asarray(rates[:, 1:] < (1 - fall) * rates[:, :-1])
     return bool(falls.all(axis=1).sum() > 1)
-
-
-def _norm(tree: Updates) -> Float[Array, ""]:
-    """The L2 norm of a tree."""
-    # Scale first, so that squares of tiny and huge gradients neither vanish nor overflow.
-    zero = jnp.zeros((), jnp.float32)
-    leaves = jax.tree.leaves(tree)
-    largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
-    scale = jnp.max(jnp.stack([zero, *largest]))
-    divisor = jnp.where(scale == 0, 1, scale)
-    squares = [jnp.sum(jnp.square((x / divisor.astype(x.dtype)).astype(jnp.float32))) for x in leaves]
-    return scale * jnp.sqrt(sum(squares, zero))
 
 
 class AccordionState(NamedTuple):
@@ -234,6 +220,7 @@ class AccordionState(NamedTuple):
     high: State
 
 
+@with_description
 def accordion(
     low: Reducer,
     high: Reducer,
@@ -248,7 +235,7 @@ def accordion(
     """Reduces with `low` compression in critical regimes and with `high` compression otherwise.
 
     Critical is the beginning, the time after the learning rate fell, and wherever the gradient of an epoch has changed
-    by `eta` or more since `interval_steps` ago; see `critical_regime`. Put error feedback around it: the residual then
+    by `eta` or more since `interval_steps` ago. Put error feedback around it: the residual then
     outlives every switch. Factors and keys belong to each of the two: a PowerSGD that comes back goes on from the
     factors that it left with.
 
@@ -265,26 +252,13 @@ def accordion(
     Args:
       low: little compression: `power_sgd(2)`, `compressed(top_k(0.99))`.
       high: much compression, of the same kind: `power_sgd(1)`, `compressed(top_k(0.1))`.
-      epoch_steps: the steps of an epoch, over which gradients are summed.
-      interval_steps: from one decision to the next; ten epochs in the paper.
-      eta: the relative change that counts as critical. Lower compresses less.
       groups: `groups(path, leaf)`, a label for each leaf: each group decides for itself, and sends by itself. `None`:
         one decision for the model and the fewest messages. `lambda path, leaf: path` is the paper's, layer by layer.
-      schedule: the learning rate of each step, where the training step does not pass `learning_rate=` to `update`.
-        Without either only the gradient decides.
-      fall: the part by which the rate must fall in one step to be critical; see `critical_regime`. With a cosine or
-        linear schedule any fall, `0`, is every step.
 
-    Returns:
-      The reducer. Its law is the weaker one of the two.
+    The other arguments are those of `critical_regime`; without a `schedule` and without `learning_rate=` in the update
+    the gradient alone decides. The law is the weaker one of the two reducers.
 
-    Raises:
-      ValueError: an argument is out of range.
-
-    Warns:
-      UserWarning: from `init`, with `schedule` all steps would be critical.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.accordion(
       ...     jd.compressed(jd.top_k(0.99)), jd.compressed(jd.top_k(0.5)), epoch_steps=1, interval_steps=1
@@ -298,8 +272,7 @@ def accordion(
       [2, 2, 1]
 
     References:
-      Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
-      Learning Regime Identification", arXiv 2010.16248, 2021.
+      Agarwal et al., arXiv:2010.16248, 2021.
     """
     detector = critical_regime(
         epoch_steps=epoch_steps, interval_steps=interval_steps, eta=eta, schedule=schedule, fall=fall
@@ -345,8 +318,7 @@ def _each_group(reducer: Reducer, groups: Callable[[str, Like], str]) -> Reducer
     """A reducer for each label that occurs, which only the tree knows."""
 
     def policy(tree):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        labels = {groups(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves}
+        labels = {groups(path, leaf) for path, leaf in list_named_leaves(tree)}
         return per_leaf(groups, dict.fromkeys(sorted(labels), reducer))
 
     def init(like):
@@ -356,46 +328,3 @@ def _each_group(reducer: Reducer, groups: Callable[[str, Like], str]) -> Reducer
         return policy(updates).reduce(updates, state, comm, extras)
 
     return reducer._replace(init=init, reduce=reduce)
-
-
-def accordion_batch(small: int, large: int) -> Callable[[int, CriticalRegimeState], int]:
-    """Grows the batch once the training has left its first critical regime: `next_size(size, state) -> size`.
-
-    A decision of the host, between two epochs, from what a `critical_regime` detector in the training step remembers;
-    all workers hold the same state, so that they decide alike. The batch never shrinks again. Another batch is another
-    program, and an epoch has fewer steps. Multiply the learning rate by `large / small` when it grows: a rising rate is
-    not critical.
-
-    Args:
-      small: the batch in the beginning.
-      large: the batch afterwards.
-
-    Returns:
-      The function that gives the size of the next epoch's batch.
-
-    Raises:
-      ValueError: the sizes are not positive, or `large` is below `small`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxdist.reducers import accordion_batch, critical_regime
-      >>> detector, next_size = critical_regime(epoch_steps=1, interval_steps=1), accordion_batch(512, 4096)
-      >>> size, state, sizes = 512, detector.init(jnp.zeros(1)), []
-      >>> for norm in (10.0, 4.0, 3.0, 9.0):
-      ...     state = detector.after(state, jnp.full(1, norm))
-      ...     size = next_size(size, state)
-      ...     sizes.append(size)
-      >>> sizes
-      [512, 512, 4096, 4096]
-
-    References:
-      Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
-      Learning Regime Identification", arXiv 2010.16248, 2021.
-    """
-    if small < 1 or large < small:
-        raise ValueError(f"small must be at least 1 and large no smaller, got {small} and {large}")
-
-    def next_size(size, state):
-        return small if size < large and bool(state.critical) else large
-
-    return next_size

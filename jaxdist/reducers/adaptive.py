@@ -8,18 +8,39 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
+from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PyTree, Updates
+from .._core.xla_quirks import largest_magnitude
 from ..comm.base import Comm
-from ..compressors.adapt_levels import best_multiplier, bucket_sums, fit_levels, fold, mixture_of, truncated_normals
+from ..compressors.adapt_levels import (
+    best_multiplier,
+    bucket_sums,
+    distribution_of,
+    fit_levels,
+    fold,
+    grid,
+    mixture_of,
+    optimal_levels,
+    ratio_histogram,
+)
 from ..compressors.base import Compressor
 from ..compressors.combinators import scaled
 from ..compressors.levels import powers, with_levels
-from ..compressors.optimal_levels import grid, optimal_levels, ratio_histogram
-from ..compressors.rounding import check_buckets
-from ..compressors.rows import largest_magnitude, powers_below
-from ..wire.flat import concatenate
-from .base import Extras, Forms, Protocol, Reduced, Reducer, as_generator, from_generator
-from .compressed import CompressedState, compressed
+from ..compressors.rounding import check_buckets, powers_below
+from ..wire.flat import concatenate, from_vectors
+from .base import (
+    DrawState,
+    Extras,
+    Forms,
+    Protocol,
+    Reduced,
+    Reducer,
+    as_generator,
+    cast_like,
+    from_generator,
+    init_draws,
+)
+from .compressed import compressed
 
 Norm = Literal["max", "l2"]
 
@@ -27,7 +48,7 @@ Norm = Literal["max", "l2"]
 class AdaptiveState(NamedTuple):
     """Replicated: the key and count of the compressor, and the current levels."""
 
-    codes: CompressedState
+    codes: DrawState
     levels: Float[Array, " levels"]
 
 
@@ -43,12 +64,13 @@ class _Plan(NamedTuple):
     seed: int
 
 
+@with_description
 def alq(
     bits: int = 3,
     *,
     bucket: int = 8192,
     norm: Norm = "max",
-    solver: Literal["exact", "coordinate", "gradient"] = "exact",
+    solver: Literal["exact", "coordinate"] = "exact",
     norm_power: Literal[0, 1, 2] = 2,
     symmetric: bool = False,
     block: int = 64,
@@ -70,7 +92,6 @@ def alq(
     - "exact": F is a histogram, and dynamic programming finds the best table of its 257 points.
     - "coordinate": F is a mixture of truncated normal distributions, fitted to the means and variances of blocks of
       entries. Each level in turn goes to the zero of dΨ/dl, 30 times, from three starts, of which the best is kept.
-    - "gradient": the same by projected gradient descent.
 
     The paper has "coordinate", the L2 norm and one normal distribution for a bucket. But with that norm the squares of
     the ratios in a full bucket add up to 1, so each has a variance of 1/bucket whatever the gradients are: levels for
@@ -85,7 +106,8 @@ def alq(
     *State* (replicated): a key, a count and the levels. A gradient of zeros, or one with NaN or infinity, leaves them.
 
     Inside `error_feedback` payloads are scaled by `1 / (1 + ω)` with the ω of the current levels. It holds for the
-    worst bucket and shrinks typical ones far too much: prefer the reducer without feedback, which is unbiased.
+    worst bucket and shrinks typical ones far too much: prefer the reducer without feedback, which is unbiased. Inside
+    `bucketed`, which sends several pieces, each piece has its own levels.
 
     Args:
       bits: 2, 3 or 4 for each entry. 3 to start.
@@ -99,15 +121,8 @@ def alq(
         closely, and below 32 take noise for scales; `bucket` is the paper's mixture.
       update_steps: further steps at which the levels are fitted: early, while gradients change fast.
       every: and again after so many steps.
-      seed: of the key.
 
-    Returns:
-      The reducer. To send in several pieces, put it inside `bucketed`: each piece then has its own levels.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.alq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
@@ -120,12 +135,13 @@ def alq(
       data-parallel SGD", arXiv:2010.12460, 2020. The exact solver: R. Ben Basat, Y. Ben-Itzhak, M. Mitzenmacher, S.
       Vargaftik, "Optimal and approximate adaptive stochastic quantization", arXiv:2402.03158, 2024.
     """
-    if solver not in ("exact", "coordinate", "gradient"):
-        raise ValueError(f'solver must be "exact", "coordinate" or "gradient", got {solver!r}')
+    if solver not in ("exact", "coordinate"):
+        raise ValueError(f'solver must be "exact" or "coordinate", got {solver!r}')
     if symmetric and bits == 2:
         raise ValueError("symmetric levels of 2 bits are 0 and 1, and none is left to fit: use 3 bits, or qsgd(2)")
     _check(bits, bucket, norm, norm_power, block)
     due = _schedule(update_steps, every)
+    # Magnitudes from 0, or signed levels from -1.
     lowest, count = (0.0, 2 ** (bits - 1)) if symmetric else (-1.0, 2**bits)
 
     def code(levels):
@@ -139,13 +155,15 @@ def alq(
     def fit(statistics):
         if solver == "exact":
             return optimal_levels(grid(bucket, magnitudes=symmetric), statistics / jnp.sum(statistics), count)[0]
-        distribution = truncated_normals(mixture_of(statistics))
-        return fit_levels(fold(distribution) if symmetric else distribution, count, lowest=lowest, solver=solver)
+        distribution = distribution_of(mixture_of(statistics))
+        return fit_levels(fold(distribution) if symmetric else distribution, count, lowest=lowest)
 
+    # Until the first fit: powers of 1/2, as in NUQSGD.
     first = powers(count, jnp.float32(0.5), lowest=lowest)
     return _adaptive(_Plan("alq", first, statistics, fit, code, due, seed))
 
 
+@with_description
 def amq(
     bits: int = 3,
     *,
@@ -167,24 +185,10 @@ def amq(
 
     *State* (replicated): a key, a count and the levels.
 
-    Args:
-      bits: 2, 3 or 4 for each entry. 3 to start.
-      bucket: entries that share a norm. Smaller is more exact and costs 4 bytes per bucket.
-      norm: "max", or "l2" as in the paper.
-      norm_power: 2 minimizes the variance of the sum; 0 that of each bucket relative to its norm (the paper's AMQ-N);
-        1 is what the authors' code has in place of 2.
-      block: neighbors that share a mean and a variance, for the mixture of normal distributions that p is fitted to.
-      update_steps: further steps at which p is fitted.
-      every: and again after so many steps.
-      seed: of the key.
+    The arguments are those of `alq`; p is fitted to the mixture of normal distributions. `norm_power=0` is the paper's
+    AMQ-N.
 
-    Returns:
-      The reducer.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.amq(3)
       >>> x = jnp.sin(jnp.arange(100.0))
@@ -193,8 +197,7 @@ def amq(
       True
 
     References:
-      F. Faghri, I. Tabrizian, I. Markov, D. Alistarh, D. Roy, A. Ramezani-Kebrya, "Adaptive gradient quantization for
-      data-parallel SGD", arXiv:2010.12460, 2020.
+      Faghri et al., arXiv:2010.12460, 2020.
     """
     _check(bits, bucket, norm, norm_power, block)
     due = _schedule(update_steps, every)
@@ -207,7 +210,7 @@ def amq(
         return bucket_sums(x, bucket=bucket, norm=norm, norm_power=norm_power, block=block)
 
     def fit(sums):
-        return powers(count, best_multiplier(truncated_normals(mixture_of(sums)), count))
+        return powers(count, best_multiplier(distribution_of(mixture_of(sums)), count))
 
     return _adaptive(_Plan("amq", powers(count, jnp.float32(0.5)), statistics, fit, code, due, seed))
 
@@ -227,34 +230,34 @@ def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Arra
         raise ValueError(f"update_steps must not be negative, got {tuple(update_steps)}")
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
+    # At step 0, every so many steps, and at the given ones.
     return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))
 
 
-def _adaptive(plan: _Plan) -> Reducer:
-    contraction = _reducer(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms())
-    return _reducer(plan, Forms(contraction=contraction))
-
-
-def _reducer(plan: _Plan, forms: Forms) -> Reducer:
+def _adaptive(plan: _Plan, forms: Forms | None = None) -> Reducer:
+    if forms is None:
+        # Inside error feedback payloads are scaled by 1/(1+ω), with the ω of the current levels.
+        forms = Forms(contraction=_adaptive(plan._replace(code=lambda levels: scaled(plan.code(levels))), Forms()))
     return from_generator(plan.name, partial(_init, plan), partial(_messages, plan), forms=forms)
 
 
 def _init(plan: _Plan, like: PyTree[Like]) -> AdaptiveState:
-    return AdaptiveState(compressed(plan.code(plan.first), seed=plan.seed).init(like), plan.first)
+    return AdaptiveState(init_draws(plan.seed), plan.first)
 
 
 def _messages(plan: _Plan, updates: Updates, state: AdaptiveState, comm: Comm, extras: Extras) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
     if not leaves:
         return Reduced(updates, updates), state
-    flat = concatenate([leaf.astype(jnp.float32) for leaf in leaves])
+    wide = [leaf.astype(jnp.float32) for leaf in leaves]
+    flat = concatenate(wide)
     levels = state.levels
     if flat.size:
         due = plan.due(state.codes.count)
         levels = comms.cond(due, partial(_fit, plan), lambda comm, flat, levels: levels, comm, flat, levels)
     reducer = compressed(plan.code(levels), seed=plan.seed)
     reduced, codes = yield from as_generator(reducer, flat, state.codes, comm, extras)
-    mean, own = (tree.unflatten(_split(part, leaves)) for part in reduced)
+    mean, own = (cast_like(tree.unflatten(from_vectors([part], wide)), updates) for part in reduced)
     return Reduced(mean, own), AdaptiveState(codes, levels)
 
 
@@ -262,16 +265,10 @@ def _fit(plan: _Plan, comm: Comm, flat: Array, levels: Array) -> Array:
     """Fits the levels to the gradients of all workers; the old ones stay where that fails."""
     # In a unit that all workers share: squares of the norms neither overflow nor vanish, and the fit is the same.
     _, inverse = powers_below(comm.max(largest_magnitude(flat[None])))
+    # F is the mean of the workers' distributions, so all of them fit the same levels, bit for bit.
     statistics = comm.mean(plan.statistics(flat * inverse[0]))
     new = plan.fit(statistics)
+    # A histogram, or a row of sums for each normal distribution with its weight first. Zeros have no distribution.
     weights = statistics if statistics.ndim == 1 else statistics[:, 0]
     usable = jnp.isfinite(statistics).all() & (jnp.sum(weights) > 0) & (jnp.diff(new) > 0).all()
     return jnp.where(usable, new, levels)
-
-
-def _split(flat: Array, leaves: list[Array]) -> list[Array]:
-    parts, start = [], 0
-    for leaf in leaves:
-        parts.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
-        start += leaf.size
-    return parts

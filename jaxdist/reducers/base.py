@@ -1,9 +1,8 @@
 """The `Reducer`: every worker's tree in, one mean out that is equal on all workers.
 
-Most reducers are written as a generator: it yields the arrays to communicate as `Messages` and receives the results.
-The caller decides how the arrays are packed into collectives: `run` concatenates one reducer's arrays into one
-collective for each direction and dtype; `interleave` merges the messages of several reducers first. Reducers whose
-communication is conditional write `reduce` directly and have no generator form.
+Most reducers are generators: they yield the arrays to communicate as `Messages` and receive the results. The caller
+packs the arrays: `run` into one collective for each direction and dtype, `interleave` those of several reducers
+together. Reducers whose communication is conditional write `reduce` directly and have no generator form.
 """
 
 import enum
@@ -11,8 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from .._core.types import Array, Like, PyTree, State, Updates
+from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..wire.encoded import NO_CONTRACTION, contraction_form
@@ -46,11 +46,32 @@ class Reduced(NamedTuple):
     own: Updates
 
 
+class DrawState(NamedTuple):
+    """The replicated state of a reducer that draws random numbers: the key of all draws, and the reductions so far."""
+
+    key: Key[Array, ""]
+    count: Int[Array, ""]
+
+
+def init_draws(seed: int, like: PyTree[Like] = ()) -> DrawState:
+    """The first state of such a reducer; with a `seed` it is the `init` of one whose state is no larger."""
+    return DrawState(jax.random.key(seed), jnp.zeros((), jnp.int32))
+
+
 class Extras(NamedTuple):
-    """Values that a training step passes to its reducer, equal on all workers; `None` where it passes none."""
+    """Values that a training step passes to its reducer; `None` where it passes none.
+
+    Attributes:
+      step: the number of the step, equal on all workers.
+      learning_rate: the rate of the step, equal on all workers.
+      examples: the number of examples behind this worker's updates, from methods whose workers may stay away
+        (`local_steps`) and for reducers that are `Forms.weighted`; otherwise the updates contain that weight. A worker
+        with 0 does not take part, and keeps what it has not sent.
+    """
 
     step: Array | int | None = None
     learning_rate: Array | float | int | None = None
+    examples: Array | None = None
 
 
 NO_EXTRAS = Extras()
@@ -60,7 +81,7 @@ class Messages(NamedTuple):
     """The arrays of one round of communication; the results come back in the same shape.
 
     Attributes:
-      mean: arrays to average; they come back averaged.
+      mean: arrays to average.
       gather: arrays to gather; they come back as `[W, *s]`.
       exchange: arrays `[W, *s]`, row `j` for worker `j`; they come back as `[W, *s]`, row `j` from worker `j`.
       sum: arrays to add in their own dtype, integers too; the sender makes sure that they cannot overflow.
@@ -76,7 +97,8 @@ class Messages(NamedTuple):
     scatter: Sequence[Array] = ()
 
 
-Protocol = Generator[Messages, Messages, tuple[Reduced, State]]
+Result = tuple[Reduced, State]
+Protocol = Generator[Messages, Messages, Result]
 
 
 class Forms(NamedTuple):
@@ -87,31 +109,46 @@ class Forms(NamedTuple):
       shards: `shards(groups)` is the reduce-scatter form: a reducer whose `mean` has this worker's shard `[n]` of each
         leaf, split as `Sharded(leaf, multiple=8)` is, and whose `own` is whole. With `groups > 1` the leaves are split
         over the workers of that many groups of this size: worker `i` gets, one after the other, the shards of the
-        workers at place `i` of all groups. `None`: there is none.
+        workers at place `i` of all groups.
       contraction: the reducer that error feedback wraps instead of this one. `None`: this one.
       no_feedback: the reason why error feedback refuses this reducer, and the fix. `None`: it does not.
+      biased: the contraction δ, as a function of the shape, of a biased code whose error is lost. `None`: the mean is
+        unbiased, or what it misses is kept for later.
+      weighted: weights workers itself, by `Extras.examples`, and takes updates without weights.
+      no_examples: the reason why weights by examples are refused, and the fix. `None`: they are not.
     """
 
     messages: Callable[..., Protocol] | None = None
     shards: "Callable[[int], Reducer] | None" = None
     contraction: "Reducer | None" = None
     no_feedback: str | None = None
+    biased: Callable[[Shape], Any] | None = None
+    weighted: bool = False
+    no_examples: str | None = None
+
+
+NO_FORMS = Forms()
 
 
 class Reducer(NamedTuple):
     """Turns the updates of all workers into one replicated mean.
 
     Attributes:
-      init: `init(like) -> state` from the shapes of what will be reduced. It never communicates.
+      init: `init(like) -> state` from the shapes of what will be reduced, without communication.
       reduce: `reduce(updates, state, comm, extras) -> (Reduced, state)`.
       law: how `mean` relates to `own`.
       forms: other ways to run the same method; only functions that compose reducers need them.
+      description: the call that made it, such as `power_sgd(rank=4)`, for `repr` and error messages.
     """
 
     init: Callable[[PyTree[Like]], State]
-    reduce: Callable[..., tuple[Reduced, State]]
+    reduce: Callable[..., Result]
     law: Law = Law.EXACT
-    forms: Forms = Forms()
+    forms: Forms = NO_FORMS
+    description: str = ""
+
+    def __repr__(self) -> str:
+        return self.description or f"Reducer{tuple(self)}"
 
 
 def from_generator(
@@ -119,7 +156,7 @@ def from_generator(
 ) -> Reducer:
     """Makes a reducer from its generator form, `messages(updates, state, comm, extras)`; `name` is its profiler scope.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> from jaxdist.reducers import Messages, Reduced, from_generator
       >>> def messages(updates, state, comm, extras):
@@ -157,6 +194,7 @@ def as_generator(reducer: Reducer, updates: Updates, state: State, comm: Comm, e
 def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator[Messages, Messages, list[Any]]:
     """Runs several generators in lockstep, round `i` of all of them in one `Messages`; returns what each returned."""
     results: list[Any] = [None] * len(generators)
+    # Generators may differ in length: those that have ended no longer take part.
     pending: dict[int, Messages] = {}
     directions = range(len(Messages._fields))
 
@@ -170,7 +208,8 @@ def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator
         advance(i, None)
     while pending:
         sent, pending = pending, {}
-        received = yield Messages(*([array for one in sent.values() for array in one[d]] for d in directions))
+        received = yield Messages(*([array for messages in sent.values() for array in messages[d]] for d in directions))
+        # Results come back in the order of the arrays, so each generator takes as many as it has sent.
         inboxes = [iter(arrays) for arrays in received]
         for i, messages in sent.items():
             advance(i, Messages(*([next(inboxes[d]) for _ in messages[d]] for d in directions)))
@@ -179,6 +218,7 @@ def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator
 
 def transmit(messages: Messages, comm: Comm) -> Messages:
     """Communicates the arrays, one collective for each direction and dtype."""
+    # Means and sums need one collective for each dtype; what only moves travels as bytes, all dtypes in one.
     return Messages(
         mean=fuse(comm.mean, messages.mean),
         gather=fuse_bytes(comm.all_gather, messages.gather),
@@ -189,63 +229,81 @@ def transmit(messages: Messages, comm: Comm) -> Messages:
     )
 
 
+def check_reducer(reducer: Any) -> None:
+    """Raises unless the argument is a reducer; a compressor becomes one by `compressed`."""
+    if isinstance(reducer, Compressor):
+        name = reducer.description or "the argument"
+        raise TypeError(f"{name} is a compressor: wrap it in compressed(...), or in two_shot(...)")
+    if not isinstance(reducer, Reducer):
+        raise TypeError(f"expected a reducer, such as exact() or compressed(qsgd(4)), got {reducer!r}")
+
+
 def weakest(*reducers: Reducer) -> Law:
     """The law of a combinator of these reducers, which is never `Law.MEAN`: its state or its leaves are its own."""
     return max([Law.EXACT, *(reducer.law for reducer in reducers)])
 
 
 def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool = True) -> Forms:
-    """The forms of a combinator: `rebuild(*inner)` around the same forms of the reducers inside it.
-
-    Without `shards` the combinator has no reduce-scatter form.
-    """
+    """The forms of a combinator: `rebuild(*inner)` around those of the reducers inside."""
+    for reducer in inner:
+        check_reducer(reducer)
     contractions = [reducer.forms.contraction for reducer in inner]
     reasons = [reducer.forms.no_feedback for reducer in inner if reducer.forms.no_feedback is not None]
+    biased = [reducer.forms.biased for reducer in inner if reducer.forms.biased is not None]
     contraction = None
     if any(form is not None for form in contractions):
-        contraction = rebuild(*(one if form is None else form for one, form in zip(inner, contractions, strict=True)))
+        # What has no form of its own goes into error feedback as it is.
+        contraction = rebuild(*(whole if form is None else form for whole, form in zip(inner, contractions)))
 
     def rebuild_shards(groups: int) -> Reducer:
         return rebuild(*(shards_of(reducer, groups) for reducer in inner))
 
     has_shards = shards and all(reducer.forms.shards is not None for reducer in inner)
-    return Forms(None, rebuild_shards if has_shards else None, contraction, reasons[0] if reasons else None)
+    shards_form, reason = rebuild_shards if has_shards else None, reasons[0] if reasons else None
+    weighted = all(reducer.forms.weighted for reducer in inner)
+    mixed = not weighted and any(reducer.forms.weighted or reducer.forms.no_examples for reducer in inner)
+    return Forms(
+        shards=shards_form,
+        contraction=contraction,
+        no_feedback=reason,
+        biased=biased[0] if biased else None,
+        weighted=weighted,
+        no_examples=MIXED_WEIGHTS if mixed else None,
+    )
 
 
 def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -> Forms:
     """The forms of a reducer of one compressor: error feedback wraps `rebuild` of its contraction."""
     if compressor.contraction is not None:
-        return Forms()
+        return Forms(biased=compressor.contraction)
     if compressor.variance is None:
         return Forms(no_feedback=NO_CONTRACTION)
     return Forms(contraction=rebuild(contraction_form(compressor)))
 
 
+MIXED_WEIGHTS = (
+    "examples= cannot weight a median or a trimmed mean inside a combination with other reducers: use one reducer for "
+    "all leaves and levels, or leave examples= out"
+)
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 
 
 def contraction_of(reducer: Reducer) -> Reducer:
-    """The form of a reducer to put inside error feedback.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """The form of a reducer to put inside error feedback; raises if it has none."""
+    check_reducer(reducer)
+    if reducer.forms.no_feedback is not None:
+        raise ValueError(reducer.forms.no_feedback)
     if reducer.law == Law.NONE:
         raise ValueError(
             "error feedback needs to know what each worker contributed, and this reducer (Law.NONE: a majority vote, "
             "a biased second compressor without a server residual) does not say; use it without feedback"
         )
-    if reducer.forms.no_feedback is not None:
-        raise ValueError(reducer.forms.no_feedback)
     return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 
 
 def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in full") -> Reducer:
-    """The reduce-scatter form of a reducer.
-
-    Raises:
-      ValueError: it has none; the message ends with the advice.
-    """
+    """The reduce-scatter form of a reducer; raises, with the advice, if it has none."""
+    check_reducer(reducer)
     if reducer.forms.shards is None:
         raise ValueError(
             "this reducer has no reduce-scatter form; those that have are exact(), two_shot(code), hierarchical() of "
@@ -257,6 +315,24 @@ def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in ful
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each leaf to the dtype of its counterpart."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def list_named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves with their paths, as `"layers/0/kernel"`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def tree_norm(tree: Updates) -> Float[Array, ""]:
+    """The L2 norm of all leaves together, in float32."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves]).max()
+    # Squares of quotients of the largest entry neither vanish nor overflow.
+    unit = jnp.where(largest == 0, 1.0, largest)
+    squares = [jnp.sum(jnp.square((leaf / unit.astype(leaf.dtype)).astype(jnp.float32))) for leaf in leaves]
+    return unit * jnp.sqrt(jnp.stack(squares).sum())
 
 
 def is_map_params_placeholder(like: PyTree) -> bool:

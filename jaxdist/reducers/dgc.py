@@ -9,23 +9,40 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
+from .._core.checks import check_range
+from .._core.descriptions import with_description
 from .._core.dtypes import widen_like, working_dtype
-from .._core.types import Array, Like, PyTree, Updates
+from .._core.types import Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.sparse import Method, top_k
 from ..state.marks import PerWorker, with_value
-from .base import NO_EXTRAS, Extras, Forms, Protocol, Reduced, Reducer, as_generator, cast_like, from_generator, run
-from .compressed import CompressedState, compressed
+from .base import (
+    NO_EXTRAS,
+    DrawState,
+    Extras,
+    Forms,
+    Protocol,
+    Reduced,
+    Reducer,
+    Result,
+    as_generator,
+    cast_like,
+    from_generator,
+    run,
+    tree_norm,
+)
+from .compressed import compressed
 
 
 class DGCState(NamedTuple):
     """Per worker, in float32 or better: the momentum `u`, and `v`, what was not sent of its sum."""
 
-    reducer: CompressedState
+    reducer: DrawState
     momentum: PerWorker
     unsent: PerWorker
 
 
+@with_description
 def dgc(
     density: float,
     *,
@@ -46,13 +63,13 @@ def dgc(
     *On the wire*: what `compressed(top_k(density))` sends: one all-gather, `(W-1)` payloads. During the warm-up that of
     the density of the step; the program holds them all.
 
-    *State*: that of `compressed`, and per worker u and v, each of the size of the updates.
+    *State*: that of `compressed`, and per worker u and v, each of the size of the updates. The law is exact. Error
+    feedback around it is refused, since it remembers what it did not send.
 
     Args:
       density: the part of each leaf that is sent. 0.001 with a warm-up is the paper's; start at 0.01. Leaves of a few
         entries (biases) lose more than they save: give them to `exact` by `per_leaf`.
       momentum: m, as for SGD.
-      nesterov: Nesterov's form.
       clip_norm: the norm at which each worker clips its gradient, all leaves together, is this divided by `sqrt(W)`;
         `None`: no clipping.
       masking: entries that were sent lose their momentum, which would go on in a stale direction.
@@ -60,13 +77,7 @@ def dgc(
       warmup_steps: of all of them together; four or five epochs.
       method: as in `top_k`.
 
-    Returns:
-      The reducer. Its law is exact; it remembers what it did not send, so it goes without error feedback.
-
-    Raises:
-      ValueError: an argument is out of range, or only one of the two arguments of the warm-up is given.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.dgc(0.5, momentum=0.5)
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 3.0])
@@ -76,10 +87,9 @@ def dgc(
 
     References:
       Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
-      Training", arXiv 1712.01887, 2017.
+      Training", arXiv:1712.01887, 2017.
     """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    check_range("momentum", momentum, 0, 1)
     if clip_norm is not None and clip_norm <= 0:
         raise ValueError(f"clip_norm must be above 0, got {clip_norm}")
     if bool(warmup_densities) != (warmup_steps > 0):
@@ -110,10 +120,9 @@ class _Config(NamedTuple):
 
 
 def _init(cfg: _Config, like: PyTree[Like]) -> DGCState:
-    def zeros():
-        return PerWorker(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like))
-
-    return DGCState(cfg.stages[0].init(jax.tree.map(widen_like, like)), zeros(), zeros())
+    # Separate buffers: states may be donated.
+    u, v = (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, working_dtype(leaf.dtype)), like) for _ in range(2))
+    return DGCState(cfg.stages[0].init(jax.tree.map(widen_like, like)), PerWorker(u), PerWorker(v))
 
 
 def _messages(
@@ -121,9 +130,10 @@ def _messages(
 ) -> Protocol:
     u, v = _accumulate(cfg, updates, state, comm)
     reduced, inner = yield from as_generator(stage, v, state.reducer, comm, extras)
-    # What was sent is v itself, bit for bit, so the difference is zero there. Where v was zero nothing was sent.
+    # v = v - own: what was sent is v itself, bit for bit, so the difference is zero there.
     v = jax.tree.map(jnp.subtract, v, reduced.own)
     if cfg.masking:
+        # An entry of zero counts as not sent.
         u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
     state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
     return Reduced(cast_like(reduced.mean, updates), reduced.own), state
@@ -131,29 +141,26 @@ def _messages(
 
 def _accumulate(cfg: _Config, updates: Updates, state: DGCState, comm: Comm) -> tuple[Updates, Updates]:
     """The momentum `u` and the unsent sum `v` with the gradient of this step."""
-    momentum = cfg.momentum
-    gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, state.momentum.value)
+    m, u, v = cfg.momentum, state.momentum.value, state.unsent.value
+    gradients = jax.tree.map(lambda x, u: x.astype(u.dtype), updates, u)
     if cfg.clip_norm is not None:
         # Each worker clips by 1/√W of the norm: independent gradients of W workers add up to it.
         gradients = _clip(gradients, cfg.clip_norm / math.sqrt(comm.size))
-    if cfg.nesterov:  # u = m (u + g), v = v + u + g
-        u = jax.tree.map(lambda u, g: momentum * (u + g), state.momentum.value, gradients)
-        v = jax.tree.map(lambda v, u, g: v + u + g, state.unsent.value, u, gradients)
-    else:  # u = m u + g, v = v + u
-        u = jax.tree.map(lambda u, g: momentum * u + g, state.momentum.value, gradients)
-        v = jax.tree.map(jnp.add, state.unsent.value, u)
-    return u, v
+    if cfg.nesterov:
+        # u = m (u + g), v = v + u + g
+        u = jax.tree.map(lambda u, g: m * (u + g), u, gradients)
+        return u, jax.tree.map(lambda v, u, g: v + u + g, v, u, gradients)
+    # u = m u + g, v = v + u
+    u = jax.tree.map(lambda u, g: m * u + g, u, gradients)
+    return u, jax.tree.map(jnp.add, v, u)
 
 
-def _reduce(
-    cfg: _Config, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, DGCState]:
-    del extras
+def _reduce(cfg: _Config, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
     with jax.named_scope("dgc"):
         return _reduce_from(cfg, 0, comm, updates, state)
 
 
-def _reduce_from(cfg: _Config, number: int, comm: Comm, updates: Updates, state: DGCState) -> tuple[Reduced, DGCState]:
+def _reduce_from(cfg: _Config, number: int, comm: Comm, updates: Updates, state: DGCState) -> Result:
     """Reduces with the stage that is due, one from this number on."""
 
     def reduce_now(comm, updates, state):
@@ -161,18 +168,13 @@ def _reduce_from(cfg: _Config, number: int, comm: Comm, updates: Updates, state:
 
     if number == len(cfg.ends):
         return reduce_now(comm, updates, state)
+    # A payload has a static size, so every density of the warm-up is a branch of the program.
     is_due = state.reducer.count < cfg.ends[number]
     return comms.cond(is_due, reduce_now, partial(_reduce_from, cfg, number + 1), comm, updates, state)
 
 
 def _clip(gradients: PyTree, norm: float) -> PyTree:
     """Scales gradients down to this norm, of all leaves together, if theirs is larger."""
-    leaves = jax.tree.leaves(gradients)
-    if not leaves:
-        return gradients
-    largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves]).max()
-    unit = jnp.where(largest == 0, 1.0, largest)  # squares of the quotients neither vanish nor overflow
-    squares = [jnp.sum(jnp.square((leaf / unit.astype(leaf.dtype)).astype(jnp.float32))) for leaf in leaves]
-    length = unit * jnp.sqrt(jnp.stack(squares).sum())
-    factor: Array = jnp.minimum(1.0, norm / jnp.where(length == 0, 1.0, length))
+    length = tree_norm(gradients)
+    factor = jnp.minimum(1.0, norm / jnp.where(length == 0, 1.0, length))
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

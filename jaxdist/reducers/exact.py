@@ -4,12 +4,14 @@ from functools import partial
 
 import jax
 
+from .._core.descriptions import with_description
 from .._core.types import State, Updates
 from ..comm.base import Comm
 from ..wire.shards import rows
 from .base import Extras, Forms, Law, Messages, Protocol, Reduced, Reducer, from_generator
 
 
+@with_description
 def exact() -> Reducer:
     """The mean over workers: `mean = (1/W) Σ_w x_w`, bit for bit what `lax.pmean` of the concatenated leaves gives.
 
@@ -18,27 +20,21 @@ def exact() -> Reducer:
 
     *State*: none.
 
-    Returns:
-      The reducer.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.exact()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
       [2.0, 2.0]
-
-    References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     return from_generator("exact", lambda like: (), _messages, law=Law.MEAN, forms=Forms(shards=_shards))
 
 
 def _messages(updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    del comm, extras
     leaves, tree = jax.tree.flatten(updates)
     received = yield Messages(mean=leaves)
+    # Nothing is lost, so a worker's contribution is its updates.
     return Reduced(tree.unflatten(received.mean), updates), state
 
 
@@ -47,7 +43,7 @@ def _shards(groups: int) -> Reducer:
 
 
 def _shard_messages(groups: int, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
-    del extras
     leaves, tree = jax.tree.flatten(updates)
+    # Row `j` has the shard of worker `j`, padded as `Sharded` pads it.
     received = yield Messages(scatter=[rows(leaf, comm.size, groups=groups) for leaf in leaves])
     return Reduced(tree.unflatten(received.scatter), updates), state

@@ -7,20 +7,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.descriptions import with_description
 from .._core.trees import fold_keys, is_key
-from .._core.types import Array, Like, PyTree, State, Updates
+from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
 from ..wire.shards import clear_padding
 from .base import (
+    MIXED_WEIGHTS,
     NO_EXTRAS,
     Extras,
     Forms,
     Law,
     Reduced,
     Reducer,
+    Result,
     as_generator,
+    check_reducer,
     is_map_params_placeholder,
     run,
     shards_of,
@@ -33,6 +37,7 @@ _NO_FEEDBACK = (
 )
 
 
+@with_description
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     """Reduce-scatters over the fast axis, reduces the shard with `outer` over the slow ones, and gathers it again.
 
@@ -54,29 +59,30 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
       outer: over the slow axes; sees one flat vector for each dtype. In the reduce-scatter form it must not have state
         per worker: put error feedback around `inner` there.
 
-    Returns:
-      The reducer, for `all_reduce(..., axis=(slow, fast))`.
-
     Raises:
-      ValueError: `inner` has no reduce-scatter form, or the group does not have two levels.
+      ValueError: `inner` has no reduce-scatter form; at trace time, the group does not have two levels.
 
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> reducer = jd.hierarchical(inner=jd.exact(), outer=jd.error_feedback(jd.compressed(jd.top_k(0.01))))
       >>> tx = jd.all_reduce(reducer, axis=("pod", "chip"))
 
     References:
-      Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209,
+      Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
       2023.
     """
+    check_reducer(inner)
+    check_reducer(outer)
     if inner.forms.shards is None:
         raise ValueError(
             "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
             "compress on the slow links, with outer=..."
         )
     cfg = _Config(inner, outer, inner.law == Law.MEAN)
-    shards = None if outer.forms.shards is None else partial(_shards, cfg)
-    forms = Forms(shards=shards, no_feedback=_NO_FEEDBACK)
+    forms = Forms(shards=partial(_shards, cfg) if outer.forms.shards else None, no_feedback=_NO_FEEDBACK)
+    # A pod has no number of examples: a reducer that weights by them cannot be between pods.
+    no_examples = MIXED_WEIGHTS if outer.forms.weighted else outer.forms.no_examples
+    forms = forms._replace(biased=outer.forms.biased, no_examples=no_examples)
     return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(outer), forms)
 
 
@@ -100,23 +106,23 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
     return outer_state if cfg.stateless else (shards_of(cfg.inner).init(likes), outer_state)
 
 
-def _reduce(
-    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, State]:
+def _reduce(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
     fast, slow = _levels(comm)
     leaves, structure = jax.tree.flatten(updates)
     flats = vectors(leaves)
     # Reduce-scatter over the fast axis: each worker owns a shard of the mean of its pod.
     if cfg.stateless:
         inner_state, outer_state = None, state
-        chunks = [fast.reduce_scatter_mean(_rows(flat, fast.size)) for flat in flats]
+        padded = [jnp.pad(flat, (0, -flat.size % fast.size)) for flat in flats]
+        chunks = [fast.reduce_scatter_mean(flat.reshape(fast.size, -1)) for flat in padded]
     else:
         inner_state, outer_state = state
         chunks, inner_state = _reduce_in_pods(shards_of(cfg.inner), flats, inner_state, fast, slow, extras)
-    # Reduce the shards over the slow axes. The outer reducer gets its state with its own marks alone.
+    # Reduce the shards over the slow axes. The outer reducer gets its state with its own marks alone, not with those
+    # of `_mark`, so the tree is built anew from the leaves.
     structure_of_outer = jax.tree.structure(jax.eval_shape(cfg.outer.init, vector_likes(leaves)))
     unmarked = structure_of_outer.unflatten(jax.tree.leaves(outer_state))
-    reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, extras), slow)
+    reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, _of_pod(extras)), slow)
     new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
     # Gather the shards over the fast axis.
     gathered = ([fast.all_gather(shard).ravel() for shard in shards] for shards in reduced)
@@ -125,14 +131,15 @@ def _reduce(
 
 
 def _shards(cfg: _Config, groups: int) -> Reducer:
-    del groups  # `inner=` of another hierarchical reducer gets a group of one level, which `_levels` refuses
+    # No use for `groups`: as `inner=` of another hierarchical reducer it gets one level, which `_levels` refuses.
     return Reducer(partial(_init_shards, cfg), partial(_reduce_to_shards, cfg), Law.NONE)
 
 
 def _init_shards(cfg: _Config, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
-    outer_state = shards_of(cfg.outer).init(jax.tree.map(_flatten_like, like))
+    flat = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((math.prod(leaf.shape),), leaf.dtype), like)
+    outer_state = shards_of(cfg.outer).init(flat)
     if any(map(is_mark, jax.tree.leaves(outer_state, is_leaf=is_mark))):
         raise ValueError(
             "the reduce-scatter form of hierarchical() cannot store what outer= keeps of each shard: put error "
@@ -141,15 +148,19 @@ def _init_shards(cfg: _Config, like: PyTree[Like]) -> State:
     return shards_of(cfg.inner).init(like), outer_state
 
 
-def _reduce_to_shards(
-    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, State]:
+def _reduce_to_shards(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
     fast, slow = _levels(comm)
     inner_state, outer_state = state
     form = shards_of(cfg.inner, slow.size)
     chunks, inner_state = _reduce_in_pods(form, updates, inner_state, fast, slow, extras, groups=slow.size)
-    reduced, outer_state = run(as_generator(shards_of(cfg.outer), chunks, outer_state, slow, extras), slow)
+    form = shards_of(cfg.outer)
+    reduced, outer_state = run(as_generator(form, chunks, outer_state, slow, _of_pod(extras)), slow)
     return Reduced(reduced.mean, updates), (inner_state, outer_state)
+
+
+def _of_pod(extras: Extras) -> Extras:
+    """What the outer reducer gets: a pod takes part even if one of its workers does not."""
+    return extras._replace(examples=None)
 
 
 def _levels(comm: Comm) -> tuple[Comm, Comm]:
@@ -173,14 +184,6 @@ def _reduce_in_pods(
     return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 
 
-def _flatten_like(like: Like) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((math.prod(like.shape),), like.dtype)
-
-
-def _rows(flat: Array, count: int) -> Array:
-    return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
-
-
 def _mark(state: State, lengths: set, multiple: int) -> State:
     """Marks the state of `outer`: its own marks are over slow axes, and all leaves differ along the fast one."""
 
@@ -191,7 +194,8 @@ def _mark(state: State, lengths: set, multiple: int) -> State:
     def mark_node(node):
         if isinstance(node, PerWorker):
             return PerWorker(jax.tree.map(mark_leaf, node.value), axis=OUTER, resize=node.resize)
-        if isinstance(node, Sharded):  # sharded over slow links, this is a part of a chip's shard already
+        if isinstance(node, Sharded):
+            # Sharded over slow links, this is a part of a chip's shard already.
             return Sharded(node.value, shape=node.shape, axis=(INNER, OUTER), multiple=node.multiple)
         return mark_leaf(node)
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
+from .._core.checks import check_range
+from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
@@ -16,7 +18,19 @@ from ..comm.base import Comm
 from ..compressors.random import uniform_hash
 from ..wire.encoded import step_key
 from ..wire.flat import fuse, stack_by_shape, unstack
-from .base import NO_EXTRAS, Extras, Messages, Reduced, Reducer, from_generator, run
+from .base import (
+    NO_EXTRAS,
+    DrawState,
+    Extras,
+    Messages,
+    Protocol,
+    Reduced,
+    Reducer,
+    Result,
+    from_generator,
+    init_draws,
+    run,
+)
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
 TINY = 1e-30  # so that a leaf of zeros has a scale
@@ -30,13 +44,7 @@ class IntSGDState(NamedTuple):
     squares: PyTree
 
 
-class IntegerSumState(NamedTuple):
-    """Replicated: the key of all draws and the number of reductions so far."""
-
-    key: Key[Array, ""]
-    count: Int[Array, ""]
-
-
+@with_description
 def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, seed: int = 0) -> Reducer:
     """Integers in a scale that follows the last means: `q = round(α x)`, `mean = Σ_w q_w / (W α)`, `own = q / α`.
 
@@ -58,15 +66,11 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
       beta: the decay of past means. Lower follows the gradient faster, higher clips less often after a small gradient.
       scale: the resolution: higher is more exact, until entries clip. Double it while `⌊127/W⌋` is above four times the
         largest code: 1 is the paper's, cautious for few workers.
-      seed: the seed of the key.
-
-    Returns:
-      The reducer.
 
     Raises:
       ValueError: an argument is out of range; at trace time, more than 127 workers with 8 bits.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer, x = jd.reducers.intsgd(), jnp.array([2.0, -1.0])
       >>> _, state = reducer.reduce(x, reducer.init(x), jd.comm.alone())
@@ -74,15 +78,13 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
       5.0
 
     References:
-      Mishchenko, Wang, Kovalev, Richtárik, "IntSGD: Adaptive Floatless Compression of Stochastic Gradients", arXiv
-      2102.08374, 2021. `r` follows the reduced gradient, as in the authors' code; in the paper, the parameters.
+      Mishchenko, Wang, Kovalev, Richtárik, "IntSGD: Adaptive Floatless Compression of Stochastic Gradients",
+      arXiv:2102.08374, 2021. `r` follows the reduced gradient, as in the authors' code; in the paper, the parameters.
     """
     _check_bits(bits)
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta must be in [0, 1), got {beta}")
+    check_range("beta", beta, 0, 1)
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
-
     cfg = _Config(bits, beta, scale, seed)
     return Reducer(partial(_init_intsgd, cfg), partial(_reduce_intsgd, cfg))
 
@@ -95,14 +97,13 @@ class _Config(NamedTuple):
 
 
 def _init_intsgd(cfg: _Config, like: PyTree[Like]) -> IntSGDState:
-    squares = jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like)
-    return IntSGDState(jax.random.key(cfg.seed), jnp.zeros((), jnp.int32), squares)
+    return IntSGDState(*init_draws(cfg.seed), jax.tree.map(lambda x: jnp.zeros((), jnp.float32), like))
 
 
 def _reduce_intsgd(
     cfg: _Config, updates: Updates, state: IntSGDState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, IntSGDState]:
-    del extras
+) -> Result:
+    # Checks the number of workers.
     _levels(cfg.bits, comm.size)
     with jax.named_scope("intsgd"):
         # Before the first step there is no mean to take the scale from.
@@ -112,7 +113,6 @@ def _reduce_intsgd(
 
 
 def _mean_of_floats(comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
-    del state
     leaves, tree = jax.tree.flatten(updates)
     mean = tree.unflatten(fuse(comm.mean, leaves))
     return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
@@ -127,15 +127,16 @@ def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDStat
     for members, stack in zip(groups, stacks, strict=True):
         root = cfg.scale * math.sqrt(stack[0].size / (2 * comm.size))
         alphas.append(root / jnp.sqrt(jnp.stack([squares[i] for i in members]) + TINY))
+    # Rounding errors of workers with different draws average out.
     key = step_key(state.key, state.count, comm, shared=False)
     means, owns = run(_sum_of_integers(stacks, alphas, key, comm, cfg.bits), comm)
     reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
     # r = β r + (1-β) |mean|²
     beta = cfg.beta
-    new = jax.tree.map(lambda old, mean: beta * old + (1 - beta) * _square(mean), state.squares, reduced.mean)
-    return reduced, new
+    return reduced, jax.tree.map(lambda r, mean: beta * r + (1 - beta) * _square(mean), state.squares, reduced.mean)
 
 
+@with_description
 def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
     """Integers in the scale of the largest entry of all: `α = L / max_w |x_w|∞`, `q = round(α x)`, as in `intsgd`.
 
@@ -151,15 +152,11 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
     Args:
       bits: 8 for up to 127 workers (31 levels at 4 workers, 15 at 8, 7 at 16); 32 costs as much as float32 and is
         nearly exact.
-      seed: of the key.
-
-    Returns:
-      The reducer.
 
     Raises:
       ValueError: `bits` is neither 8 nor 32; at trace time, more than 127 workers with 8 bits.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.integer_sum()
       >>> def one_worker(x):
@@ -168,28 +165,23 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
       [1.0, 3.0]
 
     References:
-      Mishchenko, Wang, Kovalev, Richtárik, "IntSGD: Adaptive Floatless Compression of Stochastic Gradients", arXiv
-      2102.08374, 2021 (its baseline with a shared maximum).
+      Mishchenko et al., arXiv:2102.08374, 2021 (its baseline with a shared maximum).
     """
     _check_bits(bits)
+    return from_generator("integer_sum", partial(init_draws, seed), partial(_integer_messages, bits))
 
-    def init(like):
-        del like
-        return IntegerSumState(jax.random.key(seed), jnp.zeros((), jnp.int32))
 
-    def messages(updates, state, comm, extras):
-        del extras
-        levels = _levels(bits, comm.size)
-        leaves, tree = jax.tree.flatten(updates)
-        groups, stacks = stack_by_shape(leaves)
-        received = yield Messages(max=[_largest(stack) for stack in stacks])
-        alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
-        key = step_key(state.key, state.count, comm, shared=False)
-        means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
-        reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
-        return reduced, IntegerSumState(state.key, next_count(state.count))
-
-    return from_generator("integer_sum", init, messages)
+def _integer_messages(bits: int, updates: Updates, state: DrawState, comm: Comm, extras: Extras) -> Protocol:
+    levels = _levels(bits, comm.size)
+    leaves, tree = jax.tree.flatten(updates)
+    groups, stacks = stack_by_shape(leaves)
+    # α = L / max_w |x_w|∞: the largest entry of all workers becomes the largest code.
+    received = yield Messages(max=[_largest(stack) for stack in stacks])
+    alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
+    key = step_key(state.key, state.count, comm, shared=False)
+    means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
+    reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
+    return reduced, DrawState(state.key, next_count(state.count))
 
 
 def _check_bits(bits: int) -> None:
@@ -198,7 +190,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _levels(bits: int, workers: int) -> int:
-    """The largest code: the sum of all workers' fits the word, and float32 holds it exactly."""
+    # The sum of all workers' codes fits the word, and float32 holds a code exactly.
     levels = min((2 ** (bits - 1) - 1) // workers, 2**24)
     if levels < 1:
         raise ValueError(f"{bits} bits leave no level for a sum over {workers} workers: use bits=32")
@@ -215,7 +207,7 @@ def _largest(stack: Array) -> Float[Array, " k"]:
 
 
 def _sum_of_integers(
-    stacks: list[Array], alphas: list[Float[Array, " k"]], key: Key[Array, ""], comm: Comm, bits: int
+    stacks: list[Array], alphas: list[Float[Array, " _"]], key: Key[Array, ""], comm: Comm, bits: int
 ) -> Generator[Messages, Messages, tuple[list[Array], list[Array]]]:
     """Sends stacks of `k` leaves with a scale for each; returns the means and this worker's contributions."""
     levels = _levels(bits, comm.size)
@@ -227,6 +219,7 @@ def _sum_of_integers(
     codes = []
     for i, (stack, alpha) in enumerate(zip(stacks, alphas, strict=True)):
         noise = uniform_hash(jax.random.fold_in(key, i), stack.shape).astype(alpha.dtype)
+        # q = ⌊α x + u⌋ with u uniform in [0, 1), which is α x on average; NaN has no code.
         rounded = jnp.floor(stack.astype(alpha.dtype) * alpha + noise)
         clipped = jnp.where(jnp.isnan(rounded), 0, jnp.clip(rounded, -levels, levels))
         codes.append(clipped.astype(WORDS[bits]))
@@ -235,5 +228,6 @@ def _sum_of_integers(
     def decode(code, alpha, stack):
         return (code.astype(jnp.int32).astype(alpha.dtype) / alpha).astype(stack.dtype)
 
+    # mean = Σ_w q_w / (W α), own = q / α
     means = [decode(code, alpha * comm.size, x) for code, alpha, x in zip(received.sum, alphas, stacks, strict=True)]
     return means, [decode(*parts) for parts in zip(codes, alphas, stacks, strict=True)]

@@ -1,4 +1,4 @@
-"""ByteScheduler: layers split into partitions, which are sent in a chosen order that the compiler keeps."""
+"""Parts of a tree that are reduced by collectives of their own: buckets of leaves, and partitions of layers."""
 
 import itertools
 import math
@@ -10,20 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.layers import layer_numbers
+from .._core.descriptions import with_description
 from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
+from ..schedule.buckets import assign_buckets, forward_positions, layer_numbers
 from ..wire.encoded import after
-from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike
+from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike, vector_likes
 from .base import (
     NO_EXTRAS,
     Extras,
     Reduced,
     Reducer,
+    Result,
     as_generator,
     forward_forms,
     is_map_params_placeholder,
+    list_named_leaves,
     run,
     weakest,
 )
@@ -31,6 +34,139 @@ from .base import (
 Order = Literal["priority", "fifo"] | Sequence[int]
 
 
+@with_description
+def bucketed(
+    reducer: Reducer,
+    *,
+    bucket_bytes: int = 25 << 20,
+    first_bucket_bytes: int | None = 1 << 20,
+    flat: bool = True,
+    layers: Sequence[Any] | None = None,
+) -> Reducer:
+    """Reduces the tree in buckets of about `bucket_bytes`, last layers first, with separate collectives for each.
+
+    Separate collectives can start while earlier layers are still computing. The reducer sees a bucket as one vector:
+    one scale, one top-k for all leaves in it. With `flat=False` it sees the leaves, as it would without buckets:
+    matrices stay matrices, which PowerSGD needs.
+
+    A bucket is ready when the backward pass has computed the last of its gradients, so leaves should be in the order in
+    which the forward pass uses them. The keys of a dict are sorted instead: an embedding before blocks `block_0`,
+    `block_1`, ... would share a bucket with the head. Pass the order as `layers=`.
+
+    *On the wire*: for each bucket what the reducer sends for one vector of its size, or for its leaves.
+
+    *State*: a tuple with the reducer's state for each bucket.
+
+    Args:
+      reducer: reduces one flat vector, or the leaves of one bucket.
+      bucket_bytes: the maximum size of a bucket. Small buckets pay more latency, large ones leave nothing to overlap;
+        start at 25 MiB, 5 MiB over Ethernet.
+      first_bucket_bytes: the maximum size of the bucket that is ready last; small, since nothing overlaps with it.
+      flat: whether leaves of a bucket become one vector.
+      layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
+        it from a loss. `None`: the order of a sequence or NamedTuple; keys of a dict by name, `block_2` before
+        `block_10`.
+
+    Raises:
+      ValueError: a cap is not positive; from `init`, `layers` does not name each entry of the tree once.
+
+    Examples:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.reducers.bucketed(jd.error_feedback(jd.compressed(jd.top_k(0.01))), first_bucket_bytes=1000)
+      >>> [state.residual.value.shape for state in reducer.init({"a": jnp.zeros(300), "b": jnp.zeros(50)})]
+      [(50,), (300,)]
+
+    References:
+      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, 2020.
+    """
+    # Checks the caps.
+    assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    return _make_bucketed(_BucketConfig(reducer, bucket_bytes, first_bucket_bytes, flat, layers))
+
+
+class _BucketConfig(NamedTuple):
+    reducer: Reducer
+    bucket_bytes: int
+    first_bucket_bytes: int | None
+    flat: bool
+    layers: Sequence[Any] | None
+
+
+def _make_bucketed(cfg: _BucketConfig) -> Reducer:
+    forms = forward_forms(lambda inner: _make_bucketed(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
+    return Reducer(partial(_init_buckets, cfg), partial(_reduce_buckets, cfg), weakest(cfg.reducer), forms)
+
+
+def _init_buckets(cfg: _BucketConfig, like: PyTree[Like]) -> State:
+    if is_map_params_placeholder(like):
+        return 0
+    leaves, structure = jax.tree.flatten(like)
+    buckets = _assign(cfg, like)
+    if cfg.flat:
+        return _init_parts(cfg.reducer, [vector_likes([leaves[i] for i in members])[0] for members in buckets])
+    return _init_parts(cfg.reducer, [_only(leaves, structure, members) for members in buckets])
+
+
+def _reduce_buckets(
+    cfg: _BucketConfig, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> Result:
+    leaves, structure = jax.tree.flatten(updates)
+    buckets = _assign(cfg, updates)
+    # All buckets are made before any is reduced: their arrays are concatenated outside of the collectives.
+    if cfg.flat:
+        parts = [concatenate([leaves[i] for i in members]) for members in buckets]
+    else:
+        parts = [_only(leaves, structure, members) for members in buckets]
+    reduced, state = _reduce_parts(cfg.reducer, parts, state, comm, extras)
+    means, owns = list(leaves), list(leaves)
+    for members, done in zip(buckets, reduced, strict=True):
+        likes = [leaves[i] for i in members]
+        for out, part in ((means, done.mean), (owns, done.own)):
+            inside = from_vectors([part], likes) if cfg.flat else jax.tree.leaves(part)
+            for i, leaf in zip(members, inside, strict=True):
+                out[i] = leaf
+    return Reduced(structure.unflatten(means), structure.unflatten(owns)), state
+
+
+def _init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
+    # Parts must not share their draws.
+    return tuple(fold_keys(reducer.init(part), i) for i, part in enumerate(parts))
+
+
+def _reduce_parts(
+    reducer: Reducer, parts: Sequence[Updates], state: State, comm: Comm, extras: Extras, *, window: int | None = None
+) -> tuple[list[Reduced], tuple[State, ...]]:
+    """Reduces parts by collectives of their own; with a window, of which that many vectors may be in flight."""
+    reduced, states = [], []
+    for part, part_state in zip(parts, state, strict=True):
+        if window is not None:
+            part = _wait_for_window(part, [done.mean for done in reduced], window)
+        done, part_state = run(as_generator(reducer, part, part_state, comm, extras), comm)
+        reduced.append(done)
+        states.append(part_state)
+    return reduced, tuple(states)
+
+
+def _assign(cfg: _BucketConfig, tree: PyTree[Like]) -> list[list[int]]:
+    leaves, positions = jax.tree.leaves(tree), forward_positions(tree, cfg.layers)
+    buckets = assign_buckets(
+        [leaves[i].size * leaves[i].dtype.itemsize for i in positions],
+        bucket_bytes=cfg.bucket_bytes,
+        first_bucket_bytes=cfg.first_bucket_bytes,
+        kinds=[leaves[i].dtype for i in positions],
+    )
+    members = [[positions[k] for k in bucket] for bucket in buckets]
+    # Buckets that stay trees have their leaves in the order of the tree, and so has their part of the state.
+    return members if cfg.flat else [sorted(bucket) for bucket in members]
+
+
+def _only(leaves: Sequence[Any], structure: Any, members: Sequence[int]) -> PyTree:
+    """The tree with some of its leaves, and `None` in place of the others: a leaf keeps its path."""
+    chosen = set(members)
+    return structure.unflatten([leaf if i in chosen else None for i, leaf in enumerate(leaves)])
+
+
+@with_description
 def partitioned(
     reducer: Reducer,
     *,
@@ -66,22 +202,16 @@ def partitioned(
         less. Use two to four partitions.
       order: `"fifo"`, last layer first, the order of the backward pass; `"priority"`, first layer first, for gradients
         that are all available when the step begins; or the layer of each partition, counted from 0.
-      layers: the top-level entries of the tree in forward order, as `schedule.forward_order(loss, params, batch)` reads
-        it from a loss; a tuple of entries is one layer, which saves messages if they are small. `None`: each entry is
-        a layer; a sequence or NamedTuple keeps its order, and keys of a dict are sorted by name, `block_2` before
-        `block_10`.
+      layers: as in `bucketed`; a tuple of entries is one layer, which saves messages if they are small. `None`: each
+        entry is a layer.
       layer_fn: in place of `layers`: `layer_fn(path, leaf)`, the sort key of a leaf; leaves with equal keys form one
         layer.
 
-    Returns:
-      The reducer.
-
     Raises:
-      ValueError: a size is not positive, the order is unknown, or both `layers` and `layer_fn` are given; from
-        `init`, `layers` does not name each entry of the tree once, or the layers in `order` are not those of the
-        partitions.
+      ValueError: both `layers` and `layer_fn` are given; from `init`, `layers` does not name each entry once, or the
+        layers in `order` are not those of the partitions.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.partitioned(jd.error_feedback(jd.compressed(jd.top_k(0.1))), partition_bytes=384)
       >>> like = {"layer_2": jnp.zeros(50), "layer_10": jnp.zeros((15, 10))}
@@ -89,8 +219,9 @@ def partitioned(
       [(96,), (54,), (50,)]
 
     References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019. Jayarajan
-      et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv 1905.03960, 2019.
+      ByteScheduler: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP
+      2019. Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960,
+      2019.
     """
     for name, size in (("partition_bytes", partition_bytes), ("credit_bytes", credit_bytes)):
         if size < 1:
@@ -99,23 +230,11 @@ def partitioned(
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
     if layers is not None and layer_fn is not None:
         raise ValueError("layers and layer_fn both define the layers: pass one of them")
-    cfg = _Config(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
-
-    def rebuild(inner):
-        return partitioned(
-            inner,
-            partition_bytes=partition_bytes,
-            credit_bytes=credit_bytes,
-            order=order,
-            layers=layers,
-            layer_fn=layer_fn,
-        )
-
-    forms = forward_forms(rebuild, reducer, shards=False)
-    return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(reducer), forms)
+    cfg = _PartitionConfig(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
+    return _make_partitioned(cfg)
 
 
-class _Config(NamedTuple):
+class _PartitionConfig(NamedTuple):
     """`window`: how many partitions may be in flight."""
 
     reducer: Reducer
@@ -126,36 +245,28 @@ class _Config(NamedTuple):
     layer_fn: Callable[[str, Like], Any] | None
 
 
-def _init(cfg: _Config, like: PyTree[Like]) -> State:
+def _make_partitioned(cfg: _PartitionConfig) -> Reducer:
+    forms = forward_forms(lambda inner: _make_partitioned(cfg._replace(reducer=inner)), cfg.reducer, shards=False)
+    return Reducer(partial(_init_partitions, cfg), partial(_reduce_partitions, cfg), weakest(cfg.reducer), forms)
+
+
+def _init_partitions(cfg: _PartitionConfig, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
-    states = [cfg.reducer.init(_like(part)) for part in _plan(cfg, like)]
-    # Partitions must not share their draws.
-    return tuple(fold_keys(state, i) for i, state in enumerate(states))
+    parts = _plan(cfg, like)
+    return _init_parts(cfg.reducer, [jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype) for part in parts])
 
 
-def _reduce(
-    cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, State]:
+def _reduce_partitions(
+    cfg: _PartitionConfig, updates: Updates, state: State, comm: Comm, extras: Extras = NO_EXTRAS
+) -> Result:
     parts = _plan(cfg, updates)
     leaves, structure = jax.tree.flatten(updates)
     flats = {part.members: concatenate([leaves[i] for i in part.members]) for part in parts}
-    reduced, states = [], []
-    for part, part_state in zip(parts, state, strict=True):
-        vector = flats[part.members][part.start : part.stop]
-        vector = _wait_for_window(vector, [done.mean for done in reduced], cfg.window)
-        done, part_state = run(as_generator(cfg.reducer, vector, part_state, comm, extras), comm)
-        reduced.append(done)
-        states.append(part_state)
-    means, owns = ([done[which] for done in reduced] for which in (0, 1))
-    mean, own = (structure.unflatten(_join(parts, vectors, leaves)) for vectors in (means, owns))
-    return Reduced(mean, own), tuple(states)
-
-
-def _plan(cfg: _Config, tree: PyTree[Like]) -> list["_Part"]:
-    """The partitions of a tree, in the order in which they are sent."""
-    numbers = layer_numbers(tree, cfg.layers) if cfg.layer_fn is None else _number_layers(cfg.layer_fn, tree)
-    return _order_parts(_vectors(tree, numbers), cfg.partition_bytes, cfg.order)
+    vectors = [flats[part.members][part.start : part.stop] for part in parts]
+    reduced, state = _reduce_parts(cfg.reducer, vectors, state, comm, extras, window=cfg.window)
+    mean, own = (structure.unflatten(_join(parts, [done[which] for done in reduced], leaves)) for which in (0, 1))
+    return Reduced(mean, own), state
 
 
 class _Part(NamedTuple):
@@ -176,14 +287,15 @@ class _Vector(NamedTuple):
     size: int
 
 
-def _number_layers(layer_fn: Callable[[str, Like], Any], tree: PyTree) -> list[int]:
-    """The number of each leaf's layer."""
-    keys = [
-        layer_fn(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-    numbers = {key: layer for layer, key in enumerate(sorted(set(keys)))}
-    return [numbers[key] for key in keys]
+def _plan(cfg: _PartitionConfig, tree: PyTree[Like]) -> list[_Part]:
+    """The partitions of a tree, in the order in which they are sent."""
+    if cfg.layer_fn is None:
+        numbers = layer_numbers(tree, cfg.layers)
+    else:
+        keys = [cfg.layer_fn(path, leaf) for path, leaf in list_named_leaves(tree)]
+        layer_of = {key: layer for layer, key in enumerate(sorted(set(keys)))}
+        numbers = [layer_of[key] for key in keys]
+    return _order_parts(_vectors(tree, numbers), cfg.partition_bytes, cfg.order)
 
 
 def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
@@ -197,15 +309,16 @@ def _vectors(tree: PyTree, numbers: list[int]) -> list[_Vector]:
 
 
 def _order_parts(vectors: list[_Vector], partition_bytes: int, order: Order) -> list[_Part]:
-    """All partitions, in the order in which they are sent."""
     parts: dict[int, list[_Part]] = {}
     for layer, members, dtype, size in vectors:
+        # A multiple of 8 entries, for codes that fill whole bytes.
         entries = max(MULTIPLE, partition_bytes // (dtype.itemsize * MULTIPLE) * MULTIPLE)
         cuts = [*range(0, size, entries), size]
         parts.setdefault(layer, []).extend(_Part(members, dtype, *ends) for ends in itertools.pairwise(cuts))
     if isinstance(order, str):
         by_layer = parts.values() if order == "priority" else reversed(parts.values())
         return [part for of_layer in by_layer for part in of_layer]
+    # A given order: each layer as often as it has partitions.
     wanted = {layer: list(order).count(layer) for layer in sorted({*order, *parts})}
     there = {layer: len(parts.get(layer, [])) for layer in wanted}
     if wanted != there:
@@ -218,21 +331,22 @@ def _wait_for_window(vector: Array, arrived: list[Array], window: int) -> Array:
     """The same vector, available only once the partition that leaves the window has arrived."""
     if not arrived:
         return vector
+    last = arrived[-1]
     if window == 1:
-        return after(vector, arrived[-1])
+        return after(vector, last)
     first = arrived[-window:][:1] if len(arrived) >= window else []
+
+    def wait_for_last(vector, last, first):
+        return after(vector, last)
+
+    def wait_for_first(vector, last, first):
+        return after(vector, first)
+
     # Collectives on CPU block, and would be merged within a window.
-    return lax.platform_dependent(
-        vector,
-        arrived[-1],
-        first,
-        cpu=lambda vector, last, first: after(vector, last),
-        default=lambda vector, last, first: after(vector, first),
-    )
+    return lax.platform_dependent(vector, last, first, cpu=wait_for_last, default=wait_for_first)
 
 
 def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
-    """Joins partitions into leaves."""
     # Empty leaves are not sent, and are equal on all workers.
     out = [leaf if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for group in group_alike(parts, lambda part: part.members):
@@ -242,7 +356,3 @@ def _join(parts: list[_Part], pieces: list[Array], leaves: list) -> list:
         for i, leaf in zip(members, from_vectors([flat], [leaves[i] for i in members]), strict=True):
             out[i] = leaf
     return out
-
-
-def _like(part: _Part) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((part.stop - part.start,), part.dtype)

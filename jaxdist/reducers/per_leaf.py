@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.descriptions import with_description
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..wire.shards import length
@@ -21,10 +22,12 @@ from .base import (
     forward_forms,
     from_generator,
     interleave,
+    list_named_leaves,
     weakest,
 )
 
 
+@with_description
 def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashable, Reducer | None]) -> Reducer:
     """Chooses a reducer for each leaf: rank 4 for matrices, exact for vectors, nothing for frozen leaves.
 
@@ -37,13 +40,10 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
       label_fn: `label_fn(path, leaf)` with the path as `"layers/0/kernel"`, and shape and dtype of the leaf.
       reducers: the reducer of each label; `None` for leaves that are not trained.
 
-    Returns:
-      The reducer.
-
     Raises:
       ValueError: a leaf has a label that `reducers` lacks.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> policy = jd.reducers.per_leaf(
       ...     lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector",
@@ -82,26 +82,22 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
 
 def _messages(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
     labels = _labels_of(cfg, updates)
-    results = yield from interleave(
-        [
-            as_generator(reducer, _select(updates, labels, label), state.get(label, ()), comm, extras)
-            for label, reducer in cfg.reducers.items()
-        ]
-    )
-    reduced = {label: result for label, (result, _) in zip(cfg.reducers, results)}
-    mean, own = (_merge(updates, labels, {label: parts[i] for label, parts in reduced.items()}) for i in (0, 1))
-    new_state = {label: new for label, (_, new) in zip(cfg.reducers, results) if label not in cfg.frozen}
-    return Reduced(mean, own), new_state
+    # In lockstep: round `i` of all reducers shares its collectives.
+    generators = [
+        as_generator(reducer, _select(updates, labels, label), state.get(label, ()), comm, extras)
+        for label, reducer in cfg.reducers.items()
+    ]
+    results = dict(zip(cfg.reducers, (yield from interleave(generators)), strict=True))
+    mean, own = (_merge(updates, labels, {label: done[i] for label, (done, _) in results.items()}) for i in (0, 1))
+    return Reduced(mean, own), {label: new for label, (_, new) in results.items() if label not in cfg.frozen}
 
 
 def _labels_of(cfg: _Config, tree: PyTree) -> list[Hashable]:
-    """The label of each leaf."""
     labels = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        label = cfg.label_fn(name, leaf)
+    for path, leaf in list_named_leaves(tree):
+        label = cfg.label_fn(path, leaf)
         if label not in cfg.reducers:
-            where = f"leaf {name!r}" if name else "the tree, which is one leaf,"
+            where = f"leaf {path!r}" if path else "the tree, which is one leaf,"
             raise ValueError(f"{where} has label {label!r}, but reducers has only {list(cfg.reducers)}")
         labels.append(label)
     return labels
@@ -114,7 +110,6 @@ def _select(tree: PyTree, labels: Sequence[Hashable], label: Hashable) -> PyTree
 
 
 def _merge(like: PyTree, labels: Sequence[Hashable], trees: Mapping[Hashable, PyTree]) -> PyTree:
-    """The inverse of `_select` for all labels."""
     structure = jax.tree.structure(like)
     leaves = {label: structure.flatten_up_to(tree) for label, tree in trees.items()}
     return structure.unflatten([leaves[label][i] for i, label in enumerate(labels)])
@@ -122,14 +117,10 @@ def _merge(like: PyTree, labels: Sequence[Hashable], trees: Mapping[Hashable, Py
 
 def _zero_messages(groups: int | None, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:
     """The mean is zero, without communication; its shards are with `groups`."""
-    del extras
+    # A generator without messages.
     yield from ()
-
     # Not zeros_like, which would be typed varying: these zeros were not communicated, and are equal on all workers.
-    def zero_leaf(leaf):
-        return jnp.zeros(leaf.shape, leaf.dtype)
-
-    own = jax.tree.map(zero_leaf, updates)
+    own = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), updates)
     if groups is None:
         return Reduced(own, own), state
     sizes = jax.tree.map(lambda leaf: groups * length(leaf.size, groups * comm.size), updates)

@@ -1,6 +1,6 @@
 """PowerSGD: low-rank approximation by a warm-started power iteration; its factors are averaged by all-reduces."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import comm as comms
+from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import next_count
 from .._core.types import Array, Bool, Int, Like, PyTree, Shape, Updates
 from ..comm.base import Comm
 from ..wire.low_rank import (
+    MatrixGroup,
     View,
     draw_factors,
     group_leaves,
@@ -30,7 +32,7 @@ from ..wire.low_rank import (
     write_matrices,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import NO_EXTRAS, Extras, Messages, Protocol, Reduced, Reducer, from_generator, run
+from .base import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, from_generator, run
 from .exact import exact
 from .reducer_schedule import reducer_schedule
 
@@ -62,6 +64,7 @@ class _Config(NamedTuple):
     seed: int
 
 
+@with_description
 def power_sgd(
     rank: int,
     *,
@@ -109,15 +112,8 @@ def power_sgd(
       warm_start: keep `Q`. Without it each step draws a new one, and accuracy is lower.
       own: what error feedback subtracts; `"paper"` is for comparison.
       matrix_view: from the shape of a leaf of two or more dimensions to `(n, m)`.
-      seed: the seed of the first `Q`, equal on all workers.
 
-    Returns:
-      The reducer.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.power_sgd(rank=1, min_compression_rate=0.0)
       >>> w = jnp.outer(jnp.arange(3.0), jnp.arange(4.0))  # of rank 1: lossless
@@ -127,7 +123,7 @@ def power_sgd(
 
     References:
       Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-      arXiv 1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv 2008.01425, 2020.
+      arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
     """
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
@@ -140,10 +136,12 @@ def power_sgd(
     if one_sided and not warm_start:
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
     cfg = _Config(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
+    # A projection: δ depends on the matrix, and may be 0.
+    forms = Forms(biased=lambda shape: 0.0)
     if one_sided:
-        reducer = Reducer(partial(_init_one_sided, cfg), partial(_reduce_one_sided, cfg))
+        reducer = Reducer(partial(_init_one_sided, cfg), partial(_reduce_one_sided, cfg), forms=forms)
     else:
-        reducer = from_generator("power_sgd", partial(_init, cfg), partial(_messages, cfg))
+        reducer = from_generator("power_sgd", partial(_init, cfg), partial(_messages, cfg), forms=forms)
     return reducer_schedule(exact(), reducer, start_step) if start_step else reducer
 
 
@@ -156,19 +154,20 @@ def _draw_right(cfg: _Config, like: PyTree[Like], count: Array | int) -> PyTree:
 
 
 def _messages(cfg: _Config, updates: Updates, state: PowerSGDState, comm: Comm, extras: Extras) -> Protocol:
-    del extras
     leaves, structure = jax.tree.flatten(updates)
     groups, rest = group_leaves(leaves, cfg.view)
     matrices = [stack_matrices(leaves, group) for group in groups]
     factors = structure.flatten_up_to(state.q if cfg.warm_start else _draw_right(cfg, updates, state.count))
 
-    # P = qr(mean(M Q)). The paper multiplies by Q itself, which has the norm of the last gradient; the product would
-    # have its square. The basis is known before the gradient is. Scales are powers of two: nothing is rounded.
+    # P = qr(mean(M Q)). Deviation: the paper multiplies by Q itself, which has the norm of the last gradient; the
+    # product would have its square. The basis is known before the gradient is.
     right = orthonormal([stack_factors(factors, group) for group in groups])
+    # Scales are powers of two: nothing is rounded, and sums over entries and workers do not overflow.
     right = [q * overflow_scale(q.shape[2], comm.size) for q in right]
     left = [jnp.einsum("knm,krm->knr", m, q) for m, q in zip(matrices, right)]
     received = yield Messages(mean=pack_factors(groups, left, 0))
-    bases = orthonormal(unpack_factors(groups, received.mean, 0))  # the scale of the mean does not matter
+    # The scale of the mean does not matter to its basis.
+    bases = orthonormal(unpack_factors(groups, received.mean, 0))
 
     # Q = mean(Mᵀ P). The barrier: XLA:CPU would fold the transposition into the products, which are then slower.
     left = lax.optimization_barrier([jnp.swapaxes(basis, 1, 2) for basis in bases])
@@ -183,18 +182,29 @@ def _messages(cfg: _Config, updates: Updates, state: PowerSGDState, comm: Comm, 
     left = [p / scale for p, scale in zip(left, scales)]
     approximations = [outer(p, q) for p, q in zip(left, mean)]
     local = approximations if cfg.own == "paper" else [outer(p, q) for p, q in zip(left, local)]
+    # An index that depends on a value, though it is constant: always true.
     at = stack_indices(groups, state.count >= 0)
-    means = write_matrices(leaves, groups, approximations, at)
-    owns = write_matrices(leaves, groups, local, at)
-    _write_rest(means, rest, received.mean[len(packed) :])
-    new = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
-    reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
-    return reduced, PowerSGDState(next_count(state.count), structure.unflatten(new))
+    reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
+    q = write_factors(factors, groups, [jnp.swapaxes(q, 1, 2) for q in mean], at, scales)
+    return reduced, PowerSGDState(next_count(state.count), structure.unflatten(q))
 
 
-def _write_rest(leaves: list[Array], rest: Sequence[int], means: Sequence[Array]) -> None:
-    for i, mean in zip(rest, means, strict=True):
-        leaves[i] = mean.astype(leaves[i].dtype)
+def _write(
+    updates: Updates,
+    groups: Sequence[MatrixGroup],
+    rest: Sequence[int],
+    approximations: Sequence[Array],
+    local: Sequence[Array],
+    means: Sequence[Array],
+    at: Sequence[Array],
+    comm: Comm,
+) -> Reduced:
+    """The trees of the approximations of compressed leaves, and of the `means` of the others."""
+    leaves, structure = jax.tree.flatten(updates)
+    mean, own = (write_matrices(leaves, groups, matrices, at) for matrices in (approximations, local))
+    for i, whole in zip(rest, means, strict=True):
+        mean[i] = whole.astype(leaves[i].dtype)
+    return Reduced(structure.unflatten(mean), comm.varying(structure.unflatten(own)))
 
 
 def _init_one_sided(cfg: _Config, like: PyTree[Like]) -> OneSidedState:
@@ -205,17 +215,15 @@ def _init_one_sided(cfg: _Config, like: PyTree[Like]) -> OneSidedState:
 
 def _reduce_one_sided(
     cfg: _Config, updates: Updates, state: OneSidedState, comm: Comm, extras: Extras = NO_EXTRAS
-) -> tuple[Reduced, OneSidedState]:
-    del extras
+) -> Result:
     with jax.named_scope("power_sgd"):
         from_right, from_left = (partial(_half_iteration, cfg, side) for side in (True, False))
         return comms.cond(state.from_right, from_right, from_left, comm, updates, state)
 
 
-def _half_iteration(
-    cfg: _Config, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState
-) -> tuple[Reduced, OneSidedState]:
-    always = state.from_right == from_right  # true in this branch, but not a constant
+def _half_iteration(cfg: _Config, from_right: bool, comm: Comm, updates: Updates, state: OneSidedState) -> Result:
+    # True in this branch, but not a constant.
+    always = state.from_right == from_right
     fixed, renewed = (state.right, state.left) if from_right else (state.left, state.right)
     reduced, renewed = run(_half_messages(cfg, from_right, updates, fixed, renewed, always, comm), comm)
     left, right = (renewed, state.right) if from_right else (state.left, renewed)
@@ -224,7 +232,7 @@ def _half_iteration(
 
 def _half_messages(
     cfg: _Config, from_right: bool, updates: Updates, fixed: PyTree, renewed: PyTree, always: Array, comm: Comm
-) -> Generator[Messages, Messages, tuple[Reduced, PyTree]]:
+) -> Protocol:
     """Projects the updates on the `fixed` factors and renews the others."""
     leaves, structure = jax.tree.flatten(updates)
     groups, rest = group_leaves(leaves, cfg.view)
@@ -241,18 +249,14 @@ def _half_messages(
     received = yield Messages(mean=[*packed, *(widen(leaves[i]) for i in rest)])
     mean = unpack_factors(groups, received.mean, side)
 
-    # mean = P Qᵀ
+    # mean = P Qᵀ, with one of the two orthonormal
     bases = [basis / scale for basis, scale in zip(bases, scales)]
     approximations = _approximate(mean, bases, from_right)
     local = approximations if cfg.own == "paper" else _approximate(local, bases, from_right)
     at = stack_indices(groups, always)
-    means = write_matrices(leaves, groups, approximations, at)
-    owns = write_matrices(leaves, groups, local, at)
-    _write_rest(means, rest, received.mean[len(packed) :])
+    reduced = _write(updates, groups, rest, approximations, local, received.mean[len(packed) :], at, comm)
     columns = mean if from_right else [jnp.swapaxes(q, 1, 2) for q in mean]
-    new = write_factors(factors, groups, columns, at, scales)
-    reduced = Reduced(structure.unflatten(means), comm.varying(structure.unflatten(owns)))
-    return reduced, structure.unflatten(new)
+    return reduced, structure.unflatten(write_factors(factors, groups, columns, at, scales))
 
 
 def _approximate(factors: list[Array], bases: list[Array], from_right: bool) -> list[Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
+from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import next_count
 from .._core.types import Array, Int, State, Updates
@@ -23,6 +24,7 @@ class SwitchState(NamedTuple):
     then: State
 
 
+@with_description
 def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
     """Reduces with `first` for `step` steps and then with `then`: `exact()` before a lossy compressor, for example.
 
@@ -32,20 +34,12 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
 
     *On the wire*: what the reducer of the step sends; the program has both.
 
-    *State*: that of both, and a replicated count.
+    *State*: that of both, and a replicated count. The law is the weaker one of the two.
 
     Args:
-      first: for steps 0 to `step - 1`.
-      then: for all later ones.
       step: the number of reductions by `first`. Start at a tenth of the training.
 
-    Returns:
-      The reducer. Its law is the weaker one of the two.
-
-    Raises:
-      ValueError: `step` is negative.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.reducer_schedule(jd.exact(), jd.compressed(jd.top_k(0.5)), 1)
       >>> x = jnp.array([1.0, 4.0])
@@ -55,8 +49,7 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
       ([1.0, 4.0], [0.0, 4.0])
 
     References:
-      Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-      arXiv 1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
+      Vogels, Karimireddy, Jaggi, arXiv:1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
     """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
@@ -66,9 +59,8 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
 
     def reduce(updates, state, comm, extras=NO_EXTRAS):
         with jax.named_scope("reducer_schedule"):
-            early = state.count < step
             parts = {"first": first, "then": then}
-            reduced, state = one_of_two(early, parts, updates, state, comm, extras)
+            reduced, state = one_of_two(state.count < step, parts, updates, state, comm, extras)
         return reduced, state._replace(count=next_count(state.count))
 
     forms = forward_forms(lambda first, then: reducer_schedule(first, then, step), first, then)
@@ -87,6 +79,6 @@ def _reduce_field(
     field: str, reducer: Reducer, extras: Extras, comm: Comm, updates: Updates, state: Any
 ) -> tuple[Reduced, Any]:
     reduced, inner = reducer.reduce(updates, getattr(state, field), comm, extras)
-    # With feedback, `own` is wider than the updates.
+    # Both branches must have one type. With feedback, `own` is wider than the updates.
     own = jax.tree.map(widen, reduced.own)
     return Reduced(reduced.mean, comm.varying(own)), state._replace(**{field: inner})

@@ -1,4 +1,4 @@
-"""Two-phase compressed all-reduce: a compressed reduce-scatter, then a compressed gather."""
+"""Collectives of payloads that are averaged and encoded again on the way: in two phases, by votes, around a ring."""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -6,26 +6,34 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
+from ..compressors.packing import pack, unpack
 from ..state.marks import Sharded, with_value
 from ..wire.encoded import contraction_form, decode_mean, step_key
-from ..wire.flat import MULTIPLE, from_vectors, group_alike, vector_likes, vectors
+from ..wire.flat import MULTIPLE, concatenate, from_vectors, fuse_bytes, group_alike, vector_likes, vectors
 from ..wire.shards import clear_padding, concat_rows, rows, split_leaves, unshard
 from .base import (
+    NO_EXTRAS,
+    DrawState,
     Extras,
+    Forms,
     Law,
     Messages,
     Protocol,
     Reduced,
     Reducer,
+    Result,
     cast_like,
     forms_of,
     from_generator,
+    init_draws,
     is_map_params_placeholder,
 )
 
@@ -38,6 +46,7 @@ class TwoShotState(NamedTuple):
     residuals: list[Sharded]
 
 
+@with_description
 def two_shot(
     compressor: Compressor,
     *,
@@ -59,22 +68,19 @@ def two_shot(
     less and is faster (on CPU, whose all-to-all is half duplex, by far): prefer it there. The reduce-scatter form is
     the first phase alone, `(W-1) bytes(c)`, with one payload for each worker and dtype.
 
-    *State*: a key and a count, replicated; with server feedback a residual of `n` in float32 or better, sharded.
+    *State*: a key and a count, replicated; with server feedback a residual of `n` in float32 or better, sharded. With
+    it the law is `TELESCOPING`, else `UNBIASED`, or `NONE` for a biased compressor.
 
     Args:
       compressor: compresses a chunk for the worker that averages it.
       second: compresses the mean of a chunk; the same compressor by default. A finer one costs few bytes.
       server_feedback: keep the error of `second`. `"auto"`: unless it is unbiased. `False` with a biased compressor
         (often done with 8-bit rounding) leaves its bias in the model, and error feedback refuses it.
-      seed: the seed of the key.
-
-    Returns:
-      The reducer. Its law is `TELESCOPING` with a server residual, else `UNBIASED`, or `NONE` for a biased compressor.
 
     Raises:
       ValueError: server feedback with a compressor that states neither its contraction nor its variance.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.two_shot(jd.qsgd(8))
       >>> def one_worker(x):
@@ -84,26 +90,18 @@ def two_shot(
       True
 
     References:
-      Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv
-      2102.02888, 2021. Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499,
-      2021.
+      Server feedback: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+      Speed", arXiv:2102.02888, 2021. The two phases: BAGUA, arXiv:2107.01499.
     """
     if server_feedback not in (True, False, "auto"):
         raise ValueError(f'server_feedback must be True, False or "auto", got {server_feedback!r}')
     back = compressor if second is None else second
     keeps_residual = back.variance is None if server_feedback == "auto" else server_feedback
     cfg = _Config(compressor, contraction_form(back) if keeps_residual else back, keeps_residual, seed)
-    forms = forms_of(
-        compressor,
-        lambda contraction: two_shot(contraction, second=back, server_feedback=server_feedback, seed=seed),
-    )
-    return from_generator(
-        "two_shot",
-        partial(_init, cfg),
-        partial(_messages, cfg),
-        law=_law(back, keeps_residual),
-        forms=forms._replace(shards=partial(_shards, cfg)),
-    )
+    law = Law.TELESCOPING if keeps_residual else Law.NONE if back.variance is None else Law.UNBIASED
+    forms = forms_of(compressor, lambda code: two_shot(code, second=back, server_feedback=server_feedback, seed=seed))
+    forms = forms._replace(shards=partial(_shards, cfg))
+    return from_generator("two_shot", partial(_init, cfg), partial(_messages, cfg), law=law, forms=forms)
 
 
 class _Config(NamedTuple):
@@ -115,30 +113,25 @@ class _Config(NamedTuple):
     seed: int
 
 
-def _law(second: Compressor, keeps_residual: bool) -> Law:
-    if keeps_residual:
-        return Law.TELESCOPING
-    return Law.NONE if second.variance is None else Law.UNBIASED
-
-
 def _init(cfg: _Config, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
     likes = vector_likes(jax.tree.leaves(like)) if cfg.keeps_residual else []
     residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=MULTIPLE) for x in likes]
-    return TwoShotState(jax.random.key(cfg.seed), jnp.zeros((), jnp.int32), residuals)
+    return TwoShotState(*init_draws(cfg.seed), residuals)
 
 
 def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
-    del extras
     leaves, tree = jax.tree.flatten(updates)
     flats = vectors(leaves)
     chunks = [rows(flat, comm.size) for flat in flats]
+    # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.
     payloads, means = yield from _average_chunks(cfg.compressor, chunks, state, comm)
     # Scales of the second code must not see what the first one makes of padding.
     means = [clear_padding(mean, flat.size, comm.size, comm.index) for mean, flat in zip(means, flats, strict=True)]
     if cfg.keeps_residual:
-        means = [mean + _pad_to(e.value, mean.size) for mean, e in zip(means, state.residuals, strict=True)]
+        # A residual that was never placed on a mesh has no padding yet.
+        means = [m + jnp.pad(e.value, (0, m.size - e.value.size)) for m, e in zip(means, state.residuals, strict=True)]
 
     key = step_key(state.key, state.count, comm, shared=cfg.second.shared_key)
     coded = [
@@ -146,7 +139,7 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
         cfg.second.compress(mean.astype(flat.dtype), jax.random.fold_in(key, 2 * i + 1))
         for i, (mean, flat) in enumerate(zip(means, flats, strict=True))
     ]
-    # e = m + e - D₂(C₂(m + e)), of this worker's chunk.
+    # e = m + e - D₂(C₂(m + e))
     residuals = [
         with_value(e, _chunk_error(cfg.second, mean, payload, comm, flat.size)[: e.value.size])
         for e, mean, payload, flat in zip(state.residuals, means, coded, flats)
@@ -154,6 +147,7 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
     arrays, structure = jax.tree.flatten(coded)
     received = yield Messages(gather=arrays)
 
+    # mean = D₂(C₂(m + e)) and own = D(C(x)), chunk by chunk.
     gathered = structure.unflatten(received.gather)
     mean_flats = [_decode_chunks(cfg.second, payload, x) for payload, x in zip(gathered, chunks, strict=True)]
     own_flats = [_decode_chunks(cfg.compressor, payload, x) for payload, x in zip(payloads, chunks, strict=True)]
@@ -169,8 +163,9 @@ def _shards(cfg: _Config, groups: int) -> Reducer:
 def _shard_messages(
     compressor: Compressor, groups: int, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras
 ) -> Protocol:
-    del extras
+    """The first phase alone: each worker gets the means of its shards of all leaves."""
     leaves, tree = jax.tree.flatten(updates)
+    # Shards of leaves, not of one vector: row `j` has worker `j`'s shards of all leaves of a dtype, one payload.
     kinds = group_alike(leaves, lambda leaf: jnp.dtype(leaf.dtype))
     chunks = [concat_rows([leaves[i] for i in members], comm.size, groups=groups) for members in kinds]
     payloads, means = yield from _average_chunks(compressor, chunks, state, comm)
@@ -190,6 +185,7 @@ def _average_chunks(
 ) -> Generator[Messages, Messages, tuple[list[Payload], list[Array]]]:
     """Sends each chunk `[c]` of the arrays `[W, c]` to its worker; returns what was sent, and this worker's means."""
     key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
+    # Even numbers; the second phase draws from odd ones.
     keys = [jax.random.split(jax.random.fold_in(key, 2 * i), comm.size) for i in range(len(chunks))]
     payloads = [jax.vmap(compressor.compress)(*pair) for pair in zip(chunks, keys, strict=True)]
     arrays, structure = jax.tree.flatten(payloads)
@@ -199,22 +195,150 @@ def _average_chunks(
     return payloads, means
 
 
-def _pad_to(flat: Array, size: int) -> Array:
-    """Pads a residual that was never placed on a mesh, and has no padding yet."""
-    return jnp.pad(flat, (0, size - flat.size))
-
-
 def _chunk_decoder(compressor: Compressor, chunks: Array) -> Callable[[Payload], Array]:
     wide = jax.ShapeDtypeStruct(chunks.shape[1:], working_dtype(chunks.dtype))
     return lambda payload: compressor.decompress(payload, wide)
 
 
 def _decode_chunks(compressor: Compressor, payloads: Payload, chunks: Array) -> Array:
-    """Decodes all chunks into one vector."""
     return jax.vmap(_chunk_decoder(compressor, chunks))(payloads).ravel()
 
 
 def _chunk_error(compressor: Compressor, x: Array, payload: Payload, comm: Comm, size: int) -> Array:
-    """The compression error of this worker's chunk, with padding entries set to zero."""
+    """The compression error of this worker's chunk; zero in the padding, which is no part of the update."""
     error = x - compressor.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return clear_padding(error, size, comm.size, comm.index)
+
+
+@with_description
+def majority_vote() -> Reducer:
+    """The sign that most workers see: `mean = sgn(Σ_w sgn(x_w))` with `sgn(0) = +1`, so ties give +1; `own = sgn(x)`.
+
+    The magnitude is gone: an entry that most workers see slightly negative and one of them hugely positive moves down,
+    against the mean. For `f(x) = x / 4` with gradients 4 (a quarter of the time) and -1, the mean is 1/4 and the mean
+    sign -1/2: it climbs. Use it as in Signum, for averages over many steps, and with a small learning rate:
+    `chain(per_worker(ema(0.9)), all_reduce(majority_vote()), scale(-1e-4))`. No error feedback: the contribution
+    of a worker to a vote is undefined. An entry that is always zero still gets +1 every step, NaN votes -1.
+
+    *On the wire* for all `n` entries together: an all-to-all of packed signs and a gather of packed votes,
+    `2 (W-1) ⌈n / 8W⌉` bytes sent.
+
+    *State*: none. The law is `Law.NONE`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.reducers.majority_vote()
+      >>> def one_worker(x):
+      ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
+      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]]))[0].tolist()
+      [-1.0, -1.0]
+
+    References:
+      Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimization for Non-Convex Problems",
+      arXiv:1802.04434, 2018; "signSGD with Majority Vote is Communication Efficient and Fault Tolerant",
+      arXiv:1810.05291, 2018.
+    """
+
+    def messages(updates, state, comm, extras):
+        leaves, tree = jax.tree.flatten(updates)
+        if not leaves:
+            return Reduced(updates, updates), state
+        signs = [(leaf >= 0).astype(jnp.uint8) for leaf in leaves]
+        # Row `j` has the entries whose votes worker `j` counts; rows end with a whole byte.
+        ballots = rows(concatenate(signs), comm.size)
+        received = yield Messages(exchange=[pack(ballots, 1)])
+        ayes = jnp.sum(unpack(received.exchange[0], 1, ballots.shape[1]), axis=0, dtype=jnp.int32)
+        # sgn(Σ_w sgn(x_w)): at least half of the workers.
+        received = yield Messages(gather=[pack((2 * ayes >= comm.size).astype(jnp.uint8), 1)])
+        votes = unpack(received.gather[0], 1, ballots.shape[1]).ravel()
+        mean, own = (
+            [jnp.where(bit == 1, 1, -1).astype(leaf.dtype) for bit, leaf in zip(bits, leaves, strict=True)]
+            for bits in (from_vectors([votes], signs), signs)
+        )
+        return Reduced(tree.unflatten(mean), tree.unflatten(own)), state
+
+    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE)
+
+
+_NO_FEEDBACK = (
+    "error feedback around ring() feeds each worker the errors of whole partial sums, which grow with the number of "
+    "workers: use two_shot(), which sends the same bytes"
+)
+
+
+@with_description
+def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
+    """A ring all-reduce whose partial sums are decoded, added to and coded again at each of its `W` stations.
+
+    What a narrow dtype inside a collective does, shown in the open: use `two_shot`, which sends the same bytes and
+    codes twice whatever `W` is. Station `k` codes a sum of `k` gradients and all earlier errors: with an unbiased code
+    and `W` equal gradients `x`, the variance of that sum is `V_k = (1+ω) V_{k-1} + ω k² |x|²`, and that of the mean
+    `V_W / W²`, at least `ω |x|² W/3` (`two_shot`: `ω |x|² (1 + (1+ω)/W)`). `own` is `x` plus the errors that this
+    worker made, which makes the law exact, but those errors are as large as whole sums: error feedback around it would
+    grow them without bound, and is refused.
+
+    *On the wire* for a vector of `n` entries, cut into chunks of `c = ⌈n / W⌉`: `W-1` permutations and one all-gather
+    of the code of a chunk, `2 (W-1) bytes(c)` sent, one after the other.
+
+    *State* (replicated): a key and a count.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> reducer = jd.reducers.ring(jd.compressors.identity())
+      >>> def one_worker(x):
+      ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+      >>> jax.vmap(one_worker, axis_name="data")(jnp.arange(6.0).reshape(2, 3))[0].tolist()
+      [1.5, 2.5, 3.5]
+
+    References:
+      Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
+    """
+    forms = Forms(no_feedback=_NO_FEEDBACK)
+    return Reducer(partial(init_draws, seed), partial(_reduce_around_ring, compressor), forms=forms)
+
+
+def _reduce_around_ring(
+    compressor: Compressor, updates: Updates, state: DrawState, comm: Comm, extras: Extras = NO_EXTRAS
+) -> Result:
+    leaves, tree = jax.tree.flatten(updates)
+    flats, workers = vectors(leaves), comm.size
+    dtypes = [flat.dtype for flat in flats]
+    likes = [jax.ShapeDtypeStruct((-(-flat.size // workers),), working_dtype(flat.dtype)) for flat in flats]
+    # [W, c]: this worker's contribution to the chunks, to which its errors are added.
+    own = [
+        jnp.pad(flat, (0, -flat.size % workers)).reshape(workers, -1).astype(like.dtype)
+        for flat, like in zip(flats, likes, strict=True)
+    ]
+    key = step_key(state.key, state.count, comm, shared=compressor.shared_key)
+    onwards = [(i, (i + 1) % workers) for i in range(workers)]
+    sums: list[Array] = []
+    codes: list[Payload] = []
+    for station in range(workers):
+        # Chunk i starts at worker i, and is at worker i + k at station k.
+        place = (comm.index - station) % workers
+        mine = [lax.dynamic_index_in_dim(chunks, place, keepdims=False) for chunks in own]
+        sums = [x + y for x, y in zip(sums, mine, strict=True)] if station else mine
+        sums = [clear_padding(x, flat.size, workers, place) for x, flat in zip(sums, flats, strict=True)]
+        keys = [jax.random.fold_in(jax.random.fold_in(key, station), i) for i in range(len(own))]
+        codes = [compressor.compress(x.astype(t), k) for x, t, k in zip(sums, dtypes, keys, strict=True)]
+        decoded = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
+        # own = x + D(C(sum)) - sum
+        own = [
+            lax.dynamic_update_index_in_dim(chunks, x + after - before, place, 0)
+            for chunks, x, after, before in zip(own, mine, decoded, sums, strict=True)
+        ]
+        if station < workers - 1:
+            arrays, structure = jax.tree.flatten(codes)
+            codes = structure.unflatten(fuse_bytes(lambda x: comm.ppermute(x, onwards), arrays))
+            sums = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
+    arrays, structure = jax.tree.flatten(codes)
+    arrived = structure.unflatten(fuse_bytes(comm.all_gather, arrays))
+    # Worker i ends with the sum of chunk i + 1.
+    whole = [
+        jnp.roll(jax.vmap(lambda code, like=like: compressor.decompress(code, like))(payload), 1, axis=0)
+        for payload, like in zip(arrived, likes, strict=True)
+    ]
+    mean = tree.unflatten(from_vectors([chunks.ravel() / workers for chunks in whole], leaves))
+    own = tree.unflatten(from_vectors([chunks.ravel() for chunks in own], leaves))
+    reduced = Reduced(cast_like(mean, updates), comm.varying(cast_like(own, updates)))
+    return reduced, DrawState(state.key, next_count(state.count))

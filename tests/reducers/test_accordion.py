@@ -339,6 +339,105 @@ def test_the_batch_grows_once():
     assert next_size(4096, detector.before(state, 0.01)) == 4096
 
 
+def noisy(steps=40, workers=3):
+    """Gradients whose noise halves while the mean over workers stays: raw norms fall, that of the mean does not."""
+    rng = np.random.default_rng(1)
+    noise = 5 * rng.standard_normal((steps, workers, 50)) * 0.5 ** (np.arange(steps) // 8)[:, None, None]
+    return (1 + noise - noise.mean(1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 8), (5, 5)])
+def test_raw_and_reduced_gradients_have_verdicts_of_their_own(epoch, interval):
+    rows, settings = noisy(), {"epoch_steps": epoch, "interval_steps": interval, "eta": 0.2}
+    rates = np.ones(len(rows))
+    wanted = {
+        "raw": reference.levels(rows, rates, epoch=epoch, interval=interval, eta=0.2),
+        "reduced": reference.levels(rows.mean(1), rates, epoch=epoch, interval=interval, eta=0.2),
+    }
+    assert wanted["raw"] != wanted["reduced"]
+    reducers = (jd.exact(), top(0.1), jd.error_feedback(top(0.1)))
+    for reducer in reducers:
+        _, _, states = trajectory(jd.reducers.with_regime(reducer, **settings), rows)
+        assert levels_of(states).tolist() == wanted["raw"]
+    found, _ = verdicts(critical_regime(**settings), rows.mean(1))
+    assert found.tolist() == wanted["reduced"]
+
+
+def test_feedback_around_does_not_change_the_verdicts():
+    rows, settings = noisy(), {"epoch_steps": 3, "interval_steps": 8, "eta": 0.2}
+    reducer = jd.error_feedback(jd.reducers.with_regime(top(0.1), **settings))
+    _, _, states = trajectory(reducer, rows)
+    wanted = reference.levels(rows, np.ones(len(rows)), epoch=3, interval=8, eta=0.2)
+    assert levels_of(states.reducer).tolist() == wanted
+
+
+def test_a_verdict_costs_four_bytes_in_a_branch(mesh):
+    tx = jd.all_reduce(jd.reducers.with_regime(jd.compressed(jd.qsgd(4)), epoch_steps=2, interval_steps=6))
+    like = jnp.zeros(1024)
+
+    def step(state, batch):
+        means, opt = tx.update(batch[0], state.opt)
+        return State(means, opt), {}
+
+    state = jax.eval_shape(lambda: jd.init_state(lambda: State(like, tx.init(like)), 8))
+    compiled = jd.distribute(step, mesh).lower(state, jax.ShapeDtypeStruct((8, 1024), jnp.float32)).compile()
+    sent = {branch: jd.analysis.collectives(compiled, branch=branch) for branch in ("min", "max")}
+    verdict = [op for op in sent["max"].ops if op.kind == "all-reduce"]
+    assert [(op.dtype, op.bytes) for op in verdict] == [("float32", 4)]
+    assert [op.kind for op in sent["min"].ops] == ["all-gather"]
+
+
+def test_training_grows_its_batch_as_the_reference_does():
+    """Least squares by two workers: the sizes of all epochs and the parameters, in float64."""
+    small, large, images, epochs = 4, 16, 32, 7
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((images, 3))
+    targets = inputs @ np.array([1.0, -2.0, 3.0])
+    steps, next_size = images // small, accordion_batch(small, large)
+    reducer = jd.reducers.with_regime(jd.exact(), epoch_steps=steps, interval_steps=steps)
+    tx = jd.all_reduce(reducer)
+
+    def step(state, batch):
+        def loss(x, batch):
+            return 0.5 * jnp.mean((batch[:, :3] @ x - batch[:, 3]) ** 2)
+
+        _, gradient = jd.local_value_and_grad(loss)(state["x"], batch)
+        updates, opt = tx.update(gradient, state["opt"])
+        return {"x": state["x"] - state["rate"] * updates, "opt": opt, "rate": state["rate"]}, {}
+
+    run, data = jd.simulate(step, workers=2), np.concatenate([inputs, targets[:, None]], axis=1)
+    state = jd.init_state(lambda: {"x": jnp.zeros(3), "opt": tx.init(jnp.zeros(3)), "rate": jnp.zeros(())}, 2)
+    size, sizes = small, []
+    for _ in range(epochs):
+        size = next_size(size, state["opt"])
+        sizes.append(size)
+        state["rate"] = jnp.float32(0.02 * size / small)
+        for rows in data.reshape(-1, size, 4):
+            state, _ = run(state, jnp.asarray(rows, jnp.float32))
+
+    x, gradients, size, wanted = np.zeros(3), [], small, []
+    for _ in range(epochs):
+        levels = reference.levels(np.array(gradients), np.ones(len(gradients)), epoch=steps, interval=steps, full=True)
+        size = large if size == large else reference.batch_sizes([levels[-1]], small, large)[0]
+        wanted.append(size)
+        for rows in data.reshape(-1, size, 4):
+            each = [part[:, :3].T @ (part[:, :3] @ x - part[:, 3]) / len(part) for part in np.split(rows, 2)]
+            gradients.append(each)
+            x = x - 0.02 * size / small * np.mean(each, axis=0)
+    assert sizes == wanted
+    assert {small, large} == set(sizes)
+    np.testing.assert_allclose(state["x"], x, rtol=1e-4)
+
+
+def test_a_state_without_one_detector_is_named():
+    next_size, detector = accordion_batch(4, 8), critical_regime(epoch_steps=1, interval_steps=1)
+    state = detector.init(jnp.zeros(1))
+    assert next_size(4, {"opt": (state, jnp.zeros(2))}) == 4
+    for wrong, number in (({"x": jnp.zeros(1)}, 0), ((state, state), 2)):
+        with pytest.raises(ValueError, match=f"got {number}.*with_regime"):
+            next_size(4, wrong)
+
+
 def test_norms_stay_comparable_when_epochs_get_shorter():
     gradient = np.ones((8, 3), np.float32)
     _, long = verdicts(critical_regime(epoch_steps=8, interval_steps=8), gradient)

@@ -9,7 +9,7 @@ from workers import trajectory
 
 import jaxdist as jd
 from jaxdist import compressors as jc
-from jaxdist.compressors.optimal_levels import worst_variance
+from jaxdist.compressors.levels import worst_variance
 
 REDUCERS = {
     "coordinate": lambda **options: jd.reducers.alq(3, solver="coordinate", **({"norm": "l2", "block": 10} | options)),

@@ -8,7 +8,7 @@ from reference import sparse
 from workers import trajectory
 
 import jaxdist as jd
-from jaxdist.comm import counted, over, total_bytes
+from jaxdist.comm import count_sent, over, total_bytes
 from jaxdist.reducers import dgc
 
 
@@ -80,7 +80,7 @@ def test_the_warm_up_sends_at_each_density_for_its_part():
         def one_worker(x):
             state = reducer.init(x)
             state = state._replace(reducer=state.reducer._replace(count=count))
-            reducer.reduce(x, state, counted(over("data"), ledger))
+            reducer.reduce(x, state, count_sent(over("data"), ledger))
             return jnp.asarray(total_bytes(ledger), jnp.float32)
 
         return jax.vmap(one_worker, axis_name="data")(updates[0])[0]

@@ -28,6 +28,7 @@ def wrapped(case, axis):
     )
 
 
+@pytest.mark.sampled(5)
 @each_case
 def test_inside_the_wrappers_of_optax(name, request):
     """On the mesh and in simulation in turn; both with `--slow`."""
