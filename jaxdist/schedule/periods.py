@@ -1,4 +1,4 @@
-"""The number of local steps between two synchronizations: schedules of `H`, and `H_i` for workers of unequal speed.
+"""The number of local steps between two synchronizations: schedules of `H`, AdaComm, and `H_i` for unequal workers.
 
 A schedule is a function from the number of steps taken to the period, both `Int[Array, ""]`, for
 `local_steps(..., sync_period=)`. A round ends when its length reaches the current value of the schedule.
@@ -6,6 +6,7 @@ A schedule is a function from the number of steps taken to the period, both `Int
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,19 +22,11 @@ MOST = 2**30
 
 
 def constant(period: int) -> Period:
-    """`H` steps in every round.
+    """`H` steps in every round: 8 to 64 for plain averaging, up to 500 with DiLoCo.
 
-    Args:
-      period: `H`, at least 1. More sends less, and workers drift further apart: 8 to 64 for plain averaging, up to 500
-        with DiLoCo.
+    More steps mean less traffic, and workers that drift further apart.
 
-    Returns:
-      The schedule.
-
-    Raises:
-      ValueError: `period` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import constant
       >>> int(constant(30)(0))
       30
@@ -48,23 +41,16 @@ def constant(period: int) -> Period:
 def post_local(switch_step: int, period: int) -> Period:
     """Synchronous first, local later: 1 up to a step, then `H`.
 
-    Args:
-      switch_step: workers synchronize in every step before it; the step of the first decay of the learning rate.
-      period: `H` from then on: 8 to 16.
+    Workers synchronize in every step before `switch_step`, best that of the first decay of the learning rate; from then
+    on `H = period`, 8 to 16.
 
-    Returns:
-      The schedule.
-
-    Raises:
-      ValueError: `switch_step` is negative, or `period` below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import post_local
       >>> [int(post_local(2, 16)(step)) for step in range(4)]
       [1, 1, 16, 16]
 
     References:
-      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020.
+      Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020.
     """
     if switch_step < 0:
         raise ValueError(f"switch_step must not be negative, got {switch_step}")
@@ -76,7 +62,8 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
     """The quadratic synchronization rule: `H_t = max(H_base, floor((α / γ_t)²))`.
 
     As the rate decays, rounds grow longer, at a pace that keeps the drift within a round in proportion to the noise:
-    more is saved late in training, and the model found is flatter.
+    more is saved late in training, and the model found is flatter. The quotient is computed in float32, and a millionth
+    below an integer counts as that integer.
 
     Args:
       learning_rate: the schedule `γ_t` of the inner optimizer. During a warm-up of the rate `H` would be large: pass a
@@ -86,21 +73,14 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
       base: `H_base`, the shortest round: 2 to 8.
       most: the longest round, also at a rate of zero.
 
-    Returns:
-      The schedule. The quotient is computed in float32, and a millionth below an integer counts as that integer.
-
-    Raises:
-      ValueError: `alpha` is not positive, `base` below 1, or `most` below `base`.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import quadratic
       >>> rule = quadratic(lambda step: 0.008 / 2**step, 0.0175, 4)
       >>> [int(rule(step)) for step in range(4)]
       [4, 19, 76, 306]
 
     References:
-      Gu, Lyu, Arora, Zhang, Huang, "A Quadratic Synchronization Rule for Distributed Deep Learning", arXiv:2310.14423,
-      2024.
+      Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", arXiv:2310.14423, 2024.
     """
     if not alpha > 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
@@ -108,36 +88,28 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
     if not base <= most <= MOST:
         raise ValueError(f"most must be in [base={base}, {MOST}], got {most}")
 
-    def at(step):
+    def period_at(step):
         rate = jnp.asarray(learning_rate(step), jnp.float32)
         ratio = alpha / jnp.where(rate > 0, rate, 1)
         # Clipped before the conversion, since it may not fit an integer.
         steps = jnp.floor(jnp.minimum(jnp.minimum(ratio, 1e9) ** 2 * (1 + 1e-6), float(most))).astype(jnp.int32)
         return jnp.where(rate > 0, jnp.maximum(steps, base), most)
 
-    return at
+    return period_at
 
 
 def doubling(every: int, period: int) -> Period:
     """`H = min(period, 2^(t // every))`: 1 at first, doubled after each `every` steps.
 
-    Args:
-      every: steps between doublings; start with a hundredth of the training.
-      period: the final `H`.
+    Start with an `every` of a hundredth of the training.
 
-    Returns:
-      The schedule.
-
-    Raises:
-      ValueError: an argument is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import doubling
       >>> [int(doubling(10, 6)(step)) for step in (0, 9, 10, 20, 30, 10**6)]
       [1, 1, 2, 4, 6, 6]
 
     References:
-      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020 (warm-ups of `H`).
+      Lin et al., arXiv:1808.07217 (warm-ups of `H`).
     """
     _check("every", every)
     _check("period", period)
@@ -147,23 +119,13 @@ def doubling(every: int, period: int) -> Period:
 def linear(warmup_steps: int, period: int) -> Period:
     """From 1 to `H` linearly: `H_t = 1 + floor((H - 1) t / warmup_steps)`, then `H`.
 
-    Args:
-      warmup_steps: the number of steps until it is `H`.
-      period: `H`.
-
-    Returns:
-      The schedule.
-
-    Raises:
-      ValueError: an argument is below 1, or their product does not fit 31 bits.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import linear
       >>> [int(linear(8, 5)(step)) for step in (0, 1, 2, 4, 8, 100)]
       [1, 1, 2, 3, 5, 5]
 
     References:
-      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020 (warm-ups of `H`).
+      Lin et al., arXiv:1808.07217 (warm-ups of `H`).
     """
     _check("warmup_steps", warmup_steps)
     _check("period", period)
@@ -187,13 +149,7 @@ def proportional_steps(
       minimum: the fewest steps of a worker. DyLU's notebook has 5.
       rounding: "nearest" (Oscars; ties to even), or "down" (DyLU).
 
-    Returns:
-      `H_i`, integers.
-
-    Raises:
-      ValueError: speeds are empty or not positive, `period` or `minimum` is below 1, or `rounding` is unknown.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import proportional_steps
       >>> proportional_steps([1 / 0.58, 1 / 0.75, 1 / 1.51, 1 / 3.33], 20).tolist()
       [20, 15, 8, 3]
@@ -202,9 +158,9 @@ def proportional_steps(
 
     References:
       Huang, "Oscars: Adaptive Semi-Synchronous Parallel Model for Distributed Deep Learning with Global View",
-      arXiv:2102.08550, 2021. Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135,
-      2024 (DyLU). Lim et al., "Biased Local SGD for Efficient Deep Learning on Heterogeneous Systems",
-      arXiv:2508.08540, 2025.
+      arXiv:2102.08550, 2021.
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135, 2024 (DyLU).
+      Lim et al., "Biased Local SGD for Efficient Deep Learning on Heterogeneous Systems", arXiv:2508.08540, 2025.
     """
     rates = np.asarray(speeds, np.float64)
     if rates.ndim != 1 or not rates.size or not (np.isfinite(rates) & (rates > 0)).all():
@@ -232,3 +188,73 @@ def _check(name: str, value: float | int) -> None:
     check_whole(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+class AdaCommState(NamedTuple):
+    """The steps of a round, the loss and rate of the first interval, and the last rate: NaN before the first update."""
+
+    period: Int[Array, ""]
+    first_loss: Float[Array, ""]
+    first_rate: Float[Array, ""]
+    last_rate: Float[Array, ""]
+
+
+class AdaComm(NamedTuple):
+    """`init() -> state`; `update(state, *, loss, learning_rate) -> state` at the end of each interval."""
+
+    init: Callable[..., AdaCommState]
+    update: Callable[..., AdaCommState]
+
+
+def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
+    """Updates `H` after each interval: `H_l = ceil(H_0 sqrt(γ_0 / γ_l · F_l / F_0))`, or half of it if it did not fall.
+
+    Early, when the loss is high, long rounds save most time; late, short ones leave less noise. If the learning rate is
+    unchanged and the formula gives no fewer steps than now, `H` is halved. If the rate has dropped, the formula holds
+    even if it gives more.
+
+    *State*: four replicated numbers. Pass `state.period` to the update of `local_steps` as `sync_period=`.
+
+    Start with an `H_0` (`period`) with which communication takes a tenth of the time; no round is longer than `most`.
+    The user chooses the intervals, each epoch or a time that is the same on all workers; `loss` must be the mean over
+    workers. The first update, with the loss at the start, sets the reference for the others.
+
+    Examples:
+      >>> from jaxdist.schedule import ada_comm
+      >>> rule = ada_comm(20)
+      >>> state, periods = rule.init(), []
+      >>> for loss in (2.0, 0.5, 0.6, 0.1):
+      ...     state = rule.update(state, loss=loss, learning_rate=0.1)
+      ...     periods.append(int(state.period))
+      >>> periods
+      [20, 10, 5, 2]
+
+    References:
+      Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update SGD",
+      arXiv:1810.08313, 2019.
+    """
+    check_whole("period", period)
+    if not 1 <= period <= most:
+        raise ValueError(f"period must be in [1, most={most}], got {period}")
+
+    def init() -> AdaCommState:
+        # Four separate arrays, since a step may donate them.
+        return AdaCommState(jnp.asarray(period, jnp.int32), *(jnp.full((), jnp.nan, jnp.float32) for _ in range(3)))
+
+    def update(state, *, loss, learning_rate) -> AdaCommState:
+        loss, rate = jnp.asarray(loss, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
+        is_first = jnp.isnan(state.first_loss)
+        first_loss = jnp.where(is_first, loss, state.first_loss)
+        first_rate = jnp.where(is_first, rate, state.first_rate)
+        # H_0 sqrt(γ_0 / γ · F / F_0), of which a millionth above an integer counts as that integer.
+        ratio = (first_rate / rate) * (loss / first_loss)
+        wanted = jnp.ceil(jnp.clip(period * jnp.sqrt(ratio) * (1 - 1e-6), 1.0, float(most)))
+        # A loss or a rate that is zero or not finite leaves the period as it is.
+        wanted = jnp.where(jnp.isfinite(ratio), wanted, state.period).astype(jnp.int32)
+        halved = jnp.maximum(state.period // 2, 1)
+        # The paper's γ: no progress at an unchanged rate halves the round.
+        stuck = (wanted >= state.period) & (rate == state.last_rate)
+        new = jnp.where(is_first, period, jnp.where(stuck, halved, wanted)).astype(jnp.int32)
+        return AdaCommState(new, first_loss, first_rate, rate)
+
+    return AdaComm(init, update)

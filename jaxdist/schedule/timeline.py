@@ -1,11 +1,11 @@
-"""Simulations of a step on one link, event by event: partitions, priorities and credit (ByteScheduler)."""
+"""Simulations of a step on one link, event by event: partitions, priorities and credit (ByteScheduler, Peng et al.)."""
 
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-from .profile import Profile, not_negative, positive, profile_lists
+from .profile import Profile, counts_of, not_negative, positive, profile_lists
 
 # About the number of messages that are simulated in two seconds. Real links are bound by latency long before.
 MOST_MESSAGES = 2**20
@@ -63,22 +63,15 @@ def timeline(
       bandwidth: bytes a second.
       policy: the order of messages that are ready. Priority helps only without a barrier.
       partition_bytes: the size of the messages that layers are cut into. Smaller lets urgent layers overtake sooner and
-        pays the overhead more often. None: each layer is one message.
+        pays the overhead more often; more than a million messages are refused. None: each layer is one message.
       credit_bytes: the bytes that may be under way before the queue waits. One partition gives urgent layers the least
         delay; more hides the latency. None: no limit.
       overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
       latency: seconds after its last byte until a message counts as done, while others are on the link already.
       barrier: start the forward pass only after the last gradient, as frameworks do by default.
 
-    Returns:
-      The timeline.
-
-    Raises:
-      ValueError: a number is negative (or, except overhead and latency, zero), the profile's lists do not match, or
-        the partition gives more than a million messages.
-
-    Example:
-      Three layers, the last of them large. Without partitions its gradient, ready first, delays that of layer 0.
+    Examples:
+      The last of three layers is large. Without partitions its gradient, ready first, delays that of layer 0.
 
       >>> from jaxdist.schedule import Profile, timeline
       >>> profile = Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2])
@@ -89,8 +82,7 @@ def timeline(
       (13.0, (7.0, 5.0, 10.0))
 
     References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019. Jayarajan
-      et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
+      Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
     """
     ready, sizes, forward = profile_lists(profile)
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
@@ -117,31 +109,16 @@ def step_timeline(
     ended, after the last message. So `"fifo"` hides most, and `"priority"` nothing: its first message has the gradient
     that is ready last.
 
-    Args:
-      profile: the layers; merge them with `merged` if several make one.
-      bandwidth: bytes a second.
-      order: as for `partitioned`.
-      partition_bytes: the size of the messages that layers are cut into. None: each layer is one message.
-      credit_bytes: the bytes that may be under way, in whole partitions. None: no limit.
-      overhead: seconds that each message occupies the link beside its bytes, the `α` of the α-β model.
-      latency: seconds after its last byte until a message counts as done, while others are on the link already.
+    Other arguments are those of `timeline`; credit counts in whole partitions. The makespan is never less than
+    `optimum(barrier=True)`.
 
-    Returns:
-      The timeline. It never takes less than `optimum(barrier=True)`.
+    An order of numbers names each layer once for each of its messages.
 
-    Raises:
-      ValueError: a number is negative (or, except overhead and latency, zero), the profile's lists do not match, the
-        partition gives more than a million messages, or `order` does not name each layer once for each partition.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import Profile, step_timeline
       >>> profile = Profile(ready=[6, 4, 2], sizes=[1, 1, 6], forward=[2, 2, 2])
       >>> [step_timeline(profile, bandwidth=1, order=order).makespan for order in ("fifo", "priority")]
       [16.0, 20.0]
-
-    References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (the global
-      barrier).
     """
     ready, sizes, forward = profile_lists(profile)
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
@@ -153,6 +130,7 @@ def step_timeline(
     elif sorted(order) != [i for i, count in enumerate(counts) for _ in range(count)]:
         raise ValueError(f"order must name each layer once for each of its messages, {counts}, got {list(order)}")
     most = partition_bytes or max(sizes) or 1
+    # The number of messages that may be under way.
     window = math.inf if credit_bytes is None else math.ceil(credit_bytes / most)
     done, messages, part, free = list(ready), [], [0] * len(ready), 0.0
     for m, layer in enumerate(order):
@@ -174,12 +152,6 @@ def _with_forward_pass(done: list[float], messages: list[TimedMessage], forward:
         now = start + seconds
         passes.append((start, now))
     return Timeline(tuple(done), tuple(messages), tuple(passes), now)
-
-
-def counts_of(sizes: list[float], partition_bytes: float | int | None) -> list[int]:
-    """The number of messages of each layer."""
-    most = math.inf if partition_bytes is None else partition_bytes
-    return [math.ceil(size / most) if size > most else int(size > 0) for size in sizes]
 
 
 def _check_count(sizes: list[float], partition_bytes: float | int | None) -> list[int]:

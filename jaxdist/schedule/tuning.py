@@ -56,15 +56,11 @@ def tune(
       seed: of the draws.
       start: settings to try first; numbers outside their range are moved into it.
 
-    Returns:
-      The best trial, and all trials.
-
     Raises:
-      ValueError: a range is empty or not positive, there is nothing to choose from, `start` has other settings than
-        `space`, `evaluations` is below 1, or no trial was finite.
+      ValueError: an argument is out of range, `start` has other settings than `space`, or no trial was finite.
       ModuleNotFoundError: optuna is missing.
 
-    Example:
+    Examples:
       >>> from jaxdist.schedule import Profile, Range, starting_point, timeline, tune
       >>> profile, link = Profile([6, 4, 2], [1e9, 1e9, 6e9], [2, 2, 2]), {"bandwidth": 1e9, "overhead": 0.01}
       >>> best = tune(
@@ -75,28 +71,23 @@ def tune(
       >>> len(best.trials), best.seconds < 13.6
       (15, True)
 
-      The names in `space` are free: buckets, and whether to reduce in two levels, as BAGUA does.
-
-      >>> best = tune(
-      ...     lambda bucket_bytes, hierarchical: bucket_bytes / 1e9 + 1e-3 * 1e8 / bucket_bytes - 0.01 * hierarchical,
-      ...     space={"bucket_bytes": Range(2**20, 2**27), "hierarchical": [False, True]},
-      ... )
-      >>> best.settings["hierarchical"]
-      True
-
     References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (Gaussian
-      processes instead). Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011.
+      Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011. (ByteScheduler uses Gaussian
+      processes.)
     """
     if evaluations < 1:
         raise ValueError(f"evaluations must be at least 1, got {evaluations}")
     for name, choices in space.items():
         _check_choices(name, choices)
     first_trials = [_clip_to_space(space, settings) for settings in start]
-    optuna = _optuna()
+    try:
+        import optuna
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError("tuning needs optuna: pip install 'jaxdist[tune]'") from missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(1, evaluations // 3), multivariate=True)
+    # The level is global: it is set back after the search.
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
@@ -108,6 +99,7 @@ def tune(
             trial = study.ask()
             settings = {name: _suggest(trial, name, choices) for name, choices in space.items()}
             seconds = float(measure(**settings))
+            # The sampler refuses NaN.
             seconds = seconds if math.isfinite(seconds) else math.inf
             study.tell(trial, seconds)
             trials.append(Trial(settings, seconds))
@@ -125,28 +117,14 @@ def starting_point(
     """Starting values for tuning partition and credit of a `timeline`.
 
     The partition minimizes `bound` with a credit of the same size: `δ = sqrt(θ B Σ s / 2)`. The credit is one partition
-    and the bytes that the link sends during the latency, so that the link never waits: `c = δ + λ B`.
+    and the bytes that the link sends during the latency λ, so that the link never waits: `c = δ + λ B`. Without
+    overhead there are a thousand messages.
 
-    Args:
-      profile: the layers.
-      bandwidth: `B`, bytes a second.
-      overhead: `θ`, seconds that each message occupies the link beside its bytes. 0 gives a thousand messages.
-      latency: `λ`, seconds after its last byte until a message counts as done.
-
-    Returns:
-      `partition_bytes` and `credit_bytes`.
-
-    Raises:
-      ValueError: a number is not positive (`overhead`, `latency`: negative), or the profile's lists do not match.
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import Profile, starting_point
       >>> profile = Profile(ready=[6, 4, 2], sizes=[1e9, 1e9, 6e9], forward=[2, 2, 2])
       >>> starting_point(profile, bandwidth=1e9, overhead=0.01, latency=0.1)
       {'partition_bytes': 200000000, 'credit_bytes': 300000000}
-
-    References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
     """
     total = sum(profile_lists(profile)[1])
     positive(bandwidth=bandwidth)
@@ -172,20 +150,11 @@ def step_seconds(
       trim: the share that is left out at each end.
       clock: returns the time in seconds.
 
-    Returns:
-      Seconds.
-
-    Raises:
-      ValueError: `steps` is below 1, `warmup` negative, or `trim` not in [0, 0.5).
-
-    Example:
+    Examples:
       >>> from jaxdist.schedule import step_seconds
       >>> times = iter([0, 9, 9, 10, 10, 11, 11, 15])
       >>> step_seconds(lambda: None, steps=3, trim=0.34, clock=lambda: next(times))
       1.0
-
-    References:
-      Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019 (its tuner).
     """
     if steps < 1 or warmup < 0 or not 0 <= trim < 0.5:
         raise ValueError(
@@ -196,18 +165,9 @@ def step_seconds(
         begin = clock()
         step()
         times.append(clock() - begin)
-    counted = sorted(times[warmup:])
     # At least one remains, since trim is below a half.
     out = int(trim * steps)
-    return float(np.mean(counted[out : steps - out]))
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("tuning needs optuna: pip install 'jaxdist[tune]'") from missing
-    return optuna
+    return float(np.mean(sorted(times[warmup:])[out : steps - out]))
 
 
 def _check_choices(name: str, choices: Range | Sequence[Any]) -> None:

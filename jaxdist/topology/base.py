@@ -21,17 +21,12 @@ class Permutation(NamedTuple):
       weights: the weight that each of the `W` workers gives to the model it receives; 0 where it receives none.
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[Edge, ...]
     weights: tuple[float, ...]
 
 
 class Round(NamedTuple):
-    """One step of gossip.
-
-    Attributes:
-      messages: the permutations along which models are sent, one after the other.
-      self_weights: the weight that each worker gives to its own model.
-    """
+    """One step of gossip: permutations of models, one after the other, and each worker's weight for its own model."""
 
     messages: tuple[Permutation, ...]
     self_weights: tuple[float, ...]
@@ -54,16 +49,9 @@ class Topology(NamedTuple):
 
 
 def matrix(topology: Topology, step: int = 0) -> Float[np.ndarray, "w w"]:
-    """The mixing matrix of a step: row `i` contains the weights that worker `i` gives to each model.
+    """The mixing matrix `W [w, w]` of a step, `x <- W x`: row `i` has the weights that worker `i` gives to each model.
 
-    Args:
-      topology: the graph.
-      step: the number of the step; rounds repeat.
-
-    Returns:
-      `W [w, w]` in float64: one step of gossip is `x <- W x`.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.matrix(topology.ring(4)).round(2).tolist()[0]
       [0.33, 0.33, 0.0, 0.33]
@@ -119,18 +107,10 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
     Arcs are colored so that no worker sends or receives two messages of a color. The number of colors is the largest
     number of neighbors of a worker, which is the minimum.
 
-    Args:
-      weights: `[w, w]`; entry `[i, j]` is the weight that worker `i` gives to the model of `j`. Rows must sum to 1
-        (averaging) or columns (push-sum, for `sgp`); both for all methods except `sgp`.
-      name: for messages and plots.
+    Entry `[i, j]` is the weight that worker `i` gives to the model of `j`. Rows must sum to 1 (averaging) or columns
+    (push-sum, for `sgp`); both for all methods except `sgp`.
 
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: `weights` is not square or not finite, or neither rows nor columns sum to 1.
-
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from jaxdist import topology
       >>> pair = topology.from_matrix(np.full((2, 2), 0.5))
@@ -141,7 +121,6 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
       Kőnig, "Über Graphen und ihre Anwendung auf Determinantentheorie und Mengenlehre", 1916 (the coloring).
     """
     weights = np.asarray(weights, float)
-    # Checks: a finite square matrix, stochastic in at least one direction.
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or not weights.size:
         raise ValueError(f"the mixing matrix must be square, got shape {weights.shape}")
     if not np.isfinite(weights).all():
@@ -153,6 +132,7 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
             f"{weights.sum(1).round(4).tolist()}"
         )
     count = len(weights)
+    # An arc from j to i for each weight that i gives to the model of j.
     arcs = [(j, i) for i in range(count) for j in range(count) if i != j and weights[i, j]]
     messages = []
     for pairs in color_arcs(arcs):
@@ -166,24 +146,15 @@ def from_matrix(weights: Float[np.ndarray, "rows columns"], *, name: str = "cust
 def from_edges(workers: int, edges: Sequence[Edge], *, name: str = "custom") -> Topology:
     """Any undirected graph, with Metropolis weights: `W_ij = 1 / (1 + max(d_i, d_j))` for degrees `d`.
 
-    Args:
-      workers: their number `W`.
-      edges: the pairs of neighbors, in either direction.
-      name: for messages and plots.
+    Edges are pairs of neighbors, in either direction. The matrix is symmetric and doubly stochastic.
 
-    Returns:
-      A static topology whose matrix is symmetric and doubly stochastic.
-
-    Raises:
-      ValueError: an edge names a worker that does not exist, or joins a worker with itself.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.matrix(topology.from_edges(3, [(0, 1), (1, 2)])).round(2).tolist()[1]
       [0.33, 0.33, 0.33]
 
     References:
-      Xiao, Boyd, Kim, "Distributed average consensus with least-mean-square deviation", 2007 (Metropolis weights).
+      Xiao et al., "Distributed average consensus with least-mean-square deviation", 2007 (Metropolis weights).
     """
     check_workers(workers)
     edges = unique_edges(workers, edges)

@@ -85,6 +85,7 @@ class _EdgeColoring:
             # Now `color_of_last` is free at `x` too.
             self._swap_path(x, color_of_last, color_of_x)
         # The longest prefix that is still a fan and ends where `color_of_last` is free.
+        last = 0
         for end, node in enumerate(fan):
             if end and (fan[end - 1], self.colors[min(x, node), max(x, node)]) in self.neighbor:
                 break

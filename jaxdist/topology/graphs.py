@@ -1,4 +1,9 @@
-"""Graphs that are the same in every step."""
+"""Graphs that are the same in every step, for `W = workers`.
+
+References:
+  Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
+  Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021 (trees).
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,23 +19,13 @@ def ring(workers: int, *, directed: bool = False) -> Topology:
     *Sent* in a step: 2 models (1 with `directed`, and with two workers), whatever `W`. It mixes slowly: the spectral
     gap falls as `1/W²`, .2 for 8 workers and .05 for 16.
 
-    Args:
-      workers: their number `W`; a single worker has no neighbors.
-      directed: send only to the next one. The matrix is not symmetric: not for `d2` and compressed methods.
+    A directed ring has no symmetric matrix: not for `d2` and compressed methods. `λ_min` is `-1/3` for an even number
+    of workers.
 
-    Returns:
-      A static topology; `λ_min` is `-1/3` for an even number of workers.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.ring(8)), 4)
       0.8047
-
-    References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers)
     moves = [shift(workers, 1)] if directed else [shift(workers, 1), shift(workers, -1)]
@@ -44,21 +39,13 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
 
     Args:
       workers: their number `W`.
-      shape: the sides, two or more, each at least 2. By default the plane nearest to a square.
+      shape: the sides, two or more, each at least 2. By default the plane nearest to a square; there is none if `W` is
+        prime.
 
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: the product of `shape` is not `W`, or `W` is prime and `shape` is not given.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.torus(16)), 4)
       0.6
-
-    References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers, 4)
     if shape is None:
@@ -72,6 +59,7 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
             f"the shape of a torus of {workers} workers must have two sides or more, each at least 2, with the product "
             f"{workers}, got {sides}"
         )
+    # Along a side of two workers both directions are one move, which `permutation_round` takes once.
     grid = np.arange(workers).reshape(sides)
     moves = [np.roll(grid, step, axis).reshape(-1).tolist() for axis in range(len(sides)) for step in (-1, 1)]
     return cycle_rounds("torus " + " x ".join(map(str, sides)), workers, [permutation_round(workers, moves)])
@@ -80,25 +68,16 @@ def torus(workers: int, *, shape: Sequence[int] | None = None) -> Topology:
 def hypercube(workers: int) -> Topology:
     """Each worker averages with those whose number differs in one bit: `log2 W` neighbors.
 
-    *Sent* in a step: `log2 W` models. `ρ = (d-1)/(d+1)` for `d = log2 W`.
+    *Sent* in a step: `log2 W` models. `W` must be a power of two; `ρ = (d-1)/(d+1)` for `d = log2 W`.
 
-    Args:
-      workers: `W`, a power of two.
-
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: `W` is not a power of two.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.hypercube(8)), 4)
       0.5
 
     References:
-      Nedić, Olshevsky, Rabbat, "Network Topology and Communication-Computation Tradeoffs in Decentralized
-      Optimization", arXiv:1709.08765, 2018.
+      Nedić et al., "Network Topology and Communication-Computation Tradeoffs in Decentralized Optimization",
+      arXiv:1709.08765, 2018.
     """
     check_workers(workers)
     if workers & (workers - 1):
@@ -113,29 +92,16 @@ def hypercube(workers: int) -> Topology:
 def complete(workers: int) -> Topology:
     """Each worker averages with all others: one step is the mean. `gossip` then runs a single all-reduce.
 
-    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a separate message.
+    *Sent* in a step: `2(W-1)/W` models by an all-reduce; `W-1` where each neighbor gets a separate message. `ρ = 0`.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A static topology, `ρ = 0`.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.mixing_rate(topology.complete(5))
       0.0
-
-    References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     check_workers(workers)
-    return cycle_rounds(
-        "complete", workers, [permutation_round(workers, [shift(workers, step) for step in range(1, workers)])]
-    )
+    moves = [shift(workers, step) for step in range(1, workers)]
+    return cycle_rounds("complete", workers, [permutation_round(workers, moves)])
 
 
 def exponential(workers: int) -> Topology:
@@ -144,53 +110,29 @@ def exponential(workers: int) -> Topology:
     *Sent* in a step: `ceil(log2 W)` models. It mixes as well as a hypercube, for any number of workers; its matrix is
     doubly stochastic but not symmetric: not for `d2` and compressed methods.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.exponential(16)), 4)
       0.6
 
     References:
-      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training",
-      arXiv:2110.13363, 2021.
+      Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", arXiv:2110.13363, 2021.
     """
     check_workers(workers)
-    return cycle_rounds(
-        "exponential", workers, [permutation_round(workers, [shift(workers, step) for step in powers(workers)])]
-    )
+    moves = [shift(workers, step) for step in powers(workers)]
+    return cycle_rounds("exponential", workers, [permutation_round(workers, moves)])
 
 
 def star(workers: int) -> Topology:
     """Worker 0 averages with all others, and each of them only with worker 0 (Metropolis weights).
 
     *Sent* in a step: `W-1` models by worker 0, one after the other, and one by each other worker: a tree of smaller
-    degree is nearly always better.
+    degree is nearly always better. `ρ = 1 - 1/W`.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A static topology, `ρ = 1 - 1/W`.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.star(8)), 4)
       0.875
-
-    References:
-      Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
-      Data", arXiv:2110.04175, 2021 (trees for relaying).
     """
     check_workers(workers)
     return from_edges(workers, [(0, i) for i in range(1, workers)], name="star")
@@ -202,22 +144,10 @@ def path(workers: int) -> Topology:
     *Sent* in a step: 2 models, 1 at the ends. For gossip it is the slowest connected graph; for relaying the delay
     between two workers is their distance, up to `W-1` steps.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.path(8)), 4)
       0.9493
-
-    References:
-      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021.
     """
     check_workers(workers)
     return from_edges(workers, [(i, i + 1) for i in range(workers - 1)], name="path")
@@ -228,22 +158,10 @@ def binary_tree(workers: int) -> Topology:
 
     *Sent* in a step: up to 3 models. For relaying the delay between two workers is at most `2 log2 W` steps.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> len(topology.binary_tree(15).rounds[0].messages)
       3
-
-    References:
-      Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", arXiv:2110.04175, 2021.
     """
     check_workers(workers)
     return from_edges(workers, [((i - 1) // 2, i) for i in range(1, workers)], name="binary tree")
@@ -253,28 +171,18 @@ def digraph(workers: int, arcs: Sequence[tuple[int, int]], *, name: str = "digra
     """Any directed graph; each worker divides its model into equal shares for itself and its destinations.
 
     The matrix is column-stochastic, so the mean of all models is kept; `sgp` weighs the models that arrive, and is the
-    only method that turns them into an average.
+    only method that turns them into an average. `arcs` has `(source, destination)` of each link.
 
-    Args:
-      workers: their number `W`.
-      arcs: `(source, destination)` of each link.
-      name: for messages and plots.
-
-    Returns:
-      A static topology.
-
-    Raises:
-      ValueError: an arc names a worker that does not exist, or joins a worker with itself.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.matrix(topology.digraph(3, [(0, 1), (0, 2), (1, 0), (2, 0)])).round(2).tolist()[0]
       [0.33, 0.5, 0.5]
 
     References:
-      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
+      Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
     """
     check_workers(workers)
+    # Column j: what worker j sends, in equal shares.
     weights = np.eye(workers)
     for source, destination in arcs:
         if not (0 <= source < workers and 0 <= destination < workers) or source == destination:

@@ -14,24 +14,16 @@ def mixing_rate(topology: Topology) -> float:
     For one matrix `‖W - J‖_2`, `J` the matrix of the mean; for several `‖Π_t W_t - J‖_2^(1/T)`. 0: exact after one
     cycle; 1: no consensus. For a matrix that is only column-stochastic (push-sum), the second largest eigenvalue.
 
-    Args:
-      topology: the graph.
-
-    Returns:
-      A number in [0, 1].
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.mixing_rate(topology.ring(16)), 4), topology.mixing_rate(topology.one_peer_exponential(16))
       (0.9493, 0.0)
-
-    References:
-      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
     workers, cycle = topology.workers, len(topology.order)
     if workers == 1:
         return 0.0
     if not is_doubly_stochastic(topology):
+        # Push-sum: the eigenvalue of the limit is 1, and the next one is the rate.
         product = np.linalg.multi_dot([np.eye(workers), *(matrix(topology, t) for t in reversed(range(cycle)))])
         return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2] ** (1 / cycle))
     mean_matrix = np.full((workers, workers), 1 / workers)
@@ -52,21 +44,16 @@ def expected_mixing_rate(topology: Topology) -> float:
 
     Papers state the rate of random graphs in this form. For a single matrix it is `mixing_rate`.
 
-    Args:
-      topology: the graph; each of its rounds is a draw.
-
-    Returns:
-      A number in [0, 1].
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.expected_mixing_rate(topology.ring(16)), 4)
       0.9493
 
     References:
-      Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
+      Boyd et al., "Randomized gossip algorithms", 2006.
     """
     different = matrices(topology)
+    # E[W'W] over the rounds, each weighted by how often the order names it.
     squares = np.array([weights.T @ weights for weights in different])
     counts = np.bincount(topology.order, minlength=len(different)) / len(topology.order)
     mean_matrix = np.full(squares.shape[1:], 1 / topology.workers)
@@ -76,42 +63,24 @@ def expected_mixing_rate(topology: Topology) -> float:
 def spectral_gap(topology: Topology) -> float:
     """`1 - ρ`: 1 for the complete graph, near 0 for a long ring. The larger, the faster workers reach consensus.
 
-    Args:
-      topology: the graph.
-
-    Returns:
-      A number in [0, 1].
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.spectral_gap(topology.torus(16)), 4)
       0.4
-
-    References:
-      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
     """
     return 1 - mixing_rate(topology)
 
 
 def smallest_eigenvalue(topology: Topology) -> float:
-    """`λ_min`, the smallest eigenvalue over all rounds. `d2` needs more than `-1/3`.
+    """`λ_min`, the smallest eigenvalue over all rounds of a graph with symmetric weights. `d2` needs more than `-1/3`.
 
-    Args:
-      topology: a graph with symmetric weights.
-
-    Returns:
-      A number in [-1, 1].
-
-    Raises:
-      ValueError: a matrix is not symmetric.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.smallest_eigenvalue(topology.hypercube(8)), 4)
       -0.5
 
     References:
-      Tang, Lian, Yan, Zhang, Liu, "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018.
+      Tang et al., "D²: Decentralized Training over Decentralized Data", arXiv:1803.07068, 2018.
     """
     if not is_symmetric(topology):
         raise ValueError(
@@ -123,19 +92,10 @@ def smallest_eigenvalue(topology: Topology) -> float:
 def is_symmetric(topology: Topology) -> bool:
     """Checks whether `W_ij = W_ji` in every round.
 
-    Args:
-      topology: the graph.
-
-    Returns:
-      True if all matrices are symmetric.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.is_symmetric(topology.ring(8)), topology.is_symmetric(topology.exponential(8))
       (True, False)
-
-    References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     return all(np.allclose(weights, weights.T, rtol=0, atol=TOLERANCE) for weights in matrices(topology))
 
@@ -143,40 +103,25 @@ def is_symmetric(topology: Topology) -> bool:
 def is_doubly_stochastic(topology: Topology) -> bool:
     """Checks whether rows and columns sum to 1 in every round, so that mixing keeps the mean and converges to it.
 
-    Args:
-      topology: the graph.
-
-    Returns:
-      True if all matrices are doubly stochastic.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.is_doubly_stochastic(topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)]))
       False
-
-    References:
-      Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv:1705.09056, 2017.
     """
     sums = [weights.sum(axis) for weights in matrices(topology) for axis in (0, 1)]
     return all(np.allclose(x, 1, rtol=0, atol=TOLERANCE) for x in sums)
 
 
 def lazy(topology: Topology) -> Topology:
-    """`(I + W) / 2` in place of `W`: it mixes half as fast, and has no eigenvalue below 0.
+    """`(I + W) / 2` in place of `W`: the same messages, which mix half as fast, and no eigenvalue below 0.
 
-    Args:
-      topology: the graph.
-
-    Returns:
-      A topology with the same messages and other weights.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.matrix(topology.lazy(topology.ring(4))).round(3).tolist()[0]
       [0.667, 0.167, 0.0, 0.167]
 
     References:
-      Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
+      Yuan et al., "Exact Diffusion for Distributed Optimization and Learning", arXiv:1702.05122, 2019.
     """
     rounds = []
     for round in topology.rounds:

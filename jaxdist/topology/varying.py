@@ -1,8 +1,22 @@
 """Graphs that change from step to step: few messages in each, and fast mixing over several."""
 
-import numpy as np
+from typing import NamedTuple
 
-from .base import Topology, check_rounds, check_workers, cycle_rounds, matching_round, permutation_round
+import numpy as np
+from jaxtyping import Float
+
+from .base import (
+    Edge,
+    Round,
+    Topology,
+    check_rounds,
+    check_workers,
+    cycle_rounds,
+    matching_round,
+    matrix,
+    permutation_round,
+)
+from .coloring import color_edges
 from .graphs import powers, shift
 
 
@@ -10,67 +24,44 @@ def one_peer_exponential(workers: int) -> Topology:
     """In step `t` every worker sends to the one `2^(t mod d)` places ahead, `d = ceil(log2 W)`, and averages.
 
     *Sent* in a step: one model. If `W` is a power of two, all models are equal to their mean, exactly, after `d` steps;
-    for other numbers the consensus error shrinks by some factor in `d` steps (.22 for 6 workers, .21 for 12).
+    for other numbers the consensus error shrinks by some factor in `d` steps (.22 for 6 workers, .21 for 12). Directed
+    and doubly stochastic.
 
-    Args:
-      workers: their number `W`.
-
-    Returns:
-      A topology of `d` rounds. It is directed and doubly stochastic.
-
-    Raises:
-      ValueError: `workers` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> [topology.one_peer_exponential(8).rounds[t].messages[0].pairs[0] for t in range(3)]
       [(0, 1), (0, 2), (0, 4)]
 
     References:
-      Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for Decentralized Deep Training",
-      arXiv:2110.13363, 2021. Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning",
-      arXiv:1811.10792, 2019.
+      Ying et al., arXiv:2110.13363 (exponential graphs). Assran et al., arXiv:1811.10792 (SGP).
     """
     check_workers(workers)
-    steps = powers(workers) or [0]
-    return cycle_rounds(
-        "one-peer exponential", workers, [permutation_round(workers, [shift(workers, step)]) for step in steps]
-    )
+    rounds = [permutation_round(workers, [shift(workers, step)]) for step in powers(workers) or [0]]
+    return cycle_rounds("one-peer exponential", workers, rounds)
 
 
 def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topology:
-    """In each step the workers average in pairs, drawn at random.
+    """In each step the workers average in pairs, drawn at random (Boyd et al., "Randomized gossip algorithms", 2006).
 
     *Sent* in a step: one model. The expected square of the consensus error shrinks by `½(1 - 1/(W-1))`, or by a little
     less with an odd number of workers, of which one is left out.
 
-    Args:
-      workers: their number `W`.
-      rounds: how many matchings are drawn; they repeat after that. Each is in the compiled program once.
-      seed: of the draw.
+    After `rounds` matchings they repeat; a compiled program contains each once.
 
-    Returns:
-      A topology of `rounds` rounds, symmetric.
-
-    Raises:
-      ValueError: `workers` or `rounds` is below 1.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.random_matchings(4).rounds[0].messages[0].pairs
       ((0, 2), (1, 3), (2, 0), (3, 1))
-
-    References:
-      Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip algorithms", 2006.
     """
     check_workers(workers)
     check_rounds(rounds)
     rng = np.random.default_rng(seed)
     drawn_rounds = []
     for _ in range(rounds):
+        # Neighbors in a random order are pairs; the last of an odd number is left out.
         seats = rng.permutation(workers).tolist()
         edges = sorted((min(pair), max(pair)) for pair in zip(seats[::2], seats[1::2], strict=False))
-        drawn_rounds.append(matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
+        drawn_rounds.append(_pairing_round(workers, edges))
     return cycle_rounds("random matchings", workers, drawn_rounds)
 
 
@@ -87,19 +78,13 @@ def relabeled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: boo
       halves: even workers change places only with even ones, and odd ones with odd ones: then all rounds together are
         bipartite, as `asynchronous.rules.ad_psgd` needs them. It mixes a little more slowly.
 
-    Returns:
-      A topology of `rounds` rounds, symmetric.
-
-    Raises:
-      ValueError: `workers` or `rounds` is below 1; `halves` with an odd number of workers.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> round(topology.expected_mixing_rate(topology.relabeled_ring(16, rounds=500)), 2)
       0.56
 
     References:
-      Zhang, Cui, Kayi et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", 2020.
+      Zhang et al., "Improving Efficiency in Large-Scale Decentralized Distributed Training", 2020.
     """
     check_workers(workers)
     check_rounds(rounds)
@@ -127,18 +112,9 @@ def shift_one(workers: int) -> Topology:
 
     In step `s` worker `r < W/2` averages with `W/2 + (s + r) mod W/2`.
 
-    *Sent* in a step: one model.
+    *Sent* in a step: one model. `W` must be even, or 1; there are `W/2` rounds, symmetric.
 
-    Args:
-      workers: `W`, an even number, or 1.
-
-    Returns:
-      A topology of `W/2` rounds, symmetric.
-
-    Raises:
-      ValueError: `W` is odd.
-
-    Example:
+    Examples:
       >>> from jaxdist import topology
       >>> topology.shift_one(4).rounds[1].messages[0].pairs
       ((0, 3), (1, 2), (2, 1), (3, 0))
@@ -147,13 +123,145 @@ def shift_one(workers: int) -> Topology:
       Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
     check_workers(workers)
-    half = workers // 2
     if workers > 1 and workers % 2:
         raise ValueError(
             f"shift_one needs an even number of workers, got {workers}: random_matchings works with any number"
         )
-    matching_rounds = []
-    for step in range(max(half, 1)):
-        edges = [(r, half + (step + r) % half) for r in range(half)]
-        matching_rounds.append(matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else []))
-    return cycle_rounds("shift one", workers, matching_rounds)
+    half = workers // 2
+    pairs = [[(r, half + (step + r) % half) for r in range(half)] for step in range(max(half, 1))]
+    return cycle_rounds("shift one", workers, [_pairing_round(workers, edges) for edges in pairs])
+
+
+def _pairing_round(workers: int, edges: list[Edge]) -> Round:
+    """The round in which the workers of each pair take the mean of their two models."""
+    return matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else [])
+
+
+class Matchings(NamedTuple):
+    """The matchings of a graph, the probability of each to be active in a step, and the weight of an active edge."""
+
+    edges: tuple[tuple[Edge, ...], ...]
+    probabilities: tuple[float, ...]
+    alpha: float
+
+
+def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed: int = 0) -> Topology:
+    """Splits a graph into matchings and activates each at random, more often those that matter for mixing.
+
+    With the Laplacians `L_j` of the `M` matchings, each active with probability `p_j` independently (`B_j` is 1 or 0):
+
+        W = I - α Σ_j B_j L_j;   p maximizes λ_2(Σ_j p_j L_j) with Σ_j p_j <= budget · M;
+        α minimizes ‖E[W'W] - J‖, E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j), L = Σ_j p_j L_j
+
+    *Sent* in a step: `budget · M` models on average. The draws are made here and are the same on all workers; in some
+    steps none sends.
+
+    Args:
+      base: a static, undirected, connected graph; its weights do not matter.
+      budget: the mean share of active matchings, in (0, 1].
+      rounds: the number of steps that are drawn; they repeat after that. A compiled program contains each different one
+        once, at most `2^M`.
+      seed: of the draw.
+
+    Examples:
+      >>> from jaxdist import topology
+      >>> len(topology.matcha(topology.ring(8), rounds=64).rounds)  # none, either or both of two matchings
+      4
+
+    References:
+      Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", arXiv:1905.09435, 2019.
+    """
+    check_rounds(rounds)
+    solved = matchings(base, budget=budget)
+    active = np.random.default_rng(seed).random((rounds, len(solved.edges))) < np.array(solved.probabilities)
+    drawn_rounds = []
+    for flags in active:
+        matched = [(edges, dict.fromkeys(edges, solved.alpha)) for edges, flag in zip(solved.edges, flags) if flag]
+        drawn_rounds.append(matching_round(base.workers, matched))
+    return cycle_rounds(f"MATCHA on {base.name}", base.workers, drawn_rounds)
+
+
+def matchings(base: Topology, *, budget: float | int = 0.5) -> Matchings:
+    """The matchings of a graph, the probability of each in MATCHA, and the weight of its edges, as for `matcha`.
+
+    Examples:
+      >>> from jaxdist import topology
+      >>> round(topology.matchings(topology.ring(4)).alpha, 3)
+      0.5
+    """
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget must be in (0, 1], got {budget}")
+    if len(base.rounds) > 1:
+        raise ValueError(
+            f"matcha needs a graph that stays the same, got {base.name}, which has {len(base.rounds)} rounds"
+        )
+    adjacent = matrix(base) != 0
+    if (adjacent != adjacent.T).any():
+        raise ValueError(f"matcha needs an undirected graph, got {base.name}: both ends of an edge must send")
+    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(adjacent, 1)))]
+    groups = tuple(map(tuple, color_edges(edges)))
+    if not groups:
+        return Matchings((), (), 0.0)
+    laplacians = np.array([_laplacian(base.workers, group) for group in groups])
+    # A graph is connected if the second eigenvalue of its Laplacian is positive.
+    if np.linalg.eigvalsh(laplacians.sum(0))[1] < 1e-9:
+        raise ValueError(f"matcha needs a connected graph, got {base.name}: its components would never reach consensus")
+    probabilities = _most_connected(laplacians, budget * len(groups))
+    return Matchings(groups, tuple(probabilities.tolist()), _best_weight(laplacians, probabilities))
+
+
+def _laplacian(workers: int, edges: tuple[Edge, ...]) -> np.ndarray:
+    out = np.zeros((workers, workers))
+    for i, j in edges:
+        out[[i, j], [i, j]] += 1
+        out[[i, j], [j, i]] -= 1
+    return out
+
+
+def _most_connected(laplacians: np.ndarray, total: float) -> np.ndarray:
+    """`p` in [0, 1] with sum `total` that maximizes `λ_2(Σ p_j L_j)`."""
+    # The maximum of a concave function, by ascent along supergradients.
+    p = np.full(len(laplacians), total / len(laplacians))
+    best, best_p = -1.0, p
+    for step in range(400):
+        values, vectors = np.linalg.eigh(np.tensordot(p, laplacians, 1))
+        if values[1] > best + 1e-12:
+            best, best_p = values[1], p
+        # The eigenvalue is often multiple; the mean over its space has the symmetry of the graph.
+        space = vectors[:, 1:][:, values[1:] < values[1] + 1e-6]
+        gradient = np.einsum("ik,jil,lk->j", space, laplacians, space) / space.shape[1]
+        p = _to_simplex(p + 0.3 / np.sqrt(step + 1) * gradient, total)
+    return best_p
+
+
+def _to_simplex(p: np.ndarray, total: float) -> np.ndarray:
+    """The nearest point with entries in [0, 1] and this sum: a shift found by bisection."""
+    low, high = p.min() - 1, p.max()
+    for _ in range(60):
+        shift = (low + high) / 2
+        low, high = (shift, high) if np.clip(p - shift, 0, 1).sum() > total else (low, shift)
+    return np.clip(p - high, 0, 1)
+
+
+def second_moment(
+    laplacians: Float[np.ndarray, "m w w"], probabilities: Float[np.ndarray, " m"], alpha: float
+) -> np.ndarray:
+    """`E[W'W] = I - 2α L + α² (L² + 2 Σ_j p_j (1 - p_j) L_j)`, since `L_j² = 2 L_j` for a matching."""
+    mean = np.tensordot(probabilities, laplacians, 1)
+    spread = np.tensordot(probabilities * (1 - probabilities), laplacians, 1)
+    return np.eye(len(mean)) - 2 * alpha * mean + alpha**2 * (mean @ mean + 2 * spread)
+
+
+def _best_weight(laplacians: np.ndarray, probabilities: np.ndarray) -> float:
+    """The `α` that mixes best, by golden section, since the criterion is convex."""
+    mean_matrix = np.full(laplacians.shape[1:], 1 / laplacians.shape[1])
+
+    def error(alpha: float) -> float:
+        # ‖E[W'W] - J‖
+        return np.linalg.eigvalsh(second_moment(laplacians, probabilities, alpha) - mean_matrix)[-1]
+
+    low, high, golden = 0.0, 2.0, (5**0.5 - 1) / 2
+    for _ in range(60):
+        first, second = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, second) if error(first) < error(second) else (first, high)
+    return (low + high) / 2

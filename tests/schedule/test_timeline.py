@@ -12,7 +12,7 @@ from jaxdist.schedule import (
     Profile,
     bound,
     choose_defer,
-    merged,
+    merge_layers,
     optimum,
     pipelined_time,
     profile_of,
@@ -198,7 +198,7 @@ def test_no_step_beats_the_optimum_behind_a_barrier_and_fifo_attains_it():
         cut = step_timeline(profile, bandwidth=1, order="priority", partition_bytes=2, credit_bytes=3, overhead=0.5)
         assert cut.makespan >= least
         groups = [range(len(profile.ready))]
-        assert step_timeline(merged(profile, groups), bandwidth=1).makespan >= least
+        assert step_timeline(merge_layers(profile, groups), bandwidth=1).makespan >= least
 
 
 def test_a_profile_from_the_times_of_layers():
