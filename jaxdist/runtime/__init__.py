@@ -1,6 +1,8 @@
 """Runs a training step on a mesh or in simulation, and feeds it batches."""
 
-from .agreement import disagreement as disagreement
+from ..comm.over import worker_key as worker_key
+from .dirichlet_split import dirichlet_split as dirichlet_split
+from .distribute import disagreement as disagreement
 from .distribute import distribute as distribute
 from .distribute import evaluate as evaluate
 from .join_uneven import join_uneven as join_uneven

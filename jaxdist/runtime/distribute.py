@@ -1,21 +1,29 @@
 """Runs a step that is written for one worker on every worker of a mesh."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._core.compat import shard_map
-from .._core.types import AxisNames, PyTree, State
-from ..state.marks import OnHost, PerWorker, axis_tuple, bind, map_marked
-from ..state.placement import workers
-from ..transforms.optax_wrappers import explain_wrapped_communication
+from .._core.compat import shard_map, with_weak_types
+from .._core.hashing import hash_array
+from .._core.trees import leaf_name
+from .._core.types import Array, AxisNames, PyTree, State
+from ..comm.over import over
+from ..processes.initialize import check_connected
+from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, is_mark
+from ..state.placement import WorkerView, check_agreed, cutting, is_spec, run_in_view, spec_entry, view_of, workers
+from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
-from .agreement import with_value_checks
-from .worker_view import as_weak_as, check_agreed, check_same, close_state, is_spec, manual_specs, open_state, run_step
+
+# The calls between two comparisons of values, with `check="values"`.
+CHECK_EVERY = 100
 
 UNTYPABLE = (
     "jaxdist: JAX cannot type this step. If you cannot change the code (a flax LSTM, optax.ctc_loss), use "
@@ -39,10 +47,8 @@ def distribute(
     this worker's shard of the batch, and returns the state and metrics that are equal on all workers.
 
     Args:
-      step: `step(state, batch, **static) -> (state, metrics)`.
       mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler. With an `AbstractMesh` the
         step can be traced, for any number of workers and without devices, but not run.
-      axis: the axis or axes of the workers.
       batch_specs: a PartitionSpec or a prefix tree of them for the batch; by default every leaf is sharded along its
         first dimension. `PartitionSpec(None, "data")` for several steps in one call by `lax.scan`.
       static_argnames: keyword arguments of the step that are Python values; each combination is a separate program.
@@ -60,7 +66,7 @@ def distribute(
         placed or changes its shape, or an unmarked leaf or a metric differs between workers. With `check="values"`,
         afterwards: the name of a leaf whose values differ.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
       >>> def step(state, batch):
@@ -72,8 +78,11 @@ def distribute(
     """
     if check not in ("types", "values"):
         raise ValueError(f'check must be "types" or "values", got {check!r}')
+    if isinstance(mesh, Mesh):
+        check_connected()
     mapped = _map_step(_Config(step, mesh, axis, batch_specs, check))
     run = jax.jit(mapped, donate_argnums=(0,) if donate else (), static_argnames=tuple(static_argnames))
+    # Around the compiled function, since only the host can raise.
     run = with_skip_checks(run)
     return with_value_checks(run, mesh, axis) if check == "values" and isinstance(mesh, Mesh) else run
 
@@ -85,23 +94,15 @@ def evaluate(
 
     Args:
       metrics: `metrics(state, batch)`, for one worker; its results must be equal on all workers (`lax.pmean`).
-      mesh: the mesh.
-      axis: the axis or axes of the workers.
-      batch_specs: as for `distribute`.
 
-    Returns:
-      The compiled function, `(state, batch) -> metrics`.
-
-    Raises:
-      ValueError: as for `distribute`.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
       >>> mean = jd.evaluate(lambda state, batch: jax.lax.pmean(batch.mean() * state, "data"), mesh)
       >>> float(mean(jd.place(jnp.array(2.0), mesh), jnp.ones(8)))
       2.0
     """
+    # The state is an output too, which gives it the checks of a step; XLA drops it, as it is not used.
     step = _map_step(_Config(lambda state, batch: (state, metrics(state, batch)), mesh, axis, batch_specs, "types"))
     return jax.jit(lambda state, batch: step(state, batch)[1])
 
@@ -120,7 +121,8 @@ class _Config(NamedTuple):
 
 def _map_step(cfg: _Config) -> Callable[..., tuple[State, Any]]:
     """Returns the step over global arrays, not yet compiled."""
-    workers(cfg.mesh, cfg.axis)  # refuses an axis that the mesh lacks
+    # Refuses an axis that the mesh lacks.
+    workers(cfg.mesh, cfg.axis)
 
     def run(state, batch, **static):
         return _run(cfg, state, batch, static)
@@ -135,11 +137,13 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
         raise ValueError(reason)
     state = bind(state, cfg.axis)
     _check_placed(state, cfg.mesh)
-    state_specs = manual_specs(state, cfg.axes)
+    view = view_of(state, cfg.axes)
+    state_specs = jax.tree.structure(state).unflatten(view.specs)
     in_specs = (state_specs, _batch_specs(batch, cfg))
+    # Placement is checked first: resharding would hide a state that was never placed.
     state, batch = _reshard((state, batch), in_specs, cfg.mesh)
     mapped = shard_map(
-        partial(_run_worker, cfg, static),
+        partial(_run_worker, cfg, view, static),
         mesh=cfg.mesh,
         in_specs=in_specs,
         out_specs=(state_specs, PartitionSpec()),
@@ -147,32 +151,32 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
         check_vma=cfg.check == "types",
     )
     new, metrics = mapped(state, batch)
-    return as_weak_as(new, state), metrics
+    # A leaf whose weak type changed would compile the step a second time.
+    return with_weak_types(new, state), metrics
 
 
-def _run_worker(cfg: _Config, static: dict[str, Any], state: State, batch: PyTree) -> tuple[State, Any]:
+def _run_worker(
+    cfg: _Config, view: WorkerView, static: dict[str, Any], state: State, batch: PyTree
+) -> tuple[State, Any]:
     """Runs the step of one worker on its shards, and checks what must be equal on all workers."""
     # JAX reports values that it cannot type, such as a replicated carry that becomes varying, by a TypeError.
     try:
-        new, metrics = run_step(cfg.step, open_state(state, cfg.axes), batch, **static)
+        new, metrics = run_in_view(cfg.step, view, state, batch, **static)
     except TypeError as error:
         if "manual axis types do not match" in str(error):
             error.add_note(UNTYPABLE)
         raise
-    new = close_state(new, state, cfg.axes)
-    check_same(new, state)
-    check_agreed(new, cfg.axes, what="leaf", advice="mark it PerWorker, or reduce it before it enters the state")
-    check_agreed(metrics, cfg.axes, what="metric", advice=f"average it with jax.lax.pmean(x, {cfg.axis!r})")
+    check_agreed(new, cfg.axes, what="leaf", advise=partial(explain_difference, new))
+    check_agreed(metrics, cfg.axes, what="metric", advise=lambda _: f"average it with jax.lax.pmean(x, {cfg.axis!r})")
     return new, metrics
 
 
 def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
     """Checks that marked leaves have dimensions for the workers of the mesh."""
-
-    def check_leaf(marks, leaf):
-        marks = [mark for mark in marks if not isinstance(mark, OnHost) and mark.axis]
-        for dimension, mark in enumerate(marks):
+    for marks, _, leaf in flatten_marks(state):
+        for dimension, mark in enumerate(cutting(marks)):
             count = workers(mesh, mark.axis)
+            # A state that was never placed lacks the dimension.
             found = leaf.shape[dimension] if dimension < leaf.ndim else 1
             if found % count or (isinstance(mark, PerWorker) and found != count):
                 raise ValueError(
@@ -180,8 +184,6 @@ def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
                     f"{dimension} should be for the {count} workers of axis {mark.axis}: make the state with "
                     "init_state(make_state, mesh), or place it with place(state, mesh)"
                 )
-
-    map_marked(check_leaf, state)
 
 
 def _batch_specs(batch: PyTree, cfg: _Config) -> PyTree:
@@ -196,7 +198,7 @@ def _batch_specs(batch: PyTree, cfg: _Config) -> PyTree:
                 f"batch{jax.tree_util.keystr(path)} of shape {tuple(leaf.shape)} does not divide among {count} "
                 "workers along its first dimension: pad it (and pass examples= to the update), or pass batch_specs="
             )
-    return PartitionSpec(cfg.axes[0] if len(cfg.axes) == 1 else cfg.axes)
+    return PartitionSpec(spec_entry(cfg.axes))
 
 
 def _check_batch_specs(batch: PyTree, cfg: _Config) -> None:
@@ -224,7 +226,71 @@ def _reshard(trees: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return trees
 
-    def reshard_part(spec, part):
-        return jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(mesh, spec)), part)
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(mesh, spec)), part),
+        specs,
+        trees,
+        is_leaf=is_spec,
+    )
 
-    return jax.tree.map(reshard_part, specs, trees, is_leaf=is_spec)
+
+def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple[str, ...]:
+    """Returns the names of replicated leaves whose values differ between workers. All processes must call it together.
+
+    Examples:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> mesh = jd.make_mesh({"data": 1})
+      >>> jd.runtime.disagreement(jd.place({"w": jnp.ones(3)}, mesh), mesh)
+      ()
+    """
+    named = jax.tree_util.tree_flatten_with_path(bind(state, axis), is_leaf=is_mark)[0]
+    named = [(leaf_name(path), leaf) for path, leaf in named if not is_mark(leaf)]
+    if not named:
+        return ()
+    # 4 bytes a leaf cross the network, not the values.
+    hashes = np.asarray(_hashes(mesh, axis_tuple(axis))([leaf for _, leaf in named]))
+    return tuple(name for (name, _), row in zip(named, hashes.T, strict=True) if len(set(row.tolist())) > 1)
+
+
+@functools.cache
+def _hashes(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Array]], Array]:
+    """Compiles a function that gathers every worker's hash of its own copy of each leaf, as `[W, leaves]`."""
+
+    def gather_hashes(leaves):
+        return over(axes).all_gather(jnp.stack([hash_array(leaf) for leaf in leaves]))
+
+    # The leaves are typed as equal, so JAX moves nothing: each worker hashes the copy that it really has.
+    mapped = shard_map(
+        gather_hashes,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=True,
+    )
+    return jax.jit(mapped)
+
+
+def with_value_checks(run: Any, mesh: Mesh, axis: AxisNames) -> Any:
+    """Wraps a compiled step with a comparison after the first call and after every `CHECK_EVERY`-th."""
+    calls = 0
+
+    @functools.wraps(run)
+    def run_and_check(state, batch, **static):
+        nonlocal calls
+        state, metrics = run(state, batch, **static)
+        # After the first call too: most mistakes show in the first step.
+        if calls % CHECK_EVERY == 0:
+            names = disagreement(state, mesh, axis=axis)
+            if names:
+                raise ValueError(
+                    f"replicated state differs between workers after call {calls + 1}: {', '.join(names)}; reduce it "
+                    "before it enters the state, or mark it PerWorker"
+                )
+        calls += 1
+        return state, metrics
+
+    # As callers of a compiled function expect.
+    for name in ("lower", "trace"):
+        setattr(run_and_check, name, getattr(run, name))
+    return run_and_check

@@ -12,6 +12,7 @@ from .._core.types import Array, AxisNames, PyTree
 from ..processes.broadcast import of_all_processes
 from .mesh import global_batch, workers_here
 
+# No number of batches: the largest 32-bit word, in which lengths are exchanged.
 UNKNOWN = 2**32 - 1
 
 
@@ -33,11 +34,8 @@ def join_uneven(
     *On the wire*: a number from each process: once, if the batches of all have a length; else every `prefetch` steps.
 
     Args:
-      batches: this process's batches, as for `global_batch`.
       like: a batch, or the shapes of one; all batches must have them. The dummy is the last batch of the process, or
         zeros if it never had one.
-      mesh: the mesh.
-      axis: the axis or axes of the workers.
       on_uneven: `"continue"` until all processes are done; `"stop"` with the first one; `"raise"` then, in all
         processes at the same step (PyTorch's `throw_on_early_termination`).
       pad: pads a batch with fewer rows than `like` with zeros, and `examples` counts the real ones: for losses that
@@ -50,27 +48,20 @@ def join_uneven(
       sharded over the axis like the batch, so that a step reads its own as `examples[0]`.
       `all_reduce(normalize_by=)` sets their weight.
 
-    Raises:
-      ValueError: `on_uneven` or `prefetch` is invalid, or `like` does not divide among this process's workers; while
-        iterating, a batch differs from `like`, there are more batches than their length, or, with `on_uneven="raise"`,
-        a process ran out of batches.
-
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> mesh = jd.make_mesh({"data": 1})
       >>> batches = [np.full((2, 3), number) for number in range(2)]
       >>> joined = jd.runtime.join_uneven(batches, batches[0], mesh)
       >>> [(float(batch.sum()), examples.tolist()) for batch, examples in joined]
       [(0.0, [2]), (6.0, [2])]
-
-    References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     if on_uneven not in ("continue", "stop", "raise"):
         raise ValueError(f'on_uneven must be "continue", "stop" or "raise", got {on_uneven!r}')
     if prefetch < 1:
         raise ValueError(f"prefetch must be at least 1, got {prefetch}")
     here = max(workers_here(mesh, axis), 1)
+    # A dummy batch, too, must divide among the workers of this process.
     rows = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(like)}
     if len(rows) != 1 or min(rows) == 0 or min(rows) % here:
         raise ValueError(
@@ -81,6 +72,7 @@ def join_uneven(
 
     # A separate generator, so that the checks above run at once.
     def run():
+        # Zeros, for a process that never gets a batch.
         batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
         for number, found in enumerate(_keep_in_step(batches, on_uneven, prefetch)):
             real = 0
@@ -99,6 +91,7 @@ def _keep_in_step(batches: Iterable[PyTree], on_uneven: str, prefetch: int) -> I
     for source, counts in _windows(batches, prefetch):
         shared = int(counts.max() if on_uneven == "continue" else counts.min())
         for _ in range(shared):
+            # `None` where this process has none left but another does.
             yield next(source, None)
         steps += shared
         if on_uneven != "continue" and counts.min() < counts.max():
@@ -143,6 +136,7 @@ def _pad_batch(batch: PyTree, like: PyTree, number: int, pad: bool) -> tuple[PyT
                 f"batch {number} has {x.shape[0]} rows where like has {like.shape[0]}: drop it, or pass pad=True and a "
                 "loss that leaves padding out (online.any_batch)"
             )
+        # Padding at the end: the real rows keep their places.
         return np.pad(x, [(0, like.shape[0] - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
     return jax.tree.map(pad_leaf, batch, like), rows.pop()

@@ -24,7 +24,7 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
       `write(metrics)`, for numbers, text, arrays, and dictionaries of them. Numbers that are not finite become null.
       Reading a metric waits for the step that computes it: write every tenth step, or one step late.
 
-    Example:
+    Examples:
       >>> import pathlib, tempfile, jax.numpy as jnp, jaxdist as jd
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "log.jsonl"
       >>> write = jd.runtime.json_log(path)
@@ -34,10 +34,12 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
     """
     path = Path(path)
     if jax.process_index() > 0:
+        # Metrics are equal on all workers: one process suffices.
         return lambda metrics: None
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         written = path.read_bytes()
+        # A run that was killed inside a write leaves half a line, to which the next one would be joined.
         complete = written.rfind(b"\n") + 1
         if complete < len(written):
             with path.open("r+b") as file:

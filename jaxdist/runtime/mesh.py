@@ -14,12 +14,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core import compat
 from .._core.types import AxisNames, PyTree
-from ..processes import fingerprint
-from ..processes.consistency import compare
+from ..processes.consistency import compare, fingerprint_batch
+from ..processes.initialize import check_connected
 from ..state.marks import axis_tuple
 from ..state.placement import workers
 
-BATCH_SECONDS = 600.0  # a process may read its data that much longer than the others
+# A process may read its data that much longer than the others.
+BATCH_SECONDS = 600.0
 _compared: set[str] = set()
 _comparisons = itertools.count()
 
@@ -40,22 +41,20 @@ def make_mesh(
       axes: the number of devices along each axis, slow links first; by default all devices along `"data"`.
       outer: instead of `axes`, the axes between groups. They come first.
       inner: instead of `axes`, the axes within groups.
-      devices: the devices to use; all by default.
-
-    Returns:
-      The mesh.
 
     Raises:
       ValueError: there are too few devices; by default, a process would have no device in the mesh; an inner axis would
-        leave a group; an axis is named twice; `axes` together with `outer` or `inner`.
+        leave a group; an axis is named twice; `axes` together with `outer` or `inner`; `jaxdist launch` has started
+        several processes, and this one has not called `initialize`.
 
-    Example:
+    Examples:
       >>> import jax, jaxdist as jd
       >>> jd.make_mesh({"data": 1}).axis_names
       ('data',)
       >>> jd.make_mesh(outer={"pod": 1}, inner={"chip": 1}, devices=jax.devices()[:1]).axis_names
       ('pod', 'chip')
     """
+    check_connected()
     if outer is not None or inner is not None:
         if axes is not None:
             raise ValueError(f"give axes, or outer and inner, got axes {dict(axes)} too")
@@ -85,18 +84,13 @@ def use_cpu_devices(count: int) -> None:
     per device, threads that wait in a collective can keep the others from ever running. On two cores, four devices with
     the default number of threads always hung within 1,500 steps.
 
-    Args:
-      count: the number of devices.
-
-    Raises:
-      ValueError: `count` is not positive, or JAX has started with another number of devices.
-
-    Example:
+    Examples:
       >>> import jax, jaxdist as jd
       >>> jd.runtime.use_cpu_devices(jax.device_count())  # in a program: a number, before the first array is made
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
+    # XLA reads the variable when the backend starts.
     os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -108,7 +102,7 @@ def use_cpu_devices(count: int) -> None:
 
 
 def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
-    """Combines this process's part of a batch with those of the others.
+    """Combines this process's part of a batch with those of the others, to arrays `[B, ...]` sharded over the axis.
 
     *On the wire*: no collective. For each new combination of shapes and dtypes, all processes compare them through
     JAX's coordination service, since steps on different batches would wait for each other forever. Calls outside of the
@@ -116,11 +110,6 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
 
     Args:
       local: NumPy arrays `[b, ...]`; every process passes the same number of examples per device.
-      mesh: the mesh.
-      axis: the axis or axes of the workers.
-
-    Returns:
-      Global arrays `[B, ...]`, sharded over the axis. With one process, the batch itself on its devices.
 
     Raises:
       MismatchError: a process has other arrays than process 0, or another number of examples per worker.
@@ -128,19 +117,21 @@ def global_batch(local: PyTree, mesh: Mesh, *, axis: AxisNames = "data") -> PyTr
       ValueError: an array has no first dimension, or one that does not divide among this process's devices; the mesh
         has no such axis.
 
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.global_batch(np.ones((8, 2)), jd.make_mesh({"data": 1})).shape
       (8, 2)
     """
     axes = axis_tuple(axis)
-    workers(mesh, axis)  # refuses an axis that the mesh lacks
+    # Refuses an axis that the mesh lacks.
+    workers(mesh, axis)
     sharding = NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes))
     here = workers_here(mesh, axis)
     local = jax.tree.map(np.asarray, local)
     wrong = _indivisible(local, here)
     if jax.process_count() > 1:
         _compare(local, mesh, here, wrong)
+    # After the comparison, so that the others do not wait for this process.
     if wrong:
         raise ValueError(wrong)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), local)
@@ -159,10 +150,12 @@ def _indivisible(batch: PyTree, here: int) -> str:
 
 def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
     """Checks that all processes pass similar batches, else raises in all; compares each kind of batch once."""
-    own = fingerprint.of_batch(batch, here)
+    own = fingerprint_batch(batch, here)
     kind = str(own)
-    if kind in _compared and not wrong:  # the common case
+    # The common case.
+    if kind in _compared and not wrong:
         return
+    # A mesh over a part of the processes: the others would never come to the comparison.
     everywhere = len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
     if everywhere and threading.current_thread() is threading.main_thread():
         do = "pass a batch like this to global_batch()"
@@ -173,6 +166,7 @@ def _compare(batch: PyTree, mesh: Mesh, here: int, wrong: str) -> None:
 def workers_here(mesh: Mesh, axis: AxisNames) -> int:
     """Returns the number of workers of the axis whose devices are in this process."""
     here = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    # Devices along the other axes belong to one worker.
     return here // int(np.prod([size for name, size in mesh.shape.items() if name not in axis_tuple(axis)]))
 
 
@@ -181,6 +175,7 @@ def groups(devices: Sequence[Any]) -> list[list[Any]]:
 
     def group_of(device):
         number = getattr(device, "slice_index", None)
+        # Chips of a TPU without slices are one torus, over however many processes.
         if number is None and device.platform == "tpu":
             return 0
         return device.process_index if number is None else number

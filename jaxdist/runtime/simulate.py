@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._core.compat import with_weak_types
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import axis_tuple, bind
-from ..transforms.optax_wrappers import explain_wrapped_communication
+from ..state.placement import WorkerView, expand_specs, run_in_view, split_axes, view_of
+from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
-from .worker_view import as_weak_as, check_same, close_state, is_spec, manual_specs, open_state, run_step
+
+# For each dimension of a global array, the mesh axes that split it.
+Cut = list[tuple[str, ...]]
 
 
 def simulate(
@@ -28,21 +32,13 @@ def simulate(
 
     State and batch have the same global shapes as for `distribute` on a mesh with that number of devices, and the
     results are the same up to the order of sums. The program contains no collectives, so that no bytes can be counted.
+    It does not donate: the state that was passed in stays usable.
 
     Args:
-      step: `step(state, batch, **static) -> (state, metrics)`.
       workers: the number along `axis`, or a mapping from axis name to number, slow links first.
       axis: the axis name when `workers` is a number.
-      batch_specs: as for `distribute`.
-      static_argnames: as for `distribute`.
 
-    Returns:
-      The compiled step. It does not donate: the state that was passed in stays usable.
-
-    Raises:
-      ValueError: the batch does not divide, or an unmarked leaf or a metric differs between workers.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> def step(state, batch):
       ...     return state, jax.lax.pmean(batch.sum(), "data")
@@ -72,14 +68,14 @@ class _Config(NamedTuple):
 
 
 class _Worker(NamedTuple):
-    """The step of one worker over flat leaves: those of the state, with their specs and names, then the batch."""
+    """The step of one worker over flat leaves: those of the state, then those of the batch; `cuts` are of both."""
 
     cfg: _Config
     static: dict[str, Any]
     state_tree: Any
     batch_tree: Any
-    state_specs: list[PartitionSpec]
-    names: list[str]
+    view: WorkerView
+    cuts: list[Cut]
 
 
 def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> tuple[State, Any]:
@@ -87,73 +83,59 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
     reason = explain_wrapped_communication(state)
     if reason:
         raise ValueError(reason)
+    # Marks without an axis get the one of this simulation.
     state, axes = bind(state, cfg.axis), tuple(cfg.sizes)
-    state_specs = jax.tree.leaves(manual_specs(state, axes))
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    worker = _Worker(cfg, static, jax.tree.structure(state), jax.tree.structure(batch), state_specs, names)
-    specs = [*state_specs, *_batch_specs(batch, cfg.batch_specs, axes)]
+    view = view_of(state, axes)
+    # By default every leaf of the batch is split along its first dimension.
+    batch_specs = expand_specs(PartitionSpec(axes) if cfg.batch_specs is None else cfg.batch_specs, batch)
+    cuts = split_axes([*view.specs, *jax.tree.leaves(batch_specs)])
+    worker = _Worker(cfg, static, jax.tree.structure(state), jax.tree.structure(batch), view, cuts)
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]
-    blocks = [_to_blocks(leaf, spec, cfg.sizes) for leaf, spec in zip(leaves, specs, strict=True)]
+    blocks = [_to_blocks(leaf, cut, cfg.sizes) for leaf, cut in zip(leaves, cuts, strict=True)]
+    out_cuts = cuts[: len(view.specs)]
     # Unmapped outputs must be equal on all workers: `vmap` refuses those that it cannot prove to be.
     try:
-        new, metrics = _map_workers(worker, specs, state_specs, None)(*blocks)
+        new, metrics = _map_workers(worker, out_cuts, None)(*blocks)
     except ValueError as error:
         if "out_axes" not in str(error):
             raise
-        raise ValueError(_find_difference(worker, specs, blocks)) from error
-    new = [_from_blocks(leaf, spec, cfg.sizes) for leaf, spec in zip(new, state_specs, strict=True)]
-    return as_weak_as(worker.state_tree.unflatten(new), state), metrics
+        raise ValueError(_find_difference(worker, state, blocks)) from error
+    new = [_from_blocks(leaf, cut, cfg.sizes) for leaf, cut in zip(new, out_cuts, strict=True)]
+    return with_weak_types(worker.state_tree.unflatten(new), state), metrics
 
 
 def _run_worker(worker: _Worker, *leaves: Any) -> tuple[list[Any], Any]:
-    """Runs the step of one worker on its blocks."""
-    axes, count = tuple(worker.cfg.sizes), len(worker.state_specs)
+    count = len(worker.view.specs)
     state, batch = worker.state_tree.unflatten(leaves[:count]), worker.batch_tree.unflatten(leaves[count:])
-    new, metrics = run_step(worker.cfg.step, open_state(state, axes), batch, **worker.static)
-    new = close_state(new, state, axes)
-    check_same(new, state)
+    new, metrics = run_in_view(worker.cfg.step, worker.view, state, batch, **worker.static)
     return jax.tree.leaves(new), metrics
 
 
-def _map_workers(
-    worker: _Worker, specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], metrics_axis: int | None
-) -> Callable[..., Any]:
+def _map_workers(worker: _Worker, out_cuts: Sequence[Cut], metrics_axis: int | None) -> Callable[..., Any]:
     """Nests one `vmap` per axis; `vmap` checks that outputs which are not mapped over it are equal on all workers."""
     f: Callable[..., Any] = partial(_run_worker, worker)
+    # The first axis is the outermost: its dimension is the first of each block.
     for name, size in reversed(worker.cfg.sizes.items()):
-        in_axes = [0 if name in _names(spec) else None for spec in specs]
-        out_axes = [0 if name in _names(spec) else None for spec in out_specs]
+        in_axes, out_axes = ([0 if name in sum(cut, ()) else None for cut in cuts] for cuts in (worker.cuts, out_cuts))
         f = jax.vmap(f, in_axes=in_axes, out_axes=(out_axes, metrics_axis), axis_name=name, axis_size=size)
     return f
 
 
-def _find_difference(worker: _Worker, specs: Sequence[PartitionSpec], blocks: Sequence[Any]) -> str:
+def _find_difference(worker: _Worker, state: State, blocks: Sequence[Any]) -> str:
     """Finds out, after a failure, which replicated leaf differs: maps all outputs but one."""
     axes = tuple(worker.cfg.sizes)
-    mapped = PartitionSpec(axes)
-    for i, spec in enumerate(worker.state_specs):
-        out_specs = [spec if j == i else mapped for j in range(len(worker.state_specs))]
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
+        out_cuts = [worker.cuts[i] if j == i else [axes] for j in range(len(worker.view.specs))]
         try:
-            jax.eval_shape(_map_workers(worker, specs, out_specs, 0), *blocks)
+            # Traced only, since the answer depends on no values.
+            jax.eval_shape(_map_workers(worker, out_cuts, 0), *blocks)
         except ValueError:
-            advice = "mark it PerWorker, or reduce it before it enters the state"
-            return f"leaf `{worker.names[i]}` differs between workers: {advice}"
+            return f"leaf `{leaf_name(path)}` differs between workers: {explain_difference(state, path)}"
     axis = axes[0] if len(axes) == 1 else axes
     return f"a metric differs between workers: average it with jax.lax.pmean(x, {axis!r})"
 
 
-def _batch_specs(batch: PyTree, given: PyTree | None, axes: tuple[str, ...]) -> list[PartitionSpec]:
-    """Returns one spec for each leaf of the batch."""
-    prefix = PartitionSpec(axes) if given is None else given
-    full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), prefix, batch, is_leaf=is_spec)
-    return jax.tree.leaves(full)
-
-
-def _names(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(name for part in spec for name in axis_tuple(part))
-
-
-def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array:
+def _to_blocks(x: Array, cut: Cut, sizes: Mapping[str, int]) -> Array:
     """Splits a global array into `[*worker dimensions in the order of the axes, *a worker's block]`."""
     x = jnp.asarray(x)
     shape: list[int] = []
@@ -161,7 +143,7 @@ def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array
     place: dict[str, int] = {}
     # Dimension `(a·b·n)` sharded over axes a and b becomes `a, b, n`; then the axes move to the front.
     for dimension, length in enumerate(x.shape):
-        for name in axis_tuple(spec[dimension]) if dimension < len(spec) else ():
+        for name in cut[dimension] if dimension < len(cut) else ():
             if length % sizes[name]:
                 raise ValueError(
                     f"an array of shape {x.shape} does not divide among {sizes[name]} workers along dimension "
@@ -174,14 +156,14 @@ def _to_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array
     return jnp.moveaxis(_reshape(x, shape), [place[name] for name in sizes if name in place], range(len(place)))
 
 
-def _from_blocks(x: Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> Array:
+def _from_blocks(x: Array, cut: Cut, sizes: Mapping[str, int]) -> Array:
     """Joins what `_to_blocks` has split."""
-    mapped = [name for name in sizes if name in _names(spec)]
+    mapped = [name for name in sizes if name in sum(cut, ())]
     local = x.shape[len(mapped) :]
     place: dict[str, int] = {}
     shape, position = [], 0
     for dimension, length in enumerate(local):
-        for name in axis_tuple(spec[dimension]) if dimension < len(spec) else ():
+        for name in cut[dimension] if dimension < len(cut) else ():
             place[name] = position
             position += 1
             length *= sizes[name]

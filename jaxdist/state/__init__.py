@@ -21,7 +21,7 @@ from .marks import Sharded as Sharded
 from .placement import consensus as consensus
 from .placement import cutting as cutting
 from .placement import init_state as init_state
-from .placement import padded as padded
+from .placement import length_with_padding as length_with_padding
 from .placement import place as place
 from .placement import refit as refit
 from .placement import resize as resize

@@ -9,9 +9,16 @@ from typing import Any
 import jax
 
 from .._core.compat import key_class
-from .marks import MARKS, with_value
+from .._core.types import State
+from .marks import MARKS, is_mark, with_value
 
 MODULE = "flax.serialization"
+OPTIMIZER = "flax.nnx.training.optimizer"
+
+PATTERN = (
+    "call optax directly: `_, params, rest = nnx.split(model, nnx.Param, ...)`, `opt = tx.init(params)`, and in the "
+    "step `updates, opt = tx.update(grads, opt, params)` (docs/how-to/use-flax.md)"
+)
 
 
 def register_marks(serialization: Any) -> None:
@@ -31,10 +38,41 @@ def register_marks(serialization: Any) -> None:
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
 
     entries: dict[type, tuple[Any, Any]] = {mark: (mark_to_dict, mark_from_dict) for mark in MARKS}
+    # A typed key is saved as its words; the implementation is that of the target.
     entries[key_class()] = (jax.random.key_data, key_from_words)
     for kind, functions in entries.items():
         if not serialization.is_serializable(kind):
             serialization.register_serialization_state(kind, *functions)
+
+
+def refuse_lost_marks(state: State) -> None:
+    """Refuses states of `nnx.Optimizer` whose marks nnx removes: without them workers draw equal noise, or fail."""
+    if OPTIMIZER not in sys.modules:
+        return
+    variable: type = sys.modules[OPTIMIZER].OptState
+    flattened: type = sys.modules["flax.nnx"].State
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, flattened)):
+        # The step count of an optimizer: states of optax inside an optimizer have only its subclasses.
+        if isinstance(node, flattened) and any(type(x) is variable for x in _nodes(node, variable)):
+            raise ValueError(
+                "nnx.state and nnx.split remove the marks from the state of an nnx.Optimizer: make the optimizer "
+                f"itself a part of the train state, (model, optimizer), or {PATTERN}"
+            )
+    for node in _nodes(state, variable):
+        if isinstance(node, variable) and any(map(is_mark, jax.tree.leaves(node, is_leaf=is_mark))):
+            raise ValueError(
+                "nnx.Optimizer.update removes marks around single arrays, which this optimizer has (zero_redundancy): "
+                f"{PATTERN}"
+            )
+        if isinstance(node, variable) and len(jax.tree.leaves(node)) > 1:
+            raise ValueError(
+                "nnx.Optimizer.update takes one array for each parameter and kind of state, and this optimizer has "
+                f"{len(jax.tree.leaves(node))} of them together: {PATTERN}"
+            )
+
+
+def _nodes(tree: State, kind: type) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
@@ -44,9 +82,11 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         """None for every other module."""
         if fullname != MODULE:
             return None
+        # Without itself, which would call itself forever.
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
+            # Only after the module has run are its functions there to register with.
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:

@@ -1,7 +1,12 @@
-"""The three marks, and functions that map over trees with marks. `placement` defines what they mean."""
+"""The three marks, functions that map over trees with marks, and the parameter to which each leaf of a state belongs.
 
+`placement` defines what the marks mean.
+"""
+
+import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -13,25 +18,43 @@ Resize = Literal["mean", "copy", "zero"]
 INNER = "<inner>"
 OUTER = "<outer>"
 
+# The index of a leaf of a state that belongs to no parameter.
+NO_PARAMETER = -1
 
-@jax.tree_util.register_pytree_with_keys_class
-class PerWorker:
+
+class Mark:
+    """The base of the marks: JAX flattens and rebuilds them by the names of their fields."""
+
+    # Every call of a step flattens and rebuilds all marks: without a dict for each that is cheaper.
+    __slots__ = ("value",)
+
+    value: Any
+
+
+# A bound method of C: JAX calls it at every node of every tree.
+is_mark: Callable[[Any], bool] = Mark.__instancecheck__
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("axis", "resize"))
+class PerWorker(Mark):
     """Marks a leaf, or a tree of leaves, that differs between workers.
 
     Args:
-      value: one worker's array `[*s]` (or a tree of them); globally `[W, *s]`.
+      value: one worker's array `[*s]` (or a tree of them); globally `[W, *s]`. Typed keys are folded with the worker's
+        number when the global arrays are made.
       axis: the mesh axis or axes it differs over; `None`: the axis with which the state is placed.
       resize: what workers get when their number changes: the `"mean"` over the old ones (residuals: the update
-        not yet delivered is the mean), a `"copy"` of worker `i mod W`, or `"zero"`.
+        not yet delivered is the mean), a `"copy"` of worker `i mod W`, or `"zero"`. Workers keep their keys by any
+        rule.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist import PerWorker
       >>> PerWorker(jnp.zeros(3), axis="data").value.shape
       (3,)
     """
 
-    __slots__ = ("axis", "resize", "value")
+    __slots__ = ("axis", "resize")
 
     def __init__(self, value: Any, *, axis: AxisNames = None, resize: Resize = "mean"):
         if resize not in ("mean", "copy", "zero"):
@@ -39,21 +62,12 @@ class PerWorker:
         self.value, self.axis = value, axis
         self.resize: Resize = resize
 
-    def tree_flatten_with_keys(self):
-        """The value is the only child."""
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), (self.axis, self.resize)
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse."""
-        return cls(children[0], axis=aux[0], resize=aux[1])
-
     def __repr__(self) -> str:
         return f"PerWorker({self.value!r}, axis={self.axis!r})"
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Sharded:
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("shape", "axis", "multiple"))
+class Sharded(Mark):
     """Marks one array that is flattened, padded and split over the workers.
 
     Args:
@@ -62,14 +76,14 @@ class Sharded:
       axis: the mesh axis or axes it is split over; `None`: the axis with which the state is placed.
       multiple: `n` is padded to a multiple of this (block sizes of a quantizer).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist import Sharded
       >>> Sharded(jnp.zeros((3, 5)), axis="data").shape
       (3, 5)
     """
 
-    __slots__ = ("axis", "multiple", "shape", "value")
+    __slots__ = ("axis", "multiple", "shape")
 
     def __init__(self, value: Any, *, shape: Shape | None = None, axis: AxisNames = None, multiple: int = 1):
         if multiple < 1:
@@ -77,44 +91,25 @@ class Sharded:
         self.value, self.axis, self.multiple = value, axis, multiple
         self.shape = tuple(value.shape) if shape is None else tuple(shape)
 
-    def tree_flatten_with_keys(self):
-        """The value is the only child."""
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), (self.shape, self.axis, self.multiple)
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse."""
-        return cls(children[0], shape=aux[0], axis=aux[1], multiple=aux[2])
-
     def __repr__(self) -> str:
         return f"Sharded({self.value!r}, shape={self.shape}, axis={self.axis!r})"
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class OnHost:
+@partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=())
+class OnHost(Mark):
     """Marks a leaf, or another mark, whose arrays are in host memory (memory kind `pinned_host`).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist import OnHost, PerWorker
       >>> OnHost(PerWorker(jnp.zeros(3))).value
       PerWorker(Array([0., 0., 0.], dtype=float32), axis=None)
     """
 
-    __slots__ = ("value",)
+    __slots__ = ()
 
     def __init__(self, value: Any):
         self.value = value
-
-    def tree_flatten_with_keys(self):
-        """The value is the only child."""
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse."""
-        del aux
-        return cls(children[0])
 
     def __repr__(self) -> str:
         return f"OnHost({self.value!r})"
@@ -123,28 +118,20 @@ class OnHost:
 MARKS = (PerWorker, Sharded, OnHost)
 
 
-def is_mark(x: Any) -> bool:
-    """Checks whether `x` is one of the three marks."""
-    return isinstance(x, MARKS)
-
-
 def axis_tuple(axis: AxisNames) -> tuple[str, ...]:
     """`"data"` -> `("data",)`, `None` -> `()`."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def bind(tree: PyTree, axis: AxisNames) -> PyTree:
-    """Sets the axis of every mark without one. `axis=None` (a single worker) binds to `()`: no leading dimension.
-
-    Raises:
-      ValueError: a mark is inside another one over the same axis, or a hierarchical reducer has one axis.
-    """
+    """Sets the axis of every mark without one. `axis=None` (a single worker) binds to `()`: no leading dimension."""
     axes = axis_tuple(axis)
 
     def bind_mark(node):
         if isinstance(node, OnHost):
             return OnHost(bind(node.value, axis))
         if isinstance(node, PerWorker):
+            # From the inside out, so that nested marks are compared by their final axes.
             value, over = bind(node.value, axis), _resolve_axis(node.axis, axes)
             _check_nesting(value, over)
             return PerWorker(value, axis=over, resize=node.resize)
@@ -166,6 +153,7 @@ def _resolve_axis(name: AxisNames, axes: tuple[str, ...]) -> AxisNames:
         return name
     if len(axes) < 2:
         raise ValueError(f"a hierarchical reducer needs two axes, (slow, fast), got axis={axes}")
+    # Slow links come first, and the fast axis last.
     return axes[-1:] if name == INNER else axes[:-1]
 
 
@@ -185,35 +173,82 @@ def _check_nesting(value: PyTree, outer: AxisNames) -> None:
 
 def with_value(mark: Any, value: Any) -> Any:
     """Puts the same mark around another value."""
-    _, aux = mark.tree_flatten_with_keys()
-    return type(mark).tree_unflatten(aux, (value,))
+    # A copy keeps the other fields, whatever the kind of mark.
+    new = copy.copy(mark)
+    new.value = value
+    return new
+
+
+class MarkedLeaf(NamedTuple):
+    """A leaf, the marks around it from the outermost inwards, and its path, in which marks do not count."""
+
+    marks: tuple[Any, ...]
+    path: tuple[Any, ...]
+    value: Any
+
+
+def flatten_marks(tree: PyTree) -> list[MarkedLeaf]:
+    """The leaves of a tree, in the order of `jax.tree.leaves`, with the marks around each."""
+    found: list[MarkedLeaf] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mark):
+        if is_mark(node):
+            found += [
+                MarkedLeaf((node, *marks), path + inside, leaf) for marks, inside, leaf in flatten_marks(node.value)
+            ]
+        else:
+            found.append(MarkedLeaf((), path, node))
+    return found
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`jax.tree.map` whose function also gets the marks around each leaf: `f(marks, leaf, *other_leaves)`.
 
-    `marks` is ordered from the outermost inwards. The result has the same marks.
+    `marks` is ordered from the outermost inwards. The result has the same marks; those of the other trees may differ.
     """
-
-    def walk(marks, node, *others):
-        if not is_mark(node):
-            return f(marks, node, *others)
-        inside = [node.value, *(other.value for other in others)]
-        return with_value(node, jax.tree.map(lambda *nodes: walk((*marks, node), *nodes), *inside, is_leaf=is_mark))
-
-    return jax.tree.map(lambda *nodes: walk((), *nodes), tree, *rest, is_leaf=is_mark)
+    marks = [leaf.marks for leaf in flatten_marks(tree)]
+    return jax.tree.structure(tree).unflatten([*map(f, marks, *map(jax.tree.leaves, (tree, *rest)))])
 
 
-def named(what: str, path: Any) -> str:
+def name_leaf(what: str, path: Any) -> str:
     """Names a leaf for messages, `the gradient ['w']`; `the gradient` if the tree is a single leaf."""
     return f"{what} {jax.tree_util.keystr(path)}" if path else what
 
 
-class _Named(tuple):
-    """A (path, leaf) pair that pytrees treat as a leaf."""
+def beside(
+    init: Callable[[PyTree], PyTree], state: PyTree, params: PyTree, *, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> PyTree:
+    """The index of the parameter to which each leaf of a state belongs, or `NO_PARAMETER`; shapes may differ.
 
+    Args:
+      init: the optimizer's `init`, to find the paths if the parameters are a single array, without a path.
+      state: the state that `init` or an update returned; it may have marks.
+      params: the parameters, or their shapes.
+      is_leaf: recognizes nodes that replace an array of the state, such as encoded ones.
 
-def map_marked_with_path(f: Callable[..., Any], tree: PyTree) -> PyTree:
-    """`map_marked` of a single tree whose function also gets the path: `f(marks, path, leaf)`."""
-    named = jax.tree_util.tree_map_with_path(lambda path, leaf: _Named((path, leaf)), tree)
-    return map_marked(lambda marks, pair: f(marks, *pair), named)
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxdist.state.marks import beside
+      >>> params, tx = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, optax.trace(0.9)
+      >>> beside(tx.init, tx.init(params), params).trace
+      {'a': 0, 'b': 1}
+    """
+    # Paths are compared by their ends. `optax.tree.map_params` calls `init` with a placeholder without paths, names or
+    # entries: functions that label the entries of a dict, and states with several arrays for a parameter (SM3), fail.
+    structure = jax.tree.structure(state)
+    if jax.tree_util.all_leaves([params]):
+        # A single array has no path; any name gives it one, in the state too.
+        params = {"the only parameter": params}
+        state = jax.eval_shape(init, params)
+    numbers = {tuple(path): k for k, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    longest = max(map(len, numbers), default=0)
+
+    def number(path: tuple[Any, ...]) -> int:
+        # The longest one: `['a']['w']` ends in `['w']` too.
+        ends = (path[-length:] for length in range(min(longest, len(path)), 0, -1))
+        return next((numbers[end] for end in ends if end in numbers), NO_PARAMETER)
+
+    found: list[int] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: is_mark(x) or is_leaf(x)):
+        # A mark or an encoded array may have several leaves, which all belong to its parameter.
+        found += [number(tuple(path))] * len(jax.tree.leaves(node))
+    return structure.unflatten(found)

@@ -1,5 +1,6 @@
 """A runner without Ray, on networks that repeat, reorder and lose, and processes that die at any time."""
 
+import json
 import random
 
 import jax
@@ -12,7 +13,7 @@ import jaxdist as jd
 from jaxdist.asynchronous import SERVER, After, Message, Role, Rule, Send, Site, replay, rules
 from jaxdist.asynchronous.portable import flat, read, write
 from jaxdist.asynchronous.ray_engine.role_runner import Envelope, RoleRunner
-from jaxdist.asynchronous.ray_engine.state_store import Report, StatePacker, StateStore
+from jaxdist.asynchronous.ray_engine.state_store import ActorReport, StatePacker, StateStore
 from jaxdist.asynchronous.replay.task import gradient_function
 
 WORKERS = 3
@@ -72,7 +73,7 @@ class World:
             return self.kill(index)
         if runner.changed:
             packed = self.packers[index].pack(runner.content(), runner.role.params(runner.state.role))
-            assert self.store.commit(index, self.lives[index], packed, runner.take_records(), Report())
+            assert self.store.commit(index, self.lives[index], packed, runner.take_records(), ActorReport())
         if self.faults and self.dice.random() < 0.02:
             return self.kill(index)
         for to, (number, letters) in runner.post().items():
@@ -200,9 +201,9 @@ def test_a_process_that_was_replaced_keeps_nothing_any_more():
     store.enter(0)
     runner, packer = placed(RULES["bsp"]), StatePacker(1)
     packed = packer.pack(runner.content(), TASK.params)
-    assert store.commit(0, 1, packed, runner.take_records(), Report())
+    assert store.commit(0, 1, packed, runner.take_records(), ActorReport())
     store.enter(0)
-    assert not store.commit(0, 1, packed, runner.take_records(), Report())
+    assert not store.commit(0, 1, packed, runner.take_records(), ActorReport())
     assert not store.beat(0, 1)
 
 
@@ -212,7 +213,7 @@ def test_what_did_not_change_is_not_sent_again():
     for small, new in ((1.0, 2), (2.0, 1), (3.0, 1)):
         packed = packer.pack({"big": big, "small": np.float32(small) + np.zeros(1, np.float32)}, big)
         assert len(packed.new) == new
-        store.commit(0, 1, packed, placed(RULES["bsp"]).take_records(), Report())
+        store.commit(0, 1, packed, placed(RULES["bsp"]).take_records(), ActorReport())
     kept = store.enter(0).kept
     assert sum(array.nbytes for array in kept[1].values()) == 4004
     assert read(kept[0], kept[1].__getitem__)["small"] == 3
@@ -243,3 +244,27 @@ def test_what_could_be_code_is_refused():
         write({"f": lambda: 0}, len)
     with pytest.raises(ValueError, match=r"os\.system is not an imported NamedTuple"):
         read('{"nodes": [["named", "os", "system", ["true"]]], "root": {"is": 0}}', len)
+
+
+# Modules of states that were merged into others, by the names that older files have.
+MERGED = {
+    "collective.any_batch": "_AnyBatchState",
+    "collective.bsp": "_BSPState",
+    "collective.delay_by_one": "_DelayByOneState",
+    "collective.local": "_LocalState",
+    "collective.pipe_sgd": "_PipeState",
+    "collective.task_allocation": "_AllocationState",
+    "peers.hierarchical_ad_psgd": "_HierarchicalState",
+    "peers.neighbors": "Halves",
+    "server.dude": "_DuDeState",
+    "server.ringleader": "_RingleaderState",
+    "server.ssp": "_SSPState",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), MERGED.items())
+def test_files_from_before_modules_were_merged_can_be_read(module, name):
+    parts = next(len(kind._fields) for kind in tuple.__subclasses__() if kind.__name__ == name)
+    node = ["named", f"jaxdist.asynchronous.rules.{module}", name, [None] * parts]
+    state = read(json.dumps({"nodes": [node], "root": {"is": 0}}), len)
+    assert type(state).__name__ == name

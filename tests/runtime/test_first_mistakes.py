@@ -1,0 +1,115 @@
+"""The first mistakes of a new user: each is refused, with what to do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from problems import batch, fresh, make_step, params
+
+import jaxdist as jd
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As one of two processes of `jaxdist launch`, before `initialize`."""
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+
+
+def test_a_forgotten_initialize(mesh, launched):
+    for build in (jd.make_mesh, lambda: jd.distribute(make_step(optax.sgd(0.1)), mesh)):
+        with pytest.raises(ValueError, match=r"JAX_NUM_PROCESSES=2.*call jaxdist.initialize\(\) at the start"):
+            build()
+
+
+@pytest.mark.parametrize("variable", ["1", "", "two"])
+def test_a_single_process_needs_no_initialize(monkeypatch, variable):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", variable)
+    assert jd.make_mesh().size == jax.device_count()
+
+
+NOT_FIRST = {
+    "no all_reduce": lambda: optax.chain(optax.adam(0.1)),
+    "no all_reduce, no state": lambda: optax.sgd(0.1),
+    "all_reduce last": lambda: optax.chain(optax.adam(0.1), jd.all_reduce(jd.exact())),
+}
+
+
+@pytest.mark.parametrize("make", NOT_FIRST.values(), ids=NOT_FIRST)
+def test_an_optimizer_of_local_gradients(mesh, make):
+    tx = make()
+    advice = r"differs between workers.*begin the chain with all_reduce"
+    with pytest.raises(ValueError, match=advice):
+        jd.distribute(make_step(tx), mesh)(fresh(tx, mesh), batch())
+    with pytest.raises(ValueError, match=advice):
+        jd.simulate(make_step(tx), 8)(fresh(tx, 8), batch())
+
+
+def averaging():
+    return optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+
+
+PARTLY = {
+    "masked": lambda: optax.masked(averaging(), matrices),
+    "partition": lambda: optax.partition({True: averaging(), False: optax.set_to_zero()}, matrices),
+    "partition of optimizers": lambda: optax.partition({True: averaging(), False: optax.sgd(0.1)}, matrices),
+}
+
+
+def matrices(tree):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+@pytest.mark.parametrize("make", PARTLY.values(), ids=PARTLY)
+def test_some_leaves_are_not_averaged(mesh, make):
+    tx = make()
+    with pytest.raises(
+        ValueError, match=r"differs between workers.*put it in front.*per_leaf\(label_fn.*'frozen': None"
+    ):
+        jd.distribute(make_step(tx), mesh)(fresh(tx, mesh), batch())
+
+
+def test_other_state_that_differs_is_marked(mesh):
+    tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.1))
+    state = jd.init_state(lambda: {"seen": jnp.zeros(()), "opt": tx.init(params())}, mesh)
+
+    def step(state, batch):
+        return {"seen": jax.tree.leaves(batch)[0].sum(), "opt": state["opt"]}, {}
+
+    with pytest.raises(ValueError, match=r"leaf `seen` differs between workers.*mark it PerWorker"):
+        jd.distribute(step, mesh)(state, batch())
+
+
+def test_a_donated_state(mesh):
+    def step(state, batch):
+        return {"w": state["w"] + jax.lax.pmean(batch.mean(), "data")}, {}
+
+    state, run = jd.init_state(lambda: {"w": jnp.zeros(4)}, mesh), jd.distribute(step, mesh)
+    run(state, jnp.ones(8))
+    for again in (run, jd.simulate(step, 8)):
+        with pytest.raises(ValueError, match=r"leaf `w` of the state has been deleted.*donate=False"):
+            again(state, jnp.ones(8))
+
+
+def test_all_reduce_before_zero_redundancy(mesh):
+    tx = optax.chain(jd.all_reduce(jd.exact()), jd.zero_redundancy(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"zero_redundancy averages gradients itself, or pass reducer=None"):
+        jd.distribute(make_step(tx), mesh)(fresh(tx, mesh), batch())
+
+
+LOSSES = {
+    "operator": lambda p, x: (x * p["w"]).sum(),
+    "function": lambda p, x: jnp.square(p["w"]).sum(),
+    "method": lambda p, x: p["w"].sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_sharded_parameters_that_are_not_gathered(mesh, loss):
+    def step(state, x):
+        value, _ = jd.local_value_and_grad(lambda p: loss(p, x[0]))(state["params"])
+        return state, jax.lax.pmean(value, "data")
+
+    state = jd.place({"params": jd.zero.shard({"w": jnp.arange(3.0)}, smallest=0)}, mesh)
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        jd.distribute(step, mesh)(state, jnp.ones(8))
+    assert any("zero.gathered" in note for note in getattr(caught.value, "__notes__", []))
