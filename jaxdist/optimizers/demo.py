@@ -25,7 +25,7 @@ from .base import descend
 
 
 class DemoState(NamedTuple):
-    """Replicated: a count. Per worker: the momentum in float32 or better, which contains what was not sent yet."""
+    """Per worker: the momentum in float32 or better, which contains what was not sent yet."""
 
     count: Int[Array, ""]
     momentum: PerWorker
@@ -61,8 +61,8 @@ def demo(
     sent, with `v` bytes for a value and `b = ⌈log₂ t⌉` bits (at least one) for a position, `k` at most `t`. By
     default that is 0.22 bits a parameter, which every worker receives from every other.
 
-    *State*: a replicated count; per worker the momentum in float32 (or better). It replaces `all_reduce` and the
-    optimizer: nothing else may reduce gradients or add momentum.
+    *State*: per worker the momentum in float32 or better. It replaces `all_reduce` and the optimizer: nothing else may
+    reduce gradients or add momentum. The updates contain the learning rate, and `update` takes `examples=`.
 
     Args:
       learning_rate: `η`, a number or a schedule. As for signSGD, a small fraction of SGD's; start at 1e-3.
@@ -72,16 +72,8 @@ def demo(
       k: the number of frequencies sent of each tile. More follows the gradient better and costs proportionally more.
       weight_decay: `λ`, decoupled.
       values: the dtype of sent frequencies; `None`: that of the momentum.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients whose updates contain the learning rate. Its `update` takes
-      `examples=`, as that of `all_reduce`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, what `all_reduce` raises.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.demo(0.5, k=1, axis=None)
       >>> params = jnp.zeros((2, 2))
@@ -92,7 +84,7 @@ def demo(
       [[0.5, -0.5], [0.5, -0.5]]
 
     References:
-      Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, 2024.
+      Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, 2024.
     """
     check_range("decay", decay, 0, 1)
     if not 1 <= chunk <= 256:
@@ -113,6 +105,7 @@ def demo(
             # m_w = β m_w + η g_w
             momentum = jax.tree.map(lambda m, g: decay * m + rate.astype(m.dtype) * g, state.momentum.value, gradients)
             leaves, structure = jax.tree.flatten(momentum)
+            # C and q_w, transformed back: DCTᵀ(C) and DCTᵀ(q_w)
             means, sent = run(_rounds(leaves, chunk, k, values), comm)
             # m_w -= DCTᵀ(q_w): the momentum is its own error feedback.
             residual = with_value(state.momentum, structure.unflatten([m - s for m, s in zip(leaves, sent)]))
@@ -152,7 +145,7 @@ def _select(frequencies: Float[Array, "tiles size"], k: int, values: DTypeLike |
     # In float32: on CPU, top_k is ten times slower for any other dtype.
     _, positions = lax.top_k(jnp.abs(frequencies.astype(jnp.float32)), min(k, size))
     kept = jnp.take_along_axis(frequencies, positions, axis=1, mode="promise_in_bounds")
-    # Positions are packed into as few bits as the tile needs.
+    # ⌈log₂ size⌉ bits for a position
     bits = _position_bits(size)
     words = pack(positions.astype(jnp.uint8 if bits <= 8 else jnp.uint16), bits)
     return _Strongest(kept.astype(frequencies.dtype if values is None else values), words)
@@ -186,7 +179,6 @@ def _mean_of_senders(payloads: _Strongest, like: Float[Array, "tiles size"]) -> 
         return jax.tree.map(jnp.add, carry, sum_and_count(payload)), None
 
     # Payloads are added in the order of the workers, so that the rounding is the same on all of them and in every run.
-
     first, rest = (jax.tree.map(lambda x, part=part: x[part], payloads) for part in (0, slice(1, None)))
     (total, senders), _ = lax.scan(add, sum_and_count(first), rest)
     return total / jnp.maximum(senders, 1)
@@ -195,12 +187,7 @@ def _mean_of_senders(payloads: _Strongest, like: Float[Array, "tiles size"]) -> 
 def tile_of(shape: Shape, chunk: int) -> tuple[int, int]:
     """Returns height and width of a leaf's tiles: the largest divisors up to `chunk` of its rows and of its columns.
 
-    Rows are all dimensions but the last one; a vector is a single row.
-
-    Example:
-      >>> from jaxdist.optimizers.demo import tile_of
-      >>> tile_of((768, 3072), 64), tile_of((3, 3, 16, 50), 64), tile_of((100,), 64), tile_of((), 64)
-      ((64, 64), (48, 50), (1, 50), (1, 1))
+    Rows are all dimensions but the last one; a vector is a single row: `[3, 3, 16, 50]` has tiles of 48 by 50.
     """
     rows, columns = _matrix(shape)
     return _largest_divisor(rows, chunk), _largest_divisor(columns, chunk)

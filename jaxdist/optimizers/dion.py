@@ -27,9 +27,9 @@ EPSILON = 1e-8
 
 
 class DionState(NamedTuple):
-    """Replicated: a count, a right factor `[m, r]` for each matrix, the state of the optimizer of the other leaves.
+    """Per worker: the momentum of each matrix, in float32 or better.
 
-    Per worker: the momentum of each matrix, in float32 or better.
+    Replicated: a right factor `q` `[m, r]` for each matrix, and `rest`, the state of the optimizer of the other leaves.
     """
 
     count: Int[Array, ""]
@@ -94,7 +94,8 @@ def dion(
     and all entries of the other leaves; together `4·(Σ r(n+m) + Σ rest)` bytes, of which a worker sends `2(W-1)/W`. All
     in float32 (float64 leaves in float64).
 
-    *State*: replicated, a count, `Q` and the state of `rest`; per worker the momentum of the matrices.
+    *State*: replicated, `Q` and the state of `rest`; per worker the momentum of the matrices. The updates contain the
+    learning rate, and `update` takes `examples=`, as that of `all_reduce`.
 
     Args:
       learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one
@@ -108,17 +109,8 @@ def dion(
       rest: updates the other leaves from their mean gradients; by default `optax.adamw` with the learning rate and the
         weight decay given here. Its usual rate is a tenth of that of the matrices.
       seed: of the first `Q`, equal on all workers.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients whose updates contain the learning rate. Its `update` takes
-      `examples=`, as that of `all_reduce`.
-
-    Raises:
-      ValueError: an argument is out of range, or not exactly one of `rank` and `rank_fraction` is given; at trace time,
-        what `all_reduce` raises.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.dion(0.1, rank=2, axis=None)
       >>> params, gradient = jnp.zeros((2, 2)), jnp.array([[0.0, 4.0], [-1.0, 0.0]])
@@ -129,8 +121,8 @@ def dion(
       True
 
     References:
-      Ahn, Xu, Abreu, Fan, Magakyan, Sharma, Zhan, Langford, "Dion: Distributed Orthonormalized Updates", arXiv
-      2504.05295, 2025. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv 2008.01425, 2020.
+      Ahn et al., "Dion: Distributed Orthonormalized Updates", arXiv:2504.05295, 2025. The local residual: Vogels,
+      Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
     """
     if (rank is None) == (rank_fraction is None):
         raise ValueError(f"give rank or rank_fraction, and not both, got rank={rank}, rank_fraction={rank_fraction}")
@@ -148,6 +140,7 @@ def dion(
 
 def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
+    # Each matrix folds its number into the seed.
     numbers = itertools.count()
 
     # No empty arrays for the other leaves: JAX forgets the sharding of those that differ between workers, and
@@ -200,11 +193,7 @@ def _update(
 
 
 def _rounds(
-    decay: float | int,
-    leaves: list[Array],
-    views: list[_View | None],
-    momenta: list[Any],
-    factors: list[Any],
+    decay: float | int, leaves: list[Array], views: list[_View | None], momenta: list[Any], factors: list[Any]
 ) -> Generator[Messages, Messages, tuple[list[Array], list[Any], list[Any]]]:
     """Returns directions of matrices and mean gradients of other leaves, new momenta and new factors."""
     groups = _group(leaves, views)
@@ -226,8 +215,10 @@ def _rounds(
         columns = jnp.swapaxes(p, 1, 2)
         # M_w -= (1-μ) P R_wᵀ, with this worker's own R_w, unlike the paper.
         residual = m - (1 - decay) * outer(columns, own)
+        # Q = R with its columns, the rows of Rᵀ here, scaled to length 1
         lengths = jnp.sqrt(jnp.sum(jnp.square(mean), axis=2, keepdims=True))
         unit_rows = mean / (lengths + EPSILON)
+        # √(m/n) P Qᵀ
         direction = math.sqrt(m.shape[2] / m.shape[1]) * outer(columns, unit_rows)
         # A column of length zero says nothing about the next gradient, so the previous one is kept.
         q = jnp.swapaxes(jnp.where(lengths > 0, unit_rows, jnp.swapaxes(old, 1, 2)), 1, 2)
@@ -242,7 +233,9 @@ def _rounds(
 def _view(cfg: _Config, path: tuple[Any, ...], leaf: Like) -> _View | None:
     """Returns the leaf's view as a matrix; `None` if it goes to the optimizer of the rest."""
     shape = leaf.shape
-    if len(shape) < 2 or 0 in shape or not cfg.is_matrix(_name(path), leaf):
+    if len(shape) < 2 or 0 in shape:
+        return None
+    if not cfg.is_matrix(jax.tree_util.keystr(path, simple=True, separator="/"), leaf):
         return None
     n, m = math.prod(shape[:-1]), shape[-1]
     rank = cfg.rank or math.ceil((cfg.rank_fraction or 0) * min(n, m))
@@ -254,10 +247,6 @@ def _rest(cfg: _Config) -> optax.GradientTransformationExtraArgs:
         return _view(cfg, path, leaf) is None
 
     return optax.masked(cfg.rest, partial(jax.tree_util.tree_map_with_path, is_other))
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _group(leaves: list[Array], views: list[_View | None]) -> list[list[int]]:

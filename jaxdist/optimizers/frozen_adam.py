@@ -13,22 +13,19 @@ from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..compressors.qsgd import qsgd
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer
+from ..reducers.base import Extras, Reducer, check_reducer
 from ..reducers.exact import exact
 from ..reducers.feedback import error_feedback
 from ..reducers.two_shot import two_shot
 from ..reducers.with_stats import add_bytes
 from ..state.marks import bind
-from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
-from ..transforms.local_gradients import check_leaves, local_gradients
-from .base import check_adam, descend, divide, mask_unseen, multiply, preconditioner
+from ..transforms.common import LearningRate, moving_average, zeros_like
+from ..transforms.local_gradients import check_leaves
+from .base import check_adam, descend, divide, mask_unseen, multiply, preconditioner, start_step
 
 
 class FrozenAdamState(NamedTuple):
-    """Replicated: a count, the bytes `sent` by one worker, as (high, low) words, and two trees in float32 or better.
-
-    `reducer` as the reducer defines it.
-    """
+    """Replicated: the bytes `sent` by one worker, as (high, low) words, and two trees in float32 or better."""
 
     count: Int[Array, ""]
     sent: UInt[Array, "2"]
@@ -56,6 +53,7 @@ def one_bit_adam(
     `v = β₂ v + (1-β₂) ḡ²`. Afterwards `m = d · reduce((β₁ m + (1-β₁) g_w) / d)` with `d = √v + ε`, and `v` is constant.
     Always `x -= η (m / d + λ x)`, without bias correction, as the original: the first steps are up to
     `(1-β₁) / √(1-β₂)` = 3.2 times as long as Adam's, so warm the learning rate up, or use `qadam`, which corrects.
+    The updates contain the learning rate, and `update` takes `examples=`, as that of `all_reduce`.
 
     **Not as in the paper**: there `m` itself is sent, with one scale for many entries, and divided by `d` afterwards.
     Inside one matrix `v` may span six decades, so entries of small variance move up to a thousand times too far, unless
@@ -69,8 +67,7 @@ def one_bit_adam(
     *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards the reducer's
     collectives: by default one all-to-all and one all-gather of about `2(W-1)/W · n/8` bytes together, 32 times less.
 
-    *State*: replicated, a count, momentum and variance in float32 (or better); the state of the reducer: by default a
-    residual per worker and a sharded one.
+    *State*: replicated, momentum and variance in float32 or better; by default a residual per worker and a sharded one.
 
     Args:
       learning_rate: `η`, a number or a schedule.
@@ -82,16 +79,8 @@ def one_bit_adam(
       weight_decay: `λ`, decoupled.
       reducer: averages the momentum; by default `error_feedback(two_shot(scaled_sign()))`. Its scale is `|x|₁/d`;
         that of the original, `|x|₂/√d`, expands errors of sparse gradients.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients whose updates contain the learning rate. Its `update` takes
-      `examples=`, as that of `all_reduce`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, what `all_reduce` raises.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.one_bit_adam(0.1, freeze_step=1, axis=None)
       >>> params = jnp.zeros(3)
@@ -102,20 +91,11 @@ def one_bit_adam(
       [False, False, True]
 
     References:
-      Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He, "1-bit Adam: Communication Efficient Large-Scale Training
-      with Adam's Convergence Speed", arXiv 2102.02888, 2021.
+      Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
+      arXiv:2102.02888, 2021.
     """
-    return _frozen_adam(
-        learning_rate,
-        freeze_step=freeze_step,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        corrected=False,
-        reducer=error_feedback(two_shot(scaled_sign())) if reducer is None else reducer,
-        axis=axis,
-    )
+    chosen = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
+    return _frozen_adam(_Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, False, chosen, axis))
 
 
 def qadam(
@@ -144,27 +124,14 @@ def qadam(
     *On the wire*: in the warm-up one all-reduce, `2(W-1)/W · 4n` bytes sent for `n` entries; afterwards the reducer's
     collectives: by default one all-to-all and one all-gather, about `2(W-1)/W · n` bytes together.
 
-    *State*: replicated, a count, momentum and variance in float32 (or better); the state of the reducer, by default a
-    key and a count.
+    *State*: replicated, momentum and variance in float32 or better; by default a key and a count of the reducer.
 
     Args:
-      learning_rate: `η`, a number or a schedule.
+      learning_rate: `η`; this and the arguments not listed are those of `one_bit_adam`.
       warmup_steps: steps with the full gradient, at least 1. More gives a better variance and compresses later.
-      b1: `β₁`, of the momentum.
-      b2: `β₂`, of the variance.
-      eps: `ε`.
-      weight_decay: `λ`, decoupled.
       reducer: averages the momentum; by default `two_shot(qsgd(8))`. With two levels of links, `hierarchical(...)`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients whose updates contain the learning rate. Its `update` takes
-      `examples=`, as that of `all_reduce`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, what `all_reduce` raises.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx, adam = jd.optimizers.qadam(0.1, warmup_steps=10, axis=None), optax.adam(0.1)
       >>> params, gradient = jnp.zeros(2), jnp.array([1.0, -3.0])
@@ -173,23 +140,15 @@ def qadam(
       True
 
     References:
-      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv 2107.01499, 2021. Tang et al.,
-      "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv 2102.02888, 2021.
+      Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
-    return _frozen_adam(
-        learning_rate,
-        freeze_step=warmup_steps,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        corrected=True,
-        reducer=two_shot(qsgd(8)) if reducer is None else reducer,
-        axis=axis,
-    )
+    chosen = two_shot(qsgd(8)) if reducer is None else reducer
+    return _frozen_adam(_Config(learning_rate, warmup_steps, b1, b2, eps, weight_decay, True, chosen, axis))
 
 
 class _Config(NamedTuple):
+    """`corrected`: divide by `1 - βᵗ` as Adam does, for the variance with the `t` at which it was frozen."""
+
     learning_rate: LearningRate
     freeze_step: int
     b1: float | int
@@ -201,27 +160,11 @@ class _Config(NamedTuple):
     axis: AxisNames
 
 
-def _frozen_adam(
-    learning_rate: LearningRate,
-    *,
-    freeze_step: int,
-    b1: float | int,
-    b2: float | int,
-    eps: float | int,
-    weight_decay: float | int,
-    corrected: bool,
-    reducer: Reducer,
-    axis: AxisNames,
-) -> optax.GradientTransformationExtraArgs:
-    """Adam of mean gradients for `freeze_step` steps; then `m = d · reduce((β₁ m + (1-β₁) g_w) / d)`, `d = √v + ε`.
-
-    The variance `v` is frozen by then, so `d` is replicated and constant, and residuals of the reducer keep their unit.
-    `corrected`: divide by `1 - βᵗ` as Adam does, for the variance with the `t` at which it was frozen.
-    """
-    check_adam(b1, b2, eps, weight_decay)
-    if freeze_step < 1:
-        raise ValueError(f"the variance needs a warm-up of at least one step, got {freeze_step}")
-    cfg = _Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, corrected, reducer, axis)
+def _frozen_adam(cfg: _Config) -> optax.GradientTransformationExtraArgs:
+    check_adam(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)
+    check_reducer(cfg.reducer)
+    if cfg.freeze_step < 1:
+        raise ValueError(f"the variance needs a warm-up of at least one step, got {cfg.freeze_step}")
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
@@ -247,21 +190,12 @@ def _update(
 ) -> tuple[Updates, State]:
     del extra_args
     with jax.named_scope("frozen_adam"):
-        gradients, comm = local_gradients(updates, cfg.axis, examples)
-        ledger: list[comms.Sent] = []
-        comm = comms.counted(comm, ledger)
-        rate = rate_at(cfg.learning_rate, state.count)
-        extras = Extras(state.count, rate)
-        momentum, variance, reducer_state = comms.cond(
-            state.count >= cfg.freeze_step,
-            partial(_compress_step, cfg, extras),
-            partial(_warm_up_step, cfg),
-            comm,
-            gradients,
-            state,
-        )
+        gradients, comm, ledger, rate = start_step(updates, cfg.axis, examples, cfg.learning_rate, state.count)
+        compress, warm_up = partial(_compress_step, cfg, Extras(state.count, rate)), partial(_warm_up_step, cfg)
+        # The branches differ in their collectives; the count is replicated, so all workers take the same one.
+        frozen = state.count >= cfg.freeze_step
+        momentum, variance, reducer_state = comms.cond(frozen, compress, warm_up, comm, gradients, state)
         count = next_count(state.count)
-
         # x -= η (m / d + λ x)
         direction = divide(momentum, _preconditioner(cfg, variance, count))
         if cfg.corrected:
@@ -276,29 +210,29 @@ def _warm_up_step(
     cfg: _Config, comm: Comm, gradients: Updates, state: FrozenAdamState
 ) -> tuple[Updates, Updates, State]:
     """Returns Adam's moments of the exact mean gradient."""
+    mean = exact().reduce(gradients, (), comm)[0].mean
     # m = β₁ m + (1-β₁) ḡ and v = β₂ v + (1-β₂) ḡ²
-    reduced, _ = exact().reduce(gradients, (), comm)
-    momentum = moving_average(state.momentum, reduced.mean, cfg.b1)
-    variance = moving_average(state.variance, jax.tree.map(jnp.square, reduced.mean), cfg.b2)
-    return momentum, variance, state.reducer
+    momentum = moving_average(state.momentum, mean, cfg.b1)
+    return momentum, moving_average(state.variance, jax.tree.map(jnp.square, mean), cfg.b2), state.reducer
 
 
 def _compress_step(
     cfg: _Config, extras: Extras, comm: Comm, gradients: Updates, state: FrozenAdamState
 ) -> tuple[Updates, Updates, State]:
     """Returns the reduced momentum and the frozen variance."""
-    reducer = cfg.reducer
     # Unlike the paper, which sends m itself: one scale would then serve entries whose d differ by decades.
+    # The variance is frozen, so `by` is replicated and constant, and residuals of the reducer keep their unit.
     by = _preconditioner(cfg, state.variance, cfg.freeze_step)
     local = mask_unseen(divide(moving_average(state.momentum, gradients, cfg.b1), by), state.variance)
-    reduced, reducer_state = reducer.reduce(local, state.reducer, comm, extras)
+    # reduce((β₁ m + (1-β₁) g_w) / d)
+    reduced, reducer_state = cfg.reducer.reduce(local, state.reducer, comm, extras)
     return multiply(mask_unseen(reduced.mean, state.variance), by), state.variance, reducer_state
 
 
 def _preconditioner(cfg: _Config, variance: Updates, count: Array | int) -> Updates:
     """Returns `d = √v̂ + ε`, where the bias correction of `v̂` stops at `freeze_step`, as the variance does."""
     if cfg.corrected:
-        variance = jax.tree.map(
-            lambda v: v / (1 - cfg.b2 ** jnp.minimum(count, cfg.freeze_step).astype(v.dtype)), variance
-        )
+        # v̂ = v / (1 - β₂ˢ)
+        s = jnp.minimum(count, cfg.freeze_step)
+        variance = jax.tree.map(lambda v: v / (1 - cfg.b2 ** s.astype(v.dtype)), variance)
     return preconditioner(variance, cfg.eps)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS, check_range
@@ -14,15 +15,16 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer
+from ..reducers.base import Extras, Reducer, check_reducer
 from ..reducers.exact import exact
-from ..reducers.feedback import error_feedback
-from ..reducers.two_shot import two_shot
+from ..reducers.feedback import ErrorFeedbackState, error_feedback
+from ..reducers.two_shot import TwoShotState, two_shot
 from ..reducers.with_stats import add_bytes
-from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
-from ..transforms.local_gradients import check_leaves, local_gradients
-from .base import check_adam, divide, mask_unseen, multiply, preconditioner, rescale_residuals, reset_reducer
+from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
+from ..transforms.common import LearningRate, moving_average, zeros_like
+from ..transforms.local_gradients import check_leaves
+from ..wire.flat import vectors
+from .base import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
 
 # The interval between refreshes doubles without a practical limit.
 LONGEST = 2**30
@@ -36,11 +38,10 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """Replicated: `count`, the bytes `sent` by one worker, as (high, low) words, `variance`, and both intervals.
+    """Per worker: `momentum`, and `anchor`, the parameters after the last sync; trees are in float32 or better.
 
-    Also replicated: the sum of learning `rates` since the last sync.
-    Per worker: `momentum`, and `anchor`, the parameters after the last sync, equal on all workers.
-    `reducer` as the reducer defines it. All trees are in float32 or better.
+    Replicated: the rest, among it the bytes `sent` by one worker, as (high, low) words, and `rates`, the sum of the
+    learning rates since the last sync. `reducer` as the reducer defines it.
     """
 
     count: Int[Array, ""]
@@ -57,8 +58,6 @@ class ZeroOneAdamState(NamedTuple):
 
 
 class _Config(NamedTuple):
-    """The arguments of `zero_one_adam`; `coder` is the reducer of compressed steps."""
-
     learning_rate: LearningRate
     freeze_step: int
     b1: float | int
@@ -68,12 +67,12 @@ class _Config(NamedTuple):
     refreshes: int
     doubling_steps: int
     longest_interval: int
-    coder: Reducer
+    reducer: Reducer
     axis: AxisNames
 
 
 class _Decision(NamedTuple):
-    """The two policies' decision for one step: `shared` until the variance is frozen; `refresh` implies `sync`."""
+    """The decision of both policies for a step: `shared` until the variance is frozen; `refresh` implies `sync`."""
 
     shared: Bool[Array, ""]
     refresh: Bool[Array, ""]
@@ -112,38 +111,27 @@ def zero_one_adam(
     structure, inside `bucketed`, `per_leaf` or `hierarchical`, keep their value in units of `d` instead.
 
     There is no bias correction, as in the original. Entries without any variance do not change, as in `one_bit_adam`.
-    Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum.
+    Weight decay is applied to the anchor, `a -= s λ a`, so that it does not enter the momentum. The transformation
+    comes last in a chain, its updates contain the learning rate, and `update` needs `params` and takes `examples=`.
 
     *On the wire* for `n` entries: on a refresh one all-reduce, `2(W-1)/W · 4n` bytes sent; on other steps until
     `freeze_step`, and on later syncs, the reducer's collectives: by default one all-to-all and one all-gather, about
     `2(W-1)/W · n/8` bytes together; on all other steps nothing.
 
-    *State*: replicated, counts, intervals and the variance; per worker momentum and anchor; the state of the reducer:
-    by default a residual per worker and a sharded one, both set to zero at `freeze_step`: before, they are residuals of
-    gradients, afterwards of displacements. **Parameters differ between workers between syncs**: mark them,
+    *State*: replicated, the variance; per worker momentum and anchor; by default a residual per worker and a sharded
+    one, both set to zero at `freeze_step`: before, they are residuals of gradients, afterwards of displacements.
+    **Parameters differ between workers between syncs**: mark them,
     `TrainState(jd.PerWorker(params), tx.init(params))`, and evaluate `jd.consensus(state.params)`.
 
     Args:
-      learning_rate: `η`, a number or a schedule.
+      learning_rate: `η`; this and the arguments not listed are those of `one_bit_adam`.
       freeze_step: steps until the variance is frozen, at least 1; the end of the learning rate's warm-up or later.
-      b1: `β₁`, of the momentum.
-      b2: `β₂`, of the variance.
-      eps: `ε`.
-      weight_decay: `λ`, decoupled.
       refreshes: refreshes of the variance before their interval doubles. Fewer sends less and risks an old variance.
       doubling_steps: local steps before the interval between syncs doubles.
       longest_interval: the longest interval. Longer sends less and lets workers drift further apart.
       reducer: averages gradients, then displacements; by default `error_feedback(two_shot(scaled_sign()))`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients whose updates contain the learning rate; it needs `params` and comes
-      last in a chain. Its `update` takes `examples=`, as that of `all_reduce`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, what `all_reduce` raises, or if `params` are missing.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.zero_one_adam(0.1, freeze_step=2, axis=None)
       >>> params = jnp.zeros(2)
@@ -155,17 +143,16 @@ def zero_one_adam(
       (True, 1)
 
     References:
-      Lu, Li, Zhang, De Sa, He, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", arXiv
-      2202.06009, 2022.
+      Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", arXiv:2202.06009, 2022.
     """
     check_adam(b1, b2, eps, weight_decay)
-    check_range("freeze_step", freeze_step, 1)
-    check_range("refreshes", refreshes, 1)
-    check_range("doubling_steps", doubling_steps, 1)
-    check_range("longest_interval", longest_interval, 1)
-    coder = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
+    steps = {"freeze_step": freeze_step, "refreshes": refreshes, "doubling_steps": doubling_steps}
+    for name, value in {**steps, "longest_interval": longest_interval}.items():
+        check_range(name, value, 1)
+    reducer = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
+    check_reducer(reducer)
     intervals = refreshes, doubling_steps, longest_interval
-    cfg = _Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, *intervals, coder, axis)
+    cfg = _Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, *intervals, reducer, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
@@ -182,7 +169,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
         momentum=bind(PerWorker(zeros_like(params)), cfg.axis),
         anchor=bind(PerWorker(anchor), cfg.axis),
-        reducer=bind(cfg.coder.init(zeros_like(params)), cfg.axis),
+        reducer=bind(cfg.reducer.init(zeros_like(params)), cfg.axis),
     )
 
 
@@ -199,13 +186,10 @@ def _update(
     if params is None:
         raise ValueError(NO_PARAMS)
     with jax.named_scope("zero_one_adam"):
-        gradients, comm = local_gradients(updates, cfg.axis, examples)
+        gradients, comm, ledger, rate = start_step(updates, cfg.axis, examples, cfg.learning_rate, state.count)
         # Gradients may be narrower than their parameters, and the branches below must return the same dtypes.
         gradients = jax.tree.map(lambda g, v: g.astype(v.dtype), gradients, state.variance)
-        # Bytes are counted per step, inside the branches too.
-        ledger: list[comms.Sent] = []
-        comm = comms.counted(comm, ledger)
-        rate = rate_at(cfg.learning_rate, state.count)
+        # s, the sum of η since the last sync
         rates = state.rates + rate.astype(state.rates.dtype)
         decision = _decide(cfg, state)
 
@@ -218,21 +202,27 @@ def _update(
         displacement = _displacement(params, state.anchor.value, local_update)
         payload = tree_where(decision.shared, divide(gradients, d), displacement)
         payload = mask_unseen(payload, state.variance)
-        extras = Extras(state.count, rate)
-        mean, variance, reducer_state = _communicate(cfg, decision, comm, gradients, payload, state, extras)
+        # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
+        fresh = cfg.reducer.init(zeros_like(payload))
+        reducer_state = _reset_reducer(state.reducer, fresh, state.count == cfg.freeze_step)
+        # 0: neither, 1: sync, 2: refresh, which implies sync. One branch for compressed gradients and compressed
+        # displacements: the reducer is compiled once.
+        compress = partial(_compress_step, cfg.reducer, Extras(state.count, rate))
+        branches = [_local_step, compress, partial(_full_step, cfg)]
+        which = decision.sync.astype(jnp.int32) + decision.refresh.astype(jnp.int32)
+        operands = state.variance, gradients, payload, reducer_state
+        mean, variance, reducer_state = comms.switch(which, branches, comm, *operands)
+        # Only a refresh averages the gradients themselves; all other means are in units of d.
         mean = tree_where(decision.refresh, mean, multiply(mask_unseen(mean, variance), d))
 
-        momentum = _next_momentum(cfg, decision, mean, local_momentum, state, rates)
-        momentum = mask_unseen(momentum, variance)
+        momentum = mask_unseen(_next_momentum(cfg, decision, mean, local_momentum, state, rates), variance)
         anchor = _next_anchor(cfg, decision, momentum, variance, state.anchor.value, rates)
+
         # After a sync parameters equal the anchor; otherwise the local step is taken.
-        out = jax.tree.map(
-            lambda a, p, step, g: jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(g.dtype),
-            anchor,
-            params,
-            local_update,
-            updates,
-        )
+        def choose_step(a, p, step, g):
+            return jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(g.dtype)
+
+        out = jax.tree.map(choose_step, anchor, params, local_update, updates)
         return out, ZeroOneAdamState(
             count=next_count(state.count),
             sent=add_bytes(state.sent, comms.total_bytes(ledger)),
@@ -256,55 +246,32 @@ def _decide(cfg: _Config, state: ZeroOneAdamState) -> _Decision:
     return _Decision(shared, refresh, sync)
 
 
-def _communicate(
-    cfg: _Config,
-    decision: _Decision,
-    comm: Comm,
-    gradients: Updates,
-    payload: Updates,
-    state: ZeroOneAdamState,
-    extras: Extras,
-) -> tuple[Updates, Updates, State]:
-    """Returns the mean that this step's collectives produce, the variance and the reducer's state."""
-    fresh = cfg.coder.init(zeros_like(payload))
-    # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
-    reducer_state = reset_reducer(state.reducer, fresh, state.count == cfg.freeze_step)
-    branches = [
-        partial(_local_step, state.variance),
-        partial(_compress_step, cfg, state.variance, extras),
-        partial(_full_step, cfg, state.variance),
-    ]
-    # One program for compressed gradients and compressed displacements: the reducer is compiled once.
-    which = decision.sync.astype(jnp.int32) + decision.refresh.astype(jnp.int32)
-    return comms.switch(which, branches, comm, gradients, payload, reducer_state)
-
-
 def _local_step(
-    variance: Updates, comm: Comm, gradients: Updates, payload: Updates, reducer_state: State
+    comm: Comm, variance: Updates, gradients: Updates, payload: Updates, reducer_state: State
 ) -> tuple[Updates, Updates, State]:
     """Sends nothing; returns zeros in place of a mean."""
     del comm, gradients
+    # New zeros are replicated, like the means of the other branches.
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), payload), variance, reducer_state
 
 
 def _compress_step(
-    cfg: _Config,
-    variance: Updates,
+    reducer: Reducer,
     extras: Extras,
     comm: Comm,
+    variance: Updates,
     gradients: Updates,
     payload: Updates,
     reducer_state: State,
 ) -> tuple[Updates, Updates, State]:
     """Returns the reducer's mean of the payloads."""
     del gradients
-    coder = cfg.coder
-    reduced, reducer_state = coder.reduce(payload, reducer_state, comm, extras)
+    reduced, reducer_state = reducer.reduce(payload, reducer_state, comm, extras)
     return reduced.mean, variance, reducer_state
 
 
 def _full_step(
-    cfg: _Config, variance: Updates, comm: Comm, gradients: Updates, payload: Updates, reducer_state: State
+    cfg: _Config, comm: Comm, variance: Updates, gradients: Updates, payload: Updates, reducer_state: State
 ) -> tuple[Updates, Updates, State]:
     """Returns the exact mean of the gradients and the refreshed variance `v = β₂ v + (1-β₂) ḡ²`."""
     del payload
@@ -312,22 +279,16 @@ def _full_step(
     refreshed = moving_average(variance, jax.tree.map(jnp.square, mean), cfg.b2)
     # Residuals are in units of d: r · d_old / d_new is the same amount of gradient.
     factor = divide(preconditioner(variance, cfg.eps), preconditioner(refreshed, cfg.eps))
-    return mean, refreshed, rescale_residuals(reducer_state, factor, comm)
+    return mean, refreshed, _rescale_residuals(reducer_state, factor, comm)
 
 
 def _next_momentum(
-    cfg: _Config,
-    decision: _Decision,
-    mean: Updates,
-    local_momentum: Updates,
-    state: ZeroOneAdamState,
-    rates: Array,
+    cfg: _Config, decision: _Decision, mean: Updates, local_momentum: Updates, state: ZeroOneAdamState, rates: Array
 ) -> Updates:
     shared = moving_average(state.momentum.value, mean, cfg.b1)
     # m_w = -d u / s; `mean` is d u here. With a sum of rates of zero nothing has moved, and the local momentum stays.
-    synced = jax.tree.map(
-        lambda u, m: jnp.where(rates > 0, -u / jnp.where(rates > 0, rates, 1).astype(u.dtype), m), mean, local_momentum
-    )
+    divisor = jnp.where(rates > 0, rates, 1)
+    synced = jax.tree.map(lambda u, m: jnp.where(rates > 0, -u / divisor.astype(u.dtype), m), mean, local_momentum)
     return tree_where(decision.shared, shared, tree_where(decision.sync, synced, local_momentum))
 
 
@@ -337,9 +298,11 @@ def _next_anchor(
     """Returns `a - s λ a + u` after a sync."""
     # Shared and synced momenta alike give the replicated step over all rates since the last sync.
     step = _adam_update(cfg, momentum, variance, rates)
-    return jax.tree.map(
-        lambda a, u: jnp.where(decision.sync, a - cfg.weight_decay * rates.astype(a.dtype) * a + u, a), anchor, step
-    )
+
+    def move(a, u):
+        return jnp.where(decision.sync, a - cfg.weight_decay * rates.astype(a.dtype) * a + u, a)
+
+    return jax.tree.map(move, anchor, step)
 
 
 def _adam_update(cfg: _Config, momentum: Updates, variance: Updates, rate: Array) -> Updates:
@@ -350,9 +313,11 @@ def _adam_update(cfg: _Config, momentum: Updates, variance: Updates, rate: Array
 
 def _displacement(params: PyTree, anchor: Updates, update: Updates) -> Updates:
     """Returns `x_w - a` after the local update; what the parameters' dtype cannot represent is no displacement."""
-    return jax.tree.map(
-        lambda p, a, u: p.astype(a.dtype) - a.astype(p.dtype).astype(a.dtype) + u, params, anchor, update
-    )
+
+    def subtract(p, a, u):
+        return p.astype(a.dtype) - a.astype(p.dtype).astype(a.dtype) + u
+
+    return jax.tree.map(subtract, params, anchor, update)
 
 
 def _advance(interval: Interval, happened: Array, every: int, longest: int) -> Interval:
@@ -361,3 +326,51 @@ def _advance(interval: Interval, happened: Array, every: int, longest: int) -> I
     # The count starts again with each doubling.
     doubled = jnp.minimum(2 * interval.length, longest)
     return Interval(jnp.where(done == every, doubled, interval.length), jnp.where(done == every, 0, done))
+
+
+def _reset_reducer(state: State, fresh: State, when: Array) -> State:
+    """Sets residuals to zero, and replicated floating leaves to those of a `fresh` state, where `when` is true."""
+
+    def reset_leaf(marks, leaf, new):
+        # Keys and counts go on; only what is in the unit of the gradients starts again.
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(when, jnp.zeros_like(leaf) if marks else new, leaf)
+
+    return map_marked(reset_leaf, state, fresh)
+
+
+def _rescale_residuals(state: State, factor: PyTree, comm: Comm) -> State:
+    """Multiplies the residuals of `error_feedback` and `two_shot` by the replicated `factor`, a tree like the updates.
+
+    Residuals of another structure, inside `bucketed`, `per_leaf` or `hierarchical`, stay as they are.
+    """
+
+    def rescale_node(node):
+        if isinstance(node, ErrorFeedbackState):
+            residual = node.residual.value
+            if _shapes(residual) == _shapes(factor):
+                residual = jax.tree.map(jnp.multiply, residual, factor)
+            inner = _rescale_residuals(node.reducer, factor, comm)
+            return ErrorFeedbackState(inner, with_value(node.residual, residual))
+        # The server residual is sharded over the workers as flat chunks.
+        if isinstance(node, TwoShotState):
+            flats = vectors(jax.tree.leaves(factor))
+            if [residual.shape for residual in node.residuals] == [flat.shape for flat in flats]:
+                return node._replace(residuals=[_rescale_chunk(e, f, comm) for e, f in zip(node.residuals, flats)])
+        return node
+
+    kinds = (ErrorFeedbackState, TwoShotState)
+    return jax.tree.map(rescale_node, state, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.shape for leaf in leaves]
+
+
+def _rescale_chunk(residual: Sharded, factor: Array, comm: Comm) -> Sharded:
+    # Chunks are of equal size, the last one padded with zeros, and so is the factor.
+    size = residual.value.size
+    padded = jnp.pad(factor, (0, size * comm.size - factor.size))
+    return with_value(residual, residual.value * lax.dynamic_slice(padded, (comm.index * size,), (size,)))

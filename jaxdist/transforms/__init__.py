@@ -4,12 +4,12 @@ from .accumulate import AccumulateState as AccumulateState
 from .accumulate import accumulate as accumulate
 from .all_reduce import all_reduce as all_reduce
 from .local_gradients import per_worker as per_worker
+from .local_value_and_grad import find_unused_parameters as find_unused_parameters
 from .local_value_and_grad import local_value_and_grad as local_value_and_grad
-from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from .loss_scale import loss_scale as loss_scale
 from .quantized_state import quantized_state as quantized_state
-from .skip_nonfinite import TooManySkips as TooManySkips
+from .skip_nonfinite import TooManySkipsError as TooManySkipsError
 from .skip_nonfinite import check_skips as check_skips
+from .skip_nonfinite import dynamic_loss_scale as dynamic_loss_scale
+from .skip_nonfinite import loss_scale as loss_scale
 from .skip_nonfinite import skip_nonfinite as skip_nonfinite
 from .stats import stats as stats
-from .unused import find_unused_parameters as find_unused_parameters

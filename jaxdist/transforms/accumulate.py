@@ -45,7 +45,6 @@ def accumulate(
       tx: the whole chain, `all_reduce` and the optimizer. `skip_nonfinite` and `dynamic_loss_scale` go inside, and
         schedules in it count syncs.
       steps: the number of calls for one update. `None`: the caller decides in each call with `sync=`.
-      axis: the mesh axis of the workers.
 
     Returns:
       The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
@@ -56,7 +55,7 @@ def accumulate(
       ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, or
         if `all_reduce` would refuse the gradients.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.accumulate(optax.chain(jd.all_reduce(jd.exact(), axis=None), optax.sgd(1.0)), 2, axis=None)
       >>> params = jnp.zeros(())
@@ -66,9 +65,6 @@ def accumulate(
       ...     print(updates)
       0.0
       -2.0
-
-    References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
@@ -79,6 +75,7 @@ def accumulate(
 def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
+    # Another number of workers takes the mean of the sums: nothing that was accumulated is lost.
     marked = bind((PerWorker(total, resize="mean"), PerWorker(jnp.zeros((), jnp.float32), resize="mean")), cfg.axis)
     return AccumulateState(cfg.tx.init(params), marked[0], marked[1], jnp.zeros((), jnp.int32))
 
@@ -97,6 +94,7 @@ def _update(
     check_local(updates, cfg.axis)
     # Without examples, each call counts as one.
     number = jnp.asarray(1 if examples is None else examples, jnp.float32)
+    # Summed in float32: a sum of half-precision gradients would lose the small ones.
     wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
     total = jax.tree.map(jnp.add, state.total.value, wide if examples is None else scale(wide, number))
     seen = state.examples.value + number
@@ -113,6 +111,7 @@ def _update(
 
     due = _is_due(sync, cfg.steps, count)
     if isinstance(due, bool):
+        # Known while tracing: the program has the collective in every call, or in none.
         out, inner = (communicate if due else skip)(total, seen, state.inner)
     else:
         out, inner = jax.lax.cond(due, communicate, skip, total, seen, state.inner)
@@ -130,4 +129,5 @@ def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool
         return bool(sync)
     if steps is None:
         raise ValueError("accumulate needs to know when to communicate; set steps=, or pass sync= to the update")
+    # With one step in a cycle no branch is needed.
     return True if steps == 1 else count >= steps

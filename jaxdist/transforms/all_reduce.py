@@ -1,19 +1,32 @@
 """The transformation of an optax chain that averages gradients over workers."""
 
+import math
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
-from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
+from .._core.compat import shard_map, varying_axes
+from .._core.trees import next_count, tree_where
+from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Extras, Law, Reducer
-from ..state.marks import bind
-from .local_gradients import check_leaves, check_local, reduce_weighted, refuse_model_axes
-from .model_axes import init_on_shards, reduce_on_shards
-from .optax_wrappers import check_shapes, with_gradients
+from ..reducers.base import Extras, Law, Reducer, check_reducer
+from ..state.marks import PerWorker, axis_tuple, bind, map_marked, with_value
+from ..state.placement import expand_specs
+from .local_gradients import (
+    check_leaves,
+    check_local,
+    check_shapes,
+    reduce_weighted,
+    refuse_model_axes,
+    scale,
+    with_gradients,
+)
 
 
 class AllReduceState(NamedTuple):
@@ -25,7 +38,30 @@ class AllReduceState(NamedTuple):
     communicates = True
 
 
+class LateState(NamedTuple):
+    """The state of `all_reduce(delay=1)`.
+
+    Attributes:
+      inner: the state of `all_reduce(delay=0)`.
+      gradient: the local gradient of the last step, in the dtypes of the parameters (per-worker).
+      examples: the number of examples behind it, 1 if the update was not passed any (per-worker).
+      pending: whether there is one (replicated).
+    """
+
+    inner: AllReduceState
+    gradient: PerWorker
+    examples: PerWorker
+    pending: Bool[Array, ""]
+
+    communicates = True
+
+
 NormalizeBy = Literal["active", "workers"]
+
+FLATTENED = (
+    "all_reduce(specs=) needs a reducer with separate state for each leaf; put error feedback around bucketed, not "
+    "inside, and do not use hierarchical"
+)
 
 
 class _Config(NamedTuple):
@@ -41,6 +77,7 @@ def all_reduce(
     axis: AxisNames = "data",
     specs: PyTree | None = None,
     normalize_by: NormalizeBy = "active",
+    delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the reducer's mean over all workers.
 
@@ -48,12 +85,22 @@ def all_reduce(
     see replicated values. The gradients must come from `local_value_and_grad`: under `shard_map`, `jax.grad` of
     replicated parameters has already summed them, and reducing again would make them `W` times too large.
 
-    *On the wire*: the reducer's collectives; with `examples`, four bytes more.
+    With `delay=1` the update of step `t` is the mean gradient of step `t-1` (Pipe-SGD of width 2):
 
-    *State*: the state of the reducer, bound to the axis; a count.
+        θ[t+1] = θ[t] - γ mean_w g_w(θ[t-1])
+
+    Its reduction does not depend on the gradient of step `t`, so the compiler may run it next to the forward and the
+    backward pass: a step takes `max(compute, communication)` instead of their sum. The first update is zero, and leaves
+    the state of the reducer as it is; transformations after it see a gradient of zeros, which Adam and schedules count
+    as a step. The last gradient remains in the state: one further call with `examples=0` on all workers applies it.
+
+    *On the wire*: the reducer's collectives; with `examples`, four bytes more. The same with `delay=1`.
+
+    *State*: the state of the reducer, bound to the axis; a count. With `delay=1` also each worker's last gradient and
+    its number of examples; if the number of workers changes, new workers get the mean of both, which leaves the next
+    update as it would have been if all numbers of examples are equal.
 
     Args:
-      reducer: `exact()`, `error_feedback(power_sgd(rank=4))`, ...
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
       specs: a tree of `PartitionSpec` like the parameters, for meshes with further axes that the compiler shards
         (tensor parallelism): the reducer then runs on each shard separately. The state must be made by `init_state`
@@ -61,18 +108,22 @@ def all_reduce(
       normalize_by: the divisor of the mean with `examples`. `"active"`: the number of examples, `Σ n_w g_w / Σ n_w`;
         workers without any are left out. `"workers"`: the number of workers, `Σ_{n_w > 0} g_w / W`; finished workers
         count with a gradient of zero, so the step gets smaller as workers finish. This is PyTorch's default.
+      delay: 0, or 1 to hide the reduction where the hardware computes while it communicates. It takes the memory of one
+        more gradient, and stability: on a quadratic of curvature `λ`, SGD converges for `ηλ < 1` instead of 2, so
+        lower the learning rate or the momentum.
 
     Returns:
       A gradient transformation. Its `update` takes `examples=`, the number of real examples behind this worker's
       gradient: gradients are weighted by `examples / mean(examples)`, a finished worker passes 0, and when all do, the
-      update is zero and the state stays as it is.
+      update is zero and the state stays as it is. With `delay=1` the number is kept with its gradient and weighs it one
+      step later; pass it in every step or in none.
 
     Raises:
-      ValueError: `normalize_by` is unknown; at trace time, if a leaf is not floating, not varying over the axis, not of
-        its parameter's shape, or `Sharded`; if the axis is not bound; if the mesh has further axes and the reducer
-        would gather them.
+      ValueError: `normalize_by` is unknown; `delay` is neither 0 nor 1; at trace time, if a leaf is not floating, not
+        varying over the axis, not of its parameter's shape, or `Sharded`; if the axis is not bound; if the mesh has
+        further axes and the reducer would gather them.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = optax.chain(jd.all_reduce(jd.exact()), optax.sgd(0.5))
       >>> params = jnp.zeros(())
@@ -80,21 +131,47 @@ def all_reduce(
       ...     return tx.update(gradient, tx.init(params), params)[0]
       >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
       [-1.0, -1.0]
+      >>> late = jd.all_reduce(jd.exact(), axis=None, delay=1)
+      >>> state = late.init(params)
+      >>> first, state = late.update(jnp.array(3.0), state)
+      >>> second, state = late.update(jnp.array(5.0), state)
+      >>> float(first), float(second)
+      (0.0, 3.0)
 
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
+      Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training",
+      arXiv 1811.03619, 2018. It also pipelines more steps, as `asynchronous.rules.pipe_sgd(width=)` does.
     """
+    check_reducer(reducer)
+    _warn_of_bias(reducer)
     if normalize_by not in ("active", "workers"):
         raise ValueError(f'normalize_by must be "active" or "workers", got {normalize_by!r}')
+    if delay not in (0, 1):
+        raise ValueError(
+            f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"
+        )
     cfg = _Config(reducer, axis, specs, normalize_by)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    init, update = (_init_late, _update_late) if delay else (_init, _update)
+    return optax.GradientTransformationExtraArgs(partial(init, cfg), partial(update, cfg))
+
+
+def _warn_of_bias(reducer: Reducer) -> None:
+    """Warns of a reducer that loses most of each gradient for good."""
+    # A rounding is biased too, but loses next to nothing: in bfloat16, δ = 1 - 2^-16.
+    if reducer.forms.biased is not None and reducer.forms.biased((4096,)) < 0.5:
+        name = reducer.description or "reducer"
+        warnings.warn(
+            f"{name} is biased, and what it leaves out of a gradient is lost: use all_reduce(error_feedback({name}))",
+            stacklevel=3,
+        )
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
     reducer, specs = cfg.reducer, cfg.specs
     params = with_gradients(params)
     check_leaves(params)
-    state = reducer.init(params) if specs is None else init_on_shards(reducer, params, specs)
+    state = reducer.init(params) if specs is None else _init_on_shards(reducer, params, specs)
     return AllReduceState(bind(state, cfg.axis), jnp.zeros((), jnp.int32))
 
 
@@ -112,23 +189,168 @@ def _update(
     check_shapes(updates, params)
     comm = over(axis)
     check_local(updates, axis)
-    extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
+    # The weight of this worker's gradient: its examples, or 1 as long as it has any.
+    if examples is not None:
+        weight = jnp.asarray(examples) if cfg.normalize_by == "active" else jnp.asarray(examples) > 0
+        examples = weight.astype(jnp.float32)
+    # Some reducers depend on the step or its rate: schedules, and feedback that is scaled by it. A worker without
+    # examples in a step of all still sends its residual, so that only reducers that weight workers get the number.
+    weights = examples if reducer.forms.weighted else None
+    extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"), weights)
 
     def reduce(updates, reducer_state):
         if specs is not None:
-            return reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
+            return _reduce_on_shards(reducer, updates, reducer_state, specs, axis, extras)
         if reducer.law != Law.MEAN:
             advice = "pass all_reduce(..., specs=) with the PartitionSpec of each parameter, or use exact()"
             refuse_model_axes("this reducer", advice)
         reduced, new_state = reducer.reduce(updates, reducer_state, comm, extras)
         return reduced.mean, new_state
 
-    # The weight of this worker's gradient: its examples, or 1 as long as it has any.
-    if examples is not None:
-        weight = jnp.asarray(examples) if cfg.normalize_by == "active" else jnp.asarray(examples) > 0
-        examples = weight.astype(jnp.float32)
+    # Only a plain mean takes the weights as one more leaf, and then needs no second collective.
     plain = reducer.law == Law.MEAN and specs is None
     mean, reducer_state, some = reduce_weighted(
-        reduce, updates, state.reducer, comm, examples, plain=plain, divide=cfg.normalize_by == "active"
+        reduce,
+        updates,
+        state.reducer,
+        comm,
+        examples,
+        plain=plain,
+        divide=cfg.normalize_by == "active",
+        forms=reducer.forms,
     )
     return mean, AllReduceState(reducer_state, jnp.where(some, state.empty, next_count(state.empty)))
+
+
+def _init_late(cfg: _Config, params: PyTree) -> State:
+    zeros = jax.tree.map(jnp.zeros_like, with_gradients(params))
+    gradient, examples = bind((PerWorker(zeros), PerWorker(jnp.zeros((), jnp.float32))), cfg.axis)
+    return LateState(_init(cfg, params), gradient, examples, jnp.array(False))
+
+
+def _update_late(
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    examples: Any = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    """Reduces the last gradient and keeps this one; neither depends on the other."""
+    check_leaves(updates)
+    check_shapes(updates, params)
+    check_local(updates, cfg.axis)
+    late = jax.tree.map(lambda old, g: old.astype(g.dtype), state.gradient.value, updates)
+    weight = None if examples is None else state.examples.value
+    mean, inner = _update(cfg, late, state.inner, params, examples=weight, **extra_args)
+    # The zeros of the first step are no gradient: warm starts of low rank, for example, would become zero too.
+    mean = tree_where(state.pending, mean, jax.tree.map(jnp.zeros_like, mean))
+    inner = tree_where(state.pending, inner, state.inner)
+    number = jnp.asarray(1 if examples is None else examples, jnp.float32)
+    # A mean over no examples may be NaN, which would enter the mean over workers in `resize`.
+    kept = updates if examples is None else scale(updates, (number > 0).astype(jnp.float32))
+    kept = jax.tree.map(lambda g, old: g.astype(old.dtype), kept, state.gradient.value)
+    number = over(cfg.axis).varying(number)
+    return mean, LateState(inner, with_value(state.gradient, kept), with_value(state.examples, number), jnp.array(True))
+
+
+def _init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+    """Returns the reducer's state for one shard of each leaf; state that differs between shards is `PerWorker`."""
+    specs = expand_specs(specs, params)
+    sizes = _mesh_sizes(specs)
+    # A placeholder for the parameters, from optax.tree.map_params.
+    if not jax.tree.leaves(params):
+        return reducer.init(params)
+    local = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
+    )
+
+    def mark(leaf, spec):
+        return leaf if not _names(spec) else PerWorker(leaf, axis=_names(spec), resize="copy")
+
+    def mark_node(node, spec):
+        return with_value(node, mark(node.value, spec)) if isinstance(node, PerWorker) else mark(node, spec)
+
+    try:
+        return optax.tree.map_params(reducer.init, mark_node, reducer.init(local), specs, is_leaf=None)
+    except ValueError as error:
+        raise ValueError(FLATTENED) from error
+
+
+def _reduce_on_shards(
+    reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
+) -> tuple[Updates, State]:
+    """Runs `reducer.reduce` on each shard; returns the mean and the new state."""
+    specs = expand_specs(specs, updates)
+    names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
+
+    # The leading dimension of a leaf counts shards where a mark says so.
+    state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
+
+    def reduce_shard(updates, state):
+        squeezed = map_marked(lambda marks, leaf: leaf[0] if _shard_marks(names, marks) else leaf, state)
+        plain = _strip_marks(squeezed, names)
+        reduced, plain = reducer.reduce(updates, plain, over(axis), extras)
+        new = jax.tree.structure(state).unflatten(jax.tree.leaves(plain))
+        return reduced.mean, map_marked(partial(_unsqueeze, names), new)
+
+    mapped = shard_map(
+        reduce_shard,
+        mesh=None,
+        in_specs=(specs, state_specs),
+        out_specs=(specs, state_specs),
+        axis_names=names,
+        check_vma=True,
+    )
+    return mapped(updates, state)
+
+
+def _shard_marks(names: set[str], marks: Sequence[Any]) -> list[PerWorker]:
+    return [mark for mark in marks if isinstance(mark, PerWorker) and set(axis_tuple(mark.axis)) & names]
+
+
+def _unsqueeze(names: set[str], marks: Sequence[Any], leaf: Array) -> Array:
+    if _shard_marks(names, marks):
+        return leaf[None]
+    if varying_axes(leaf) & names:
+        raise ValueError(FLATTENED)
+    return leaf
+
+
+def _strip_marks(state: State, names: set[str]) -> State:
+    """Removes the marks over the shards' axes, so that the reducer sees the state that it made."""
+
+    def strip_node(node):
+        if not isinstance(node, PerWorker):
+            return node
+        if set(axis_tuple(node.axis)) & names:
+            return node.value
+        return with_value(node, _strip_marks(node.value, names))
+
+    return jax.tree.map(strip_node, state, is_leaf=lambda x: isinstance(x, PerWorker))
+
+
+def _names(spec: PartitionSpec) -> tuple[str, ...]:
+    return tuple(name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part))
+
+
+def _mesh_sizes(specs: PyTree) -> dict[str, int]:
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    missing = sorted({name for spec in jax.tree.leaves(specs) for name in _names(spec)} - set(sizes))
+    if missing:
+        raise ValueError(
+            f"specs name the mesh axes {missing}, which are unknown here; make the state with "
+            "init_state(make_state, mesh), or call init under jax.set_mesh(mesh)"
+        )
+    return sizes
+
+
+def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    out = list(shape)
+    for dimension, part in enumerate(spec):
+        parts = math.prod(sizes[name] for name in _names(PartitionSpec(part)))
+        if out[dimension] % parts:
+            raise ValueError(f"dimension {dimension} of shape {shape} does not divide into {parts} shards ({spec})")
+        out[dimension] //= parts
+    return tuple(out)

@@ -9,9 +9,8 @@ import optax
 from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
-from ..state.marks import named
-from .local_gradients import varies_nowhere
-from .optax_wrappers import filter_extras
+from ..state.marks import name_leaf
+from .local_gradients import filter_extras, varies_nowhere
 
 LearningRate = optax.ScalarOrSchedule | int
 
@@ -19,11 +18,13 @@ LearningRate = optax.ScalarOrSchedule | int
 def rate_at(learning_rate: LearningRate, count: Int[Array, ""]) -> Array:
     """Returns the learning rate of this step."""
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    # A schedule may return a Python number.
     return jnp.asarray(rate)
 
 
 def zeros_like(params: PyTree) -> PyTree:
     """Returns zeros in the shapes of the parameters, in float32 or better."""
+    # Moving averages of bfloat16 would not move: a small step is less than half an ulp.
     return jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params)
 
 
@@ -55,6 +56,7 @@ def check_per_worker(params: PyTree, axis: AxisNames) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
-                f"{named('the parameter', path)} is the same on all workers of axis {axis!r}, but local steps make it "
-                f"differ between workers; mark the parameters in the train state, PerWorker(params, axis={axis!r})"
+                f"{name_leaf('the parameter', path)} is the same on all workers of axis {axis!r}, but local steps "
+                "make it differ between workers; mark the parameters in the train state, "
+                f"PerWorker(params, axis={axis!r})"
             )

@@ -1,18 +1,20 @@
 """Local gradients: transformations of them, checks that they are not summed yet, and their weighted mean."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
 
 from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
 from .._core.dtypes import working_dtype
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..state.marks import PerWorker, Sharded, axis_tuple, is_mark, named, with_value
-from .optax_wrappers import refuse_two_sets
+from ..reducers.base import NO_FORMS, Forms
+from ..state.marks import PerWorker, Sharded, axis_tuple, is_mark, name_leaf, with_value
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -22,21 +24,11 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     *State*: the state of `tx` as `PerWorker`.
 
-    Args:
-      tx: any transformation without communication.
-
-    Returns:
-      The same transformation with its state marked.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
       >>> type(tx.init(jnp.zeros(3))[0]).__name__
       'PerWorker'
-
-    References:
-      Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", arXiv
-      1712.01887, 2018 (momentum before compression).
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -68,14 +60,17 @@ def check_leaves(tree: PyTree) -> None:
             )
 
 
-def check_local(updates: Updates, axis: AxisNames) -> None:
-    """Checks, under `shard_map` with checked types, that gradients vary over the axis and so are not summed yet."""
+def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None:
+    """Checks, under `shard_map` with checked types, that gradients vary over the axis and so are not summed yet.
+
+    `reduced` is further advice, for transformations that take gradients after `all_reduce` too.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
-                f"{named('the gradient', path)} is the same on all workers of axis {axis!r}: jax.grad of "
+                f"{name_leaf('the gradient', path)} is the same on all workers of axis {axis!r}: jax.grad of "
                 "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong; "
-                f"compute it with local_value_and_grad(loss, axis={axis!r})"
+                f"compute it with local_value_and_grad(loss, axis={axis!r}){reduced}"
             )
 
 
@@ -92,11 +87,13 @@ def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
 
 
 def _types_are_checked(axes: tuple[str, ...]) -> bool:
+    # The index of a worker differs by definition: with `check_vma=False` even it has no type.
     return bool(varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def scale(tree: Updates, factor: Array) -> Updates:
     """Multiplies by `factor`; a factor of 0 gives 0 even for NaN, since a mean over no examples often is 0/0."""
+    # In float32, where a product of half-precision numbers would overflow.
     return jax.tree.map(
         lambda x: jnp.where(factor == 0, 0, x.astype(working_dtype(x.dtype)) * factor).astype(x.dtype), tree
     )
@@ -111,30 +108,33 @@ def reduce_weighted(
     *,
     plain: bool,
     divide: bool = True,
+    forms: Forms = NO_FORMS,
 ) -> tuple[Updates, State, Array | bool]:
     """Returns the mean of updates weighted by `examples / mean(examples)`; four bytes more on the wire.
 
+    Also returns the new state of `reduce(updates, state) -> (mean, state)`, and a flag that is true if any worker had
+    an example: if not, the mean is zero and the state is unchanged.
+
     Args:
-      reduce: `reduce(updates, state) -> (mean, state)`.
-      updates: this worker's updates.
-      state: the state of the reducer.
-      comm: the group.
       examples: the number of examples behind this worker's updates; `None`: all workers have the same weight.
       plain: reduces the count together with the updates, in the same collective.
       divide: divides by the mean number of examples; otherwise weights are the examples themselves.
-
-    Returns:
-      The mean, the new state, and a flag that is true if any worker had an example: if not, the mean is zero and the
-      state is unchanged.
+      forms: of the reducer, which may weight workers itself or refuse to.
     """
     if examples is None:
         mean, new_state = reduce(updates, state)
         return mean, new_state, True
+    if forms.no_examples is not None:
+        raise ValueError(forms.no_examples)
     # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective.
     if plain:
         (mean, count), new_state = reduce((scale(updates, examples), comm.varying(examples)), state)
         some = count > 0
         mean = scale(mean, 1 / jnp.where(some, count, 1)) if divide else mean
+    elif forms.weighted:
+        # A maximum of flags, not a sum of counts: NaN for a number of examples must not end the round for all.
+        some = comm.max(comm.varying((examples > 0).astype(jnp.float32))) > 0
+        mean, new_state = reduce(updates, state)
     # A compressor needs the weight first: entries must not grow with the number of examples.
     else:
         weight, some = weight_of(examples, comm)
@@ -148,6 +148,7 @@ def weight_of(examples: Array | int, comm: Comm) -> tuple[Array, Array]:
     """Returns `examples / mean(examples)`, for four bytes on the wire, and whether any worker has examples."""
     count = jnp.asarray(examples, jnp.float32)
     mean = comm.mean(comm.varying(count))
+    # n_w / mean(n): the weights have the mean 1, so that thresholds and scales of compressors keep their meaning.
     return count / jnp.where(mean > 0, mean, 1), mean > 0
 
 
@@ -162,16 +163,7 @@ def refuse_model_axes(what: str, advice: str) -> None:
 
 
 def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | None) -> tuple[Updates, Comm]:
-    """Checks the gradients for an optimizer that communicates, and converts them to float32 or better.
-
-    Args:
-      updates: this worker's gradients.
-      axis: the axis of the workers.
-      examples: the number of examples behind them, which weighs them by `examples / mean(examples)`.
-
-    Returns:
-      The gradients, and the group of workers.
-    """
+    """Checks the gradients for an optimizer that communicates, and converts them to float32 or better."""
     check_leaves(updates)
     comm = over(axis)
     check_local(updates, axis)
@@ -180,3 +172,130 @@ def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | N
     if examples is not None:
         updates = scale(updates, weight_of(examples, comm)[0])
     return updates, comm
+
+
+def communicates(node: Any) -> bool:
+    """Returns whether a node is the state of a transformation that communicates (a class attribute)."""
+    return getattr(type(node), "communicates", False)
+
+
+def explain_wrapped_communication(state: PyTree) -> str | None:
+    """Returns advice if a wrapper that calls its inner transformation conditionally contains one that communicates."""
+    advice = {
+        optax.MultiStepsState: "optax.MultiSteps around a transformation that communicates accumulates gradients that "
+        "differ between workers: use local_value_and_grad(loss, micro_batches=k), accumulate(tx, k) for k calls of "
+        "the step, or put MultiSteps after all_reduce in the chain",
+        optax.ApplyIfFiniteState: "optax.apply_if_finite around a transformation that communicates lets each worker "
+        "decide separately, and those that communicate never return: use skip_nonfinite(tx), or put apply_if_finite "
+        "after all_reduce in the chain",
+    }
+    for node in _nodes(state, lambda x: type(x) in advice):
+        if _nodes(tuple(node), communicates):
+            return advice[type(node)]
+    return None
+
+
+def explain_difference(state: PyTree, path: Any) -> str:
+    """Returns what to do about a leaf of the state, at this path, that differs between workers."""
+
+    def is_optimizer(node):
+        return isinstance(node, tuple) and type(node).__module__.startswith("optax")
+
+    if any(_nodes(masked.inner_state, communicates) for masked in _nodes(state, _is_masked)):
+        return (
+            "all_reduce inside optax.masked or optax.partition leaves the other leaves as each worker computed them; "
+            "put it in front, optax.chain(jd.all_reduce(reducer), optax.masked(...)), and give leaves that are not "
+            "trained no reducer, jd.reducers.per_leaf(label_fn, {'trained': reducer, 'frozen': None})"
+        )
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_optimizer)[0]
+    optimizers = [(place, node) for place, node in found if is_optimizer(node)]
+    inside = any(
+        tuple(path[: len(place)]) == place and not _nodes(tuple(node), communicates) for place, node in optimizers
+    )
+    if inside or (optimizers and not _nodes(state, communicates)):
+        return (
+            "the optimizer gets gradients that no transformation in front of it has averaged; begin the chain with "
+            "all_reduce, optax.chain(jd.all_reduce(reducer), optimizer)"
+        )
+    return "mark it PerWorker, or reduce it before it enters the state"
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedState)
+
+
+def _nodes(tree: PyTree, kind: Callable[[Any], bool]) -> list[Any]:
+    return [node for node in jax.tree.leaves(tree, is_leaf=kind) if kind(node)]
+
+
+# States of transformations that refuse unknown extra arguments.
+STRICT = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState, SAMState)
+# Extra arguments that methods with local steps pass to every inner optimizer.
+OFFERED = ("anchor", "step", "learning_rate", "examples")
+
+
+def filter_extras(state: State, extras: dict[str, Any]) -> dict[str, Any]:
+    """Returns the extra arguments of a local step that an optimizer with this state accepts."""
+    if _has(state, SAMState) and "grad_fn" not in extras:
+        raise ValueError(
+            "optax.contrib.sam moves to an adversarial point in every other step, where workers must not synchronize; "
+            "use sam(..., opaque_mode=True) and pass grad_fn= to the update, which combines both steps"
+        )
+    if _has(state, STRICT):
+        return {name: value for name, value in extras.items() if name not in OFFERED}
+    return extras
+
+
+def refuse_examples(state: State) -> None:
+    """Refuses optimizers that need a gradient of each example inside those that average gradients first."""
+    if _has(state, DifferentiallyPrivateAggregateState):
+        raise ValueError(
+            "optax.contrib.dpsgd clips the gradients of single examples, before any mean; put that part in front, "
+            "optax.chain(per_worker(optax.contrib.differentially_private_aggregate(...)), zero_redundancy(...))"
+        )
+
+
+def refuse_two_sets(params: PyTree) -> None:
+    """Refuses the parameters of `optax.lookahead`."""
+    if _has(params, optax.LookaheadParams):
+        raise ValueError(
+            "optax.lookahead keeps two sets of parameters, of which one has gradients; use "
+            "local_steps(inner, optax.sgd(slow_step_size), sync_period=k), whose anchor is the slow set, or "
+            "optax.chain(all_reduce(reducer), optax.lookahead(...))"
+        )
+
+
+def with_gradients(params: PyTree) -> PyTree:
+    """Returns the parameters that have gradients; of `optax.lookahead`, the fast ones."""
+    # The slow parameters follow the fast ones, without gradients.
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def check_shapes(updates: Updates, params: PyTree | None) -> None:
+    """Checks that gradients have the shapes of their parameters; gradients of single examples have not."""
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return
+    for (path, leaf), param in zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(params), strict=True):
+        if leaf.shape != param.shape:
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} has shape {leaf.shape} and its parameter {param.shape}; "
+                "workers average one gradient each. Put a transformation of the gradients of single examples in front: "
+                "optax.chain(per_worker(optax.contrib.differentially_private_aggregate(...)), ...)"
+            )
+
+
+def check_outer(outer: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
+    """Checks that an outer optimizer needs only the drift and a learning rate: it sees no loss."""
+    likes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    try:
+        # Traced with shapes only: the mistake shows before the first round.
+        jax.eval_shape(lambda p: outer.update(p, outer.init(p), p, learning_rate=0.1), likes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the outer optimizer gets the mean drift and learning_rate= alone, and fails with them: {error}. Use "
+            "one that needs no loss, optax.sgd(0.7, momentum=0.9, nesterov=True)"
+        ) from error
+
+
+def _has(tree: PyTree, kind: Any) -> bool:
+    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))

@@ -1,4 +1,4 @@
-"""The gradient of one worker's loss, without the all-reduce that `jax.grad` would insert."""
+"""The gradient of one worker's loss, without the all-reduce of `jax.grad`, and the parameters it does not reach."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import mesh_axes_being_mapped, varying_axes
+from .._core.compat import cast_varying, mesh_axes_being_mapped
 from .._core.dtypes import working_dtype
+from .._core.jaxprs import propagate
+from .._core.trees import fold_keys
 from .._core.types import Array, AxisNames, PyTree
 from ..state.marks import axis_tuple
 
@@ -17,12 +19,7 @@ from ..state.marks import axis_tuple
 def to_varying(tree: PyTree, axis: AxisNames) -> PyTree:
     """Types every leaf as differing between the workers of an axis; a no-op outside `shard_map`."""
     names = mesh_axes_being_mapped() & set(axis_tuple(axis))
-
-    def cast_leaf(leaf):
-        missing = tuple(sorted(names - varying_axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast_leaf, tree)
+    return jax.tree.map(lambda leaf: cast_varying(leaf, names), tree)
 
 
 def local_value_and_grad(
@@ -38,7 +35,7 @@ def local_value_and_grad(
 
     Under `shard_map`, `jax.grad` with respect to replicated parameters inserts an all-reduce, whose result is the *sum*
     over workers: compressing it afterwards saves nothing. Here the parameters are typed as varying first, so their
-    gradient remains local.
+    gradient remains local, in the dtype of the parameters.
 
     With `micro_batches=k` the batch is split into `k` parts along its first dimension, and gradients are summed in one
     float32 buffer inside a loop: the memory of one part, and one communication, after the last (DDP's `no_sync`).
@@ -46,8 +43,6 @@ def local_value_and_grad(
     *On the wire*: nothing.
 
     Args:
-      loss: `loss(params, batch, *rest) -> scalar`, a mean over examples; `(scalar, aux)` with `has_aux`.
-      axis: the mesh axis of the workers.
       argnums: the arguments to differentiate. The first other argument is the batch; PRNG keys among the rest are
         folded with the number of the part, and everything else is passed unchanged.
       has_aux: true if the loss also returns auxiliary data. Over micro-batches its floating leaves are averaged and its
@@ -56,22 +51,12 @@ def local_value_and_grad(
       scale: multiplies the loss, in float32, before it is differentiated, for parameters in float16:
         `jd.transforms.loss_scale(opt_state)` of a chain in `dynamic_loss_scale`. The returned value is not scaled.
 
-    Returns:
-      A function with the arguments of `loss` that returns `(value, gradients)`, gradients in the dtype of the
-      parameters.
-
-    Raises:
-      ValueError: `micro_batches` is below 1 or does not divide the batch.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> loss = lambda w, x: jnp.mean(w * x)
       >>> value, gradient = jd.local_value_and_grad(loss, micro_batches=2)(jnp.array(2.0), jnp.array([1.0, 3.0]))
       >>> float(value), float(gradient)
       (4.0, 2.0)
-
-    References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
@@ -79,6 +64,7 @@ def local_value_and_grad(
     value_and_grad = _value_and_grad(loss, argnums, has_aux, scale)
 
     def whole(*args):
+        # The cast to varying is transposed to an all-reduce: before `grad` it is outside of what is differentiated.
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
         return value_and_grad(*args)
 
@@ -95,8 +81,9 @@ def _sum_over_parts(
     if batch is None:
         raise ValueError("micro_batches needs a batch argument besides the differentiated ones")
 
+    # Each part draws its own random numbers.
     def evaluate_part(number, part):
-        changed = [arg if i in differentiated else _fold_keys(arg, number) for i, arg in enumerate(args)]
+        changed = [arg if i in differentiated else fold_keys(arg, number) for i, arg in enumerate(args)]
         changed[batch] = part
         return value_and_grad(*changed)
 
@@ -123,6 +110,7 @@ def _value_and_grad(
     def scale_loss(*args):
         out = loss(*args)
         value = out[0] if has_aux else out
+        # In float32: S times the loss would overflow float16.
         return value.astype(working_dtype(value.dtype)) * scale, out
 
     differentiated = jax.value_and_grad(scale_loss, argnums=argnums, has_aux=True)
@@ -140,17 +128,47 @@ def _split(x: Any, parts: int) -> Any:
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 
-def _fold_keys(tree: PyTree, number: Any) -> PyTree:
-    def fold_leaf(x):
-        is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.fold_in(x, number) if is_key else x
-
-    return jax.tree.map(fold_leaf, tree)
-
-
 def _sum_dtype(dtype: Any) -> Any:
     return working_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _finish(total: Any, dtype: Any, parts: int) -> Any:
     return (total / parts).astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
+
+
+def find_unused_parameters(
+    loss: Callable[..., Any], params: PyTree, *args: Any, has_aux: bool = False, axis: AxisNames = "data"
+) -> PyTree:
+    """Finds the parameters whose gradients are zero for every batch: an idle head, or leaves behind `stop_gradient`.
+
+    The gradient is traced, not computed, and followed from the loss to each leaf. It is a static answer for static
+    programs: both branches of a `lax.cond` count as used, and so does a leaf that is multiplied by 0. The result is a
+    tree of booleans like the parameters, for `recipes.ddp(unused=)`: `True` where no gradient can arrive.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> params = {"body": jnp.ones(3), "head": jnp.ones(2)}
+      >>> jd.transforms.find_unused_parameters(lambda p, x: jnp.sum(p["body"] * x), params, jnp.ones(3))
+      {'body': False, 'head': True}
+    """
+    leaves, structure = jax.tree.flatten(params)
+
+    # The cotangent is an input of the trace, so that it can be followed.
+    def gradient(cotangent, leaves, args):
+        value, pull, *_ = jax.vjp(lambda p: loss(structure.unflatten(p), *args), leaves, has_aux=has_aux)
+        if value.shape != ():
+            raise ValueError(f"loss must return one number, got shape {value.shape}")
+        # What is zero by structure does not depend on the cotangent.
+        return pull(cotangent.astype(value.dtype))[0]
+
+    # Collectives of the loss, over an axis of no mesh.
+    for name in axis_tuple(axis):
+        gradient = jax.vmap(gradient, in_axes=None, axis_name=name, axis_size=2)
+    traced = jax.make_jaxpr(gradient)(jnp.ones(()), _shapes(leaves), _shapes(args))
+    # A single label: the cotangent. A gradient without it is zero.
+    labels = [1] + [0] * (len(traced.jaxpr.invars) - 1)
+    return structure.unflatten([not reached for reached in propagate(traced, labels, loops=True).masks])
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x, tree)

@@ -13,7 +13,7 @@ from jaxtyping import DTypeLike
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.base import Compressor
-from ..compressors.dynamic_fp8 import dynamic_fp8
+from ..compressors.block_floats import dynamic_fp8
 from ..state.marks import is_mark
 
 # Arrays with fewer entries are not encoded: they need little memory, and norms and biases are sensitive.
@@ -31,6 +31,7 @@ class Coded:
 
     def tree_flatten_with_keys(self):
         """Returns the payload as the only child."""
+        # Shape and dtype are static: they are a part of the tree, so that `jit` compiles for them.
         return ((jax.tree_util.GetAttrKey("payload"), self.payload),), (self.shape, self.dtype)
 
     @classmethod
@@ -56,6 +57,7 @@ def encode_tree(code: Compressor, tree: PyTree, key: Key[Array, ""], wanted: Cal
     """Replaces each array for which `wanted` is true by its `Coded`; the key is folded with the leaf's number."""
     leaves, structure = jax.tree.flatten(tree)
 
+    # Leaves of equal shape must not be rounded alike.
     def encode_leaf(number: int, x: Array) -> Any:
         if not wanted(x):
             return x
@@ -96,19 +98,11 @@ def quantized_state(
     `cast(jnp.bfloat16, rounding="stochastic")` 4; and a count.
 
     Args:
-      inner: any optimizer that does not communicate.
       code: the compressor: `dynamic_fp8()` by default; `cast(jnp.bfloat16, rounding="stochastic")` for twice the bytes,
         a sixth of the error, and fewer decoded arrays in memory while `inner` runs. Codes with evenly spaced values
         (`int8`, `qsgd`) round small second moments to zero, by which Adam then divides.
-      smallest: arrays with fewer entries are not encoded.
 
-    Returns:
-      A gradient transformation with the arguments of `inner`.
-
-    Raises:
-      ValueError: `smallest` is below 1, or `inner` communicates and keeps state that is not replicated.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx, params = jd.transforms.quantized_state(optax.adam(1e-3)), jnp.zeros((64, 64))
       >>> state = tx.init(params)

@@ -1,7 +1,8 @@
-"""Skips steps that would leave NaN or Inf anywhere, on all workers together."""
+"""Skips steps that would leave NaN or Inf anywhere, on all workers together, and scales the loss for float16."""
 
 import functools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,12 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._core.checks import Portable
 from .._core.dtypes import working_dtype
-from .._core.errors import Portable
-from .._core.types import Array, AxisNames, Bool, Int, PyTree, State
+from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
+from ..state.placement import check_usable
+from .all_reduce import LateState
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -28,7 +31,7 @@ class SkipNonfiniteState(NamedTuple):
     allowed: Int[Array, ""]
 
 
-class TooManySkips(Portable, RuntimeError):
+class TooManySkipsError(Portable, RuntimeError):
     """More steps in a row were skipped than `skip_nonfinite(max_consecutive=)` allows.
 
     Skipped steps leave the state unchanged: it can be saved, and training can resume from it with other data or a lower
@@ -63,7 +66,8 @@ def skip_nonfinite(
 
     The chain always runs, on zeros in place of a bad gradient, so that its collectives happen on all workers; a skipped
     step's updates are then replaced by zeros and its new state by the old one, residuals included. The gradients of
-    workers with `examples=0` are not checked.
+    workers with `examples=0` are not checked. Of `all_reduce(delay=1)` a skipped step also drops the last gradient,
+    which may be the one that overflows.
 
     Around `local_steps` and `gossip` it would synchronize all workers at every step and defeat their purpose. Inside,
     `local_steps(skip_nonfinite(inner, axis=None), ...)`, each worker skips its own steps, as with `active=False`. With
@@ -75,28 +79,18 @@ def skip_nonfinite(
     to be finite: with Adam 1.25 times the memory of the parameters.
 
     Args:
-      tx: the whole chain, `all_reduce` included.
       axis: the mesh axis of the workers; `None` where workers decide independently, inside `local_steps` and `gossip`.
       max_consecutive: the number of steps in a row that may be skipped. After one more, the next call of the step that
-        `distribute` or `simulate` made raises `TooManySkips`; in other loops call `check_skips`. A few hundred
+        `distribute` or `simulate` made raises `TooManySkipsError`; in other loops call `check_skips`. A few hundred
         distinguish a diverged model or corrupt data from a bad batch; `None` sets no limit.
 
-    Returns:
-      The guarded chain.
-
-    Raises:
-      ValueError: `max_consecutive` is below 1; at trace time, if the axis is not bound.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact(), axis=None), optax.adam(0.1)), axis=None)
       >>> params = jnp.ones(2)
       >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), tx.init(params), params)
       >>> updates.tolist(), int(state.skipped)
       ([0.0, 0.0], 1)
-
-    References:
-      Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 2018 (skipping steps that overflow).
     """
     if max_consecutive is not None and max_consecutive < 1:
         raise ValueError(f"max_consecutive must be at least 1, or None for no limit, got {max_consecutive}")
@@ -121,11 +115,14 @@ def skip_nonfinite(
         bad = bad | _any(~jnp.isfinite(x).all() for x in _inexact(new_updates)) | _overflows(state.inner, inner)
         if params is not None:
             bad = bad | _overflows(params, jax.tree.map(_apply_update, params, new_updates))
+        # One worker's bad value skips the step on all of them, which keeps replicated state equal.
         skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
         inner = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner, state.inner)
+        inner = jax.tree.map(partial(_drop_late, skip), inner, is_leaf=_is_late)
         # Counts go on through skipped steps; all other state is restored.
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)
+        # From the factory and not from the state: a resumed run follows its own setting.
         allowed_now = jnp.full_like(state.allowed, allowed)
         skipped = jnp.where(skip, optax.safe_increment(state.skipped), state.skipped)
         return new_updates, SkipNonfiniteState(inner, skipped, consecutive, allowed_now)
@@ -136,18 +133,10 @@ def skip_nonfinite(
 def check_skips(state: State) -> int:
     """Checks that no `skip_nonfinite` in a state has skipped more steps in a row than it allows.
 
-    Steps made by `distribute` and `simulate` call it. It blocks until the state has been computed.
+    Steps made by `distribute` and `simulate` call it. It blocks until the state has been computed, and returns the
+    number of steps that may still be skipped; the largest 32-bit number without any `skip_nonfinite`.
 
-    Args:
-      state: a train state or an optimizer state, placed or not, inside any tree.
-
-    Returns:
-      The number of steps that may still be skipped; the largest 32-bit number without any `skip_nonfinite`.
-
-    Raises:
-      TooManySkips: more steps in a row were skipped than `max_consecutive`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.skip_nonfinite(optax.sgd(0.1), axis=None, max_consecutive=1)
       >>> state = tx.init(jnp.zeros(1))
@@ -158,30 +147,137 @@ def check_skips(state: State) -> int:
       0
       >>> jd.transforms.check_skips(state)  # doctest: +IGNORE_EXCEPTION_DETAIL
       Traceback (most recent call last):
-      TooManySkips: skip_nonfinite has skipped 2 steps in a row, ...
+      TooManySkipsError: skip_nonfinite has skipped 2 steps in a row, ...
     """
     left = int(np.iinfo(np.int32).max)
+    # Guards may be nested: the state inside each is checked too.
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SkipNonfiniteState)):
         if isinstance(node, SkipNonfiniteState):
             consecutive = max(int(x.max()) for x in _local_values(node.consecutive))
             allowed = min(int(x.min()) for x in _local_values(node.allowed))
             left = min(left, allowed - consecutive, check_skips(node.inner))
             if left < 0:
-                raise TooManySkips(consecutive)
+                raise TooManySkipsError(consecutive)
     return left
 
 
-def with_skip_checks(run: Any) -> Any:
-    """Wraps a compiled step to raise `TooManySkips` before a call whose state has skipped too many steps.
+class LossScaleState(NamedTuple):
+    """Replicated: `scale`, and the steps `since` it changed or a step was skipped.
 
-    A check waits for the previous step, so it is made only when the limit may have been reached: in every
-    `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
+    `inner`: the state of the guarded chain, with the number of steps that were `skipped`.
     """
+
+    inner: State
+    scale: Float[Array, ""]
+    since: Int[Array, ""]
+
+
+def dynamic_loss_scale(
+    tx: optax.GradientTransformation,
+    *,
+    initial: float | int = 2.0**15,
+    growth_interval: int = 2000,
+    factor: float | int = 2.0,
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the scale of the loss, skips steps that overflow on all workers, and adapts the scale.
+
+    `loss' = S loss`, so that small gradients do not become zero in float16 (below 6e-8; below 6e-5 they lose digits);
+    `g = grad loss' / S` in float32. If any worker has a gradient that is not finite, all workers skip the step, as in
+    `skip_nonfinite`, and `S` becomes `S / factor`; after `growth_interval` steps without a skip it becomes `factor S`.
+
+    Wrap the whole chain, since clipping, decay and residuals must see gradients of their true size:
+
+        inner = optax.chain(jd.all_reduce(jd.exact()), optax.clip_by_global_norm(1.0), adam)
+        tx = jd.transforms.dynamic_loss_scale(inner)
+        scale = jd.transforms.loss_scale(state.opt)
+        loss, gradients = jd.local_value_and_grad(loss_fn, scale=scale)(state.params, batch)
+
+    With parameters in float16 use `zero_redundancy(..., master_dtype=jnp.float32)`, which also preserves small steps.
+    bfloat16 needs no loss scale: it has the exponents of float32.
+
+    Its updates are in float32; `optax.apply_updates` casts them.
+
+    *On the wire*: four bytes, as `skip_nonfinite`. Reducers get float32: `compressed(cast(jnp.bfloat16))` sends half.
+
+    *State*: replicated, a number and two counts; the state of `tx`.
+
+    Args:
+      initial: the first `S`. Too large costs a few skipped steps at first, too small some thousand inexact ones.
+      growth_interval: steps until a larger `S` is tried. Fewer follow the gradients sooner and skip more steps.
+      factor: the factor by which `S` grows and shrinks; a power of two, so that nothing is rounded.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.transforms.dynamic_loss_scale(optax.sgd(1.0), initial=4.0, growth_interval=2, axis=None)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> scales = []
+      >>> for gradient in (8.0, jnp.inf, 4.0, 2.0):
+      ...     updates, state = tx.update(jnp.array([gradient]), state)
+      ...     scales.append(float(jd.transforms.loss_scale(state)))
+      >>> scales, updates.tolist()
+      ([4.0, 2.0, 2.0, 4.0], [-1.0])
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, 2018.
+    """
+    if not 1 <= initial < float("inf"):
+        raise ValueError(f"initial must be finite and at least 1, got {initial}")
+    if growth_interval < 1:
+        raise ValueError(f"growth_interval must be at least 1, got {growth_interval}")
+    if not 1 < factor < float("inf"):
+        raise ValueError(f"factor must be above 1, got {factor}")
+    guarded = skip_nonfinite(tx, axis=axis)
+    # A larger scale would overflow float32 within a step or two.
+    largest = 2.0**100
+
+    def init_fn(params) -> State:
+        # Moments take the dtype of the parameters, but their gradients arrive in float32.
+        wide = jax.tree.map(lambda p: p.astype(working_dtype(p.dtype)), params)
+        return LossScaleState(guarded.init(wide), jnp.asarray(initial, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        # Cast first: g / S underflows in float16.
+        unscaled = jax.tree.map(lambda g: g.astype(working_dtype(g.dtype)) / state.scale, updates)
+        inner: Any
+        updates, inner = guarded.update(unscaled, state.inner, params, **extra_args)
+        skipped = inner.skipped != state.inner.skipped
+        since = jnp.where(skipped, 0, state.since + 1)
+        grows = since >= growth_interval
+        # S / factor after a skip, factor S after `growth_interval` steps without one.
+        factors = jnp.where(skipped, 1 / factor, jnp.where(grows, factor, 1.0))
+        scale = jnp.clip(state.scale * factors, 1.0, largest)
+        return updates, LossScaleState(inner, scale, jnp.where(grows, 0, since))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def loss_scale(opt_state: State) -> Array:
+    """Returns the factor for the loss of this step.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> float(jd.transforms.loss_scale(jd.transforms.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.zeros(2))))
+      32768.0
+    """
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LossScaleState)):
+        if isinstance(node, LossScaleState):
+            return node.scale
+    raise ValueError(
+        "this optimizer state has no dynamic_loss_scale inside, and so no scale; wrap the chain in dynamic_loss_scale"
+    )
+
+
+def with_skip_checks(run: Any) -> Any:
+    """Wraps a compiled step to raise before a call with a donated state, or one that has skipped too many steps."""
+    # A check waits for the previous step, so it is made only when the limit may have been reached: in every
+    # `max_consecutive + 1`-th call while no step is skipped. All processes check in the same calls.
     calls_to_wait = 0
 
     @functools.wraps(run)
     def run_with_checks(state, batch, **static):
         nonlocal calls_to_wait
+        check_usable(state)
         if calls_to_wait:
             calls_to_wait -= 1
         elif not any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
@@ -220,6 +316,15 @@ def _overflows(old: PyTree, new: PyTree) -> Bool[Array, ""]:
     """Returns whether any entry has become non-finite. Those that already were are intended: a best loss of Inf."""
     pairs = zip(_inexact(old), _inexact(new), strict=True)
     return _any((jnp.isfinite(a) & ~jnp.isfinite(b)).any() for a, b in pairs)
+
+
+def _is_late(node: Any) -> bool:
+    return isinstance(node, LateState)
+
+
+def _drop_late(drop: Array, node: Any) -> Any:
+    """Drops the pending gradient of `all_reduce(delay=1)`, which every further step would fail on as this one did."""
+    return node._replace(pending=node.pending & ~drop) if _is_late(node) else node
 
 
 def _apply_update(parameter: Any, update: Array) -> Array:

@@ -11,17 +11,12 @@ from ..reducers.feedback import ErrorFeedbackState
 from ..reducers.with_stats import TrackedState
 from ..state.marks import OnHost, PerWorker
 from .all_reduce import AllReduceState
-from .loss_scale import LossScaleState
-from .optax_wrappers import communicates
-from .skip_nonfinite import SkipNonfiniteState
+from .local_gradients import communicates
+from .skip_nonfinite import LossScaleState, SkipNonfiniteState
 
 
 def stats(opt_state: State) -> dict[str, Array]:
     """Reads the statistics that transformations keep in their state.
-
-    Args:
-      opt_state: a placed optimizer state, as a distributed or simulated step returned it, inside any chain, partition
-        or wrapper. Works inside `jit` too.
 
     Returns:
       Scalar arrays, those of the following that the state has:
@@ -32,7 +27,7 @@ def stats(opt_state: State) -> dict[str, Array]:
       `skips` from `skip_nonfinite` (the sum over workers that skip independently); `empty` (steps without any example)
       from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.skip_nonfinite(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.5))), axis=None), axis=None)
       >>> sorted(jd.transforms.stats(tx.init(jnp.zeros(2))))
@@ -72,7 +67,8 @@ def _without_host(node: Any) -> Any:
 
 
 def _number(words: Array) -> Array:
-    """Converts (high, low) words to a float; takes the first worker's if there is one for each."""
+    """Converts (high, low) words to a float."""
+    # Of a count for each worker the first one: all workers send the same.
     high, low = words.reshape(-1, 2)[0].astype(jnp.float32)
     return high * 2.0**32 + low
 
@@ -82,13 +78,13 @@ def _nodes(tree: PyTree, kind: type) -> list[Any]:
 
 
 def _communicating(tree: PyTree, field: str) -> list[Any]:
-    """Returns the states of transformations that communicate and have this field."""
     return _matching(tree, lambda x: communicates(x) and field in x._fields)
 
 
 def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
     """Returns all nodes that match, including those inside other matching nodes."""
     found = [node for node in jax.tree.leaves(tree, is_leaf=matches) if matches(node)]
+    # As a plain tuple, so that the node itself does not match again.
     return found + [inner for node in found for inner in _matching(tuple(node), matches)]
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax import lax
 from problems import assert_close, batch
+from register import CASES
 
 import jaxdist as jd
 
@@ -160,3 +162,141 @@ def test_nnx_split_and_merge(mesh):
     state = both_ways(step, build, mesh)
     np.testing.assert_allclose(state.other["norm"]["mean"][...], running_means().mean(0), atol=1e-6)
     assert nnx.merge(structure, state.params, state.other)(jnp.ones((2, 6))).shape == (2, 4)
+
+
+REDUCERS = {
+    "feedback": optax.chain(jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=1))), optax.sgd(0.1)),
+    "two_shot": optax.chain(jd.all_reduce(jd.error_feedback(jd.two_shot(jd.qsgd(4)))), optax.sgd(0.1)),
+}
+
+
+def nnx_optimizer(tx):
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_nnx_optimizer_as_a_part_of_the_state(mesh, name):
+    """A module and an optimizer are pytrees: their marks stay, and the result is that of optax."""
+
+    def step(state, data):
+        model, optimizer = state
+        structure, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, data):
+            return jnp.mean((nnx.merge(structure, params, rest, copy=True)(data["x"]) - data["y"]) ** 2)
+
+        value, gradient = jd.local_value_and_grad(loss)(params, data)
+        optimizer.update(model, gradient)
+        return (model, optimizer), {"loss": lax.pmean(value, "data")}
+
+    state = both_ways(step, lambda: nnx_optimizer(REDUCERS[name]), mesh)
+    residual = state[1].opt_state[0].reducer.residual
+    assert isinstance(residual, jd.PerWorker)
+    assert float(jnp.abs(residual.value["dense"]["kernel"][...]).max()) > 0
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(6, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.dense = nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x, rngs):
+        return self.dense(self.dropout(self.norm(x), rngs=rngs))
+
+
+def noisy_optimizer(tx):
+    model = Noisy(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param), jax.random.key(1)
+
+
+def noisy_step(state, data):
+    """Running statistics are averaged, and every worker drops units of its own."""
+    model, optimizer, key = state
+    structure, params, statistics = nnx.split(model, nnx.Param, nnx.BatchStat)
+
+    def loss(params, data, key):
+        copy = nnx.merge(structure, params, statistics, copy=True)
+        value = jnp.mean((copy(data["x"], nnx.Rngs(dropout=key)) - data["y"]) ** 2)
+        return value, nnx.state(copy, nnx.BatchStat)
+
+    value_and_grad = jd.local_value_and_grad(loss, has_aux=True)
+    (value, new), gradient = value_and_grad(params, data, jd.runtime.worker_key(key))
+    optimizer.update(model, gradient)
+    nnx.update(model, lax.pmean(new, "data"))
+    return (model, optimizer, jax.random.fold_in(key, 0)), {"loss": lax.pmean(value, "data")}
+
+
+def marks_of(tree):
+    """How often each kind of mark is in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (jd.PerWorker, jd.Sharded)))
+    return {kind: sum(isinstance(x, kind) for x in leaves) for kind in (jd.PerWorker, jd.Sharded)}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].levels == 1])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a biased code without feedback
+def test_every_reducer_keeps_its_marks_in_an_nnx_optimizer(name):
+    """Traced for eight workers; the states of a step go in and come out with one structure."""
+    tx = optax.chain(jd.all_reduce(CASES[name].make()), optax.sgd(0.1))
+    state = jax.eval_shape(lambda: jd.init_state(lambda: noisy_optimizer(tx), 8))
+    after, metrics = jax.eval_shape(jd.simulate(noisy_step, 8), state, batch(32))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    params = nnx.state(noisy_optimizer(tx)[0], nnx.Param)
+    assert marks_of(after[1]) == marks_of(jax.eval_shape(tx.init, params))
+    assert metrics["loss"].shape == ()
+
+
+OTHERS = {
+    "demo": lambda: jd.optimizers.demo(1e-3),
+    "one_bit_adam": lambda: jd.optimizers.one_bit_adam(1e-3, freeze_step=2),
+    "skip_nonfinite": lambda: jd.transforms.skip_nonfinite(
+        optax.chain(jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=1))), optax.sgd(0.1))
+    ),
+    "diloco": lambda: jd.local_sgd.diloco(optax.sgd(0.1), sync_period=4),
+    "gossip": lambda: jd.gossip(optax.sgd(0.1), jd.topology.ring(8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_methods_keep_their_marks_in_an_nnx_optimizer(name):
+    """Workers that step locally have a model each, which is marked."""
+    local = name in ("diloco", "gossip")
+
+    def build():
+        model, optimizer, key = noisy_optimizer(OTHERS[name]())
+        return jd.PerWorker(model, resize="mean") if local else model, optimizer, key
+
+    state = jax.eval_shape(lambda: jd.init_state(build, 8))
+    after, _ = jax.eval_shape(jd.simulate(noisy_step, 8), state, batch(32))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    params = nnx.state(noisy_optimizer(OTHERS[name]())[0], nnx.Param)
+    assert marks_of(after[1]) == marks_of(jax.eval_shape(OTHERS[name]().init, params))
+    if local:
+        unmarked = jax.eval_shape(lambda: jd.init_state(lambda: noisy_optimizer(OTHERS[name]()), 8))
+        with pytest.raises(ValueError, match=r"leaf `0\.dense\.bias` differs between workers: mark it PerWorker"):
+            jax.eval_shape(jd.simulate(noisy_step, 8), unmarked, batch(32))
+
+
+def test_batch_norm_and_dropout_with_an_nnx_optimizer(mesh):
+    tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=1))), optax.sgd(0.01))
+    model, optimizer, _ = both_ways(noisy_step, lambda: noisy_optimizer(tx), mesh)
+    np.testing.assert_allclose(model.norm.mean[...], running_means().mean(0), atol=1e-6)
+    assert marks_of(optimizer) == {jd.PerWorker: 1, jd.Sharded: 0}
+
+
+@pytest.mark.parametrize("where", ["place", "init_state"])
+def test_nnx_optimizers_that_lose_their_marks_are_refused(where):
+    def put(build):
+        return jd.place(build(), 8) if where == "place" else jd.init_state(build, 8)
+
+    with pytest.raises(ValueError, match=r"nnx\.state and nnx\.split remove the marks.*\(model, optimizer\).*tx\.init"):
+        put(lambda: nnx.state(nnx_optimizer(REDUCERS["feedback"])))
+    with pytest.raises(ValueError, match=r"around single arrays.*nnx\.split\(model, nnx\.Param, \.\.\.\)"):
+        put(lambda: nnx_optimizer(jd.zero_redundancy(optax.adam(0.1))))
+    pairs = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x: (x, x), params), lambda updates, state, params=None: (updates, state)
+    )
+    with pytest.raises(ValueError, match=r"one array for each parameter.*has 2 of them together.*tx\.init"):
+        put(lambda: nnx_optimizer(pairs))

@@ -106,4 +106,4 @@ def test_who_does_not_catch_it_ends_with_an_error_and_not_by_a_signal(ended):
     for code, text in ended:
         assert code == 1
         last = text.rstrip().splitlines()[-1]
-        assert last.startswith("jaxdist.processes.errors.MismatchError: recipe `seed` is 1 in process 1 and 0")
+        assert last.startswith("jaxdist.processes.cluster.MismatchError: recipe `seed` is 1 in process 1 and 0")

@@ -93,7 +93,7 @@ def steps_until_refused(run, state, good, bad, kinds):
     for number, kind in enumerate(kinds):
         try:
             state, _ = run(state, good if kind == "." else bad)
-        except jd.transforms.TooManySkips as error:
+        except jd.transforms.TooManySkipsError as error:
             return number, error, state
     raise AssertionError("no step was refused")
 

@@ -23,6 +23,7 @@ from jaxdist.state import flax_marks
 RING = jd.topology.ring(4)
 # Those that the registers lack.
 OTHERS = {
+    "all_reduce late": lambda: jd.all_reduce(jd.error_feedback(jd.compressed(jd.qsgd(2))), delay=1),
     "accumulate": lambda: jd.accumulate(jd.all_reduce(jd.exact()), 2),
     "quantized_state": lambda: jd.transforms.quantized_state(optax.adam(0.1)),
     "dynamic_loss_scale": lambda: jd.transforms.dynamic_loss_scale(optax.adam(0.1)),

@@ -109,13 +109,13 @@ def zero_one_adam(gradients, x, rate, freeze, refreshes, doubling, longest, b1, 
         if t <= freeze:
             exact, d = t % k == 0, np.sqrt(v) + eps
             mean = gradient.mean(0) if exact else d * by_signs(gradient / d, e, s)
-            v = b2 * v + (1 - b2) * mean**2 if exact else v
+            gradient, v = mean, b2 * v + (1 - b2) * mean**2 if exact else v
             e, s = (r * (d / (np.sqrt(v) + eps)).reshape(-1, r.shape[1]) for r in (e, s))
             done, k = (0, 2 * k) if exact and done + 1 == refreshes else (done + exact, k)
             sent.append("floats" if exact else "signs")
         elif t == freeze + 1:
             x, (e, s) = w[0], residuals(w)
-        m = b1 * m + (1 - b1) * (mean if t <= freeze else gradient)
+        m = b1 * m + (1 - b1) * gradient
         w = w - rate * m / (np.sqrt(v) + eps)
         if t > freeze:
             total, local = total + rate, local + 1
