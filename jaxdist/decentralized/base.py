@@ -1,5 +1,6 @@
 """Decentralized training: each worker averages with its neighbors in a graph, without an all-reduce."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,20 +19,15 @@ from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local
-from .d_psgd import d_psgd
-from .method import Method, StepContext
-from .mixing import select_round, split_messages
+from .method import Method, StepContext, check_interval, workers_of
+from .plain import d_psgd
 
 
 class GossipState(NamedTuple):
-    """The state of `gossip`.
+    """The state of `gossip`: replicated but for the states of the inner optimizer and of the method.
 
-    Attributes:
-      count: the number of steps (replicated).
-      key: of all draws (replicated).
-      sent: the bytes that one worker has sent on average, as (high, low) words (replicated).
-      inner: the state of the inner optimizer (per-worker).
-      method: the state of the method (per-worker).
+    `sent` is the bytes that one worker has sent on average, as (high, low) words. With `local_steps` around, the
+    `count_fields` stay replicated, and the exact average replaces the `model_fields` by those of `init`.
     """
 
     count: Int[Array, ""]
@@ -41,6 +37,8 @@ class GossipState(NamedTuple):
     method: PerWorker
 
     communicates = True
+    count_fields = ("count", "key", "sent")
+    model_fields = ("method",)
 
 
 def gossip(
@@ -63,7 +61,14 @@ def gossip(
     `dcd_psgd`, `ecd_psgd`).
 
     **Parameters differ between workers**: the state is `TrainState(jd.PerWorker(params), tx.init(params))`, and the
-    model to evaluate is the mean, `jd.consensus(params)`.
+    model to evaluate is the mean, `jd.consensus(params)`. The transformation takes local gradients, needs `params` and
+    comes last in a chain. Its `update` also takes
+
+    - `learning_rate=`, the replicated rate of this step, for the methods that need it;
+    - `active=`, a boolean of this worker, false where it takes no step of its own (it still averages);
+    - `round=`, the static number of a round as `due_round` gives it;
+
+    and refuses `examples=`, since unequal weights of neighbors would change the global mean.
 
     *On the wire*: see the method; one message for each neighbor and dtype, whatever the number of leaves. With a
     topology that changes, the program contains the messages of all its rounds, and a step sends those of one.
@@ -80,18 +85,7 @@ def gossip(
         jd.gossip(inner, topology, axis="pod", carriers="chip"))`. They have one model; each sends a part of it over
         the slow links, and they gather what arrived. Without `carriers` each would send the whole model.
 
-    Returns:
-      A gradient transformation for local gradients; it needs `params` and comes last in a chain. Its `update` takes
-      `learning_rate=`, the replicated rate of this step, for the methods that need it; `active=`, a boolean of this
-      worker, false where it takes no step of its own (it still averages with its neighbors); and `round=`, the static
-      number of a round as `due_round` gives it.
-
-    Raises:
-      ValueError: the method does not work on the topology; at trace time, the axis has another number of workers,
-        `params` are missing or not marked `PerWorker`, or `examples=` is passed: unequal weights of neighbors would
-        change the global mean.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.5), jd.topology.one_peer_exponential(4))
       >>> def step(state, target):
@@ -103,8 +97,7 @@ def gossip(
       ([3.0, 1.0, 3.0, 5.0], 3.0)
 
     References:
-      Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case
-      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017.
+      Lian et al., arXiv:1705.09056, 2017, as `d_psgd`.
     """
     chosen = d_psgd() if method is None else method
     cfg = _Config(
@@ -151,17 +144,25 @@ def _update(
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     _check_update(cfg, updates, params, examples)
+    workers = workers_of(cfg.topology, cfg.axis)
     ledger: list[comms.Sent] = []
-    comm = comms.counted(_comm(cfg), ledger)
+    comm = comms.count_sent(workers if cfg.carriers is None else _split_messages(workers, over(cfg.carriers)), ledger)
+    extras = {"step": state.count, **extra_args}
+    if learning_rate is not None:
+        extras["learning_rate"] = learning_rate
+
+    def adapt(direction: Updates) -> tuple[Updates, State]:
+        return inner_step(cfg.inner, direction, state.inner.value, params, active=active, **extras)[:2]
+
     with jax.named_scope("gossip"):
         result = cfg.method.step(
             StepContext(
                 gradients=updates,
                 params=params,
                 state=state.method.value,
-                adapt=partial(_adapt, cfg, state, params, active, learning_rate, extra_args),
+                adapt=adapt,
                 comm=comm,
-                topology=cfg.graph if round is None else select_round(cfg.graph, round),
+                topology=cfg.graph if round is None else _select_round(cfg.graph, round),
                 count=state.count,
                 key=jax.random.fold_in(state.key, state.count),
                 learning_rate=None if learning_rate is None else jnp.asarray(learning_rate),
@@ -195,42 +196,66 @@ def _check_update(cfg: _Config, updates: Updates, params: PyTree | None, example
     check_per_worker(params, cfg.axis)
 
 
-def _comm(cfg: _Config) -> Comm:
-    comm = over(cfg.axis)
-    if comm.size != cfg.topology.workers:
+def _split_messages(outer: Comm, inner: Comm) -> Comm:
+    """Returns `outer` with messages that the `inner.size` members of each group send in equal parts and then gather.
+
+    Members have equal values. Over `outer` each sends `1/inner.size` of the bytes.
+    """
+    return outer._replace(
+        mean=partial(_in_parts, outer.mean, inner),
+        ppermute=partial(_in_parts, outer.ppermute, inner),
+        ledger=None,
+        remake=lambda wrap: _split_messages(wrap(outer), wrap(inner)),
+    )
+
+
+def _in_parts(collective: Callable[..., Array], inner: Comm, tree: PyTree, *args: Any) -> PyTree:
+    """Runs a collective on this member's part of each leaf, and gathers the parts of the results."""
+
+    def communicate_part(x: Array) -> Array:
+        part = jnp.pad(x.ravel(), (0, -x.size % inner.size)).reshape(inner.size, -1)[inner.index]
+        return inner.all_gather(collective(part, *args)).ravel()[: x.size].reshape(x.shape)
+
+    return jax.tree.map(communicate_part, tree)
+
+
+def _select_round(topology: Topology, round: Any) -> Topology:
+    """Returns the static topology of one round."""
+    if isinstance(round, jax.Array):
+        raise ValueError("round selects the program, so it must be static: distribute(..., static_argnames=('round',))")
+    if not 0 <= round < len(topology.rounds):
         raise ValueError(
-            f"the topology {cfg.topology.name} has {cfg.topology.workers} workers, but axis {cfg.axis!r} has "
-            f"{comm.size}: make the topology for {comm.size}"
+            f"round must be from 0 to {len(topology.rounds) - 1}, the last round of {topology.name}, got {round}"
         )
-    return comm if cfg.carriers is None else split_messages(comm, over(cfg.carriers))
+    return topology._replace(rounds=(topology.rounds[round],), order=(0,))
 
 
-def _adapt(
-    cfg: _Config,
-    state: GossipState,
-    params: PyTree,
-    active: Array | None,
-    learning_rate: Any,
-    extra_args: dict[str, Any],
-    direction: Updates,
-) -> tuple[Updates, State]:
-    """One step of the inner optimizer along `direction`."""
-    extras = {"step": state.count, **extra_args}
-    if learning_rate is not None:
-        extras["learning_rate"] = learning_rate
-    return inner_step(cfg.inner, direction, state.inner.value, params, active=active, **extras)[:2]
+def due_round(step: int, topology: Topology, *, interval: int = 1) -> int | None:
+    """The round of a topology that a step uses, for the static argument `round=` of `gossip`'s update.
+
+    `None` in a step without communication: then leave `round` out.
+
+    Args:
+      step: the number of the step, from 0.
+      topology: the graph.
+      interval: the method's.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> graph = jd.topology.shift_one(4)
+      >>> [jd.decentralized.due_round(step, graph, interval=2) for step in range(6)]
+      [None, 0, None, 1, None, 0]
+    """
+    check_interval(interval)
+    return None if (step + 1) % interval else topology.order[step // interval % len(topology.order)]
 
 
 def consensus_distance(params: PerWorker) -> Float[Array, ""]:
     """The distance between workers: `√(mean_i |x_i - mean x|²)` over all parameters.
 
-    Args:
-      params: placed parameters, `[W, ...]` each, as a distributed or simulated step returned them.
+    One number in float32, of placed parameters `[W, ...]` as a distributed or simulated step returned them.
 
-    Returns:
-      One number, in float32.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> float(jd.decentralized.consensus_distance(jd.PerWorker(jnp.array([[1.0, 0.0], [3.0, 0.0]]))))
       1.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,11 @@ from .._core.dtypes import widen
 from .._core.trees import wide
 from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.base import Comm
-from ..comm.over import over
 from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
 from ..wire.flat import fuse
 from ..wire.mixing import weight_of
-from .encoded import check_graph
+from .method import check_undirected, workers_of
 
 
 def neighborhood_value_and_grad(
@@ -30,7 +29,9 @@ def neighborhood_value_and_grad(
 
         g_i = (1 - α) Σ_j W_ij ∇F_i(x_j) + α Σ_j W_ij ∇F_j(x_i)
 
-    The first sum corrects for models that differ, the second for data that differ. Pass `g` to `gossip`.
+    The first sum corrects for models that differ, the second for data that differ. The function has the arguments of
+    `loss` and returns `(value, g)`, with the value of the local parameters; pass `g` to `gossip`. It takes `degree + 1`
+    gradients.
 
     *On the wire*: one model for each neighbor, and with `α > 0` a gradient back. Beside
     `d_psgd(order="combine_then_adapt")`, which sends the same models, the compiler merges both: `α = 0` is free.
@@ -38,17 +39,10 @@ def neighborhood_value_and_grad(
     Args:
       loss: `loss(params, batch, *rest) -> scalar`.
       topology: static, with symmetric weights.
-      data_share: `α`, 0 or 1 in the paper: 1 for data that differ strongly.
+      data_share: `α` in [0, 1], 0 or 1 in the paper: 1 for data that differ strongly.
       axis: the mesh axis of the workers.
 
-    Returns:
-      A function with the arguments of `loss` that returns `(value, gradient)`; the value is that of the local
-      parameters. It takes `degree + 1` gradients.
-
-    Raises:
-      ValueError: `data_share` is outside [0, 1], or the topology is directed or changes.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> f = jd.decentralized.neighborhood_value_and_grad(lambda x, a: a * x, jd.topology.ring(3), data_share=1.0)
       >>> jax.vmap(f, axis_name="data")(jnp.ones(3), jnp.array([0.0, 3.0, 6.0]))[1].tolist()  # the mean of all data
@@ -60,18 +54,19 @@ def neighborhood_value_and_grad(
     """
     if not 0 <= data_share <= 1:
         raise ValueError(f"data_share must be in [0, 1], got {data_share}")
-    check_graph(topology, "neighborhood_value_and_grad")
+    check_undirected(topology, "neighborhood_value_and_grad")
 
     def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:
-        cross = _cross_gradients(loss, topology, axis, params, data, exchange_back=data_share > 0)
-        own_weight = weight_of(cross.comm, topology.rounds[0].self_weights)
+        cross = partial(_cross_gradients, exchange_back=data_share > 0)
+        comm, value, own, neighbors = cross(loss, topology, axis, params, data)
         # W_ii ∇F_i(x_i) belongs to both sums, with shares that add up to 1.
-        total = jax.tree.map(lambda g: widen(g) * own_weight, cross.own)
-        for message, on_own_data, on_their_data in cross.neighbors:
-            total = _add_weighted(total, (1 - data_share), weight_of(cross.comm, message.weights), on_own_data)
-            weight = weight_of(cross.comm, _weights_of_destinations(message))
-            total = _add_weighted(total, data_share, weight, on_their_data)
-        return cross.value, jax.tree.map(lambda t, g: t.astype(g.dtype), total, cross.own)
+        own_weight = weight_of(comm, topology.rounds[0].self_weights)
+        total = jax.tree.map(lambda g: widen(g) * own_weight, own)
+        for message, on_own_data, on_their_data in neighbors:
+            # (1 - α) W_ij ∇F_i(x_j) + α W_ij ∇F_j(x_i)
+            total = _add_weighted(total, 1 - data_share, weight_of(comm, message.weights), on_own_data)
+            total = _add_weighted(total, data_share, weight_of(comm, _weights_of_destinations(message)), on_their_data)
+        return value, optax.tree.cast_like(total, own)
 
     return value_and_grad
 
@@ -85,23 +80,12 @@ def cross_value_and_grad(
 
         min |g̃ - g|²  with  <g̃, G_j> >= 0 for all j;   by duality  g̃ = g + Σ_j v_j G_j,  v >= 0
 
-    solved for each leaf separately, in its Gram matrix of `degree + 1` rows.
+    solved for each leaf separately, in its Gram matrix of `degree + 1` rows. Arguments and results are those of
+    `neighborhood_value_and_grad`.
 
     *On the wire*: one model for each neighbor, and a gradient back.
 
-    Args:
-      loss: `loss(params, batch, *rest) -> scalar`.
-      topology: static, with symmetric weights.
-      axis: the mesh axis of the workers.
-
-    Returns:
-      A function with the arguments of `loss` that returns `(value, gradient)`; the value is that of the local
-      parameters. It takes `degree + 1` gradients.
-
-    Raises:
-      ValueError: the topology is directed or changes.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> f = jd.decentralized.cross_value_and_grad(lambda x, a: jnp.vdot(a, x), jd.topology.ring(2))
       >>> data = jnp.array([[1.0, 0.0], [-1.0, 1.0]])  # each gradient raises the other's loss
@@ -113,13 +97,13 @@ def cross_value_and_grad(
       Non-IID data", arXiv:2103.02051, 2021. Lopez-Paz, Ranzato, "Gradient Episodic Memory for Continual Learning",
       arXiv:1706.08840, 2017 (the dual problem).
     """
-    check_graph(topology, "cross_value_and_grad")
+    check_undirected(topology, "cross_value_and_grad")
 
     def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:
-        cross = _cross_gradients(loss, topology, axis, params, data, exchange_back=True)
-        has_edge = [weight_of(cross.comm, _weights_of_destinations(message)) != 0 for message, _, _ in cross.neighbors]
-        on_their_data = [gradient for _, _, gradient in cross.neighbors]
-        return cross.value, jax.tree.map(partial(_project_on_neighbors, has_edge), cross.own, *on_their_data)
+        comm, value, own, neighbors = _cross_gradients(loss, topology, axis, params, data, exchange_back=True)
+        has_edge = [weight_of(comm, _weights_of_destinations(message)) != 0 for message, _, _ in neighbors]
+        on_their_data = [gradient for _, _, gradient in neighbors]
+        return value, jax.tree.map(partial(_project_on_neighbors, has_edge), own, *on_their_data)
 
     return value_and_grad
 
@@ -132,20 +116,15 @@ def sharpness_aware(
     Flat minima suffer less from the perturbations of gossip and compression. With
     `gossip(method=quasi_global_momentum(...))` this is Q-SADDLe, and around `neighborhood_value_and_grad` N-SADDLe.
 
-    *On the wire*: what `value_and_grad` sends, twice.
+    The arguments and results are those of `value_and_grad`, with the value of the parameters themselves.
+
+    *On the wire*: what `value_and_grad` sends, twice; it also takes two gradients.
 
     Args:
       value_and_grad: of the first argument, as `local_value_and_grad(loss)` returns it.
-      radius: `ρ`. Too large smooths the loss too much; start at 0.05.
+      radius: `ρ` > 0. Too large smooths the loss too much; start at 0.05.
 
-    Returns:
-      A function of the same arguments and results; the value is that of the parameters themselves. It takes two
-      gradients.
-
-    Raises:
-      ValueError: `radius` is not positive.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> plain = jd.local_value_and_grad(lambda x: x**2, axis=None)
       >>> value, gradient = jd.decentralized.sharpness_aware(plain, radius=0.5)(jnp.array(1.0))
@@ -183,23 +162,6 @@ def _add_weighted(total: Updates, share: float | int, weight: Array | float, gra
     return jax.tree.map(lambda t, g: t + share * weight * widen(g), total, gradient)
 
 
-class _CrossGradients(NamedTuple):
-    """The local value and gradient, and for each message of the topology its two cross-gradients.
-
-    Attributes:
-      comm: the workers.
-      value: of the local loss at the local parameters.
-      own: the local gradient.
-      neighbors: the message, the gradient of the local loss at the parameters that arrived, and the gradient of the
-        destination's loss at the local parameters (`None` without `exchange_back`).
-    """
-
-    comm: Comm
-    value: Any
-    own: Updates
-    neighbors: list[tuple[Permutation, Updates, Updates | None]]
-
-
 def _cross_gradients(
     loss: Callable[..., Any],
     topology: Topology,
@@ -208,22 +170,23 @@ def _cross_gradients(
     data: Sequence[Any],
     *,
     exchange_back: bool,
-) -> _CrossGradients:
-    comm = over(axis)
-    if comm.size != topology.workers:
-        raise ValueError(
-            f"the topology {topology.name} has {topology.workers} workers, but axis {axis!r} has {comm.size}: make the "
-            f"topology for {comm.size}"
-        )
+) -> tuple[Comm, Any, Updates, list[tuple[Permutation, Updates, Updates | None]]]:
+    """Returns the workers, the local value and gradient, and two cross-gradients for each message of the topology.
+
+    These are the gradient of the local loss at the parameters that arrived, and the gradient of the destination's loss
+    at the local parameters (`None` without `exchange_back`).
+    """
+    comm = workers_of(topology, axis)
     params = to_varying(params, axis)
     differentiate = local_value_and_grad(loss, axis=axis)
     value, own = differentiate(params, *data)
     neighbors = []
     for message in topology.rounds[0].messages:
+        # ∇F_i(x_j), and back along the same edge: its source j gets the gradient of its own parameters.
         on_own_data = differentiate(_send(comm, message.pairs, params), *data)[1]
         reverse = tuple((j, i) for i, j in message.pairs)
         neighbors.append((message, on_own_data, _send(comm, reverse, on_own_data) if exchange_back else None))
-    return _CrossGradients(comm, value, own, neighbors)
+    return comm, value, own, neighbors
 
 
 def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTree:
@@ -231,23 +194,19 @@ def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTre
     return structure.unflatten(fuse(lambda x: comm.ppermute(x, pairs), leaves))
 
 
-def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array) -> Array:
+def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array, sweeps: int = 50) -> Array:
+    """The vector nearest to `g` with no negative product with a gradient, by coordinate descent in the dual."""
     # Zeros are no constraint: the gradients of workers without this edge.
     constraints = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
-    return _project(g, [g, *constraints])
-
-
-def _project(g: Array, constraints: Sequence[Array], sweeps: int = 50) -> Array:
-    """The vector nearest to `g` with no negative product with a constraint, by coordinate descent in the dual."""
-    rows = jnp.stack([widen(c).ravel() for c in constraints])
-    size = jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
+    rows = jnp.stack([widen(c).ravel() for c in (g, *constraints)])
     # Scaled, since products of tiny gradients would underflow.
-    rows = rows / size
-    own = widen(g).ravel() / size
+    size = jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
+    rows, own = rows / size, widen(g).ravel() / size
     gram, linear = rows @ rows.T, rows @ own
 
+    # The dual is min |g + Σ v_j G_j|² over v >= 0; its slope in v_j is <G_j, g + Σ v_k G_k>.
     def sweep(_, v):
-        for j in range(len(constraints)):
+        for j in range(len(rows)):
             slope = gram[j] @ v + linear[j]
             v = v.at[j].set(jnp.maximum(v[j] - slope / jnp.where(gram[j, j] > 0, gram[j, j], 1), 0))
         return v

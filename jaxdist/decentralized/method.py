@@ -1,23 +1,25 @@
-"""The interface of decentralized methods: a bundle of functions, as `d_psgd()` and `choco(...)` return it."""
+"""The interface of decentralized methods, and the averages and checks that they share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from .. import comm as comms
-from .._core.types import Array, Int, Key, PyTree, State, Updates
+from .._core.trees import plus
+from .._core.types import Array, AxisNames, Int, Key, PyTree, State, Updates
 from ..comm.base import Comm
+from ..comm.over import over
 from ..topology.base import Topology
+from ..topology.spectrum import is_doubly_stochastic, is_symmetric
+from ..wire.mixing import change_at
 
 
 class StepContext(NamedTuple):
-    """One step as one worker sees it: the arguments of a method's `step`.
+    """One step on one worker: the argument of a method's `step`. Arrays are of this worker unless replicated.
 
     Attributes:
-      gradients: of this worker.
-      params: of this worker.
-      state: the method's state on this worker.
+      gradients: the local gradients.
+      params: the parameters, as the user has them.
+      state: the method's state.
       adapt: `adapt(direction) -> (steps, inner state)`, one step of the inner optimizer.
       comm: the workers.
       topology: the graph, as `prepare` returned it.
@@ -43,13 +45,7 @@ class StepContext(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a method's `step`.
-
-    Attributes:
-      params: the new parameters, in float32 or better.
-      inner: the new state of the inner optimizer.
-      state: the new state of the method.
-    """
+    """The new parameters, in float32 or better, and the new states of the inner optimizer and of the method."""
 
     params: PyTree
     inner: State
@@ -62,7 +58,7 @@ class Method(NamedTuple):
     Attributes:
       prepare: `prepare(topology) -> topology`: the graph to communicate over. Raises `ValueError` for a graph on which
         the method cannot work.
-      init: `init(params, topology) -> state` of one worker, made without communication.
+      init: `init(params, topology) -> state` of one worker, made without communication from parameters in float32.
       step: `step(context) -> StepResult`.
     """
 
@@ -71,21 +67,47 @@ class Method(NamedTuple):
     step: Callable[[StepContext], StepResult]
 
 
+def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+    """`x_i <- Σ_j W_ij x_j` with the matrix of this step, in float32 or better.
+
+    One message for each dtype and neighbor, whatever the number of leaves. Leaves are sent in the dtypes of `like`, by
+    default in those of `tree`; rounding them does not change the mean over workers.
+
+    Args:
+      context: the argument of a method's `step`.
+      tree: of this worker; a tuple of trees is sent as one message.
+      like: the dtypes on the wire.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> from jaxdist.decentralized import Method, StepResult, mix
+      >>> def step(context):  # mixing only
+      ...     return StepResult(mix(context, context.params), context.adapt(context.gradients)[1], ())
+      >>> method = Method(lambda topology: topology, lambda params, topology: (), step)
+      >>> tx = jd.gossip(optax.identity(), jd.topology.ring(3), method=method)
+      >>> jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="data")(jnp.array([0.0, 3.0, 6.0])).tolist()
+      [3.0, 0.0, -3.0]
+
+    References:
+      Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004.
+    """
+    return plus(tree, mixing_delta(context, tree, like=like))
+
+
+def mixing_delta(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
+    """`Σ_j W_ij (x_j - x_i)`, the difference that `mix` adds to this worker's tree."""
+    # A sum of differences, since weights like 1/3 are rounded, and a sum of models would drift where they are equal.
+    # A worker rounds its own model as it sends it, so that low precision on the wire keeps the mean.
+    return change_at(context.comm, context.topology, context.count, tree, like=like)
+
+
 def every_n_steps(
     context: StepContext, interval: int, communicate: Callable[..., Any], skip: Callable[..., Any], *operands: PyTree
 ) -> Any:
-    """Communicates in every `interval`-th step and skips the steps between.
+    """Runs `communicate(context, *operands)` in every `interval`-th step, and `skip(comm, *operands)` between.
 
-    Args:
-      context: of this step.
-      interval: the number of steps from one communication to the next.
-      communicate: `communicate(context, *operands)`, where `context.count` counts communications instead of steps, so
-        that a topology that changes goes on by one round with each.
-      skip: `skip(comm, *operands)`, with a result of the same types.
-      *operands: pytrees of arrays.
-
-    Returns:
-      The result of `communicate` or of `skip`.
+    Both return the same types. The `context.count` of `communicate` counts communications instead of steps, so that a
+    topology that changes goes on by one round with each.
     """
     if interval == 1 or context.static_round:
         return communicate(context, *operands)
@@ -93,10 +115,21 @@ def every_n_steps(
     return comms.cond(
         context.count % interval == interval - 1,
         lambda comm, *xs: communicate(numbered._replace(comm=comm), *xs),
-        lambda comm, *xs: skip(comm, *xs),
+        skip,
         context.comm,
         *operands,
     )
+
+
+def workers_of(topology: Topology, axis: AxisNames) -> Comm:
+    """Returns the workers of an axis, after a check that the topology is for their number."""
+    comm = over(axis)
+    if comm.size != topology.workers:
+        raise ValueError(
+            f"the topology {topology.name} has {topology.workers} workers, but axis {axis!r} has {comm.size}: make the "
+            f"topology for {comm.size}"
+        )
+    return comm
 
 
 def check_interval(interval: int) -> None:
@@ -105,12 +138,32 @@ def check_interval(interval: int) -> None:
         raise ValueError(f"interval must be at least 1 (the steps from one communication to the next), got {interval}")
 
 
-def init_nothing(params: PyTree, topology: Topology) -> tuple[()]:
-    """Returns the state of a method that has none."""
-    del params, topology
-    return ()
+def check_doubly_stochastic(topology: Topology) -> Topology:
+    """Returns the topology, after a check that its mixing keeps the mean and converges to it."""
+    if not is_doubly_stochastic(topology):
+        raise ValueError(
+            f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not converge to "
+            "their mean: use method=sgp() for graphs that are directed and irregular"
+        )
+    return topology
 
 
-def cast_like(tree: Updates, like: Updates) -> Updates:
-    """Casts each leaf of `tree` to the dtype of the same leaf of `like`."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+def check_static(topology: Topology, method: str) -> Topology:
+    """Returns the topology, after a check that it is the same in every step."""
+    if len(topology.rounds) > 1:
+        raise ValueError(
+            f"{method} needs the same neighbors in every step, got {topology.name}, which has {len(topology.rounds)} "
+            "different rounds: use a static topology, such as ring, torus or hypercube"
+        )
+    return topology
+
+
+def check_undirected(topology: Topology, method: str) -> Topology:
+    """Returns the topology, after a check that it is static and that both ends of a link have the same weight."""
+    check_doubly_stochastic(check_static(topology, method))
+    if not is_symmetric(topology):
+        raise ValueError(
+            f"{method} needs symmetric weights, and those of {topology.name} are not: use ring, torus, hypercube, or "
+            "another undirected graph"
+        )
+    return topology

@@ -11,8 +11,7 @@ from .._core.types import Array, PyTree
 from ..topology.base import Topology, matrix
 from ..topology.coloring import color_edges
 from ..wire.flat import fuse
-from .method import Method, StepContext, StepResult
-from .mixing import check_static
+from .method import Method, StepContext, StepResult, check_static
 
 
 class _Color(NamedTuple):
@@ -33,19 +32,15 @@ def relay_sgd() -> Method:
     data cause no bias, and the spectral gap does not matter. The paper relays sums and counts, with `x_0` for workers
     whose model has not arrived yet; means that start at `x_0` are the same without counts.
 
+    *Topologies*: trees: `topology.path`, `binary_tree`, or another one; weights do not matter.
+
     *On the wire*: one model for each neighbor.
 
     *State*: per-worker, the last message of each edge, in float32: as many models as the busiest worker has neighbors
     (two in a path, three in a binary tree; a star has `W-1`, on all workers). All must start from one model, as
     `init_state` and `place` make them.
 
-    Returns:
-      The method, for trees: `topology.path`, `binary_tree`, or another one; weights do not matter.
-
-    Raises:
-      ValueError: by `gossip`, the topology is not a tree, or changes.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.05), jd.topology.path(4), method=jd.decentralized.relay_sgd())
       >>> def step(state, data):  # the loss of worker i is i (x - 5 + i)² / 2; the optimum of their sum is 2
@@ -62,15 +57,11 @@ def relay_sgd() -> Method:
       Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
       Data", arXiv:2110.04175, 2021.
     """
-    return Method(_prepare, _init, _step)
-
-
-def _prepare(topology: Topology) -> Topology:
-    _colors(topology)
-    return topology
+    return Method(_check_tree, _init, _step)
 
 
 def _init(params: PyTree, topology: Topology) -> list[PyTree]:
+    # The last message of each color: the mean of models that all are x_0.
     return [params] * len(_colors(topology))
 
 
@@ -104,22 +95,25 @@ def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Arr
     return total
 
 
-def _colors(topology: Topology) -> list[_Color]:
-    """Returns the edges of a tree by color; raises `ValueError` if the topology is not a tree."""
-    check_static(topology, "relay_sgd")
-    adjacent = matrix(topology) != 0
-    workers = topology.workers
-    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(adjacent, 1)), strict=True)]
+def _check_tree(topology: Topology) -> Topology:
+    adjacent = matrix(check_static(topology, "relay_sgd")) != 0
     # A tree has W - 1 edges, and all workers can be reached from worker 0.
-    reached = _reachable(adjacent, 0, set())
-    if (adjacent != adjacent.T).any() or len(edges) != workers - 1 or len(reached) != workers:
+    is_connected = len(_reachable(adjacent, 0, set())) == topology.workers
+    if (adjacent != adjacent.T).any() or np.triu(adjacent, 1).sum() != topology.workers - 1 or not is_connected:
         raise ValueError(
             f"relay_sgd needs a tree (exactly one path between any two workers), and {topology.name} is not: use "
             "topology.binary_tree, topology.path, or from_edges"
         )
+    return topology
+
+
+def _colors(topology: Topology) -> list[_Color]:
+    """Returns the edges of a tree by color: no two edges of a color share a worker."""
+    adjacent = matrix(topology) != 0
+    edges = [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(adjacent, 1)), strict=True)]
     colors = []
     for group in color_edges(edges):
-        behind = [0] * workers
+        behind = [0] * topology.workers
         for i, j in group:
             behind[i], behind[j] = len(_reachable(adjacent, j, {i})), len(_reachable(adjacent, i, {j}))
         colors.append(_Color(tuple(sorted([*group, *((j, i) for i, j in group)])), tuple(behind)))

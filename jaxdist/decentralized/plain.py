@@ -1,0 +1,251 @@
+"""Plain averages with the neighbors: D-PSGD, and stochastic gradient push (SGP, OSGP) for links in one direction."""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core.trees import plus, wide
+from .._core.types import Array, Float, PyTree, Updates
+from ..comm.base import Comm
+from ..topology.base import TOLERANCE, Topology, matrices
+from ..topology.spectrum import is_doubly_stochastic
+from .method import (
+    Method,
+    StepContext,
+    StepResult,
+    check_doubly_stochastic,
+    check_interval,
+    every_n_steps,
+    mix,
+    mixing_delta,
+)
+
+Order = Literal["adapt_then_combine", "combine_then_adapt"]
+ORDERS = ("adapt_then_combine", "combine_then_adapt")
+
+
+def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
+    """Each worker takes its own step and averages its model with those of its neighbors.
+
+        adapt_then_combine:  x_i <- Σ_j W_ij (x_j + u_j)        combine_then_adapt:  x_i <- u_i + Σ_j W_ij x_j
+
+    with the steps `u` of the inner optimizer at the local gradient. Where workers' data differ both end off the optimum
+    by `O(rate)`, the more so the smaller the spectral gap; `d2`, `gradient_tracking` and `relay_sgd` do not.
+
+    *Topologies*: doubly stochastic.
+
+    *On the wire*: one model for each neighbor; with a complete graph one all-reduce, `2(W-1)/W` models. Divided
+    by the interval on average; the steps between send nothing.
+
+    *State*: none.
+
+    Args:
+      order: `"adapt_then_combine"` is the more accurate and the more stable. `"combine_then_adapt"` is the paper's:
+        it sends models that do not depend on the gradient, so they may be sent while that is computed.
+      interval: neighbors communicate at the end of every `interval` steps; between, each worker steps alone. A topology
+        that changes does so with each communication. More sends less, and workers drift further apart.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.gossip(optax.sgd(1.0), jd.topology.ring(4), method=jd.decentralized.d_psgd())
+      >>> def one_worker(x):  # with a gradient of zero the neighbors' average is all that happens
+      ...     return x + tx.update(jnp.zeros(()), tx.init(x), x)[0]
+      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 0.0, 0.0])).round(5).tolist()
+      [1.0, 1.0, 0.0, 1.0]
+
+    References:
+      Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case
+      Study for Decentralized Parallel Stochastic Gradient Descent", arXiv:1705.09056, 2017.
+    """
+    check_order(order)
+    check_interval(interval)
+    step = _adapt_then_combine if order == "adapt_then_combine" else _combine_then_adapt
+    return Method(check_doubly_stochastic, lambda params, topology: (), partial(step, interval))
+
+
+def check_order(order: str) -> None:
+    """Checks that `order` is one of `ORDERS`."""
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+
+
+def _adapt_then_combine(interval: int, context: StepContext) -> StepResult:
+    # x_i <- Σ_j W_ij (x_j + u_j)
+    steps, inner = context.adapt(context.gradients)
+    return StepResult(_mix_every(interval, context, plus(context.params, steps)), inner, ())
+
+
+def _combine_then_adapt(interval: int, context: StepContext) -> StepResult:
+    # x_i <- u_i + Σ_j W_ij x_j, whose messages do not wait for the gradient.
+    combined = _mix_every(interval, context, wide(context.params))
+    steps, inner = context.adapt(context.gradients)
+    return StepResult(plus(combined, steps), inner, ())
+
+
+def _mix_every(interval: int, context: StepContext, tree: PyTree) -> PyTree:
+    """`Σ_j W_ij x_j` in every `interval`-th step, and `x_i` in the steps between."""
+    delta = partial(mixing_delta, like=context.params)
+    return plus(tree, every_n_steps(context, interval, delta, _zero_delta, tree))
+
+
+def _zero_delta(comm: Comm, tree: PyTree) -> PyTree:
+    # `lax.cond` needs branches of one type, and the delta differs between workers.
+    return comm.varying(jax.tree.map(jnp.zeros_like, tree))
+
+
+def sgp() -> Method:
+    """Stochastic gradient push: push-sum corrects for links in one direction only.
+
+    With weights `w_i = 1` at first, and the parameters that the user sees, `z = x / w`:
+
+        x_i = w_i z_i + u_i,   x_i <- Σ_j P_ij x_j,   w_i <- Σ_j P_ij w_j,   z_i = x_i / w_i
+
+    Each worker divides its model into shares, and need not know which workers send to it. The sum of all `x` changes by
+    the steps alone, and `Σ w = W` always.
+
+    *Topologies*: column-stochastic.
+
+    *On the wire*: one model and 4 bytes for each neighbor; the 4 bytes only where rows do not sum to 1, since the
+    weights stay 1 otherwise.
+
+    *State*: per-worker, one number.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> graph = jd.topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)])
+      >>> tx = jd.gossip(optax.sgd(1.0), graph, method=jd.decentralized.sgp())
+      >>> def one_worker(x):
+      ...     opt_state = tx.init(x)
+      ...     for _ in range(8):
+      ...         updates, opt_state = tx.update(jnp.zeros(()), opt_state, x)
+      ...         x = x + updates
+      ...     return x
+      >>> found = jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 6.0]))
+      >>> float(jnp.abs(found - 3).max()) < 1e-3
+      True
+
+    References:
+      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019.
+      Nedić, Olshevsky, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying Directed Graphs", arXiv
+      1406.2075, 2014.
+    """
+    return Method(check_columns, _init_weight, _push)
+
+
+def check_columns(topology: Topology) -> Topology:
+    """Returns the topology, after a check that each worker divides its model into shares that sum to 1."""
+    if any(abs(weights.sum(0) - 1).max() > TOLERANCE for weights in matrices(topology)):
+        raise ValueError(
+            f"push-sum needs columns that sum to 1 (each worker divides its model into shares), and those of "
+            f"{topology.name} do not: use topology.digraph, or from_matrix with such a matrix"
+        )
+    return topology
+
+
+def _init_weight(params: PyTree, topology: Topology) -> PyTree:
+    # Rows that sum to 1 keep all weights at 1, so that there is nothing to store or send.
+    return () if is_doubly_stochastic(topology) else jnp.ones((), jnp.float32)
+
+
+def _push(context: StepContext) -> StepResult:
+    # With w = 1 always this is D-PSGD.
+    if is_doubly_stochastic(context.topology):
+        return _adapt_then_combine(1, context)
+    steps, inner = context.adapt(context.gradients)
+    # x = w z + u,  x <- P x,  w <- P w,  z = x / w
+    weight = context.state
+    x = plus(jax.tree.map(lambda z: z * weight.astype(z.dtype), wide(context.params)), steps)
+    x, weight = mix(context, (x, weight), like=(context.params, weight))
+    return StepResult(jax.tree.map(lambda x: x / weight.astype(x.dtype), x), inner, weight)
+
+
+class OverlappedState(NamedTuple):
+    """The state of `osgp` of one worker: its push-sum weight, and the model and weight that it sends next."""
+
+    weight: Float[Array, ""]
+    outgoing: Updates
+    outgoing_weight: Float[Array, ""]
+
+
+def osgp() -> Method:
+    """Overlapped stochastic gradient push: the messages of a step arrive one step later, so no gradient waits for them.
+
+    With push-sum weights `w_i = 1` at first and the parameters that the user sees, `z = x / w`; a prime marks the
+    previous step:
+
+        x_i = w_i z_i + u_i,   x_i <- P_ii x_i + Σ_{j≠i} P'_ij x'_j,   w_i <- P_ii w_i + Σ_{j≠i} P'_ij w'_j
+
+    What a step sends is part of the state, so the compiler may send it while the gradient is computed. The weights
+    differ from 1 on every graph, since a part of each model is always under way; models and weights that are stored
+    or under way keep their sums.
+
+    *Topologies*: column-stochastic.
+
+    *On the wire*: as `sgp`, one model and 4 bytes for each neighbor, always with the 4 bytes.
+
+    *State*: per-worker, one model in float32 and two numbers.
+
+    Raises:
+      ValueError: at trace time, `round=` was passed: the messages belong to the round before.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.gossip(optax.sgd(1.0), jd.topology.one_peer_exponential(4), method=jd.decentralized.osgp())
+      >>> def run(x, steps):
+      ...     opt_state = tx.init(x)
+      ...     for _ in range(steps):
+      ...         updates, opt_state = tx.update(jnp.zeros(()), opt_state, x)
+      ...         x = x + updates
+      ...     return x
+      >>> x = jnp.array([0.0, 4.0, 8.0, 12.0])
+      >>> jax.vmap(lambda x: run(x, 1), axis_name="data")(x).tolist()  # the messages of the first step are under way
+      [0.0, 4.0, 8.0, 12.0]
+      >>> bool(jnp.allclose(jax.vmap(lambda x: run(x, 30), axis_name="data")(x), 6, atol=1e-2))
+      True
+
+    References:
+      Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019
+      (OSGP, with messages one step late).
+    """
+    return Method(check_columns, _init, _step)
+
+
+def _init(params: PyTree, topology: Topology) -> OverlappedState:
+    del topology
+    zero = jnp.zeros((), jnp.float32)
+    return OverlappedState(zero + 1, jax.tree.map(jnp.zeros_like, params), zero)
+
+
+def _step(context: StepContext) -> StepResult:
+    if context.static_round:
+        raise ValueError("osgp sends the messages of the previous round, so round= cannot select them; leave round out")
+    state: OverlappedState = context.state
+    # Σ_{j≠i} P'_ij x'_j: it depends on the state only, not on the gradient.
+    before = context._replace(count=jnp.maximum(context.count - 1, 0))
+    sent = state.outgoing, state.outgoing_weight
+    delta = mixing_delta(before, sent, like=(context.params, state.weight))
+    arrived = _add_scaled(delta, sent, 1 - _self_weight(before))
+
+    steps, inner = context.adapt(context.gradients)
+    # x = w z + u, of which P_ii stays; the rest is sent in the next step, as the wire rounds it.
+    x = plus(jax.tree.map(lambda z: z * state.weight.astype(z.dtype), wide(context.params)), steps)
+    outgoing = jax.tree.map(lambda x, p: x.astype(p.dtype).astype(x.dtype), x, context.params)
+    leaves = _self_weight(context) - 1
+    x = jax.tree.map(jnp.add, _add_scaled(x, outgoing, leaves), arrived[0])
+    weight = state.weight + leaves * state.weight + arrived[1]
+    params = jax.tree.map(lambda x: x / weight.astype(x.dtype), x)
+    return StepResult(params, inner, OverlappedState(weight, outgoing, state.weight))
+
+
+def _self_weight(context: StepContext) -> Array:
+    """Returns `P_ii` of this worker in the round of a step."""
+    weights = jnp.asarray([round.self_weights for round in context.topology.rounds], jnp.float32)
+    order = jnp.asarray(context.topology.order, jnp.int32)
+    return weights[order[context.count % len(context.topology.order)], context.comm.index]
+
+
+def _add_scaled(tree: PyTree, other: PyTree, factor: Array) -> PyTree:
+    """Returns `tree + factor · other`."""
+    return jax.tree.map(lambda x, y: x + factor.astype(y.dtype) * y, tree, other)
