@@ -9,20 +9,27 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import NO_PARAMS, check_range
-from .._core.dtypes import working_dtype
+from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Law, Reducer
+from ..reducers.base import Law, Reducer, check_reducer
 from ..reducers.exact import exact
 from ..reducers.with_stats import add_bytes
-from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import LearningRate, check_per_worker, inner_step, rate_at
-from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
-from ..transforms.optax_wrappers import check_outer
+from ..state.marks import PerWorker, bind, is_mark, with_value
+from ..transforms.common import LearningRate, inner_step, rate_at
+from ..transforms.local_gradients import check_leaves, check_outer, refuse_model_axes
 from .fragments import Fragments, SyncPeriod, as_fragments, check_period, first_round, is_due, merge, period_at, split
-from .state import Buffers, LocalStepsState, merge_state, split_state, update_buffers
+from .nested import (
+    check_nested,
+    has_models,
+    inner_anchor,
+    mark_inner,
+    restart_models,
+    unmark_inner,
+    update_inner_buffers,
+)
+from .state import Buffers, LocalStepsState, check_step, copy_wide, merge_state, split_state
 from .synchronize import Fragment, merge_anchor, parse_sync_override, set_anchor, synchronize_fragment, warm_mean
 
 
@@ -31,7 +38,7 @@ class _Config(NamedTuple):
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
-    carrier: Reducer
+    reducer: Reducer
     fragments: Fragments
     first_rounds: list[int]
     sync_period: SyncPeriod
@@ -75,10 +82,22 @@ def local_steps(
     *State*: replicated, the anchor and the state of `outer`, in float32; per worker the state of `inner`, and with
     `overlap_correction` the parameters that were sent; the state of the reducer.
 
+    The transformation comes last in a chain. Its `update` needs `params`, and takes: `learning_rate=`, the replicated
+    rate of this step; outer optimizer and reducer receive its mean over the round. `examples=`, the number of this
+    worker's examples behind the gradient; drifts are weighted by their sum over the round, and a worker without any
+    contributes nothing and keeps its residual (`participation` draws the workers of a round). `active=`, a boolean of
+    this worker; false for a step that it does not take. `sync_period=`, a replicated `H` instead of that of the
+    schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in this step, where the host
+    chooses the program (`due_fragments` says when): the program then contains the collective without any condition, or
+    none at all, warm-up included.
+
     Args:
       inner: the optimizer of each worker. Its `update` also receives `anchor=` and `step=`. It may itself communicate,
         over other, faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
-        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`.
+        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`. It may also mix models: `gossip` on the same axis, whose
+        method starts again from the mean model after a round (push-sum weights of 1, new trackers and estimates), or
+        `local_steps` over a faster axis, whose last global parameters are what this one sends. Both need a single
+        fragment without delay, merging and warm-up.
       outer: receives the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
         nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
       sync_period: `H`, or a schedule from the step to `H`. A longer one sends less, and workers drift further apart: 8
@@ -96,21 +115,11 @@ def local_steps(
       reducer: averages the drift; by default `exact()`.
       axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients; it needs `params` and comes last in a chain. Its `update` takes:
-      `learning_rate=`, the replicated rate of this step; outer optimizer and reducer receive its mean over the round.
-      `examples=`, the number of this worker's examples behind the gradient; drifts are weighted by their sum over the
-      round. `active=`, a boolean of this worker; false for a step that it does not take. `sync_period=`, a replicated
-      `H` instead of that of the schedule. `sync=`, a static boolean, or the numbers of the fragments to synchronize in
-      this step, where the host chooses the program (`due_fragments` says when): the program then contains the
-      collective without any condition, or none at all, warm-up included.
-
     Raises:
-      ValueError: arguments are out of range or do not go together; in `init`, `outer` needs more than a drift (a loss),
-        or `inner` keeps state that is sharded or differs over the same axis; at trace time, if `params` are missing or
-        not marked `PerWorker`, and what `all_reduce` raises.
+      ValueError: in `init`, `outer` needs more than a drift (a loss), or `inner` keeps state that is sharded or differs
+        over the same axis; at trace time, `params` are not marked `PerWorker`, and what `all_reduce` raises.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2)
       >>> def step(state, target):
@@ -124,12 +133,10 @@ def local_steps(
       (0.38, 0.38)
 
     References:
-      Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767, 2019. Wang, Tantia, Ballas, Rabbat,
-      "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", arXiv 1910.00643, 2020. Douillard
-      et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023. Douillard et
-      al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
-      Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging",
-      arXiv 2006.00441, 2020 (overlap_correction).
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, 2023.
+      Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+      arXiv:2501.18512, 2025. Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training
+      Using Delayed Averaging", arXiv:2006.00441, 2020 (overlap_correction).
     """
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)
@@ -138,30 +145,32 @@ def local_steps(
     _check_buffers(buffers, partition.number, delay)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
-    cfg = _Config(
-        inner=optax.with_extra_args_support(inner),
-        outer=optax.with_extra_args_support(outer),
-        carrier=exact() if reducer is None else reducer,
-        fragments=partition,
-        first_rounds=[first_round(sync_period, offset, i, partition.number) for i in range(partition.number)],
-        sync_period=sync_period,
-        delay=delay,
-        merge_alpha=merge_alpha,
-        overlap_correction=overlap_correction,
-        buffers=buffers,
-        warmup_steps=warmup_steps,
-        axis=axis,
-    )
+    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
+    reducer = exact() if reducer is None else reducer
+    check_reducer(reducer)
+    first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
+    merging = merge_alpha, overlap_correction, buffers, warmup_steps
+    cfg = _Config(inner, outer, reducer, partition, first_rounds, sync_period, delay, *merging, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
-    # A copy, since parameters and optimizer state may both be donated.
-    anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+    anchor = copy_wide(params)
     check_outer(cfg.outer, anchor)
     number = cfg.fragments.number
     parts = split(anchor, cfg.fragments.assign(anchor), number)
+    inner = cfg.inner.init(params)
+    if has_models(inner):
+        several = number if number > 1 else None
+        check_nested(
+            inner,
+            params,
+            fragments=several,
+            delay=cfg.delay,
+            merge_alpha=cfg.merge_alpha,
+            warmup_steps=cfg.warmup_steps,
+        )
     return LocalStepsState(
         count=jnp.zeros((), jnp.int32),
         since=jnp.zeros(number, jnp.int32),
@@ -170,9 +179,9 @@ def _init(cfg: _Config, params: PyTree) -> State:
         sent=jnp.zeros(2, jnp.uint32),
         anchor=anchor,
         outer=tuple(cfg.outer.init(part) for part in parts),
-        inner=bind(PerWorker(cfg.inner.init(params)), cfg.axis),
+        inner=mark_inner(inner, cfg.axis),
         examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
-        reducer=tuple(bind(cfg.carrier.init(part), cfg.axis) for part in parts),
+        reducer=tuple(bind(cfg.reducer.init(part), cfg.axis) for part in parts),
         sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
     )
 
@@ -194,9 +203,11 @@ def _update(
 
     A round synchronizes the models after the inner step; with a delay, those that the previous step has left.
     """
-    _check_update(cfg, updates, params)
+    check_step(updates, params, cfg.axis)
+    if cfg.reducer.law != Law.MEAN:
+        refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
     ledger: list[comms.Sent] = []
-    comm = comms.counted(over(cfg.axis), ledger)
+    comm = comms.count_sent(over(cfg.axis), ledger)
     override = parse_sync_override(sync, cfg.fragments.number)
     warm = False if override is not None or not cfg.warmup_steps else state.count < cfg.warmup_steps
     # A round starts only after the previous one has arrived.
@@ -208,7 +219,7 @@ def _update(
         fragments, models = split_state(state, labels), split(local, labels, cfg.fragments.number)
         due = _due_fragments(cfg, fragments, override, period, warm)
         after = [
-            synchronize_fragment(comm, flag, cfg.carrier, cfg.outer, fragment, model, **has_extras)
+            synchronize_fragment(comm, flag, cfg.reducer, cfg.outer, fragment, model, **has_extras)
             for flag, fragment, model in zip(due, fragments, models, strict=True)
         ]
         return merge_state(state, after, labels), due
@@ -221,23 +232,38 @@ def _update(
 
         # During the warm-up all workers take the same step, with the mean gradient.
         gradients = warm_mean(comm, warm, updates, examples)
-        passed = {"step": state.count, **extra_args, **_drop_none(learning_rate=learning_rate, examples=examples)}
+        given = {"learning_rate": learning_rate, "examples": examples}
+        passed = {"step": state.count, **extra_args, **{k: v for k, v in given.items() if v is not None}}
         passed["anchor"] = anchor
-        steps, inner_state, local = inner_step(cfg.inner, gradients, state.inner.value, params, active=active, **passed)
+        inner_state = unmark_inner(state.inner, cfg.axis)
+        # Where the inner optimizer mixes models, an inactive worker still takes part in that.
+        nested = has_models(inner_state)
+        if nested and active is not None:
+            passed, active = {**passed, "active": active}, None
+        steps, inner_state, local = inner_step(cfg.inner, gradients, inner_state, params, active=active, **passed)
+        group = inner_anchor(inner_state)
+        if group is not None and examples is not None:
+            raise ValueError(
+                "local_steps around local_steps does not support example weighting: groups have equal weights; leave "
+                "examples= out"
+            )
         state = _advance_counts(state, warm, learning_rate, examples)
 
         # With a delay, the result of a round is merged when its fragment has taken `delay` more steps.
         if cfg.delay:
             arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
         else:
-            state, arrived = synchronize_due(state, local)
-        inner_state = update_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
-        # The warm-up ends with an anchor of its own, from which the first round starts.
+            state, arrived = synchronize_due(state, local if group is None else group)
+        inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
+        # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
         if warm is not False:
             state = state._replace(anchor=set_anchor(comm, state.count == cfg.warmup_steps, state.anchor, local))
-        steps = _merge_anchors(cfg, arrived, state, local, params, steps)
+        steps = _merge_anchors(cfg, arrived, state, local, params, steps, group)
+        if nested:
+            # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
+            inner_state = restart_models(arrived[0], comm, inner_state, cfg.inner.init(state.anchor))
     return steps, state._replace(
-        inner=with_value(state.inner, comm.varying(inner_state)),
+        inner=_vary_marked(comm, mark_inner(inner_state, cfg.axis)),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
     )
 
@@ -254,14 +280,16 @@ def with_rate(
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
-def _check_update(cfg: _Config, updates: Updates, params: PyTree | None) -> None:
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    check_leaves(updates)
-    check_local(updates, cfg.axis)
-    check_per_worker(params, cfg.axis)
-    if cfg.carrier.law != Law.MEAN:
-        refuse_model_axes("this reducer", "shard the model over an axis that is mapped by hand, or use exact()")
+def config_of(tx: optax.GradientTransformation) -> _Config:
+    """Returns the arguments of the `local_steps` that made this transformation, for other ways to synchronize.
+
+    Raises:
+      ValueError: it was not made by `local_steps`.
+    """
+    update = tx.update
+    if isinstance(update, partial) and update.func is _update:
+        return update.args[0]
+    raise ValueError("this transformation was not made by local_steps(...); pass what local_steps returned, unwrapped")
 
 
 def _due_fragments(
@@ -270,11 +298,8 @@ def _due_fragments(
     """Returns a flag for each fragment: the host's override, or from the replicated counts, never in the warm-up."""
     if override is not None:
         return [i in override for i in range(len(fragments))]
-    flags = [
-        is_due(fragment.since, fragment.rounds, period, first)
-        for fragment, first in zip(fragments, cfg.first_rounds, strict=True)
-    ]
-    return [flag & ~jnp.asarray(warm) for flag in flags]
+    pairs = zip(fragments, cfg.first_rounds, strict=True)
+    return [is_due(part.since, part.rounds, period, first) & ~jnp.asarray(warm) for part, first in pairs]
 
 
 def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Any) -> LocalStepsState:
@@ -289,17 +314,30 @@ def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, exam
 
 
 def _merge_anchors(
-    cfg: _Config, arrived: list[Flag], state: LocalStepsState, local: PyTree, params: PyTree, steps: Updates
+    cfg: _Config,
+    arrived: list[Flag],
+    state: LocalStepsState,
+    local: PyTree,
+    params: PyTree,
+    steps: Updates,
+    group: Updates | None,
 ) -> Updates:
     """Merges the anchor of each fragment that has arrived into this worker's parameters."""
+    sent = [state.sent_from.value] if cfg.overlap_correction else []
+    # The model of its group was sent; what this worker has done since the group's last round is kept.
+    if group is not None:
+        sent = [jax.tree.map(lambda model, p: model.astype(p.dtype), group, params)]
     labels = cfg.fragments.assign(state.anchor)
-    trees = [state.anchor, local, params, steps, *([state.sent_from.value] if cfg.overlap_correction else [])]
+    trees = [state.anchor, local, params, steps, *sent]
     parts = zip(*(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
     return merge([merge_anchor(flag, cfg.merge_alpha, *part) for flag, part in zip(arrived, parts)], labels)
 
 
-def _drop_none(**extras: Any) -> dict[str, Any]:
-    return {name: value for name, value in extras.items() if value is not None}
+def _vary_marked(comm: comms.Comm, state: State) -> State:
+    """Types the values of all marks as different between workers."""
+    return jax.tree.map(
+        lambda node: with_value(node, comm.varying(node.value)) if is_mark(node) else node, state, is_leaf=is_mark
+    )
 
 
 def _as_number(extra: Any) -> Array:

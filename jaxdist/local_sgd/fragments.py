@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from .._core.types import Array, Bool, Int, PyTree
 from ..schedule.periods import check_whole
 
+# `H`, or a schedule from the step to `H`.
+SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]
+
 
 class Fragments(NamedTuple):
     """A partition of a model's leaves into fragments that are synchronized at different steps.
 
-    Attributes:
-      number: how many fragments.
-      assign: `assign(params)` -> a tree like `params` with the number of each leaf's fragment, `0` to `number - 1`.
+    `assign(params)` returns a tree like `params` with the number of each leaf's fragment, `0` to `number - 1`.
     """
 
     number: int
@@ -27,32 +28,19 @@ class Fragments(NamedTuple):
 def balanced(number: int) -> Fragments:
     """Fragments of about equal bytes: leaves in order of size, largest first, each to the smallest fragment so far.
 
-    This keeps the traffic of the busiest step low.
+    This keeps the traffic of the busiest step low. More fragments lower the peak further, but latency matters more.
 
-    Args:
-      number: how many fragments. More lower the peak of the traffic, but latency matters more.
-
-    Returns:
-      The fragments.
-
-    Raises:
-      ValueError: `number` is below 1.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist.local_sgd import balanced
       >>> balanced(2).assign({"a": jnp.zeros(4), "b": jnp.zeros(3), "c": jnp.zeros(1)})
       {'a': 0, 'b': 1, 'c': 1}
-
-    References:
-      Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv
-      2501.18512, 2025 (which assigns whole layers: `strided`).
     """
     _check(number)
 
     def assign(params):
         leaves, tree = jax.tree.flatten(params)
-        # Greedy: the largest leaf first.
+        # Greedy: the largest leaf first, to the fragment with the fewest bytes.
         sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
         labels, load = [0] * len(leaves), [0] * number
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
@@ -69,35 +57,24 @@ def strided(number: int) -> Fragments:
     The layer of a leaf is the first number in its path: `params/block_3/kernel` and `layers[3]["kernel"]` are layer 3.
     A leaf that stacks all layers (`nn.scan`) has no layer: use `balanced`, or a `Fragments` of your own.
 
-    Args:
-      number: how many fragments.
-
-    Returns:
-      The fragments.
-
     Raises:
-      ValueError: `number` is below 1; in `assign`, a fragment would be empty: the paths of the layers have no numbers,
-        or there are too few layers.
+      ValueError: in `assign`, a fragment would be empty: the paths of the layers have no numbers, or there are too few.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist.local_sgd import strided
       >>> strided(2).assign({"embed": 0.0, "block_0": 0.0, "block_1": 0.0, "block_2": 0.0})
       {'block_0': 0, 'block_1': 1, 'block_2': 0, 'embed': 0}
 
     References:
-      Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv
-      2501.18512, 2025.
+      Douillard et al., "Streaming DiLoCo", arXiv:2501.18512, 2025.
     """
     _check(number)
 
     def label(path, _):
         # The layer is the first number in the path.
-        for key in path:
-            found = re.search(r"\d+", jax.tree_util.keystr((key,), simple=True))
-            if found:
-                return int(found.group()) % number
-        return 0
+        found = re.search(r"\d+", jax.tree_util.keystr(path, simple=True, separator="/"))
+        return int(found.group()) % number if found else 0
 
     def assign(params):
         labels = jax.tree_util.tree_map_with_path(label, params)
@@ -117,7 +94,7 @@ def _check(number: int) -> None:
         raise ValueError(f"the number of fragments must be at least 1, got {number}")
 
 
-def as_fragments(fragments: "Fragments | int | None") -> Fragments:
+def as_fragments(fragments: Fragments | int | None) -> Fragments:
     """Converts a number to balanced fragments, and `None` to a single one."""
     return fragments if isinstance(fragments, Fragments) else balanced(1 if fragments is None else fragments)
 
@@ -133,9 +110,6 @@ def merge(parts: list[PyTree], labels: PyTree) -> PyTree:
     return jax.tree.structure(labels).unflatten([next(leaves[label]) for label in jax.tree.leaves(labels)])
 
 
-SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]
-
-
 def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: int | float, fragments: int) -> None:
     """Checks that period, offset, delay and number of fragments go together."""
     check_whole("offset", offset)
@@ -147,6 +121,7 @@ def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: in
             raise ValueError(
                 f"{fragments} fragments divide the steps of a round between them; sync_period must then be a number"
             )
+        # The values of a schedule are not known here: `period_at` keeps them positive.
         return
     check_whole("sync_period", sync_period)
     if sync_period < 1:
@@ -172,9 +147,8 @@ def period_at(sync_period: Any, count: Int[Array, ""]) -> Int[Array, ""]:
 
 def first_round(sync_period: SyncPeriod, offset: int, fragment: int, fragments: int) -> int:
     """Returns the number of steps before the first round of a fragment; 0 means a whole period."""
-    # Rounds of different fragments are H/P steps apart.
-    spread = 0 if callable(sync_period) else fragment * sync_period // fragments
-    return (offset + spread) if callable(sync_period) else (offset + spread) % sync_period
+    # A schedule has a single fragment; rounds of different fragments are H/P steps apart.
+    return offset if callable(sync_period) else (offset + fragment * sync_period // fragments) % sync_period
 
 
 def is_due(since: Int[Array, ""], rounds: Int[Array, ""], period: Int[Array, ""], first: int) -> Bool[Array, ""]:
@@ -187,21 +161,14 @@ def due_fragments(
 ) -> tuple[int, ...]:
     """Returns the fragments that are due in a step, for the static `sync=`: other steps then contain no collective.
 
+    Other arguments are those of `local_steps`. In steps of the warm-up do not pass `sync`: they average gradients. With
+    a delay, a fragment is sent one step later, at the start of the step.
+
     Args:
       step: the number of the step, from 0.
-      sync_period: as in `local_steps`, a number.
-      offset: as in `local_steps`.
       fragments: how many there are.
-      warmup_steps: as in `local_steps`. In these steps do not pass `sync`: they average gradients.
-      delay: as in `local_steps`. With a delay, a fragment is sent one step later, at the start of the step.
 
-    Returns:
-      The numbers of the fragments, in ascending order; `()` for a step without any.
-
-    Raises:
-      ValueError: the arguments do not go together.
-
-    Example:
+    Examples:
       >>> from jaxdist.local_sgd import due_fragments
       >>> [due_fragments(step, sync_period=4, fragments=2) for step in range(8)]
       [(), (1,), (), (0,), (), (1,), (), (0,)]

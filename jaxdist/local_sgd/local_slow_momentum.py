@@ -1,31 +1,28 @@
 """Slow momentum without an average: each worker takes its own outer steps, around an optimizer that mixes models."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import NO_PARAMS
-from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import check_per_worker
-from ..transforms.local_gradients import check_leaves, check_local
+from ..transforms.local_gradients import check_leaves
 from .fragments import SyncPeriod, check_period, period_at
-from .synchronize import cond_or_static, merge_anchor, round_like
+from .state import check_step, copy_wide
+from .synchronize import cond_or_static, merge_anchor, round_like, skip
 
 
 class LocalSlowMomentumState(NamedTuple):
     """The state of `local_slow_momentum`.
 
-    Replicated: `count` of steps, steps `since` the last slow one, the sum of their learning `rates`. `inner` as that
-    optimizer defines it. Per worker: the `anchor`, its model at the start of the round, in float32 or better, and the
-    state of `outer`.
+    Replicated: steps `since` the last slow one, the sum of their learning `rates`. Per worker: the `anchor`, its model
+    at the start of the round, in float32 or better, and the state of `outer`.
     """
 
     count: Int[Array, ""]
@@ -52,25 +49,17 @@ def local_slow_momentum(
     Around `gossip` with `sgp()` and `slow_momentum()` this is SGP-SlowMo-noaverage. All of it is linear, so the
     mean over workers follows SlowMo with the average; the distance between workers depends on `inner`.
 
-    *On the wire*: only what `inner` sends.
+    *On the wire*: only what `inner` sends. *State*: per worker the anchor and the state of `outer`, in float32.
 
-    *State*: the state of `inner`; per worker the anchor and the state of `outer`, in float32.
+    The transformation comes last in a chain. Its `update` needs `params`, `PerWorker` in the train state, and takes
+    `learning_rate=`, the replicated rate of this step, which `slow_momentum` needs; `inner` gets all extra arguments.
 
     Args:
       inner: a transformation of local gradients that mixes models: `gossip`.
       outer: receives the drift as its gradient: `slow_momentum()`.
       sync_period: `H`, or a schedule from the step to `H`; the paper has 48.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients; it needs `params`, marked `PerWorker` in the train state, and comes
-      last in a chain. Its `update` takes `learning_rate=`, the replicated rate of this step, which `slow_momentum`
-      needs, and passes all extra arguments to `inner`.
-
-    Raises:
-      ValueError: `sync_period` is not positive; at trace time, if `params` are missing or not marked `PerWorker`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.5), jd.topology.ring(4), method=jd.decentralized.sgp())
       >>> tx = jd.local_sgd.local_slow_momentum(tx, jd.local_sgd.slow_momentum(momentum=0.6), sync_period=2)
@@ -84,16 +73,14 @@ def local_slow_momentum(
       8.325
 
     References:
-      Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
-      arXiv 1910.00643, 2020.
+      Wang et al., "SlowMo", arXiv:1910.00643, 2020 (SGP-SlowMo-noaverage).
     """
     check_period(sync_period, 0, 0, 1)
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
 
     def init_fn(params) -> State:
         check_leaves(params)
-        # A copy, since parameters and optimizer state may both be donated.
-        anchor = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+        anchor = copy_wide(params)
         return LocalSlowMomentumState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros((), jnp.int32),
@@ -103,26 +90,22 @@ def local_slow_momentum(
             outer=bind(PerWorker(outer.init(anchor)), axis),
         )
 
-    def update_fn(updates, state, params=None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
-        if params is None:
-            raise ValueError(NO_PARAMS)
-        check_leaves(updates)
-        check_local(updates, axis)
-        check_per_worker(params, axis)
+    def update_fn(updates, state, params: PyTree = None, *, learning_rate=None, **extra_args) -> tuple[Updates, State]:
+        check_step(updates, params, axis)
         comm = over(axis)
-        has_rate = learning_rate is not None
-        passed: dict[str, Any] = {**extra_args, **({"learning_rate": learning_rate} if has_rate else {})}
-        steps, inner_state = inner.update(updates, state.inner, params, **passed)
+        given = {} if learning_rate is None else {"learning_rate": learning_rate}
+        steps, inner_state = inner.update(updates, state.inner, params, **extra_args, **given)
         local = optax.apply_updates(params, steps)
         since = state.since + 1
-        rates = state.rates + jnp.asarray(learning_rate if has_rate else 0.0, jnp.float32)
+        rates = state.rates + jnp.asarray(given.get("learning_rate", 0.0), jnp.float32)
         due = since >= period_at(sync_period, state.count)
 
         with jax.named_scope("local_slow_momentum"):
             # The outer optimizer sees the mean rate of the round.
-            extras = {"learning_rate": rates / since} if has_rate else {}
-            operands = local, state.anchor.value, state.outer.value, extras
-            anchor, outer_state = comm.varying(cond_or_static(due, partial(_slow_step, outer), _skip, comm, *operands))
+            extras = {"learning_rate": rates / since} if given else {}
+            before = state.anchor.value, state.outer.value
+            after = cond_or_static(due, partial(_slow_step, outer), skip, comm, before, local, extras)
+            anchor, outer_state = comm.varying(after)
             # x_i = a_i
             steps = merge_anchor(due, 0.0, anchor, local, params, steps)
         return steps, LocalSlowMomentumState(
@@ -140,20 +123,15 @@ def local_slow_momentum(
 def _slow_step(
     outer: optax.GradientTransformationExtraArgs,
     comm: Comm,
+    before: tuple[Updates, State],
     local: PyTree,
-    anchor: Updates,
-    outer_state: State,
     extras: dict[str, Array],
 ) -> tuple[Updates, State]:
     """Returns the anchor after `a += outer(a - x)`, and the state of `outer`."""
     del comm
+    anchor, outer_state = before
+    # Δ_i = a_i - x_i, with the anchor as the parameters' dtype represents it
     drift = jax.tree.map(lambda a, p: round_like(a, p) - p.astype(a.dtype), anchor, local)
+    # a_i += outer(Δ_i)
     steps, outer_state = outer.update(drift, outer_state, anchor, **extras)
     return jax.tree.map(jnp.add, anchor, steps), outer_state
-
-
-def _skip(
-    comm: Comm, local: PyTree, anchor: Updates, outer_state: State, extras: dict[str, Array]
-) -> tuple[Updates, State]:
-    del comm, local, extras
-    return anchor, outer_state

@@ -8,28 +8,25 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import NO_PARAMS, check_range
-from .._core.dtypes import working_dtype
+from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Key, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import check_per_worker, inner_step
-from ..transforms.local_gradients import check_leaves, check_local
+from ..transforms.common import inner_step
+from ..transforms.local_gradients import check_leaves
 from ..wire.flat import fuse
 from .fragments import SyncPeriod, check_period, period_at
-from .synchronize import cond_or_static, merge_anchor, parse_sync_override, round_like
+from .state import check_step, copy_wide
+from .synchronize import cond_or_static, merge_anchor, parse_sync_override, round_like, skip
 
 
 class NoLoCoState(NamedTuple):
-    """The state of `noloco`.
+    """Replicated: steps `since` the last round, the `key` of all pairings, the bytes `sent` by one worker on average.
 
-    Replicated: `count` of steps, steps `since` the last round, `rounds`; the key of all pairings; the bytes `sent` by
-    one worker on average, as (high, low) words.
-    Per worker: the `inner` state, the `slow` model that the round started from and its `momentum`, in float32 or
-    better.
+    Per worker: the `slow` model that the round started from and its `momentum`, in float32 or better.
     """
 
     count: Int[Array, ""]
@@ -45,7 +42,7 @@ class NoLoCoState(NamedTuple):
 
 
 class _Config(NamedTuple):
-    """The arguments of `noloco`; `rate` is β, `decay` μ and `pull` γ."""
+    """`rate` is β, `decay` μ and `pull` γ."""
 
     inner: optax.GradientTransformationExtraArgs
     sync_period: SyncPeriod
@@ -80,7 +77,11 @@ def noloco(
     *On the wire*: in a round one permutation of `β θ + (γ - β) φ`, `4` bytes an entry, where the paper sends `θ - φ`
     and `φ`. On all other steps nothing. The program contains all `W-1` permutations, of which a round runs one.
 
-    *State*: replicated, counts and a key; per worker the state of `inner`, slow model and momentum in float32.
+    *State*: per worker the state of `inner`, slow model and momentum in float32.
+
+    The transformation comes last in a chain. Its `update` needs `params`, `PerWorker` in the train state, and takes
+    `active=`, `sync_period=` and `sync=` as that of `local_steps`, but not `examples=`: pairs weighted unequally would
+    move the mean of all.
 
     Args:
       inner: the optimizer of each worker. Its `update` also receives `anchor=`, the slow model, and `step=`.
@@ -90,17 +91,8 @@ def noloco(
       pull: `γ`, which draws workers together: as large as `learning_rate` by default, as in the code. Lower lets them
         drift apart; the deviations of workers that have stopped learning decay for `γ` in `(0, 2 (1 + μ))`.
       seed: draws the pairings.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for local gradients; it needs `params`, `PerWorker` in the train state, and comes last
-      in a chain. Its `update` takes `active=`, `sync_period=` and `sync=` as that of `local_steps`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, if `params` are missing or not marked `PerWorker`, or if
-        `examples=` is passed: pairs weighted unequally would move the mean of all.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_sgd.noloco(optax.sgd(0.5), sync_period=1, learning_rate=1.0, momentum=0.0)
       >>> def step(state, target):
@@ -112,8 +104,8 @@ def noloco(
       [1.0, 1.0]
 
     References:
-      Kolehmainen, Blagoev, Donaghy, Ersoy, Nies, "NoLoCo: No-all-reduce Low Communication Training Method for Large
-      Models", arXiv 2506.10911, 2025.
+      Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
+      arXiv:2506.10911, 2025.
     """
     check_period(sync_period, 0, 0, 1)
     check_range("momentum", momentum, 0, 1)
@@ -127,13 +119,13 @@ def noloco(
 
 def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
-    # Copies, since parameters and optimizer state may both be donated.
-    slow = jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
-    zero = jnp.zeros((), jnp.int32)
+    slow = copy_wide(params)
+    # Three arrays: one that is donated must not be in the state twice.
+    count, since, rounds = (jnp.zeros((), jnp.int32) for _ in range(3))
     return NoLoCoState(
-        count=zero,
-        since=jnp.zeros_like(zero),
-        rounds=jnp.zeros_like(zero),
+        count=count,
+        since=since,
+        rounds=rounds,
         key=jax.random.key(cfg.seed),
         sent=jnp.zeros(2, jnp.uint32),
         inner=bind(PerWorker(cfg.inner.init(params)), cfg.axis),
@@ -154,18 +146,14 @@ def _update(
     sync_period: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
-    if params is None:
-        raise ValueError(NO_PARAMS)
     if examples is not None:
         raise ValueError(
             "noloco cannot weigh workers by examples: pairs of unequal weight would move the mean of all; pass "
             "active= for workers without any, or use local_steps"
         )
-    check_leaves(updates)
-    check_local(updates, cfg.axis)
-    check_per_worker(params, cfg.axis)
+    check_step(updates, params, cfg.axis)
     ledger: list[comms.Sent] = []
-    comm = comms.counted(over(cfg.axis), ledger)
+    comm = comms.count_sent(over(cfg.axis), ledger)
     slow, momentum = state.slow.value, state.momentum.value
     override = parse_sync_override(sync, 1)
     with jax.named_scope("noloco"):
@@ -179,8 +167,8 @@ def _update(
         # All workers draw the same round of the tournament.
         key = jax.random.fold_in(state.key, state.rounds)
         pairing = jax.random.randint(key, (), 0, len(tournament(comm.size)))
-        synchronize = partial(_average_pairs, cfg)
-        slow, momentum = cond_or_static(due, synchronize, _skip, comm, pairing, local, slow, momentum)
+        average = partial(_average_pairs, cfg)
+        slow, momentum = cond_or_static(due, average, skip, comm, (slow, momentum), pairing, local)
         # θ_i = φ_i
         steps = merge_anchor(due, 0.0, slow, local, params, steps)
     return steps, NoLoCoState(
@@ -196,36 +184,33 @@ def _update(
 
 
 def _average_pairs(
-    cfg: _Config, comm: Comm, pairing: Array, local: Updates, slow: Updates, momentum: Updates
+    cfg: _Config, comm: Comm, before: tuple[Updates, Updates], pairing: Array, local: Updates
 ) -> tuple[Updates, Updates]:
     """Returns the slow model and its momentum after a round."""
+    slow, momentum = before
     # β mean(θ - φ) + γ (mean φ - φ_i) is the mean of one array, less γ φ_i: a single exchange suffices.
     drift = jax.tree.map(lambda p, f: p.astype(f.dtype) - round_like(f, p), local, slow)
     own = jax.tree.map(lambda d, f: cfg.rate * d + cfg.pull * f, drift, slow)
     leaves, structure = jax.tree.flatten(own)
-    branches = [partial(_exchange, pairs) for pairs in tournament(comm.size)]
+
+    def exchange(pairs, comm, leaves):
+        return fuse(lambda x: comm.ppermute(x, pairs), leaves)
+
+    # The permutation of each round is static, so each is a branch of its own.
+    branches = [partial(exchange, pairs) for pairs in tournament(comm.size)]
     partner = structure.unflatten(comms.switch(pairing, branches, comm, leaves))
+
     # m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i)
-    momentum = jax.tree.map(
-        lambda m, x, y, f: cfg.decay * m + ((x + y) / 2 - cfg.pull * f), momentum, own, partner, slow
-    )
+    def move(m, x, y, f):
+        return cfg.decay * m + ((x + y) / 2 - cfg.pull * f)
+
+    momentum = jax.tree.map(move, momentum, own, partner, slow)
+    # φ_i += m_i
     return jax.tree.map(jnp.add, slow, momentum), momentum
 
 
-def _exchange(pairs: list[tuple[int, int]], comm: Comm, leaves: list[Array]) -> list[Array]:
-    return fuse(lambda x: comm.ppermute(x, pairs), leaves)
-
-
-def _skip(comm: Comm, pairing: Array, local: Updates, slow: Updates, momentum: Updates) -> tuple[Updates, Updates]:
-    del comm, pairing, local
-    return slow, momentum
-
-
 def tournament(workers: int) -> list[list[tuple[int, int]]]:
-    """Returns a round-robin tournament as permutations: `W-1` rounds of pairs, `W` for an odd number of workers.
-
-    With an odd number one worker pauses in each round, and is paired with itself.
-    """
+    """Returns a round-robin tournament as permutations: `W-1` rounds of pairs, `W` for an odd number of workers."""
     # The circle method: the last seat is fixed, and the others rotate.
     seats = workers + workers % 2
     rounds = []
@@ -235,5 +220,6 @@ def tournament(workers: int) -> list[list[tuple[int, int]]]:
             left = (turn + i) % (seats - 1)
             right = seats - 1 if i == 0 else (turn - i) % (seats - 1)
             partners[left], partners[right] = right, left
+        # The partner of the empty seat, if there is one, pauses: it is paired with itself.
         rounds.append([(i, partners[i] if partners[i] < workers else i) for i in range(workers)])
     return rounds

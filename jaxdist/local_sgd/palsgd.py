@@ -21,10 +21,7 @@ from .recipes import diloco
 
 
 class PulledState(NamedTuple):
-    """A count of steps, the key of the random draws, and the state of `inner`, which a pull does not change.
-
-    Inside `local_steps` all of it is marked as differing between workers.
-    """
+    """The state of `pulled`, all of it per worker inside `local_steps`; a pull does not change that of `inner`."""
 
     count: Int[Array, ""]
     key: Key[Array, ""]
@@ -47,9 +44,9 @@ def pulled(
     Workers draw independently. A pull step ignores the gradient, so its batch is discarded and the momentum of `inner`
     is unchanged.
 
-    *On the wire*: nothing.
+    It is the `inner` of `local_steps`, which passes it `anchor=`; the step passes `learning_rate=`.
 
-    *State*: the state of `inner`, a count and a key.
+    *On the wire*: nothing.
 
     Args:
       inner: any optimizer; its whole update is scaled, as if its learning rate were `γ / (1 - p)`.
@@ -59,16 +56,8 @@ def pulled(
       start_step: the first step that may pull or scale. Give `local_steps(warmup_steps=)` the same number; otherwise
         workers would diverge in the warm-up.
       seed: draws the pulls.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      A gradient transformation for the `inner` of `local_steps`, which passes it `anchor=`; the step passes
-      `learning_rate=`.
-
-    Raises:
-      ValueError: an argument is out of range; at trace time, if there is no anchor, no learning rate or no parameters.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_sgd.pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
       >>> x, state, seen = jnp.array(3.0), tx.init(jnp.array(3.0)), set()
@@ -79,8 +68,7 @@ def pulled(
       [-0.8, -0.2]
 
     References:
-      Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
-      Data-Parallel Training", arXiv 2504.18454, 2025.
+      Naganuma et al., arXiv:2504.18454 (`palsgd`).
     """
     check_range("probability", probability, 0, 1)
     check_range("pull", pull, 0)
@@ -98,7 +86,7 @@ def pulled(
         passed = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
         steps, inner_state = inner.update(updates, state.inner, params, anchor=anchor, **passed)
         count = next_count(state.count)
-        # Without pulls this is `inner`, and needs neither anchor nor learning rate.
+        # Without pulls this is `inner`, which needs neither anchor nor learning rate.
         if not probability:
             return steps, PulledState(count, state.key, inner_state)
         if anchor is None:
@@ -144,9 +132,7 @@ def palsgd(
 
     Workers stay closer together than in `diloco`, so that rounds can be longer.
 
-    *On the wire*: as `diloco`; the warm-up averages gradients.
-
-    *State*: the state of `local_steps`, and per worker a key and a count.
+    *On the wire*, *State* and other arguments: as `diloco`, with a key and a count per worker.
 
     Args:
       inner: the optimizer of each worker, with its learning rate inside.
@@ -156,25 +142,20 @@ def palsgd(
       probability: `p`; at 0 this is `diloco`.
       pull: `η`.
       slow_learning_rate: the outer rate, constant, or a schedule that counts rounds.
-      momentum: the outer `μ`.
       warmup_steps: the number of first steps that average gradients and never pull.
       seed: draws the pulls.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.palsgd(optax.adamw(4e-4), learning_rate=4e-4)
 
     References:
-      Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
-      Data-Parallel Training", arXiv 2504.18454, 2025.
+      Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv:2504.18454,
+      2025.
     """
+    pulls = pulled(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis)
     tx = diloco(
-        pulled(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis),
+        pulls,
         sync_period=sync_period,
         learning_rate=slow_learning_rate,
         momentum=momentum,

@@ -1,22 +1,37 @@
-"""`local_steps` as in the papers: Local SGD, post-local SGD, SlowMo, DiLoCo, streaming DiLoCo and SparseLoCo.
+"""`local_steps` as in the papers, with their outer optimizers: from Local SGD to DiLoCo, SparseLoCo and MuLoCo.
 
-The state of each is that of `local_steps`, and so are the arguments `inner`, `reducer`, `warmup_steps` and `axis`.
+The state of each recipe is that of `local_steps`, parameters are `PerWorker`, and arguments that a docstring does not
+list are those of `local_steps`.
 """
 
-import optax
+import math
+import re
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
 
-from .._core.types import AxisNames
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import muon
+
+from .._core.checks import check_range
+from .._core.dtypes import working_dtype
+from .._core.types import AxisNames, Like, Updates
 from ..compressors.combinators import chained
 from ..compressors.sign import two_means
 from ..compressors.sparse import block_top_k
 from ..reducers.base import Reducer
 from ..reducers.compressed import compressed
 from ..reducers.feedback import error_feedback
+from ..state.marks import name_leaf
 from ..transforms.common import LearningRate
 from .base import local_steps, with_rate
 from .fragments import Fragments, SyncPeriod
-from .outer import slow_momentum
 from .state import Buffers
+
+# Parts of the names of embeddings and heads; `wte`, `wpe` and `lm_head` are GPT-2's.
+_ENDS = re.compile(r"emb|head|logits|vocab|unembed|wte|wpe", re.IGNORECASE)
 
 
 def local_sgd(
@@ -30,25 +45,19 @@ def local_sgd(
     """Local SGD: `H` local steps, then the mean of the models.
 
     *On the wire*: every `H` steps the reducer's collectives for the model, with `exact()` `2(W-1)/W · 4n` bytes; on all
-    other steps nothing.
+    other steps nothing. *State* and other arguments: as `local_steps`.
 
     Args:
-      inner: the optimizer of each worker.
       sync_period: `H`. Start at 8; plain averaging degrades above 16 or so.
-      buffers: `"maintain"`, `"reset"` or `"average"`, as in `local_steps`.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.local_sgd(optax.sgd(0.1, momentum=0.9), sync_period=8)
 
     References:
-      Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767, 2019.
+      Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019.
     """
+    # An outer step of -Δ leads from the anchor to the mean of the models.
     return local_steps(inner, optax.sgd(1.0), sync_period=sync_period, buffers=buffers, reducer=reducer, axis=axis)
 
 
@@ -64,36 +73,85 @@ def post_local_sgd(
     """Post-local SGD: data parallel until `switch_step`, Local SGD afterwards.
 
     *On the wire*: until the switch one exact all-reduce of the gradients a step, `2(W-1)/W · 4n` bytes, and the model
-    once; then a round every `H` steps.
+    once; then a round every `H` steps. *State* and other arguments: as `local_steps`.
 
     Args:
-      inner: the optimizer of each worker.
       switch_step: the number of steps that average gradients; the first drop of the learning rate is a good choice.
       sync_period: `H` after the switch; the paper has 16.
       offset: the length of the first round, if not `H`. 1 is PyTorch's `PeriodicModelAverager`, which
         averages when `(step - warmup_steps) mod period == 0` and so first after a single step.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.post_local_sgd(optax.sgd(0.1, momentum=0.9), switch_step=1000, sync_period=16)
 
     References:
-      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv 1808.07217, 2020.
+      Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217, 2020.
     """
+    outer, warmup_steps = optax.sgd(1.0), switch_step
     return local_steps(
-        inner,
-        optax.sgd(1.0),
-        sync_period=sync_period,
-        offset=offset,
-        warmup_steps=switch_step,
-        reducer=reducer,
-        axis=axis,
+        inner, outer, sync_period=sync_period, offset=offset, warmup_steps=warmup_steps, reducer=reducer, axis=axis
     )
+
+
+class SlowMomentumState(NamedTuple):
+    """`momentum` is `u`, shaped like the anchor, in float32 or better (replicated)."""
+
+    momentum: Updates
+
+
+def slow_momentum(
+    *, learning_rate: float | int = 1.0, momentum: float | int = 0.5
+) -> optax.GradientTransformationExtraArgs:
+    """The outer step of SlowMo: `u = β u + Δ/γ`, `x -= α γ u`, with the drift `Δ` and the inner rate `γ` of the round.
+
+    Dividing by `γ` keeps `u` in units of the inner direction: when the inner rate drops, the stored momentum drops
+    with it. With a constant rate this is heavy-ball SGD on the drift. `update` needs `learning_rate=`, the inner rate
+    `γ`; where that is 0 nothing moves. The state is `u`, replicated, in float32.
+
+    `β = 0, α = 1` is Local SGD; `β > 0, α = 1` BMUF; one worker with `β = 0, α < 1` Lookahead.
+
+    Args:
+      learning_rate: `α`. The paper always has 1.
+      momentum: `β`. More helps when there are many workers: start at 0.2 with 4, 0.5 with 8, 0.6 with 16 or more; too
+        much diverges when rounds are long.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist.local_sgd import slow_momentum
+      >>> outer = slow_momentum(momentum=0.5)
+      >>> state = outer.init(jnp.ones(1))
+      >>> updates, state = outer.update(jnp.array([0.1]), state, learning_rate=0.1)
+      >>> round(float(updates[0]), 6), round(float(state.momentum[0]), 6)
+      (-0.1, 1.0)
+    """
+    check_range("momentum", momentum, 0, 1)
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate must be positive, got {learning_rate}")
+
+    def init_fn(params):
+        return SlowMomentumState(jax.tree.map(lambda x: jnp.zeros(x.shape, working_dtype(x.dtype)), params))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        if extra_args.get("learning_rate") is None:
+            raise ValueError(
+                "slow_momentum divides the drift by the rate of the inner steps, and none was passed; pass "
+                "learning_rate= to the update, or use slowmo(..., learning_rate=)"
+            )
+        rate = jnp.asarray(extra_args["learning_rate"], jnp.float32)
+        # u = β u + Δ/γ, unchanged where γ is 0.
+        divisor = jnp.where(rate > 0, rate, 1)
+        u = jax.tree.map(
+            lambda u, drift: jnp.where(rate > 0, momentum * u + drift.astype(u.dtype) / divisor.astype(u.dtype), u),
+            state.momentum,
+            updates,
+        )
+        # x -= α γ u
+        steps = jax.tree.map(lambda x, u: (-learning_rate * rate.astype(u.dtype) * u).astype(x.dtype), updates, u)
+        return steps, SlowMomentumState(u)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def slowmo(
@@ -111,39 +169,27 @@ def slowmo(
 
     BMUF is `slow_learning_rate=1`; Lookahead is one worker with `momentum=0` and `slow_learning_rate < 1`.
 
-    *On the wire*: as `local_sgd`; the momentum costs nothing.
-
-    *State*: as `local_steps`, with a momentum in float32.
+    *On the wire*: as `local_sgd`. *State* and other arguments: as `local_steps`, with a momentum in float32.
 
     Args:
-      inner: the optimizer of each worker, with its learning rate.
-      sync_period: `τ`, the steps of a round; the paper has 12.
+      inner: the optimizer of each worker; with `gossip` and `sgp()` this is SGP-SlowMo, with `osgp()` OSGP-SlowMo.
+      sync_period: `τ`, the steps of a round; the paper has 12, and 48 around gossip.
       learning_rate: that of `inner`, a number or a schedule. `update(..., learning_rate=)` overrides it.
       slow_learning_rate: `α`; leave it at 1.
       momentum: `β`, 0.4 to 0.8; more for more workers.
       buffers: as in `local_steps`; the paper resets those of SGD and maintains those of Adam.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.slowmo(optax.sgd(0.1, momentum=0.9), sync_period=12, learning_rate=0.1, momentum=0.6)
 
     References:
       Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
-      arXiv 1910.00643, 2020.
+      arXiv:1910.00643, 2020.
     """
-    tx = local_steps(
-        inner,
-        slow_momentum(learning_rate=slow_learning_rate, momentum=momentum),
-        sync_period=sync_period,
-        buffers=buffers,
-        reducer=reducer,
-        axis=axis,
-    )
+    outer = slow_momentum(learning_rate=slow_learning_rate, momentum=momentum)
+    tx = local_steps(inner, outer, sync_period=sync_period, buffers=buffers, reducer=reducer, axis=axis)
+    # The rate of each inner step, whose mean over the round is γ.
     return with_rate(tx, learning_rate)
 
 
@@ -159,9 +205,7 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: `H` local steps of AdamW, then one step of Nesterov momentum along the mean drift.
 
-    *On the wire*: as `local_sgd`.
-
-    *State*: as `local_steps`: per worker the state of `inner`; replicated, anchor and momentum in float32.
+    *On the wire*: as `local_sgd`. *State* and other arguments: as `local_steps`, with a momentum in float32.
 
     Args:
       inner: the optimizer of each worker; the papers have AdamW with clipping at 1.
@@ -169,30 +213,17 @@ def diloco(
       learning_rate: the outer `η`, 0.4 to 0.8, more for more workers and longer rounds; constant. A schedule counts
         rounds.
       momentum: the outer `μ`.
-      warmup_steps: the number of first steps that average gradients.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.diloco(optax.adamw(4e-4), sync_period=100)
 
     References:
-      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023.
-      Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws for
-      DiLoCo", arXiv 2503.09799, 2025 (which rates).
+      Douillard et al., arXiv:2311.08105. Charles et al., "Communication-Efficient Language Model Training Scales
+      Reliably and Robustly: Scaling Laws for DiLoCo", arXiv:2503.09799, 2025 (which rates).
     """
-    return local_steps(
-        inner,
-        optax.sgd(learning_rate, momentum=momentum, nesterov=True),
-        sync_period=sync_period,
-        warmup_steps=warmup_steps,
-        reducer=reducer,
-        axis=axis,
-    )
+    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    return local_steps(inner, outer, sync_period=sync_period, warmup_steps=warmup_steps, reducer=reducer, axis=axis)
 
 
 def streaming_diloco(
@@ -213,34 +244,27 @@ def streaming_diloco(
     *On the wire*: over `H` steps as much as `diloco`, but never more than the largest fragment in one step. The paper
     sends 4 bits an entry: `reducer=jd.compressed(jd.compressors.e3m0())`.
 
-    *State*: as `local_steps`, with one outer state and one state of the reducer for each fragment.
+    *State* and other arguments: as `local_steps`, with one outer state and one state of the reducer for each fragment.
 
     Args:
-      inner: the optimizer of each worker.
       sync_period: `H` of each fragment; the paper has 100.
       fragments: `strided(P)` where layers are numbered, else a number of groups of about equal bytes.
       delay: `τ`, the number of steps until the result is merged: 1 to 5.
       merge_alpha: `α`, the weight of a worker's own parameters.
       learning_rate: the outer `η`; the paper has 0.4.
       momentum: the outer `μ`.
-      warmup_steps: the number of first steps that average gradients.
-      reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.streaming_diloco(optax.adamw(4e-4), sync_period=100, fragments=3)
 
     References:
-      Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", arXiv
-      2501.18512, 2025.
+      Douillard et al., arXiv:2501.18512.
     """
+    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
     return local_steps(
         inner,
-        optax.sgd(learning_rate, momentum=momentum, nesterov=True),
+        outer,
         sync_period=sync_period,
         fragments=fragments,
         delay=delay,
@@ -272,7 +296,7 @@ def sparse_loco(
     values of 2 bits, and 8 bytes of means for each 256 values: 10.25 bits for an entry sent, 200 times less than
     float32, where indices of 12 bits within a block make it 14 (146 times less). Every worker receives `W-1` of these.
 
-    *State*: as `local_steps`; per worker `e_w`, float32, of the size of the model.
+    *State* and other arguments: as `local_steps`; per worker `e_w`, float32, of the size of the model.
 
     Args:
       inner: the optimizer of each worker; the paper has AdamW.
@@ -283,27 +307,101 @@ def sparse_loco(
       values_block: the number of values that share two means.
       decay: `β`; a lower one forgets unsent drift sooner.
       learning_rate: `α`; constant, or a schedule that counts rounds. A run of 72 billion parameters ended with 0.65.
-      warmup_steps: the number of first steps that average gradients.
-      axis: the mesh axis of the workers.
 
-    Returns:
-      The transformation; parameters are `PerWorker`, as for `local_steps`.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> tx = jd.local_sgd.sparse_loco(optax.adamw(4e-4), sync_period=30)
 
     References:
-      Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706,
+      Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706,
       2025 (with another code of two bits and another unit of positions).
     """
     # The two-bit code is applied to the values that top-k selects.
     code = chained(block_top_k(density, block=block), two_means(block=values_block))
-    return local_steps(
-        inner,
-        optax.sgd(learning_rate),
+    outer, reducer = optax.sgd(learning_rate), error_feedback(compressed(code), decay=decay)
+    return local_steps(inner, outer, sync_period=sync_period, warmup_steps=warmup_steps, reducer=reducer, axis=axis)
+
+
+def hidden_matrix(path: tuple[Any, ...], leaf: Like) -> bool:
+    """Selects matrices for Muon: true for a matrix unless its path contains the name of an embedding or a head.
+
+    `path` is that of `jax.tree_util.tree_map_with_path`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
+      >>> params = {"embed": jnp.zeros((9, 4)), "layer": {"b": jnp.zeros(4), "w": jnp.zeros((4, 4))}}
+      >>> jax.tree_util.tree_map_with_path(jd.local_sgd.hidden_matrix, params)
+      {'embed': False, 'layer': {'b': False, 'w': True}}
+
+    References:
+      Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    """
+    return len(leaf.shape) == 2 and not _ENDS.search(jax.tree_util.keystr(path))
+
+
+def muloco(
+    learning_rate: LearningRate,
+    *,
+    adam_learning_rate: LearningRate,
+    sync_period: SyncPeriod = 30,
+    outer_learning_rate: LearningRate = 0.9,
+    momentum: float | int = 0.8,
+    weight_decay: float | int = 0.0,
+    matrices: Callable[[tuple[Any, ...], Like], bool] = hidden_matrix,
+    warmup_steps: int = 0,
+    reducer: Reducer | None = None,
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """MuLoCo: DiLoCo whose inner optimizer is Muon for matrices, and AdamW for all other leaves.
+
+    In the paper it reaches lower losses than DiLoCo with any number of workers, and compressing its drift to two bits,
+    with feedback, costs almost no loss.
+
+    *On the wire*: as `diloco`. The paper sends two bits an entry with feedback:
+    `reducer=jd.error_feedback(jd.compressed(jd.compressors.two_means()), decay=0.9)`.
+
+    *State* and other arguments: as `diloco`; per worker one momentum for matrices and two moments for the rest.
+
+    Args:
+      learning_rate: the rate of Muon, whose steps have the spectral norm `sqrt(max(1, columns / rows))`; the paper has
+        0.044.
+      adam_learning_rate: the rate of AdamW for embeddings, head, vectors and scalars: as for AdamW alone, about 4e-4.
+      sync_period: `H`; the paper has 30.
+      outer_learning_rate: `η`, constant, or a schedule that counts rounds; 0.8 in streaming.
+      momentum: `μ`; 0.9 in streaming.
+      weight_decay: of Muon and AdamW, decoupled.
+      matrices: `matrices(path, leaf)` selects the leaves that Muon updates, of two dimensions. Layers that are stacked
+        into one leaf of three are not matrices: AdamW updates them, unless they are given to Muon through `diloco` and
+        `optax.contrib.muon(muon_weight_dimension_numbers=...)`. AdamW also gets matrices without entries.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> tx = jd.local_sgd.muloco(0.02, adam_learning_rate=4e-4)
+
+    References:
+      Thérien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv:2505.23725, 2025.
+    """
+
+    def label(path, leaf):
+        selected = matrices(path, leaf)
+        if selected and len(leaf.shape) != 2:
+            raise ValueError(
+                f"Muon updates matrices, and {name_leaf('the parameter', path)} has the shape {leaf.shape}"
+            )
+        # Orthogonalizing a matrix without entries would divide by zero.
+        return "muon" if selected and math.prod(leaf.shape) else "adam"
+
+    # Not muon's own Adam for the rest, which uses Nesterov momentum wherever Muon does.
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        "muon": muon(learning_rate, weight_decay=weight_decay),
+        "adam": optax.adamw(adam_learning_rate, weight_decay=weight_decay),
+    }
+    return diloco(
+        optax.partition(rules, partial(jax.tree_util.tree_map_with_path, label)),
         sync_period=sync_period,
+        learning_rate=outer_learning_rate,
+        momentum=momentum,
         warmup_steps=warmup_steps,
-        reducer=error_feedback(compressed(code), decay=decay),
+        reducer=reducer,
         axis=axis,
     )

@@ -1,4 +1,4 @@
-"""The state of `local_steps`, its split into fragments, and what a synchronization does to the inner state."""
+"""The state of `local_steps`, its split into fragments, and the treatment of the inner state in a synchronization."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,26 +8,33 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import NO_PARAMS
+from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
-from .._core.types import Array, Flag, Float, Int, PyTree, State, UInt, Updates
+from .._core.types import Array, AxisNames, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..reducers.exact import exact
-from ..state.correspondence import NONE, beside
-from ..state.marks import PerWorker, with_value
+from ..state.marks import NO_PARAMETER, PerWorker, beside, with_value
+from ..transforms.common import check_per_worker
+from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
 from .fragments import merge, split
 from .synchronize import Fragment, cond_or_static
+
+Buffers = Literal["maintain", "reset", "average"]
 
 
 class LocalStepsState(NamedTuple):
     """The state of `local_steps`. A *round* ends when the workers synchronize a fragment.
 
-    Replicated: `count` of steps; for each fragment the steps `since` its last round, its number of `rounds` and the
-    sum of learning `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor` (the global
-    parameters that all workers started the round from), in float32 or better; for each fragment the state of the
-    `outer` optimizer.
-    Per worker: the state of the `inner` optimizer; for each fragment the `examples` since its last round; with
-    `overlap_correction`, the parameters that were `sent_from`. `reducer`: as the reducer defines it, for each fragment.
+    Replicated: for each fragment the steps `since` its last round, its number of `rounds` and the sum of learning
+    `rates` since then; the bytes `sent` by one worker, as (high, low) words; the `anchor` (the global parameters that
+    all workers started the round from), in float32 or better.
+    Per worker: for each fragment the `examples` since its last round; with `overlap_correction`, the parameters that
+    were `sent_from`.
+
+    `inner` is one `PerWorker`, or a tree of them if the inner optimizer keeps models. With local steps around, along a
+    slower axis, the `count_fields` stay replicated, and a round outside replaces the `model_fields`.
     """
 
     count: Int[Array, ""]
@@ -37,31 +44,39 @@ class LocalStepsState(NamedTuple):
     sent: UInt[Array, "2"]
     anchor: Updates
     outer: tuple[State, ...]
-    inner: PerWorker
+    inner: State
     examples: PerWorker
     reducer: tuple[State, ...]
     sent_from: PerWorker
 
     communicates = True
+    count_fields = ("count", "since", "rounds", "rates", "sent")
+    model_fields = ("anchor",)
+
+
+def copy_wide(params: PyTree) -> PyTree:
+    """Copies parameters in float32 or better: parameters and optimizer state may both be donated."""
+    return jax.tree.map(lambda x: jnp.array(x, working_dtype(x.dtype)), params)
+
+
+def check_step(updates: Updates, params: PyTree | None, axis: AxisNames) -> None:
+    """Checks the arguments of a local step: gradients of this worker, and parameters marked as its own."""
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    check_leaves(updates)
+    check_local(updates, axis)
+    check_per_worker(params, axis)
 
 
 def split_state(state: LocalStepsState, labels: PyTree) -> list[Fragment]:
     """Splits off the part of each fragment; `labels` has the number of each leaf's fragment."""
     number = len(state.outer)
-    anchors = split(state.anchor, labels, number)
-    keeps_sent = bool(jax.tree.leaves(state.sent_from.value))
-    sent_from = split(state.sent_from.value, labels, number) if keeps_sent else [()] * number
+    anchors, sent_from = split(state.anchor, labels, number), state.sent_from.value
+    # `()` without overlap correction
+    sent_from = split(sent_from, labels, number) if jax.tree.leaves(sent_from) else [()] * number
+    since, rounds, rates, examples = state.since, state.rounds, state.rates, state.examples.value
     return [
-        Fragment(
-            anchors[i],
-            state.outer[i],
-            state.reducer[i],
-            since=state.since[i],
-            rounds=state.rounds[i],
-            rates=state.rates[i],
-            examples=state.examples.value[i],
-            sent_from=sent_from[i],
-        )
+        Fragment(anchors[i], state.outer[i], state.reducer[i], since[i], rounds[i], rates[i], examples[i], sent_from[i])
         for i in range(number)
     ]
 
@@ -85,23 +100,16 @@ def merge_state(state: LocalStepsState, fragments: Sequence[Fragment], labels: P
 def global_params(opt_state: State) -> PyTree:
     """Returns the replicated model inside a state of `local_steps`: the one to evaluate and to keep.
 
+    It is the anchor: a tree like the parameters, in float32 or better.
+
     Args:
       opt_state: an optimizer state with `local_steps` anywhere inside, placed or as a worker sees it.
 
-    Returns:
-      The anchor: a tree like the parameters, in float32 or better.
-
-    Raises:
-      ValueError: the state contains no `local_steps`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=8)
       >>> jd.local_sgd.global_params(tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
-
-    References:
-      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023.
     """
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState)):
         if isinstance(node, LocalStepsState):
@@ -109,16 +117,8 @@ def global_params(opt_state: State) -> PyTree:
     raise ValueError("this optimizer state has no local_steps inside, and so no anchor; evaluate the parameters")
 
 
-Buffers = Literal["maintain", "reset", "average"]
-
-
 def update_buffers(
-    mode: Buffers,
-    comm: Comm,
-    due: Flag,
-    inner: optax.GradientTransformation,
-    state: State,
-    params: PyTree,
+    mode: Buffers, comm: Comm, due: Flag, inner: optax.GradientTransformation, state: State, params: PyTree
 ) -> State:
     """Maintains, resets or averages momentum and the like after a round, if it is due.
 
@@ -132,7 +132,7 @@ def update_buffers(
         )
     owned = _find_buffers(inner, state, params)
     if mode == "average":
-        return cond_or_static(due, partial(_average, owned), _keep_own, comm, state)
+        return cond_or_static(due, partial(_average, owned), lambda comm, state: comm.varying(state), comm, state)
     # As `init` makes them, with the counts that belong to them; schedules go on counting.
     fresh = jax.tree.map(lambda own, new, old: new if own else old, owned, inner.init(params), state)
     return tree_where(due, fresh, state)
@@ -153,17 +153,13 @@ def _average(owned: PyTree, comm: Comm, state: State) -> State:
     return jax.tree.map(replace_leaf, state, means, largest, is_leaf=lambda x: x is None)
 
 
-def _keep_own(comm: Comm, state: State) -> State:
-    return comm.varying(state)
-
-
 def _find_buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
     """Returns a tree of booleans: true for buffers shaped like the parameters and for the counts of such buffers.
 
     Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
     counts steps and must go on. A count belongs to a buffer if both are fields of the same NamedTuple.
     """
-    like_params = jax.tree.map(lambda k: k != NONE, beside(inner.init, state, params, is_leaf=is_coded))
+    like_params = jax.tree.map(lambda k: k != NO_PARAMETER, beside(inner.init, state, params, is_leaf=is_coded))
     return _flag_counts(state, like_params, jax.tree.structure(params))
 
 

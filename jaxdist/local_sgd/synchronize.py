@@ -20,9 +20,7 @@ from ..transforms.local_gradients import reduce_weighted
 class Fragment(NamedTuple):
     """One fragment's part of a `LocalStepsState`; trees have its leaves, and `None` for those of the others.
 
-    Replicated: `anchor`, the state of the `outer` optimizer, the steps `since` the last round, the number of `rounds`
-    and the sum of learning `rates` since then. Per worker: the `examples` since then, and the parameters that the
-    last round was `sent_from` (`()` where they are not kept).
+    `sent_from` is `()` where it is not kept.
     """
 
     anchor: Updates
@@ -38,7 +36,7 @@ class Fragment(NamedTuple):
 def synchronize_fragment(
     comm: Comm,
     due: Flag,
-    carrier: Reducer,
+    reducer: Reducer,
     outer: optax.GradientTransformationExtraArgs,
     fragment: Fragment,
     local: PyTree,
@@ -50,26 +48,24 @@ def synchronize_fragment(
     # Outer optimizer and reducer see one step a round: its rate is the mean over the inner steps.
     rate = fragment.rates / jnp.maximum(fragment.since, 1) if has_rate else None
     examples = fragment.examples if has_examples else None
-    communicate = partial(_outer_step, carrier, outer, {} if rate is None else {"learning_rate": rate}, examples)
+    communicate = partial(_outer_step, reducer, outer, {} if rate is None else {"learning_rate": rate}, examples)
     before = fragment.anchor, fragment.outer, fragment.reducer
-    anchor, outer_state, reducer_state = cond_or_static(due, communicate, _skip, comm, before, local)
+    after = cond_or_static(due, communicate, skip, comm, before, local)
     keeps_sent = bool(jax.tree.leaves(fragment.sent_from))
     return Fragment(
-        anchor,
-        outer_state,
-        reducer_state,
+        *after,
         since=jnp.where(due, 0, fragment.since),
         rounds=jnp.where(due, next_count(fragment.rounds), fragment.rounds),
         rates=jnp.where(due, 0, fragment.rates),
         examples=jnp.where(due, 0, fragment.examples),
-        sent_from=tree_where(due, local, fragment.sent_from) if keeps_sent else fragment.sent_from,
+        sent_from=tree_where(due, local, fragment.sent_from) if keeps_sent else (),
     )
 
 
 def _outer_step(
-    carrier: Reducer,
+    reducer: Reducer,
     outer: optax.GradientTransformationExtraArgs,
-    agreed: dict[str, Array],
+    extras: dict[str, Array],
     examples: Array | None,
     comm: Comm,
     before: tuple[Updates, State, State],
@@ -80,30 +76,30 @@ def _outer_step(
     drift = jax.tree.map(lambda a, p: comm.varying(round_like(a, p)) - p.astype(a.dtype), anchor, local)
 
     def reduce(updates, state):
-        reduced, state = carrier.reduce(updates, state, comm, Extras(agreed.get("step"), agreed.get("learning_rate")))
+        passed = Extras(learning_rate=extras.get("learning_rate"), examples=examples)
+        reduced, state = reducer.reduce(updates, state, comm, passed)
         return reduced.mean, state
 
-    mean, state, some = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=carrier.law == Law.MEAN)
+    # Δ = reduce(Δ_w), weighted by examples
+    is_mean = reducer.law == Law.MEAN
+    mean, state, some = reduce_weighted(
+        reduce, drift, reducer_state, comm, examples, plain=is_mean, forms=reducer.forms
+    )
     # a += outer(Δ)
-    steps, outer_state = outer.update(mean, outer_state, anchor, **agreed)
+    steps, outer_state = outer.update(mean, outer_state, anchor, **extras)
     after = optax.apply_updates(anchor, steps), outer_state, state
     # In a round without any example, momentum alone must not move the anchor.
     return after if examples is None else tree_where(some, after, before)
 
 
-def _skip(comm: Comm, before: tuple[Updates, State, State], local: PyTree) -> tuple[Updates, State, State]:
-    del comm, local
+def skip(comm: Comm, before: PyTree, *operands: PyTree) -> PyTree:
+    """Returns the first operand: the branch of a step that does not synchronize."""
+    del comm, operands
     return before
 
 
 def merge_anchor(
-    due: Flag,
-    alpha: float | int,
-    anchor: Updates,
-    local: PyTree,
-    params: PyTree,
-    steps: Updates,
-    sent: PyTree | None = None,
+    due: Flag, alpha: float | int, anchor: Updates, local: PyTree, params: PyTree, steps: Updates, sent: PyTree = None
 ) -> Updates:
     """Returns the updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if due, else `steps`.
 
@@ -120,9 +116,8 @@ def merge_anchor(
         progress = own.astype(a.dtype) - p.astype(a.dtype)
         return (progress + (1 - alpha) * (round_like(a, p) - before.astype(a.dtype))).astype(step.dtype)
 
-    if sent is not None:
-        return tree_where(due, jax.tree.map(correct, anchor, local, params, steps, sent), steps)
-    return tree_where(due, jax.tree.map(mix, anchor, local, params, steps), steps)
+    merge, trees = (mix, ()) if sent is None else (correct, (sent,))
+    return tree_where(due, jax.tree.map(merge, anchor, local, params, steps, *trees), steps)
 
 
 def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Updates:

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import optax
 from jaxtyping import DTypeLike
 
 from .._core.types import AxisNames, Like, PyTree
 from ..compressors.cast import cast
-from ..reducers.base import Reducer
-from ..reducers.bucketed import bucketed
+from ..reducers.base import Reducer, list_named_leaves
 from ..reducers.compressed import compressed
 from ..reducers.exact import exact
+from ..reducers.partitioned import bucketed
 from ..reducers.per_leaf import per_leaf
 from ..transforms.all_reduce import all_reduce
 
@@ -40,8 +39,8 @@ def ddp(
     *State*: that of the reducer, for each bucket.
 
     Args:
-      reducer: the communication hook: `power_sgd(rank=4)`, `error_feedback(compressed(top_k(0.01)))`, or another. It
-        sees the leaves of one bucket. By default the mean.
+      reducer: the communication hook: `error_feedback(power_sgd(rank=4))`, `compressed(qsgd(4))`, or another. It sees
+        the leaves of one bucket. By default the mean.
       bucket_bytes: the maximum size of a bucket; PyTorch's 25 MiB. Smaller starts earlier and pays more latency.
       first_bucket_bytes: the maximum size of the bucket that is ready last; PyTorch's 1 MiB.
       reduce_dtype: sends the mean in `jnp.bfloat16` or `jnp.float16`. Gradients are divided by `W` before they are
@@ -53,16 +52,12 @@ def ddp(
       normalize_by: as in `all_reduce`; PyTorch's `join` has `"workers"`.
       layers: the top-level entries of the parameters in forward order, `schedule.forward_order(loss, params, batch)`:
         pass it if they are a dict. `None`: see `bucketed`.
-      axis: the mesh axis of the workers.
-
-    Returns:
-      The transformation.
 
     Raises:
-      ValueError: both a reducer and a `reduce_dtype`; a maximum that is not positive; at trace time, an `unused` tree
-        that lacks a leaf, `layers` that lack an entry, and whatever `all_reduce` refuses.
+      ValueError: both a reducer and a `reduce_dtype`; at trace time, an `unused` tree that lacks a leaf, and whatever
+        `bucketed` and `all_reduce` refuse.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = optax.chain(jd.recipes.ddp(unused={"w": False, "head": True}), optax.sgd(0.5))
       >>> params = {"w": jnp.zeros(()), "head": jnp.zeros(())}
@@ -73,12 +68,14 @@ def ddp(
       ([-1.0, -1.0], [-0.0, -0.0])
 
     References:
-      Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, 2020.
+      Li et al., arXiv:2006.15704, 2020.
     """
     if reducer is not None and reduce_dtype is not None:
         raise ValueError("reduce_dtype is the dtype of the default mean; with reducer=, leave it out")
     if reducer is None:
+        # A cast can be summed as it is: one all-reduce in that dtype.
         reducer = exact() if reduce_dtype is None else compressed(cast(reduce_dtype))
+    # Whole leaves, since a reducer may need matrices.
     buckets = bucketed(
         reducer, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes, flat=False, layers=layers
     )
@@ -90,13 +87,9 @@ def ddp(
 def _label(unused: PyTree | Callable[[str, Like], bool]) -> Callable[[str, Like], Any]:
     if callable(unused):
         return lambda path, leaf: bool(unused(path, leaf))
-    flags = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): bool(flag)
-        for path, flag in jax.tree_util.tree_flatten_with_path(unused)[0]
-    }
+    flags = {path: bool(flag) for path, flag in list_named_leaves(unused)}
 
     def label(path, leaf):
-        del leaf
         if path not in flags:
             raise ValueError(f"unused has no entry for the leaf {path!r}; it must be a tree like the parameters")
         return flags[path]

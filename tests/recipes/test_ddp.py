@@ -270,7 +270,8 @@ def test_k_calls_are_one_step_of_all_examples(accumulated):
         updates, opt = tx.update(jax.jit(jax.grad(loss))(reference, data), opt)
         reference = optax.apply_updates(reference, updates)
     assert_close(states["counted", 3].params, reference, 1e-6)
-    assert_close(states["told", 3], states["counted", 3], 0)
+    # Two programs: compilers may round their sums in different orders.
+    assert_close(states["told", 3], states["counted", 3], 1e-6)
 
 
 def test_between_syncs_nothing_moves(accumulated):

@@ -43,3 +43,28 @@ def local_steps(
                 local[:, mine] = alpha * local[:, mine] + (1 - alpha) * anchor[mine]
         out.append((local.copy(), anchor.copy()))
     return np.stack([x for x, _ in out]), np.stack([a for _, a in out])
+
+
+def fed_avg(targets, start, drawn, examples, *, rate, period, kept=None):
+    """FedAvg on `|x - target|²/2` with the workers `drawn [rounds, W]` (1 or 0) and their numbers of examples `[W]`.
+
+    With `kept`, workers send the `kept` largest entries of their weighted drift and keep the rest until they are drawn
+    again. Returns the global parameters `[rounds, n]` and the residuals `[W, n]`.
+    """
+    steps, workers, n = targets.shape
+    anchor, residuals, out = start.astype(float), np.zeros((workers, n)), []
+    for first, taking_part in zip(range(0, steps, period), drawn, strict=True):
+        weights = taking_part * examples / np.mean(taking_part * examples)
+        sent = np.zeros((workers, n))
+        for worker in np.flatnonzero(taking_part):
+            x = anchor
+            for step in range(first, first + period):
+                x = x - rate * (x - targets[step, worker])
+            sent[worker] = weights[worker] * (anchor - x)
+            if kept is not None:
+                whole = sent[worker] + residuals[worker]
+                sent[worker] = np.where(np.argsort(np.argsort(-np.abs(whole))) < kept, whole, 0)
+                residuals[worker] = whole - sent[worker]
+        anchor = anchor - sent.mean(0)
+        out.append(anchor)
+    return np.stack(out), residuals
