@@ -1,4 +1,7 @@
-"""Linear layers of any width, computed in tiles: only one tile of the weights is gathered at a time."""
+"""Linear layers of any width, computed in tiles: only one tile of the weights is gathered at a time.
+
+Memory-centric tiling of ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857).
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,10 +12,67 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.types import Array, AxisNames, PyTree
+from .._core.types import Array, AxisNames, PyTree, Shape
 from ..comm.over import over
 from ..state.marks import OnHost, Sharded, is_mark
-from .tiles import Tiled, tile
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Tiled:
+    """A kernel `[n, m]` as a grid of equal tiles, each a separate leaf; made by `tile`.
+
+    `tiles` are `in_splits` rows of `out_splits` tiles, `[⌈n/in_splits⌉, ⌈m/out_splits⌉]` each, or a mark around one;
+    entries of the last tiles beyond `shape`, `(n, m)`, are zero and stay zero.
+    """
+
+    __slots__ = ("shape", "tiles")
+
+    def __init__(self, tiles: Any, *, shape: Shape):
+        self.tiles, self.shape = tiles, tuple(shape)
+
+    def tree_flatten_with_keys(self):
+        """Returns the grid as the only child, and the shape."""
+        return ((jax.tree_util.GetAttrKey("tiles"), self.tiles),), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        """The inverse of `tree_flatten_with_keys`."""
+        return cls(children[0], shape=aux)
+
+    def __repr__(self) -> str:
+        return f"Tiled({self.tiles!r}, shape={self.shape})"
+
+
+def tile(kernel: Any, *, in_splits: int = 1, out_splits: int = 1) -> Tiled:
+    """Cuts a kernel into a grid of tiles, padded with zeros to equal sizes.
+
+    Args:
+      kernel: `[n, m]`, as `flax.linen.Dense` has it: `y = x @ kernel`.
+      in_splits: the number of pieces of the `n` inputs. The results of these tiles are added, in float32 or better.
+      out_splits: the number of pieces of the `m` outputs.
+
+    Returns:
+      The tiles, for a tree of parameters. `zero.shard(tiles)` shards each over the workers (ZeRO stage 3): the layer
+      then gathers tile by tile, and its largest whole array is a tile. Use enough tiles for one to fit; each costs a
+      collective.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxdist import offload
+      >>> offload.tile(jnp.ones((4, 7)), in_splits=2, out_splits=2).tiles[1][1].tolist()
+      [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    """
+    if len(kernel.shape) != 2:
+        raise ValueError(f"tile needs a kernel [n, m], got shape {tuple(kernel.shape)}")
+    for name, splits, length in zip(("in_splits", "out_splits"), (in_splits, out_splits), kernel.shape, strict=True):
+        if not 1 <= splits <= max(length, 1):
+            raise ValueError(f"{name} must be between 1 and the {length} entries to split, got {splits}")
+    rows, columns = -(-kernel.shape[0] // in_splits), -(-kernel.shape[1] // out_splits)
+    missing = (rows * in_splits - kernel.shape[0], columns * out_splits - kernel.shape[1])
+    if any(missing):
+        kernel = jnp.pad(kernel, tuple((0, count) for count in missing))
+    cut = [jnp.split(row, out_splits, axis=1) for row in jnp.split(kernel, in_splits, axis=0)]
+    return Tiled(cut, shape=(kernel.shape[0] - missing[0], kernel.shape[1] - missing[1]))
 
 
 def tiled_dense(
@@ -44,29 +104,23 @@ def tiled_dense(
       kernel: the result of `tile`, as it is or with its tiles marked (`zero.shard`); or a plain `[n, m]`.
       bias: `[m]` or `None`; may be `Sharded`.
       in_splits: for a plain kernel, as in `tile`.
-      out_splits: for a plain kernel, as in `tile`.
-      axis: the mesh axis of the workers, where tiles are `Sharded`.
+      out_splits: likewise.
+      axis: the mesh axis over which tiles are `Sharded`.
       remat: fetch each tile again in the backward pass. Without it all are kept from the forward to the backward pass.
 
     Returns:
       `[..., m]`, in the dtype of the product of `x` and a tile.
 
-    Raises:
-      ValueError: `x` does not fit the kernel; other splits for a kernel that is already tiled; a `PerWorker` kernel.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist import offload
       >>> offload.tiled_dense(jnp.ones((2, 4)), jnp.ones((4, 6)), jnp.ones(6), out_splits=3)[0].tolist()
       [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
-
-    References:
-      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
-      2104.07857, 2021 (memory-centric tiling).
     """
     grid = _grid("tiled_dense", kernel, in_splits, out_splits)
     parts = [_input_columns(x, grid, j) for j in range(len(grid.tiles))]
     column = partial(_multiply_column, axis, remat, x, parts)
+    # The scan runs over columns of tiles: each gives other columns of `y`.
     by_column = [[row[k] for row in grid.tiles] for k in range(len(grid.tiles[0]))]
     with jax.named_scope("tiled_dense"):
         if len(by_column) == 1:
@@ -129,24 +183,17 @@ def tiled_mlp(
       bias_out: `[m]` or `None`.
       splits: the number of pieces of the hidden layer, for plain kernels. More save memory, until the products become
         too narrow for the device: keep `h/splits` at 512 or more on accelerators.
-      axis: the mesh axis of the workers, where tiles are `Sharded`.
+      axis: the mesh axis over which tiles are `Sharded`.
 
     Returns:
       `[..., m]`, in the dtype of the product.
 
-    Raises:
-      ValueError: the kernels do not fit each other or `x`, or are tiled in different ways.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist import offload
       >>> y = offload.tiled_mlp(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.ones((8, 4)), jax.nn.relu, splits=4)
       >>> y[0].tolist()
       [32.0, 32.0, 32.0, 32.0]
-
-    References:
-      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
-      2104.07857, 2021 (memory-centric tiling).
     """
     several = isinstance(w_in, tuple)
     ins = [_grid("tiled_mlp", kernel, 1, splits) for kernel in (w_in if several else (w_in,))]
@@ -159,6 +206,7 @@ def tiled_mlp(
                 f"{grid.shape} in {len(grid.tiles)} x {len(grid.tiles[0])} tiles and {out.shape} in {count} x "
                 f"{len(out.tiles[0])}"
             )
+    # The widths of tiles are those of `tile`, rounded up.
     width = -(-hidden // count)
     x = _input_columns(x, ins[0], 0)
     biases = [] if bias_in is None else [fetch(b, axis) for b in (bias_in if several else (bias_in,))]
@@ -183,6 +231,7 @@ def tiled_mlp(
         biases,
         _stack([row[0] for row in out.tiles]),
     )
+    # Promoted as the products are, and summed in float32 or better.
     dtype = jnp.result_type(x, *(leaf.dtype for leaf in jax.tree.leaves((each[1], each[3]))))
     wide = jnp.promote_types(dtype, jnp.float32)
     with jax.named_scope("tiled_mlp"):
@@ -253,14 +302,10 @@ def _varying_zero(tree: PyTree) -> Array:
 def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..., Any]:
     """Returns an interceptor for `flax.linen` that computes `Dense` layers with a `Tiled` kernel by `tiled_dense`.
 
-    Args:
-      axis: the mesh axis of the workers.
-      remat: as for `tiled_dense`.
+    It is an argument for `flax.linen.intercept_methods`. Other layers run unchanged; their parameters must not be
+    marked. `axis` and `remat` are those of `tiled_dense`.
 
-    Returns:
-      An argument for `flax.linen.intercept_methods`. Other layers run unchanged; their parameters must not be marked.
-
-    Example:
+    Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from jaxdist import offload
       >>> model, x = nn.Dense(6), jnp.ones((2, 4))
@@ -270,10 +315,6 @@ def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..
       ...     y = model.apply({"params": tiled}, x)
       >>> bool(jnp.allclose(y, model.apply({"params": params}, x), atol=1e-6))
       True
-
-    References:
-      Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", arXiv
-      2104.07857, 2021 (memory-centric tiling).
     """
     import flax.linen as nn  # an optional dependency
 

@@ -21,24 +21,15 @@ from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import axis_tuple
 from ..transforms.local_value_and_grad import to_varying
-from .layer_passes import floating, known_after, pull_back, row, set_row
-from .wave_model import Layered, WaveModel, embed_gradient, loss_and_gradients
+from .layer_passes import Gradient, Layered, WaveModel, floating, hide_until, pull_back, row, set_row
 
 
 def value_and_grad_in_stages(
     model: WaveModel, stages: str, axis: AxisNames, params: Layered, waves: Sequence[PyTree]
 ) -> tuple[Array, Layered]:
-    """The loss and the gradient of the mean over all waves, computed by devices that have some of the layers each.
+    """Returns the mean loss over all waves and its gradient, with the placement of the parameters.
 
-    Args:
-      model: the functions; `embed` is computed on the first stage and `head` on the last.
-      stages: the mesh axis of the stages.
-      axis: the mesh axis of the workers.
-      params: the parameters, `layers` cut over the stages.
-      waves: the batches.
-
-    Returns:
-      The loss, and gradients with the placement of the parameters.
+    Each device along the axis `stages` has some of the layers; the first computes `embed` and the last `head`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if stages not in mesh.shape or stages in mesh.manual_axes:
@@ -63,16 +54,10 @@ def value_and_grad_in_stages(
 
 
 class _Stage(NamedTuple):
-    """The constants of one stage's loop.
+    """The constants of one stage's loop: `params` with this stage's layers alone, all batches stacked in `waves`.
 
-    Attributes:
-      model: the functions.
-      params: the parameters, of the layers those of this stage.
-      waves: all batches, stacked.
-      axes: the mesh axes of the workers and of the stages.
-      comm: the stages.
-      num_waves: the number of waves.
-      num_layers: the number of this stage's layers.
+    `axes` are the mesh axes of the workers and of the stages, `comm` communicates between stages, and `num_layers` is
+    the number of this stage's layers.
     """
 
     model: WaveModel
@@ -87,16 +72,12 @@ class _Stage(NamedTuple):
 class _Carry(NamedTuple):
     """The values that a stage takes from step to step.
 
-    Attributes:
-      x: the activation that arrived from the stage before.
-      g: the gradient that arrived from the stage after, a list of its floating leaves.
-      slots: the inputs of this stage's layers, for `2S - 1` waves.
-      sums: the sums of gradients.
-      loss: the sum of losses.
+    `x` arrived from the stage before and `g` from the stage after; `slots` are the inputs of this stage's layers, for
+    `2S - 1` waves. `sums` and `loss` add up gradients and losses.
     """
 
     x: PyTree
-    g: list[Array]
+    g: Gradient
     slots: PyTree
     sums: Layered
     loss: Array
@@ -116,31 +97,30 @@ def _run_stage(model: WaveModel, axes: tuple[str, ...], params: Layered, waves: 
 
 
 def _first_carry(stage: _Stage) -> _Carry:
-    like = jax.eval_shape(stage.model.embed, stage.params.embed, row(stage.waves, 0))
-    slots = (2 * stage.comm.size - 1) * stage.num_layers
-    return _Carry(
-        x=_zeros(like, stage.axes),
-        g=_zeros(floating(like), stage.axes),
-        slots=_zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct((slots, *x.shape), x.dtype), like), stage.axes),
-        sums=_zeros(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, working_dtype(x.dtype)), stage.params), stage.axes
-        ),
-        loss=_zeros(jax.ShapeDtypeStruct((), jnp.float32), stage.axes),
-    )
+    x = jax.eval_shape(stage.model.embed, stage.params.embed, row(stage.waves, 0))
+    number = (2 * stage.comm.size - 1) * stage.num_layers
+    slots = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), x)
+    # Sums are in float32 or better.
+    sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, working_dtype(leaf.dtype)), stage.params)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return _Carry(*_zeros((x, floating(x), slots, sums, loss), stage.axes))
 
 
 def _step(stage: _Stage, carry: _Carry, t: Array) -> tuple[_Carry, None]:
     """Takes one wave forward through the layers of this stage and another one backward, and sends both on."""
     model, params, comm, index = stage.model, stage.params, stage.comm, stage.comm.index
+    # Stage s takes wave t - s forward, and wave t - (2S - 1 - s) back.
     is_first, is_last = index == 0, index == comm.size - 1
     leaving, returning = t - index, t - (2 * comm.size - 1 - index)
-    is_leaving, is_returning = (_exists(stage, wave) for wave in (leaving, returning))
-    leaving_batch, returning_batch = (_batch(stage, wave) for wave in (leaving, returning))
+    is_leaving, is_returning = ((wave >= 0) & (wave < stage.num_waves) for wave in (leaving, returning))
+    # Steps without a wave compute on that of another step, which `_add_if` leaves out.
+    numbers = (jnp.clip(wave, 0, stage.num_waves - 1) for wave in (leaving, returning))
+    leaving_batch, returning_batch = (row(stage.waves, number) for number in numbers)
     x = lax.cond(is_first, lambda x: model.embed(params.embed, leaving_batch), lambda x: x, carry.x)
     x, g, slots, of_layers = _pass_layers(stage, carry._replace(x=x), leaving, returning, is_returning)
-    of_embed = _compute_if(is_first, lambda g: embed_gradient(model, params.embed, returning_batch, g), g, stage.axes)
+    of_embed = _compute_if(is_first, lambda g: model.embed_gradient(params.embed, returning_batch, g), g, stage.axes)
     loss, of_head, g_of_loss = _compute_if(
-        is_last, lambda x: loss_and_gradients(model, params.head, x, leaving_batch), x, stage.axes
+        is_last, lambda x: model.loss_and_gradients(params.head, x, leaving_batch), x, stage.axes
     )
     sums = Layered(
         _add_if(is_returning & is_first, carry.sums.embed, of_embed),
@@ -156,7 +136,7 @@ def _step(stage: _Stage, carry: _Carry, t: Array) -> tuple[_Carry, None]:
 
 def _pass_layers(
     stage: _Stage, carry: _Carry, leaving: Array, returning: Array, is_returning: Array
-) -> tuple[PyTree, list[Array], PyTree, PyTree]:
+) -> tuple[PyTree, Gradient, PyTree, PyTree]:
     """Takes layer `L-1-i` backward and layer `i` forward, in a loop; returns `x`, `g`, the slots and the sums."""
     layer, params = stage.model.layer, stage.params.layers
 
@@ -165,7 +145,7 @@ def _pass_layers(
         j = stage.num_layers - 1 - i
         gradient, g = pull_back(layer, row(params, j), row(slots, _slot(stage, returning, j)), g)
         sums = set_row(sums, j, _add_if(is_returning, row(sums, j), gradient))
-        slots = set_row(slots, known_after(_slot(stage, leaving, i), (gradient, g)), x)
+        slots = set_row(slots, hide_until(_slot(stage, leaving, i), (gradient, g)), x)
         return (layer(row(params, i), x), g, slots, sums), None
 
     start = (carry.x, carry.g, carry.slots, carry.sums.layers)
@@ -173,22 +153,14 @@ def _pass_layers(
 
 
 def _slot(stage: _Stage, wave: Array, layer: Array) -> Array:
-    """The slot of a layer's input. A wave that reuses the slots of another fills them in the opposite order."""
+    """Returns the slot of a layer's input. A wave that reuses the slots of another fills them in the opposite order."""
     capacity = 2 * stage.comm.size - 1
     layer = jnp.where((wave // capacity) % 2 == 1, stage.num_layers - 1 - layer, layer)
     return (wave % capacity) * stage.num_layers + layer
 
 
-def _exists(stage: _Stage, wave: Array) -> Array:
-    return (wave >= 0) & (wave < stage.num_waves)
-
-
-def _batch(stage: _Stage, wave: Array) -> PyTree:
-    return row(stage.waves, jnp.clip(wave, 0, stage.num_waves - 1))
-
-
 def _compute_if(condition: Array, f: Callable[[Any], PyTree], operand: Any, axes: tuple[str, ...]) -> PyTree:
-    """`f(operand)` on the stages where the condition holds, and zeros on the others."""
+    """Computes `f(operand)` on the stages where the condition holds, and zeros on the others."""
 
     def compute(operand):
         return to_varying(f(operand), axes)

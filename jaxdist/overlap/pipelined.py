@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Law, Reducer
+from ..reducers.base import Law, Reducer, check_reducer
 from ..reducers.exact import exact
-from ..schedule.forward_order import LayerSplit, split_layers
-from ..state.marks import PerWorker, bind
-from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes
+from ..schedule.buckets import LayerSplit, split_layers
+from ..state.marks import MARKS, PerWorker, bind
+from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
 from ..wire.encoded import after
 from ..wire.flat import fuse
-from .layer_updates import Ownership, find_owners, keep_shared, update_layers
 
 
 class PipelinedState(NamedTuple):
@@ -27,7 +27,7 @@ class PipelinedState(NamedTuple):
 
     Attributes:
       params: the parameters (replicated). Evaluate and export them only after `flush`.
-      opt_state: of the optimizer (replicated); each layer's part is as old as its parameters.
+      opt_state: the state of the optimizer (replicated); each layer's part is as old as its parameters.
       reducers: the reducer's state of each layer, in forward order.
       carried: the gradients of the first layers that are not reduced yet (per-worker).
       pending: whether there are any (replicated).
@@ -97,15 +97,12 @@ def pipelined(
       axis: the mesh axis of the workers.
       has_aux: whether the loss returns `(scalar, aux)`.
 
-    Returns:
-      `Pipelined(init, step, flush)`.
-
     Raises:
-      ValueError: `defer` is negative, or larger than the number of layers; `layers` is missing for a dict or does not
-        name each entry once; the optimizer's update of one layer depends on another layer's gradient (global norms,
-        `apply_if_finite`, `MultiSteps`), or its state communicates. All before the first collective.
+      ValueError: before the first collective: `layers` is missing for a dict or does not name each entry once; the
+        optimizer's update of one layer depends on another layer's gradient (global norms, `apply_if_finite`,
+        `MultiSteps`), or its state communicates.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> def loss(params, x):
       ...     return jnp.mean((jnp.tanh(x @ params[0]) @ params[1] - 1.0) ** 2)
@@ -127,14 +124,10 @@ def pipelined(
     """
     if defer < 0:
         raise ValueError(f"defer must be at least 0, got {defer}")
-    cfg = _Config(
-        local_value_and_grad(loss, axis=axis, has_aux=has_aux),
-        optax.with_extra_args_support(tx),
-        defer,
-        layers,
-        exact() if reducer is None else reducer,
-        axis,
-    )
+    value_and_grad = local_value_and_grad(loss, axis=axis, has_aux=has_aux)
+    reducer = exact() if reducer is None else reducer
+    check_reducer(reducer)
+    cfg = _Config(value_and_grad, optax.with_extra_args_support(tx), defer, layers, reducer, axis)
     return Pipelined(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
 
 
@@ -149,19 +142,24 @@ class _Config(NamedTuple):
     axis: AxisNames
 
 
+class _Ownership(NamedTuple):
+    """The number of the layer to which each leaf belongs; `None` for those that all layers share, as step counts."""
+
+    params: list[int]
+    state: list[int | None]
+
+
 def _init(cfg: _Config, params: PyTree) -> PipelinedState:
     opt_state = cfg.tx.init(params)
     split, _ = _split(cfg, params, opt_state)
-    reducer = cfg.reducer
     # Folded with the layer's number, so that layers draw different random numbers.
-    states = tuple(bind(fold_keys(reducer.init(part), i), cfg.axis) for i, part in enumerate(split.parts))
+    states = tuple(bind(fold_keys(cfg.reducer.init(part), i), cfg.axis) for i, part in enumerate(split.parts))
     carried = tuple(bind(PerWorker(jax.tree.map(jnp.zeros_like, part)), cfg.axis) for part in split.parts[: cfg.defer])
     return PipelinedState(params, opt_state, states, carried, jnp.array(False))
 
 
 def _step(cfg: _Config, state: PipelinedState, batch: PyTree, *rest: Any) -> tuple[PipelinedState, Any]:
-    reducer, defer = cfg.reducer, cfg.defer
-    if reducer.law != Law.MEAN:
+    if cfg.reducer.law != Law.MEAN:
         refuse_model_axes("this reducer", "use exact(), or all_reduce(reducer, specs=) in an ordinary step")
     # The first layers: last step's gradients. The forward pass of each layer waits only for those up to it.
     split, owners = _split(cfg, state.params, state.opt_state)
@@ -170,17 +168,17 @@ def _step(cfg: _Config, state: PipelinedState, batch: PyTree, *rest: Any) -> tup
     check_local(gradients, cfg.axis)
     # The later layers: this step's gradients, in the order in which the backward pass computes them.
     by_layer = split_layers(gradients, cfg.layers).parts
-    late = {i: by_layer[i] for i in reversed(range(defer, len(by_layer)))}
+    late = {i: by_layer[i] for i in reversed(range(cfg.defer, len(by_layer)))}
     means, states = _reduce_layers(cfg, late, state.reducers)
     split = split_layers(state.params, cfg.layers)
-    params, opt_state = update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
-    if defer:
+    params, opt_state = _update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
+    if cfg.defer:
         # Step counts and schedules move with the first layers; the later ones are one update ahead of them.
-        opt_state = keep_shared(opt_state, state.opt_state, owners)
+        opt_state = _merge(opt_state, state.opt_state, [i is None for i in owners.state])
     carried = tuple(
         PerWorker(gradient, axis=mark.axis, resize=mark.resize) for gradient, mark in zip(by_layer, state.carried)
     )
-    return PipelinedState(params, opt_state, states, carried, jnp.array(defer > 0)), _mean(out, cfg.axis)
+    return PipelinedState(params, opt_state, states, carried, jnp.array(cfg.defer > 0)), _mean(out, cfg.axis)
 
 
 def _flush(cfg: _Config, state: PipelinedState, batch: Any = None) -> tuple[PipelinedState, tuple[()]]:
@@ -190,21 +188,22 @@ def _flush(cfg: _Config, state: PipelinedState, batch: Any = None) -> tuple[Pipe
     return state._replace(carried=carried, pending=jnp.array(False)), ()
 
 
-def _split(cfg: _Config, params: PyTree, opt_state: State) -> tuple[LayerSplit, Ownership]:
+def _split(cfg: _Config, params: PyTree, opt_state: State) -> tuple[LayerSplit, _Ownership]:
     check_leaves(params)
     split = split_layers(params, cfg.layers)
     if cfg.defer > len(split.parts):
         raise ValueError(f"defer={cfg.defer} is more than the {len(split.parts)} layers that the parameters have")
-    return split, find_owners(cfg.tx, params, opt_state, split)
+    return split, _find_owners(cfg.tx, params, opt_state, split)
 
 
-def _apply_pending(cfg: _Config, state: PipelinedState, split: LayerSplit, owners: Ownership) -> PipelinedState:
+def _apply_pending(cfg: _Config, state: PipelinedState, split: LayerSplit, owners: _Ownership) -> PipelinedState:
     """Reduces the gradients of the first layers that the previous call left, and applies them."""
     if not cfg.defer:
         return state
     gradients = {i: mark.value for i, mark in enumerate(state.carried)}
     means, states = _reduce_layers(cfg, gradients, state.reducers)
-    params, opt_state = update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
+    # p_i <- p_i + tx(mean(g_i))
+    params, opt_state = _update_layers(cfg.tx, means, state.opt_state, state.params, split, owners)
     return tree_where(state.pending, state._replace(params=params, opt_state=opt_state, reducers=states), state)
 
 
@@ -212,19 +211,116 @@ def _reduce_layers(
     cfg: _Config, gradients: dict[int, PyTree], old_states: tuple[State, ...]
 ) -> tuple[list[PyTree | None], tuple[State, ...]]:
     """Reduces the gradients of layers one after the other, in the order of the dict, with `None` for other layers."""
-    comm, reducer = over(cfg.axis), cfg.reducer
+    comm = over(cfg.axis)
     means: list[PyTree | None] = [None] * len(old_states)
     states, previous = list(old_states), ()
     for i, gradient in gradients.items():
         with jax.named_scope(f"layer_{i}"):
             # Each waits for the one before: compilers merge collectives that are independent.
-            reduced, states[i] = reducer.reduce(after(gradient, previous), states[i], comm)
+            reduced, states[i] = cfg.reducer.reduce(after(gradient, previous), states[i], comm)
         means[i] = previous = reduced.mean
     return means, tuple(states)
 
 
 def _mean(out: Any, axis: AxisNames) -> Any:
-    """The mean over workers of the loss and the auxiliary arrays, in one collective for each dtype."""
+    """Returns the mean over workers of the loss and the auxiliary arrays, in one collective for each dtype."""
     comm = over(axis)
     leaves, structure = jax.tree.flatten(out)
     return structure.unflatten(fuse(comm.mean, [comm.varying(jnp.asarray(leaf)) for leaf in leaves]))
+
+
+def _find_owners(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: State, split: LayerSplit
+) -> _Ownership:
+    """Returns the layer to which each leaf of an optimizer's state belongs, read from the trace of its update."""
+    if any(map(_is_not_replicated, jax.tree.leaves(state, is_leaf=_is_not_replicated))):
+        raise ValueError(
+            "pipelined does not support optimizers that communicate, or whose state is sharded, per-worker or on the "
+            "host: pass an optimizer of optax, and the communication as reducer= (instead of all_reduce)"
+        )
+    owners = jax.tree.leaves(split.join([jax.tree.map(lambda _, i=i: i, part) for i, part in enumerate(split.parts)]))
+    likes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state, params))
+    closed, out = jax.make_jaxpr(lambda *args: tx.update(*args), return_shape=True)(*likes)
+    if jax.tree.structure(out[1]) != jax.tree.structure(state):
+        raise ValueError("pipelined needs an optimizer whose update returns a state with the tree of its init")
+    # Sets of layers as bit masks: the layers whose gradients each leaf depends on.
+    params_masks = [1 << i for i in owners]
+    state_masks = [0] * len(jax.tree.leaves(state))
+    # Repeated to a fixed point, since the state of one step enters the next.
+    while True:
+        masks, merges = propagate(closed, [*params_masks, *state_masks, *params_masks])
+        new_masks = [old | new for old, new in zip(state_masks, masks[len(params_masks) :], strict=True)]
+        if new_masks == state_masks:
+            break
+        state_masks = new_masks
+    for own, mask in zip([*params_masks, *([None] * len(state_masks))], masks, strict=True):
+        # An update may depend on its own layer, a leaf of the state on any one layer.
+        allowed = (own is None and mask.bit_count() <= 1) or mask | (own or 0) == own
+        if not allowed:
+            raise ValueError(_refusal(split, own, mask, merges))
+    return _Ownership(owners, [mask.bit_length() - 1 if mask else None for mask in state_masks])
+
+
+def _update_layers(
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: Sequence[Any],
+    state: State,
+    params: PyTree,
+    split: LayerSplit,
+    owners: _Ownership,
+) -> tuple[PyTree, State]:
+    """Updates the layers that have a gradient (not `None`), their leaves of the state and those that all layers share.
+
+    `split` are the parameters by layer.
+    """
+    active = {i for i, gradient in enumerate(gradients) if gradient is not None}
+    # The update of one layer does not depend on the others' gradients, so zeros may take their place.
+    all_gradients = [
+        jax.tree.map(jnp.zeros_like, part) if gradient is None else gradient
+        for part, gradient in zip(split.parts, gradients, strict=True)
+    ]
+    updates, new_state = tx.update(split.join(all_gradients), state, params)
+    new_params = optax.apply_updates(params, updates)
+    return (
+        _merge(params, new_params, [i in active for i in owners.params]),
+        _merge(state, new_state, [i is None or i in active for i in owners.state]),
+    )
+
+
+def _merge(old: PyTree, new: PyTree, take_new: Sequence[bool]) -> PyTree:
+    """Returns the tree `old` with some of its leaves taken from `new`."""
+    leaves, structure = jax.tree.flatten(old)
+    pairs = zip(leaves, jax.tree.leaves(new), take_new, strict=True)
+    return structure.unflatten([b if take else a for a, b, take in pairs])
+
+
+def _refusal(split: LayerSplit, own: int | None, mask: int, merges: list[Any]) -> str:
+    def name(bits):
+        layer = split.parts[bits.bit_length() - 1]
+        return ", ".join(map(str, layer))
+
+    # A leaf of the state, with `own` `None`, may belong to one layer: the last one that it depends on.
+    others = mask & ~(own or (1 << (mask.bit_length() - 1)))
+    subject = "the optimizer's state" if own is None else f"the update of layer {name(own)}"
+    layers = f"{name(others)}" if own is not None else f"{name(others)} and {name(mask)} together"
+    culprit = _culprit(merges)
+    return (
+        f"{subject} depends on the gradient of {layers}{f' ({culprit})' if culprit else ''}, but pipelined updates "
+        "each layer before the gradients of the others are reduced. Use a transformation that treats each leaf "
+        "separately (optax.clip, optax.clip_by_block_rms, optax.adaptive_grad_clip), or all_reduce, which waits for all"
+    )
+
+
+def _culprit(merges: list[Any]) -> str | None:
+    """The name of the transformation whose update first combined layers."""
+    for equation in merges:
+        traceback = equation.source_info.traceback
+        for frame in [] if traceback is None else traceback.frames:
+            names = frame.function_name.split(".")
+            if len(names) > 1 and "update" in names[-1] and "/jax/" not in frame.file_name:
+                return names[0]
+    return None
+
+
+def _is_not_replicated(node: Any) -> bool:
+    return communicates(node) or isinstance(node, MARKS)

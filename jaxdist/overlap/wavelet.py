@@ -2,18 +2,68 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from .._core.types import Array, AxisNames, PyTree
-from ..reducers.base import Reducer
+from .._core.trees import is_key, tree_where
+from .._core.types import Array, AxisNames, Bool, Float, PyTree, State
+from ..comm.over import over
+from ..reducers.base import Reducer, check_reducer
+from ..state.marks import PerWorker, bind, is_mark
 from ..transforms.local_value_and_grad import to_varying
-from .layer_passes import LayerPasses, add, loop_passes, sequence_passes
+from .layer_passes import Gradient, Layered, LoopPasses, Mean, SequencePasses, WaveModel, add, floating, identity
 from .pipeline_stages import value_and_grad_in_stages
-from .rolling_waves import layer_mean, rolling_waves
-from .wave_model import Layered, WaveModel, check_waves, embed_gradient, first_of_batch, loss_and_gradients
+
+
+class Wave(NamedTuple):
+    """A wave between its forward and its backward pass, every field `PerWorker`.
+
+    `slots` are the inputs of the layers, stacked `[L, ...]` or a tuple; `gradient` is that of the loss by the floating
+    leaves of the last layer's output, `head` that by the head's parameters.
+    """
+
+    slots: PyTree
+    gradient: PyTree
+    head: PyTree
+    batch: PyTree
+
+
+class WaveletState(NamedTuple):
+    """The state of `wavelet(mode="rolling")`, to be placed and checkpointed like any other.
+
+    Attributes:
+      params: the current parameters (replicated).
+      stash: the parameters of the forward pass of the wave under way (replicated).
+      opt_state: the state of the optimizer.
+      wave: the wave under way.
+      pending: whether there is one.
+      flipped: whether the input of the first layer is in the last slot.
+    """
+
+    params: PyTree
+    stash: PyTree
+    opt_state: State
+    wave: Wave
+    pending: Bool[Array, ""]
+    flipped: Bool[Array, ""]
+
+
+class Wavelet(NamedTuple):
+    """The functions of `wavelet(mode="rolling")`.
+
+    Attributes:
+      init: `(params, batch) -> WaveletState`, with the batch of one worker, or its shapes.
+      step: `(state, batch, **extra_args) -> (state, loss)`: one wave backward, one forward, an update. The loss is that
+        of the new wave on this worker.
+      flush: `(state, **extra_args) -> state`: the backward pass and update of the last wave, if there is one.
+    """
+
+    init: Callable[..., WaveletState]
+    step: Callable[..., tuple[WaveletState, Float[Array, ""]]]
+    flush: Callable[..., WaveletState]
 
 
 def wavelet(
@@ -32,7 +82,9 @@ def wavelet(
     The backward pass of the tick wave goes from layer `L-1` to `0` and frees the memory of activations; the forward
     pass of the tock wave goes from `0` to `L-1` and fills it again. Layer `L-1-i` of the one and layer `i` of the other
     are in one iteration of one program and do not depend on each other: compiler and device may run them together, and
-    hide the collectives of one behind the arithmetic of the other.
+    hide the collectives of one behind the arithmetic of the other. Only the inputs of layers are kept, and each layer
+    is computed again in the backward pass: compare times with a loss under `jax.checkpoint`. The gain depends on the
+    device, see the how-to "Hide the communication"; on CPU there is none.
 
     `mode="pair"` replaces `local_value_and_grad`: all waves see the same parameters, and the gradient is their mean, to
     the bit as if they had been computed one after the other (`micro_batches`). With forward and backward times `F` and
@@ -42,26 +94,19 @@ def wavelet(
     `max(F, B)` a wave. Every gradient is one update late, and is taken at the parameters of its wave's forward pass:
     `θ[w+1] = θ[w] + U(g[w-1](θ[w-1]))`. SGD on a curvature `λ` is stable for `ηλ < 1` instead of `2`.
 
-    Only the inputs of layers are kept, and each layer is computed again in the backward pass: compare times with a loss
-    under `jax.checkpoint`. The gain depends on the device, see the how-to "Hide the communication"; on CPU there is
-    none.
-
-    *On the wire*: nothing in `"pair"`, and so one reduction for all its waves; in `"rolling"` the bytes of `tx`, for
-    every wave: twice the bytes of a pair.
-
     With `stages`, a pipeline whose waves are whole batches: on each stage, one wave goes backward beside another that
     goes forward. All waves must see the same parameters, so it drains: `k` waves through `S` stages take `k + 2S - 1`
     steps of `max(F, B)/S`; give it many more waves than stages. A stage keeps at most `2S-1` waves, about `2A` in all.
     Each step sends one activation and one gradient of it to the neighbors; at the end the gradients of `embed` and
     `head`, which are computed on one stage each, are summed over the stages.
 
-    *Memory*: with activations `A` and parameters `P`, a pair takes `A`, gradients of `P` entries in float32 and the
-    memory of the two layers at work; a batch of twice the size takes `2A`. `"rolling"` keeps `A` in its state and the
-    parameters twice. Sequences of layer functions depend on how well the compiler packs buffers that are not alike, and
-    can take more.
+    *On the wire*: nothing in `"pair"`, and so one reduction for all its waves; in `"rolling"` the bytes of `tx`, for
+    every wave: twice the bytes of a pair.
 
-    *State* of `"rolling"`: `WaveletState`; the wave under way is per-worker, all else replicated except in the state of
-    `tx`.
+    *Memory*: with activations `A` and parameters `P`, a pair takes `A`, gradients of `P` entries in float32 and the
+    memory of the two layers at work; a batch of twice the size takes `2A`. `"rolling"` keeps `A` and the parameters
+    twice in its state, `WaveletState`. Sequences of layer functions can take more: the compiler packs buffers that are
+    not alike.
 
     Args:
       layer: `layer(params, x) -> x` of layers that are alike, compiled once in a loop; or a sequence of such functions,
@@ -75,18 +120,13 @@ def wavelet(
         pass of the other wave can hide that: one collective for each layer, the same bytes. It must be stateless,
         `exact()`, and `tx` then has no `all_reduce`.
       stages: a further mesh axis over which the layers are cut, `L/S` to a stage (`"pair"`, layers that are alike).
-      axis: the mesh axis of the workers.
 
     Returns:
       In `"pair"` a function `(params, waves) -> (loss, gradients)`, of `Layered` parameters and a tuple of two batches
       or more, each as one worker sees it. In `"rolling"` a `Wavelet` of `init`, `step` and `flush`. Flush before an
       evaluation, and before batches or the number of workers change.
 
-    Raises:
-      ValueError: `mode` and `tx` do not go together; parameters are not `Layered`, not floating or sharded; layers do
-        not fit together; the loss is not a number; fewer than two waves; batches of different shapes in `"rolling"`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> params = jd.overlap.Layered(embed=(), layers=jnp.array([2.0, 3.0]), head=())
       >>> layer, head = lambda p, x: p * x, lambda p, x, batch: jnp.mean(x)
@@ -104,9 +144,9 @@ def wavelet(
       [1.7, 2.8]
 
     References:
-      Wang, Wang, Jiang, Li, Stoica, "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021. The
-      paper runs a second model replica on another GPU stream; this is one program, with a stash of the parameters only
-      where waves see different ones. The paper's model-parallel form moves weights; this one moves activations.
+      Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021. The paper runs a second
+      model replica on another GPU stream; this is one program, with a stash of the parameters only where waves see
+      different ones. The paper's model-parallel form moves weights; this one moves activations.
     """
     if mode not in ("pair", "rolling"):
         raise ValueError(f'mode must be "pair" or "rolling", got {mode!r}')
@@ -118,8 +158,8 @@ def wavelet(
         raise ValueError("wavelet needs at least one layer, got an empty sequence")
     if reducer is not None and mode == "pair":
         raise ValueError('reducer= is for mode="rolling"; the gradients of mode="pair" go to all_reduce(reducer)')
-    mean = None if reducer is None else layer_mean(reducer, axis)
-    model = WaveModel(layer if callable(layer) else tuple(layer), head, embed or first_of_batch)
+    mean = identity if reducer is None else _layer_mean(reducer, axis)
+    model = WaveModel(layer if callable(layer) else tuple(layer), head, embed or (lambda params, batch: batch[0]))
     if stages is not None:
         if mode != "pair" or not callable(layer):
             raise ValueError(
@@ -127,30 +167,38 @@ def wavelet(
                 "between the stages"
             )
         return partial(_check_and_run, model, partial(value_and_grad_in_stages, model, stages, axis))
-    passes = loop_passes(layer, mean) if callable(layer) else sequence_passes(layer, mean)
+    passes = LoopPasses(layer, mean) if callable(layer) else SequencePasses(tuple(layer), mean)
     if mode == "pair":
         return partial(_check_and_run, model, partial(_pair_value_and_grad, model, passes, axis))
     if tx is None:
         raise ValueError('mode="rolling" updates parameters: pass tx, optax.chain(all_reduce(exact()), optax.sgd(0.1))')
-    return rolling_waves(model, passes, tx, axis, mean)
+    cfg = _Config(model, passes, optax.with_extra_args_support(tx), axis, mean)
+    return Wavelet(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
 
 
 def _check_and_run(
     model: WaveModel, value_and_grad: Callable[..., Any], params: PyTree, waves: Sequence[PyTree]
 ) -> tuple[Array, PyTree]:
-    check_waves(model, params, waves)
+    if not isinstance(waves, tuple | list) or len(waves) < 2:
+        raise ValueError(
+            f"the batch must be a tuple of two waves or more, (tick, tock), got {type(waves).__name__}"
+            + (f" of {len(waves)}" if isinstance(waves, tuple | list) else "")
+        )
+    for wave in waves:
+        model.check(params, wave)
     return value_and_grad(params, waves)
 
 
 def _pair_value_and_grad(
-    model: WaveModel, passes: LayerPasses, axis: AxisNames, params: Layered, waves: Sequence[PyTree]
+    model: WaveModel, passes: LoopPasses | SequencePasses, axis: AxisNames, params: Layered, waves: Sequence[PyTree]
 ) -> tuple[Array, Layered]:
-    """The mean loss and gradient of all waves, each backward pass beside the forward pass of the next wave."""
+    """Returns the mean loss and gradient of all waves, each backward pass beside the forward pass of the next wave."""
     params, waves = to_varying((params, waves), axis)
     losses, sums, flipped = [], Layered(None, None, None), False
+    # Each wave leaves its slots in the opposite order for the next one.
     x, slots = passes.forward(params.layers, model.embed(params.embed, waves[0]))
     for wave, next_wave in zip(waves, [*waves[1:], None], strict=True):
-        loss, of_head, g = loss_and_gradients(model, params.head, x, wave)
+        loss, of_head, g = model.loss_and_gradients(params.head, x, wave)
         losses.append(loss)
         if next_wave is None:
             # The last wave goes backward alone.
@@ -161,7 +209,108 @@ def _pair_value_and_grad(
             # The gradients of the first wave begin the sums, in float32 or better.
             layers = layers if sums.layers is not None else add(None, layers)
             flipped = not flipped
-        of_embed = embed_gradient(model, params.embed, wave, g)
+        of_embed = model.embed_gradient(params.embed, wave, g)
         sums = Layered(add(sums.embed, of_embed), layers, add(sums.head, of_head))
     mean = jax.tree.map(lambda total, x: (total / len(waves)).astype(x.dtype), sums, params)
     return sum(losses[1:], losses[0]) / len(waves), mean
+
+
+class _Config(NamedTuple):
+    """The arguments of `mode="rolling"`; gradients of `passes` are means over workers already, by `mean`."""
+
+    model: WaveModel
+    passes: LoopPasses | SequencePasses
+    tx: optax.GradientTransformationExtraArgs
+    axis: AxisNames
+    mean: Mean
+
+
+def _layer_mean(reducer: Reducer, axis: AxisNames) -> Mean:
+    """Returns the mean over workers by a reducer without state."""
+    check_reducer(reducer)
+    if jax.tree.leaves(reducer.init({"w": jnp.zeros((8, 8))})):
+        raise ValueError(
+            "the reducer of wavelet averages layer by layer and keeps nothing from wave to wave, and this one has a "
+            "state (error feedback, a key): put it into all_reduce, in tx"
+        )
+
+    def mean(gradients):
+        return reducer.reduce(gradients, reducer.init(gradients), over(axis))[0].mean
+
+    return mean
+
+
+def _init(cfg: _Config, params: PyTree, batch: PyTree) -> WaveletState:
+    cfg.model.check(params, batch)
+
+    def forward(params, batch):
+        x, slots = cfg.passes.forward(params.layers, cfg.model.embed(params.embed, batch))
+        return slots, floating(x)
+
+    slots, gradient = jax.eval_shape(forward, params, batch)
+    wave = Wave(*(_mark(jax.tree.map(_zeros, part), cfg.axis) for part in (slots, gradient, params.head, batch)))
+    # The stash is a copy, since a donated state must not contain an array twice.
+    stash = jax.tree.map(jnp.copy, params)
+    return WaveletState(params, stash, cfg.tx.init(params), wave, jnp.zeros((), bool), jnp.zeros((), bool))
+
+
+def _step(cfg: _Config, state: WaveletState, batch: PyTree, **extra_args: Any) -> tuple[WaveletState, Array]:
+    cfg.model.check(state.params, batch)
+    wave = _unmark(state.wave)
+    _check_batch(batch, wave.batch)
+    old, new, batch, wave = to_varying((state.stash, state.params, batch, wave), cfg.axis)
+    # The wave under way goes backward with the parameters of its forward pass, the new one forward with the newest.
+    x = cfg.model.embed(new.embed, batch)
+    layers, g, x, slots = cfg.passes.both(old.layers, new.layers, wave.slots, state.flipped, wave.gradient, x, None)
+    params, opt_state = _apply_wave(cfg, state, layers, g, extra_args)
+    loss, head, gradient = cfg.model.loss_and_gradients(new.head, x, batch)
+    next_wave = Wave(*(_mark(part, cfg.axis) for part in (slots, gradient, head, batch)))
+    return WaveletState(params, state.params, opt_state, next_wave, jnp.ones((), bool), ~state.flipped), loss
+
+
+def _flush(cfg: _Config, state: WaveletState, **extra_args: Any) -> WaveletState:
+    old, wave = to_varying((state.stash, _unmark(state.wave)), cfg.axis)
+    layers, g = cfg.passes.backward(old.layers, wave.slots, state.flipped, wave.gradient, None)
+    params, opt_state = _apply_wave(cfg, state, layers, g, extra_args)
+    return state._replace(params=params, opt_state=opt_state, pending=jnp.zeros((), bool))
+
+
+def _apply_wave(
+    cfg: _Config, state: WaveletState, layers: PyTree, g: Gradient, extra_args: dict[str, Any]
+) -> tuple[PyTree, State]:
+    """Returns parameters and optimizer state after the update by the wave under way, unchanged if there is none.
+
+    `layers` are the gradients of the layers, `g` the gradient by the first layer's input.
+    """
+    wave = _unmark(state.wave)
+    embed = cfg.model.embed_gradient(to_varying(state.stash.embed, cfg.axis), wave.batch, g)
+    embed, head = cfg.mean((embed, wave.head))
+    gradients = state.params._replace(embed=embed, layers=layers, head=head)
+    # θ[w+1] = θ[w] + U(g[w-1](θ[w-1])): the gradient is that of the stash, the update that of the newest parameters.
+    updates, opt_state = cfg.tx.update(gradients, state.opt_state, state.params, **extra_args)
+    new = optax.apply_updates(state.params, updates), opt_state
+    return tree_where(state.pending, new, (state.params, state.opt_state))
+
+
+def _mark(tree: PyTree, axis: AxisNames) -> PyTree:
+    # New workers copy the waves of others, since a mean of tokens or of slots is not a wave.
+    return bind(jax.tree.map(lambda x: PerWorker(x, resize="copy"), tree), axis)
+
+
+def _unmark(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.value if is_mark(x) else x, tree, is_leaf=is_mark)
+
+
+def _zeros(x: Any) -> Array:
+    if is_key(x):
+        return jnp.broadcast_to(jax.random.key(0, impl=str(jax.random.key_impl(x))), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _check_batch(batch: PyTree, previous: PyTree) -> None:
+    found, expected = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree) for tree in (batch, previous))
+    if found != expected:
+        raise ValueError(
+            f"the batch has the shapes {found}, but the state was made for {expected}: all batches must be alike; pass "
+            "init(params, batch) a batch as one worker sees it, or flush and init again to change the shapes"
+        )

@@ -1,5 +1,6 @@
 """ZeRO stages 1 and 2: each worker keeps and updates one shard of the optimizer state, then all gather the updates."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,20 +17,38 @@ from ..comm.over import over
 from ..compressors.base import Compressor
 from ..reducers.base import Extras, Reducer, is_map_params_placeholder, shards_of
 from ..reducers.exact import exact
-from ..state.correspondence import NONE, beside
-from ..state.marks import Sharded, bind, is_mark, with_value
-from ..transforms.local_gradients import check_leaves, check_local, refuse_model_axes, scale, weight_of
-from ..transforms.optax_wrappers import check_shapes
+from ..state.marks import NO_PARAMETER, OnHost, Sharded, beside, bind, is_mark, with_value
+from ..transforms.local_gradients import (
+    check_leaves,
+    check_local,
+    check_shapes,
+    refuse_examples,
+    refuse_model_axes,
+    scale,
+    varies_somewhere,
+    weight_of,
+)
+from ..transforms.quantized_state import is_coded
 from ..wire.encoded import contraction_form
 from ..wire.flat import MULTIPLE
-from ..wire.shards import piece
-from .checks import check_inner, check_replicated, check_sharding
-from .parts import Part, is_part, local_shard, on_parts
-from .shards import buckets_of, init_buckets, mean_pieces, shard_for_one_worker, unshard_for_one_worker
-from .state_compression import StateCodec, compressing_codec, identity_codec
+from ..wire.shards import length, piece
+from .parts import Part, as_parts, is_part, local_shard, on_parts
+from .shards import (
+    StateCodec,
+    buckets_of,
+    compressing_codec,
+    identity_codec,
+    init_buckets,
+    mean_pieces,
+    shard_for_one_worker,
+    unshard_for_one_worker,
+)
 from .updates import Delivery, deliver_encoded_params, deliver_encoded_updates, deliver_params, deliver_updates
 
 EXACT = exact()
+ALREADY_REDUCED = (
+    "; if all_reduce comes before, leave it out, since zero_redundancy averages gradients itself, or pass reducer=None"
+)
 
 
 class ZeroState(NamedTuple):
@@ -136,7 +155,7 @@ def zero_redundancy(
         neither contraction nor variance. At trace time: the errors of `all_reduce`; `params` are missing, or sharded in
         another way than by `zero.shard`; or, on a mesh, they or an extra argument differ between workers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.zero_redundancy(optax.adam(0.1))
       >>> def step(state, batch):
@@ -178,7 +197,7 @@ def _init(cfg: _Config, params: PyTree) -> ZeroState:
     check_leaves(values)
     optimized = jax.tree.map(lambda x: jnp.array(x, cfg.master_dtype or x.dtype), values)
     inner = cfg.inner.init(optimized)
-    check_inner(inner)
+    _check_inner(inner)
     master = () if cfg.master_dtype is None else jax.tree.map(_mark_sharded, optimized)
     return ZeroState(
         bind(cfg.codec.init(_mark_state(cfg, inner, optimized)), cfg.axis),
@@ -198,9 +217,19 @@ def _update(
     comm, given = over(cfg.axis), (updates, state)
     updates, state, params = shard_for_one_worker((updates, state, params), cfg.axis)
     with jax.named_scope("zero_redundancy"):
-        _check_arguments(cfg, updates, params, examples, extra_args, comm)
-        # g = reduce_scatter(g_w): this worker's shard of the mean.
-        shards, reducer, some = _gradient_shards(cfg, updates, state.reducer, params, examples, extra_args, comm)
+        # Gradients of `Sharded` parameters (stage 3) are sharded and averaged already.
+        replicated = _without_marked(updates), _without_marked(params)
+        _check_arguments(cfg, *replicated, extra_args)
+        check_sharding(params, comm)
+        if examples is not None and len(jax.tree.leaves(replicated[0])) < len(jax.tree.leaves(updates)):
+            raise ValueError(
+                "examples= cannot weight the gradients of Sharded parameters, which are averaged already: "
+                "weigh the loss by the examples"
+            )
+        # g = reduce_scatter(g_w): this worker's shard of the mean. Schedules of reducers read the extras.
+        extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
+        means, reducer, some = cfg.gradients.reduce_to_shards(*replicated, state.reducer, examples, extras, comm)
+        shards = _fill_in(means, updates)
         # u, s = inner(g, s, θ_shard).
         before = cfg.codec.decode(state.inner)
         steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
@@ -213,31 +242,11 @@ def _update(
     return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, cfg.axis)
 
 
-def _check_arguments(
-    cfg: _Config, updates: Updates, params: PyTree, examples: Any, extra_args: dict[str, Any], comm: Comm
-) -> None:
-    check_sharding(params, comm)
-    check_replicated(_without_marked(params), extra_args, cfg.axis)
-    check_leaves(_without_marked(updates))
-    check_shapes(_without_marked(updates), _without_marked(params))
-    if examples is not None and any(map(is_mark, jax.tree.leaves(updates, is_leaf=is_mark))):
-        raise ValueError(
-            "examples= cannot weight the gradients of Sharded parameters, which are averaged already: "
-            "weigh the loss by the examples"
-        )
-
-
-def _gradient_shards(
-    cfg: _Config, updates: Updates, state: State, params: PyTree, examples: Any, extra_args: dict[str, Any], comm: Comm
-) -> tuple[Updates, State, Flag]:
-    """Returns this worker's shards of the mean gradients; gradients of `Sharded` parameters (stage 3) are shards."""
-    # Schedules of reducers read these.
-    extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
-    replicated = _without_marked(updates), _without_marked(params)
-    means, state, some = cfg.gradients.reduce_to_shards(*replicated, state, examples, extras, comm)
-    leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
-    reduced = iter(jax.tree.leaves(means))
-    return tree.unflatten([leaf.value if is_mark(leaf) else next(reduced) for leaf in leaves]), state, some
+def _check_arguments(cfg: _Config, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
+    """Checks the gradients of replicated parameters, these parameters, and the optimizer's extra arguments."""
+    _check_replicated(params, extra_args, cfg.axis)
+    check_leaves(updates)
+    check_shapes(updates, params)
 
 
 def _update_shards(
@@ -251,12 +260,12 @@ def _update_shards(
     )
     gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like)
     # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
-    optimized = _as_parts(params, comm) if cfg.master_dtype is None else _as_parts(master)
+    optimized = as_parts(params, comm) if cfg.master_dtype is None else as_parts(master)
     return on_parts(
         lambda *trees: cfg.inner.update(*trees, **extra_args),
         comm,
         (like, _whole_shapes(inner), like),
-        (gradients, _as_parts(inner), optimized),
+        (gradients, as_parts(inner), optimized),
     )
 
 
@@ -281,7 +290,7 @@ def _reduce_to_shards(
 ) -> tuple[Updates, State, Flag]:
     """Averages local gradients by a reduce-scatter, weighted by the number of examples if it is given."""
     some = True
-    check_local(updates, axis)
+    check_local(updates, axis, reduced=ALREADY_REDUCED)
     if examples is not None:
         weight, some = weight_of(examples, comm)
         updates = scale(updates, weight)
@@ -303,7 +312,7 @@ def _mark_state(cfg: _Config, state: State, params: PyTree) -> State:
     # Factored moments belong to a parameter too but have other shapes: they stay replicated.
     shapes = [x.shape for x in jax.tree.leaves(params)]
     return jax.tree.map(
-        lambda x, k: _mark_sharded(x) if k != NONE and x.shape == shapes[k] else x,
+        lambda x, k: _mark_sharded(x) if k != NO_PARAMETER and x.shape == shapes[k] else x,
         state,
         beside(cfg.inner.init, state, params),
     )
@@ -318,22 +327,18 @@ def _without_marked(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: None if is_mark(x) else x, tree, is_leaf=is_mark)
 
 
+def _fill_in(means: Updates, updates: Updates) -> Updates:
+    """The shards of the means of replicated parameters, and the values of the marked leaves of `updates`."""
+    leaves, tree = jax.tree.flatten(updates, is_leaf=is_mark)
+    reduced = iter(jax.tree.leaves(means))
+    return tree.unflatten([leaf.value if is_mark(leaf) else next(reduced) for leaf in leaves])
+
+
 def _whole_shapes(tree: PyTree) -> PyTree:
     """The shapes and dtypes of the whole arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.value.dtype) if is_mark(x) else x, tree, is_leaf=is_mark
     )
-
-
-def _as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
-    """A `Part` for each marked leaf; with `comm`, one for each replicated leaf too, whose full array is known."""
-
-    def as_part(x: Any) -> Any:
-        if is_mark(x):
-            return Part(x.value, x.shape)
-        return x if comm is None else Part(piece(x, comm), x.shape, x)
-
-    return jax.tree.map(as_part, tree, is_leaf=is_mark)
 
 
 def _restore_marks(new: PyTree, old: PyTree, some: Flag, comm: Comm) -> PyTree:
@@ -345,3 +350,52 @@ def _restore_marks(new: PyTree, old: PyTree, some: Flag, comm: Comm) -> PyTree:
         return jnp.where(some, after.whole(comm) if is_part(after) else after, before)
 
     return jax.tree.map(restore_mark, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))
+
+
+def _check_inner(state: PyTree) -> None:
+    """Checks that the state is not that of a transformation that belongs outside."""
+    refuse_examples(state)
+    if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
+        raise ValueError("zero_redundancy cannot wrap offload.host: use offload.host(zero_redundancy(inner)) instead")
+    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
+        raise ValueError(
+            "zero_redundancy around quantized_state would gather the decoded state: use zero_redundancy(optimizer, "
+            "state_compressor=dynamic_fp8(block=8))"
+        )
+
+
+def _check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
+    """Checks that whole parameters and an optimizer's extra arguments are not typed as differing between workers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if varies_somewhere(leaf, axis):
+            raise ValueError(
+                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, but "
+                "zero_redundancy updates one model for all of them: remove the PerWorker mark from the train state, or "
+                "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
+            )
+    for name, value in extra_args.items():
+        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in jax.tree.leaves(value)):
+            raise ValueError(
+                f"{name}= differs between workers of axis {axis!r}, but zero_redundancy needs the same value on all: "
+                f"average it, jax.lax.pmean({name}, {axis!r})"
+            )
+
+
+def check_sharding(params: PyTree, comm: Comm, *, caller: str = "zero_redundancy") -> None:
+    """Checks that sharded parameters are cut as gradients, and the state of each parameter, are."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
+        if not is_mark(leaf):
+            continue
+        name = jax.tree_util.keystr(path) or "the parameter"
+        if not isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{name} is marked {type(leaf).__name__}, but {caller} supports only replicated and Sharded "
+                "parameters: unwrap it in the step, or use another optimizer for it with optax.partition"
+            )
+        expected = length(math.prod(leaf.shape), comm.size)
+        if leaf.value.shape != (expected,):
+            raise ValueError(
+                f"{name} of shape {leaf.shape} is cut into shards of shape {leaf.value.shape} for {comm.size} workers, "
+                f"but {caller} needs shards of {expected} entries: mark it with zero.shard(params) or "
+                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
+            )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.dtypes import working_dtype
+from .._core.hashing import cheap_hash
 from .._core.trees import fold_keys
 from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
@@ -19,8 +19,7 @@ from ..reducers.exact import exact
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE
 from ..wire.shards import unshard
-from .checks import check_sharding
-from .prefetched import scan_with_prefetch
+from .base import check_sharding
 from .shards import decode, encode, gather_payloads
 
 EXACT = exact()
@@ -30,25 +29,14 @@ def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
     """Marks large parameters as `Sharded`.
 
     Args:
-      params: the parameters as written, whole arrays (or their shapes, under `eval_shape`).
       smallest: leaves with fewer entries stay replicated: gathering them costs latency and saves nothing.
 
-    Returns:
-      The parameters with their marks, for the train state.
-
-    Raises:
-      ValueError: `smallest` is negative.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> jd.zero.shard({"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}, smallest=10)["b"].shape
       (4,)
       >>> type(jd.zero.shard({"w": jnp.zeros((4, 4))}, smallest=10)["w"]).__name__
       'Sharded'
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020 (the persistence threshold of DeepSpeed's stage 3).
     """
     if smallest < 0:
         raise ValueError(f"smallest must not be negative, got {smallest}")
@@ -92,22 +80,18 @@ def gathered(
     Args:
       f: `f(params, *args)`; it sees whole arrays. `params` is a tree that contains marks, not a mark itself, which a
         step does not see.
-      axis: the mesh axis of the workers.
       remat: compute `f` again in the backward pass.
       reducer: averages the gradients of sharded parameters, in its reduce-scatter form; it keeps no state between
         steps, so error feedback is refused.
       compressor: compresses the parameters; use small blocks, and 8 bits at first: 4 bits hurt small models.
       secondary_partition: gather over the fast links alone in the backward pass; for two axes.
 
-    Returns:
-      The function of sharded parameters.
-
     Raises:
       ValueError: the reducer has no reduce-scatter form or keeps state from step to step (at trace time);
         `secondary_partition` without two axes or without `remat`; parameters are sharded in another way than by
         `zero.shard`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> layer = jd.zero.gathered(lambda p, x: x * p["w"].sum())
       >>> def step(state, x):
@@ -117,12 +101,6 @@ def gathered(
       >>> state, value = jd.simulate(step, workers=2)(state, jnp.array([1.0, 3.0]))
       >>> float(value), state["params"]["w"].value[:4].tolist()
       (6.0, [2.0, 2.0, 2.0, 0.0])
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv
-      2304.11277, 2023. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
-      arXiv 2306.10209, 2023.
     """
     if secondary_partition and len(axis_tuple(axis)) < 2:
         raise ValueError(f"secondary_partition=True needs two levels of workers, axis=(slow, fast), got axis={axis!r}")
@@ -158,28 +136,18 @@ def gathered_scan(
     starts with the layer that the forward pass ended with.
 
     Args:
-      f: `f(params, x, *args) -> x`.
       layers: the parameters of each layer, with the same tree, shapes and dtypes; separate in the train state. This
         worker's shards are stacked for the loop, which copies them.
-      x: the input of the first layer.
-      args: passed to each layer.
-      axis: the mesh axis of the workers.
-      reducer: as in `gathered`.
-      compressor: as in `gathered`.
-      secondary_partition: as in `gathered`.
       prefetch: gather the parameters of the next layer while this one computes, forward and backward, on links and
         compilers that can overlap them (not on CPU). Two layers are whole at a time, and the first and the last layer
         are compiled separately. Without it a layer waits for the parameters that it needs first, and overlaps the
         gathers of the others.
 
-    Returns:
-      The last `x`.
-
     Raises:
       ValueError: the layers differ in shapes, or there are none; `prefetch` with `secondary_partition`; the errors of
         `gathered`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> layers = jd.place([jd.zero.shard({"w": jnp.full(3, 2.0)}, smallest=0) for _ in range(4)], 2)
       >>> def step(state, x):
@@ -187,10 +155,6 @@ def gathered_scan(
       ...     return state, jax.lax.pmean(last, "data")
       >>> float(jd.simulate(step, workers=2)(layers, jnp.array([1.0, 3.0]))[1])
       32.0
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020.
     """
     kinds = {str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), layer)) for layer in layers}
     if len(kinds) != 1:
@@ -205,7 +169,7 @@ def gathered_scan(
         cfg = _Config(axis, shards_of(reducer, advice="gathered(..., reducer=exact())"), compressor, False)
         # Everything is typed as varying throughout, since gathered arrays are.
         stacked, x, args = over(axis).varying((stacked, x, args))
-        return scan_with_prefetch(f, lambda params: _assemble(cfg, params, _keep(cfg, params)), stacked, x, args)
+        return _scan_with_prefetch(f, lambda params: _assemble(cfg, params, _keep(cfg, params)), stacked, x, args)
     layer = gathered(f, axis=axis, reducer=reducer, compressor=compressor, secondary_partition=secondary_partition)
     return lax.scan(lambda x, params: (layer(params, x, *args), None), x, stacked)[0]
 
@@ -273,7 +237,7 @@ def _straight_through(forward: Callable[..., PyTree], form: Reducer, axis: AxisN
         # The reducer starts afresh in each step, with draws that depend on the gradients.
         comm = over(axis)
         gradients = comm.varying(gradients)
-        state = fold_keys(form.init(gradients), _hash_of(jax.tree.leaves(gradients)))
+        state = fold_keys(form.init(gradients), cheap_hash(jax.tree.leaves(gradients)))
         return comm.varying(form.reduce(gradients, state, comm)[0].mean), None
 
     full.defvjp(lambda shards, kept: (forward(shards, kept), None), backward)
@@ -308,16 +272,98 @@ def _by_worker(x: Array) -> Array:
 
 def _key_of(shards: Sequence[Array], comm: Comm) -> PRNGKeyArray:
     """A key that depends on the parameters: other parameters get other draws, equal ones the same draws again."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), _hash_of(shards)), comm.index)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), cheap_hash(shards)), comm.index)
 
 
-def _hash_of(arrays: Sequence[Array]) -> Array:
-    """A hash of the bits of arrays: a weighted sum of words, which is cheap compared with any compressor."""
-    total = jnp.zeros((), jnp.uint32)
-    for x in arrays:
-        wide = x.astype(working_dtype(x.dtype)).ravel()
-        words = lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)
-        # Odd weights: every word can change the sum, and exchanged words do.
-        odd = 2 * lax.iota(jnp.uint32, words.size) + 1
-        total = total * jnp.uint32(0x9E3779B1) + (words * odd).sum(dtype=jnp.uint32)
-    return total
+class _Scan(NamedTuple):
+    """`layer(params, x, floats, integers) -> x`, and `gather(params)`, which makes a layer's parameters whole."""
+
+    layer: Callable[..., PyTree]
+    gather: Callable[[PyTree], PyTree]
+    count: int
+
+
+def _scan_with_prefetch(
+    layer: Callable[..., PyTree], gather: Callable[[PyTree], PyTree], stacked: PyTree, x: PyTree, args: tuple[Any, ...]
+) -> PyTree:
+    """Computes `x = layer(gather(params), x, *args)` for each of the stacked `params` in turn.
+
+    The loop computes with parameters that the previous round has gathered, and gathers those of the next, so that
+    neither waits for the other. Automatic differentiation would save every loop carry, here every whole layer; so the
+    backward pass is written out: a reversed loop, also one layer ahead. It starts with the last layer, still whole from
+    the forward pass. The last layer of the forward loop and the first of the backward loop are outside of the loops,
+    which would otherwise gather parameters that are never used.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    # Arrays that `layer` closes over have gradients too, so they become arguments.
+    shapes = jax.eval_shape(lambda stacked: gather(_layer_at(stacked, 0)), stacked)
+    closed_layer, consts = jax.closure_convert(layer, shapes, x, *args)
+    floats = ([leaf for leaf, flag in zip(leaves, is_float, strict=True) if flag], list(consts))
+    integers = [leaf for leaf, flag in zip(leaves, is_float, strict=True) if not flag]
+
+    def call_layer(params, x, floats, integers):
+        given, consts = floats
+        first, second = iter(given), iter(integers)
+        args = tree.unflatten([next(first) if flag else next(second) for flag in is_float])
+        return closed_layer(params, x, *args, *consts)
+
+    scan = _Scan(call_layer, gather, jax.tree.leaves(stacked)[0].shape[0])
+
+    @jax.custom_vjp
+    def run(stacked, x, floats, integers) -> Array:
+        return _forward(scan, stacked, x, floats, integers)[0]
+
+    run.defvjp(partial(_forward, scan), partial(_backward, scan))
+    return run(stacked, x, floats, integers)
+
+
+def _layer_at(tree: PyTree, l: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, l, keepdims=False), tree)
+
+
+def _forward(scan: _Scan, stacked: PyTree, x: PyTree, floats: PyTree, integers: PyTree) -> tuple[PyTree, tuple]:
+    """The last `x`, and the residuals: every layer's output, and the last layer's whole parameters."""
+
+    def body(carry, l):
+        x, params = carry
+        # Independent of `x`, so the gather can overlap the layer's computation.
+        following = scan.gather(_layer_at(stacked, l + 1))
+        x = scan.layer(params, x, floats, integers)
+        return (x, following), x
+
+    start = (x, scan.gather(_layer_at(stacked, 0)))
+    (last, params), outputs = lax.scan(body, start, jnp.arange(scan.count - 1)) if scan.count > 1 else (start, ())
+    return scan.layer(params, last, floats, integers), (stacked, x, outputs, params, floats, integers)
+
+
+def _backward(scan: _Scan, saved: tuple, g: PyTree) -> tuple[PyTree, PyTree, PyTree, None]:
+    stacked, x, outputs, params, floats, integers = saved
+
+    def pull_back(params, x, g):
+        layer = partial(_call_without_integers, scan, integers)
+        return jax.vjp(layer, params, x, floats)[1](g)
+
+    def store(gradients, l, of_whole):
+        # The gradient of the gather is the reduce-scatter.
+        (sharded,) = jax.vjp(scan.gather, _layer_at(stacked, l))[1](of_whole)
+        return jax.tree.map(lambda all, new: lax.dynamic_update_index_in_dim(all, new, l, 0), gradients, sharded)
+
+    def body(carry, l):
+        g, params, gradients, sums = carry
+        # The next round's parameters, one layer further down.
+        ahead = scan.gather(_layer_at(stacked, l - 1))
+        of_whole, g, of_floats = pull_back(params, _layer_at(outputs, l - 1), g)
+        return (g, ahead, store(gradients, l, of_whole), jax.tree.map(jnp.add, sums, of_floats)), None
+
+    # `floats` are used by every layer, so their gradients are summed over the layers.
+    carry = (g, params, jax.tree.map(jnp.zeros_like, stacked), jax.tree.map(jnp.zeros_like, floats))
+    if scan.count > 1:
+        carry, _ = lax.scan(body, carry, jnp.arange(1, scan.count), reverse=True)
+    g, params, gradients, sums = carry
+    of_whole, g, of_floats = pull_back(params, x, g)
+    return store(gradients, 0, of_whole), g, jax.tree.map(jnp.add, sums, of_floats), None
+
+
+def _call_without_integers(scan: _Scan, integers: PyTree, params: PyTree, x: PyTree, floats: PyTree) -> PyTree:
+    return scan.layer(params, x, floats, integers)

@@ -5,7 +5,7 @@ over the workers. Before any other operation the leaf is gathered: right for any
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import typed_like, varying_axes
+from .._core.compat import cast_varying, varying_axes
 from .._core.jaxprs import (
     CASTS,
     ELEMENTWISE,
@@ -22,17 +22,17 @@ from .._core.jaxprs import (
     TAKES_NUMBERS,
     apply_primitive,
     evaluate,
-    find_called_jaxpr,
     inner_jaxprs,
 )
 from .._core.types import Array, PyTree, Shape
 from ..comm.base import Comm
 from ..comm.over import over
+from ..state.marks import is_mark
 from ..wire.flat import MULTIPLE
 from ..wire.shards import clear_padding, piece, unshard
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(jax.tree_util.register_dataclass, data_fields=("value", "full"), meta_fields=("shape",))
 class Part:
     """One worker's shard of an array of this shape: `[n]` of its entries, in row-major order, padded.
 
@@ -42,15 +42,6 @@ class Part:
 
     def __init__(self, value: Any, shape: Shape, full: Any = None):
         self.value, self.shape, self.full = value, shape, full
-
-    def tree_flatten(self):
-        """The two arrays are the children."""
-        return (self.value, self.full), self.shape
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse."""
-        return cls(children[0], aux, children[1])
 
     def clear_padding(self, comm: Comm, fill: Any = 0) -> "Part":
         """The same array, with `fill` in place of the results that were computed for the padding."""
@@ -69,9 +60,8 @@ class Uniform(NamedTuple):
     shape: Shape
 
 
-def is_part(x: Any) -> bool:
-    """Returns True for the shard of a whole array."""
-    return isinstance(x, Part)
+# A bound method of C: JAX calls it at every node of every tree.
+is_part: Callable[[Any], bool] = Part.__instancecheck__
 
 
 def local_shard(x: Any, comm: Comm) -> Array:
@@ -84,14 +74,19 @@ def all_gather_shards(x: Array, shape: Shape, comm: Comm) -> Array:
     return unshard(comm.all_gather(x), jax.ShapeDtypeStruct(shape, x.dtype))
 
 
+def as_parts(tree: PyTree, comm: Comm | None = None) -> PyTree:
+    """A `Part` for each marked leaf; with `comm`, one for each replicated leaf too, whose full array is known."""
+
+    def as_part(x: Any) -> Any:
+        if is_mark(x):
+            return Part(x.value, x.shape)
+        return x if comm is None else Part(piece(x, comm), x.shape, x)
+
+    return jax.tree.map(as_part, tree, is_leaf=is_mark)
+
+
 def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], arguments: Sequence[PyTree]) -> PyTree:
     """`f(*arguments)`, where a `Part` represents a whole array.
-
-    Args:
-      f: any function of arrays.
-      comm: the workers.
-      likes: the shapes and dtypes of the whole arguments.
-      arguments: like `likes`, with a `Part` for some arrays.
 
     Returns:
       The results of `f`, with a `Part` for those that could be computed on shards alone. Their padding is zero:
@@ -101,7 +96,7 @@ def on_parts(f: Callable[..., PyTree], comm: Comm, likes: Sequence[PyTree], argu
     values = jax.tree.leaves(arguments, is_leaf=is_part)
     around = over(_axes_around(values, comm))
     closed, out = jax.make_jaxpr(lambda *trees: f(*around.varying(trees)), return_shape=True)(*likes)
-    results = evaluate(closed, partial(_apply, comm), values)
+    results = _evaluate(closed, comm, values)
     results = [x.clear_padding(comm) if is_part(x) else _as_array(x) for x in results]
     return jax.tree.structure(out).unflatten(results)
 
@@ -115,6 +110,12 @@ def _axes_around(values: Sequence[Any], comm: Comm) -> tuple[str, ...]:
     return tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(values))) - own))
 
 
+def _evaluate(closed: Any, comm: Comm, values: Sequence[Any]) -> list[Any]:
+    # Computations without sharded operands run as traced, on every worker.
+    kinds, primitives = (Part, Uniform), {"broadcast_in_dim", *CASTS}
+    return evaluate(closed, partial(_apply, comm), values, opaque=LOOPS, kinds=kinds, primitives=primitives)
+
+
 def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
     """The results of one equation, on parts where that is possible."""
     name = equation.primitive.name
@@ -123,13 +124,8 @@ def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
         return [Uniform(jnp.reshape(_number(operands[0]), ()), shape)]
     # A shard may vary over the axes already, and the primitive would refuse to cast it again.
     if name in CASTS:
-        return [_cast_type(x, equation.outvars[0].aval) for x in operands]
-    # Computations without sharded operands run as traced, on every worker.
-    if not any(isinstance(x, Part | Uniform) for x in operands):
-        return apply_primitive(equation, operands)
-    body = find_called_jaxpr(equation, opaque=LOOPS)
-    if body is not None:
-        return evaluate(body, partial(_apply, comm), operands)
+        names = equation.outvars[0].aval.manual_axis_type.varying
+        return [_cast_type(x, names) for x in operands]
     # Only one branch runs, so all must return the same kinds of values.
     if name == "cond":
         branches = [partial(_apply_branch, comm, branch) for branch in inner_jaxprs(equation)]
@@ -139,6 +135,13 @@ def _apply(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
         if name in ELEMENTWISE and all(isinstance(x, Uniform) or jnp.ndim(x) == 0 for x in operands):
             return [Uniform(apply_primitive(equation, [_number(x) for x in operands])[0], shape)]
         return apply_primitive(equation, [_as_array(x) for x in operands])
+    return _apply_to_parts(comm, equation, operands)
+
+
+def _apply_to_parts(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[Any]:
+    """The results of an equation with a part among its operands: without a gather where that is possible."""
+    name = equation.primitive.name
+    shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name in ELEMENTWISE:
         return [_apply_elementwise(equation, operands, comm)]
     part = operands[0]
@@ -157,6 +160,7 @@ def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Pa
     shape = equation.outvars[0].aval.shape
     length = (-(-math.prod(shape) // (comm.size * MULTIPLE)) * MULTIPLE,)
     mixed = equation.primitive.name in TAKES_NUMBERS and bool(shape)
+    bind = partial(equation.primitive.bind, **equation.params)
 
     def shard_of(x: Any) -> Array:
         if is_part(x) and x.shape == shape:
@@ -171,8 +175,8 @@ def _apply_elementwise(equation: Any, operands: Sequence[Any], comm: Comm) -> Pa
 
     # If all operands are known in full, so is the result: an operation that needs it later gathers nothing.
     fulls = [x.full if is_part(x) else _as_array(x) for x in operands]
-    full = None if any(x is None for x in fulls) else apply_primitive(equation, fulls)[0]
-    return Part(apply_primitive(equation, [comm.varying(shard_of(x)) for x in operands])[0], shape, full)
+    full = None if any(x is None for x in fulls) else bind(*fulls)
+    return Part(bind(*comm.varying([shard_of(x) for x in operands])), shape, full)
 
 
 def _apply_branch(comm: Comm, branch: Any, *operands: Any) -> list[Any]:
@@ -184,7 +188,7 @@ def _apply_branch(comm: Comm, branch: Any, *operands: Any) -> list[Any]:
         x = _as_array(x)
         return Part(piece(x, comm), x.shape) if jnp.shape(x) else x
 
-    return [share_form(x) for x in evaluate(branch, partial(_apply, comm), operands)]
+    return [share_form(x) for x in _evaluate(branch, comm, operands)]
 
 
 def _reduction(
@@ -212,11 +216,10 @@ REDUCTIONS: dict[str, Callable[[Part, Comm], Array]] = {
 }
 
 
-def _cast_type(x: Any, aval: Any) -> Any:
-    """The value, with the mesh axes that its type varies over as in `aval`."""
+def _cast_type(x: Any, names: Iterable[str]) -> Any:
     if isinstance(x, Uniform):
-        return Uniform(typed_like(jnp.asarray(x.value), aval), x.shape)
-    return jax.tree.map(lambda leaf: typed_like(jnp.asarray(leaf), aval), x)
+        return Uniform(cast_varying(jnp.asarray(x.value), names), x.shape)
+    return jax.tree.map(lambda leaf: cast_varying(jnp.asarray(leaf), names), x)
 
 
 def _as_array(x: Any) -> Any:

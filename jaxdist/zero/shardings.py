@@ -32,31 +32,15 @@ def zero_shardings(
     otherwise the compiler may shard the contraction and exchange activations.
 
     Args:
-      params: the parameters, or their shapes.
-      opt_state: the optimizer's state, or its shapes.
-      mesh: the mesh.
       stage: 0: nothing is sharded; 1: the state; 2: and gradients; 3: and parameters.
-      axis: the mesh axis of the workers.
-      smallest: arrays with fewer entries stay replicated.
 
-    Returns:
-      The shardings, for `in_shardings`, `out_shardings` and `device_put`.
-
-    Raises:
-      ValueError: there is no such stage, or the mesh has no such axis.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
       >>> mesh, params = jd.make_mesh({"data": 1}), {"w": jnp.zeros((4, 8)), "b": jnp.zeros(3)}
       >>> state = optax.adam(0.1).init(params)
       >>> found = jd.zero.zero_shardings(params, state, mesh, stage=1, smallest=0)
       >>> tuple(found.opt_state[0].mu["w"].spec), tuple(found.params["w"].spec)
       ((None, 'data'), ())
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
-      1910.02054, 2020. Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", arXiv
-      2004.13336, 2020.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage}")

@@ -18,7 +18,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import offload
 from jaxdist.offload.nvme import arrays, disk, files
-from jaxdist.offload.nvme.store import stream
+from jaxdist.offload.nvme.disk import stream
 
 CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state with master parameters
 

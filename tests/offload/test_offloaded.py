@@ -10,7 +10,7 @@ import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits, gpt, text
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import offloaded, train
+from jaxdist._cli.training import one_worker, train
 
 WORK = digits.digits_workload(8)
 OPTIMIZER = "adamw:1e-2"
@@ -20,7 +20,7 @@ TINY = ["--workload", "digits", "--model", "convnet:8", "--batch", "8", "--optim
 def run(spelling, offload=None, workload=WORK):
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     method = parse.parse_method(spelling, OPTIMIZER)
-    where = offloaded.parse_offload(offload)
+    where = one_worker.parse_offload(offload)
     prepared = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8, offload=where)
     losses, state = [], prepared.state
     for record, after in train.steps(prepared, 4 - prepared.first, first=prepared.first):

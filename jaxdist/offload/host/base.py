@@ -10,8 +10,8 @@ import optax
 from ..._core.compat import is_on_host, varying_axes
 from ..._core.types import Array, PyTree, State, Updates
 from ...state.marks import OnHost, is_mark
+from ..program import flatten
 from .delayed import delayed as with_delay
-from .program import flatten
 from .run import run
 
 TILE_BYTES = 64 * 2**20
@@ -69,10 +69,7 @@ def host(
       A gradient transformation; call its `update` under `jax.jit`. With `master_dtype` updates are float32, so that
       added to the parameters they give the rounded master exactly.
 
-    Raises:
-      ValueError: an argument is out of range; at trace time, a loop works on the state, or parameters are missing.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jaxdist import offload
       >>> tx, params = offload.host(optax.adam(0.1)), jnp.zeros(4)
@@ -83,7 +80,7 @@ def host(
 
     References:
       Ren, Rajbhandari, Aminabadi, Ruwase, Yang, Zhang, Li, He, "ZeRO-Offload: Democratizing Billion-Scale Model
-      Training", arXiv 2101.06840, 2021.
+      Training", arXiv:2101.06840, 2021.
     """
     if compute not in ("host", "device"):
         raise ValueError(f'compute must be "host" or "device", got {compute!r}')
@@ -106,7 +103,7 @@ class _Config(NamedTuple):
 
 def _init(cfg: _Config, params: PyTree) -> State:
     def mark_on_host(node: Any) -> OnHost:
-        return node if isinstance(node, OnHost) else OnHost(jax.tree.map(_to_host, node))
+        return node if isinstance(node, OnHost) else OnHost(jax.device_put(node, jax.memory.Space.Host))
 
     return jax.tree.map(mark_on_host, cfg.inner.init(params), is_leaf=is_mark)
 
@@ -138,10 +135,6 @@ def _update(
         out = run(flatten(closed), given, pairs, compute=cfg.compute, tile_bytes=cfg.tile_bytes)
     steps, new = jax.tree.structure(shapes).unflatten(out)
     return steps, jax.tree.map(lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark)
-
-
-def _to_host(x: Array) -> Array:
-    return jax.device_put(x, jax.memory.Space.Host)
 
 
 def _to_device(x: Array) -> Array:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from ..._core.jaxprs import LOOPS
-from .program import CHEAP, Operation, Program
+from ..program import CHEAP, Operation, Program, find_live
 
 
 class _Graph(NamedTuple):
@@ -29,6 +29,7 @@ class _Graph(NamedTuple):
         return any(j in members for value in outputs for j in self.consumers.get(value, ()))
 
     def is_movable(self, i: int) -> bool:
+        # A collective must stay where all workers run it, and costly work where the accelerator is.
         operation = self.program.operations[i]
         return not self.reads_state[i] and operation.name in CHEAP and not operation.communicates
 
@@ -59,21 +60,18 @@ class _Graph(NamedTuple):
 
 
 def place_operations(program: Program, state_in: Collection[int], state_out: Collection[int]) -> list[list[Operation]]:
-    """Places every operation of an update.
-
-    Args:
-      program: the update.
-      state_in: the values of the state.
-      state_out: the values of the new state.
+    """Places every operation of an update, from the values of the state to those of the new one.
 
     Returns:
       Levels: `[0]`, `[2]`, ... run on the device, `[1]`, `[3]`, ... beside the state. An operation can be in both:
       cheap ones are computed twice rather than sent.
-
-    Raises:
-      ValueError: a loop works on the state, so that its work cannot be divided.
     """
-    graph = _graph(program, state_in, state_out)
+    consumers: dict[int, list[int]] = {}
+    for i, operation in enumerate(program.operations):
+        for value in operation.reads:
+            consumers.setdefault(value, []).append(i)
+    makers = {value: i for i, operation in enumerate(program.operations) for value in operation.outputs}
+    graph = _Graph(program, _depends_on_state(program, state_in), consumers, makers, set(state_out))
     beside = _core(graph)
     # Backwards: an operation moves only if one that reads it has moved.
     for i in reversed(range(len(program.operations))):
@@ -85,21 +83,14 @@ def place_operations(program: Program, state_in: Collection[int], state_out: Col
     return _levels(program, beside, device, state_in)
 
 
-def _graph(program: Program, state_in: Collection[int], state_out: Collection[int]) -> _Graph:
-    consumers: dict[int, list[int]] = {}
-    for i, operation in enumerate(program.operations):
-        for value in operation.reads:
-            consumers.setdefault(value, []).append(i)
-    makers = {value: i for i, operation in enumerate(program.operations) for value in operation.outputs}
-    return _Graph(program, _depends_on_state(program, state_in), consumers, makers, set(state_out))
-
-
 def _core(graph: _Graph) -> set[int]:
     """The operations that must run beside the state: they read it, and the new state needs them."""
     operations = graph.program.operations
-    needed = _reaches_new_state(graph.program, graph.state_out)
+    needed = {operation.outputs for operation in find_live(operations, graph.state_out)}
     core = {
-        i for i, operation in enumerate(operations) if graph.reads_state[i] and needed[i] and not operation.communicates
+        i
+        for i, operation in enumerate(operations)
+        if graph.reads_state[i] and operation.outputs in needed and not operation.communicates
     }
     for i in sorted(core):
         if operations[i].name in LOOPS:
@@ -154,17 +145,6 @@ def _depends_on_state(program: Program, state_in: Collection[int]) -> list[bool]
     return found
 
 
-def _reaches_new_state(program: Program, state_out: Collection[int]) -> list[bool]:
-    """For each operation, True if the new state depends on it."""
-    wanted = set(state_out)
-    found = []
-    for operation in reversed(program.operations):
-        found.append(bool(wanted & set(operation.outputs)))
-        if found[-1]:
-            wanted |= set(operation.reads)
-    return found[::-1]
-
-
 def _levels(program: Program, beside: set[int], device: set[int], state_in: Collection[int]) -> list[list[Operation]]:
     """Alternating levels; an operation goes into the earliest one in which all its inputs are available."""
     given = [*program.inputs, *program.constants]
@@ -180,9 +160,7 @@ def _levels(program: Program, beside: set[int], device: set[int], state_in: Coll
                 here, there = ready[side].get(value), ready[1 - side].get(value)
                 # A value of the other side is sent at the end of its level.
                 level = max(level, min(x for x in (here, None if there is None else there + 1) if x is not None))
-            while len(levels) <= level:
-                levels.append([])
+            levels += [[] for _ in range(level + 1 - len(levels))]
             levels[level].append(operation)
-            for value in operation.outputs:
-                ready[side][value] = level
+            ready[side].update(dict.fromkeys(operation.outputs, level))
     return levels

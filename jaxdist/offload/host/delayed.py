@@ -1,4 +1,4 @@
-"""Delayed parameter updates: the gradients of one step are applied in the next."""
+"""One-step delayed parameter updates of ZeRO-Offload (Ren et al., arXiv:2101.06840, section 5.2)."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Applies one-step delayed updates, as ZeRO-Offload does: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
+    """Applies the gradients of one step in the next: `θ_{t+1} = θ_t + U(g_{t-1})` from step `start` on.
 
     The update does not depend on the gradients of its own step, so that the host can compute it while the device
     computes those. Steps before `start` are ordinary ones; step `start` applies nothing, and keeps its gradients. All
@@ -42,10 +42,7 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
       A gradient transformation. Its `update` takes `delay=`: a Python `bool`, False if all steps of this program are
       before `start`, True if none is.
 
-    Raises:
-      ValueError: `start` is negative, or `delay` is traced.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax
       >>> from jaxdist import offload
       >>> tx = offload.delayed(optax.sgd(1.0))
@@ -54,10 +51,6 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
       >>> second, state = tx.update(jnp.array(5.0), state)
       >>> float(first), float(second)
       (0.0, -3.0)
-
-    References:
-      Ren, Rajbhandari, Aminabadi, Ruwase, Yang, Zhang, Li, He, "ZeRO-Offload: Democratizing Billion-Scale Model
-      Training", arXiv 2101.06840, 2021, section 5.2.
     """
     if start < 0:
         raise ValueError(f"start must not be negative, got {start}")

@@ -52,11 +52,12 @@ def shards_of(leaf: Any) -> list[Shard]:
     if not isinstance(leaf, jax.Array):
         # As JAX writes it, so that a store accepts parameters of either kind.
         return [Shard((slice(None),) * leaf.ndim, leaf.shape, ())]
+    # Replicas hold the same part: it is streamed once, and sent to the devices of all of them.
     found: dict[str, Shard] = {}
     for copy in leaf.addressable_shards:
-        before = found.get(str(copy.index))
-        devices = (*(before.devices if before else ()), copy.device)
-        found[str(copy.index)] = Shard(copy.index, copy.data.shape, devices)
+        key = str(copy.index)
+        devices = (*(found[key].devices if key in found else ()), copy.device)
+        found[key] = Shard(copy.index, copy.data.shape, devices)
     return [found[key] for key in sorted(found)]
 
 
@@ -83,24 +84,22 @@ def _slice(x: Any, start: Any, size: int) -> Any:
 
 
 def hash_bits(x: np.ndarray) -> int:
-    """The sum of the entries' bits as integers, modulo 2^64: it differs between the parameters of two steps."""
+    """The sum of the entries' bits as integers, modulo 2^64: it differs between the parameters of two steps.
+
+    The hash of an array is the sum of those of its parts.
+    """
     return int(np.add.reduce(x.view(f"u{x.dtype.itemsize}"), dtype=np.uint64, axis=None))
-
-
-def add_hashes(hashes: Sequence[int]) -> int:
-    """The hash of an array whose parts have these hashes."""
-    return sum(hashes) % 2**64
 
 
 def hashing(sink: Sink, hashes: list[int]) -> Sink:
     """A sink that also appends the hash of everything it receives."""
 
-    def put(start: int, x: np.ndarray) -> None:
+    def write(start: int, x: np.ndarray) -> None:
         # Several threads append, in any order: hashes are added in the end.
         hashes.append(hash_bits(x))
         sink.put(start, x)
 
-    return Sink(put, sink.finish)
+    return Sink(write, sink.finish)
 
 
 def place(leaf: Any, sharding: Any) -> Any:
@@ -127,16 +126,16 @@ def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
         # Entries are sent to the devices as they come: the host never has the whole shard.
         sent: list[dict[int, Any]] = [{} for _ in places]
 
-        def put(start, x):
+        def send(start, x):
             for place, parts in zip(places, sent, strict=True):
                 parts[start] = jax.device_put(np.array(x), place)
 
         def concatenate():
             # `jnp.concatenate` needs at least one array.
-            put(-1, np.empty(0, leaf.dtype))
+            send(-1, np.empty(0, leaf.dtype))
             return [jnp.concatenate([parts[at] for at in sorted(parts)]).reshape(shard.shape) for parts in sent]
 
-        return Sink(put, concatenate)
+        return Sink(send, concatenate)
 
     # Only a contiguous array can be viewed as a vector and written in place.
     in_place = donate and isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous

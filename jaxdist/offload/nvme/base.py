@@ -11,11 +11,10 @@ import optax
 
 from ..._core.types import PyTree, State
 from . import arrays
+from .chunks import Runner
 from .disk import Disk
-from .entries import Runner
 from .entrywise import Split
-from .model import Model, describe, initial, update
-from .restore import assemble, hash_params, read_params, read_state
+from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
 from .store import Store, Streamed, StreamedStats
 
 
@@ -56,7 +55,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
       StoreDamagedError: a file is missing, too short or changed.
       StoreError: any other error of the disk.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, tempfile
       >>> from jaxdist import offload
       >>> opt = offload.nvme(optax.adam(0.1), offload.Store(tempfile.mkdtemp()), master_dtype=jnp.float32)
@@ -68,7 +67,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
 
     References:
       Rajbhandari, Ruwase, Rasley, Smith, He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-      Learning", arXiv 2104.07857, 2021.
+      Learning", arXiv:2104.07857, 2021.
     """
     if store.chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {store.chunk_bytes}")
@@ -108,7 +107,7 @@ class _NvmeOptimizer:
     def init(self, params: PyTree) -> PyTree:
         self.close()
         store, model = self.store, describe(self.inner, params, self.master_dtype)
-        split = initial(self.inner, model)
+        split = split_init(self.inner, model)
         folder = Path(store.path).absolute() / f"worker-{jax.process_index():05d}-of-{jax.process_count():05d}"
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
         compiled: dict[str, Callable] = {}
@@ -147,6 +146,7 @@ class _NvmeOptimizer:
         gradients = [g if isinstance(g, np.ndarray) else arrays.place(g, place) for _, g, place in placements]
         extra = jax.tree.map(jnp.asarray, extra_args)
         plan = self._plan(opened, gradients, extra)
+        # The head reads the numbers of the last step, whose writes may still be in progress.
         disk.flush()
         numbers = self._run_head(model, disk, plan, gradients, leaves, extra)
         # With master parameters the ones in memory are only written, as roundings.
@@ -155,21 +155,23 @@ class _NvmeOptimizer:
             [arrays.sink(leaf, shard, donate=donate) for shard in shards]
             for leaf, shards in zip(leaves, model.shards, strict=True)
         ]
+        # Without master parameters on disk, hashes tie the parameters in memory to the step.
         hashes: list[list[list[int]]] = [[[] for _ in each] for each in sinks]
         if not model.master:
             sinks = [list(map(arrays.hashing, *pair)) for pair in zip(sinks, hashes, strict=True)]
         disk.advance(
             plan.runner.step(numbers, sources, sinks),
             [numbers[at] for at in plan.split.others],
-            lambda: None if model.master else [list(map(arrays.add_hashes, each)) for each in hashes],
+            lambda: None if model.master else [[sum(parts) % 2**64 for parts in each] for each in hashes],
         )
         return assemble(model, leaves, sinks)
 
     def _plan(self, opened: _Opened, gradients: Sequence[Any], extra: PyTree) -> _Plan:
+        # What a trace depends on: dtypes, since gradients may come in several, and the extra arguments.
         kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(extra)]
         key = str(([g.dtype for g in gradients], jax.tree.structure(extra), kinds))
         if key not in opened.plans:
-            split = update(self.inner, opened.model, gradients, extra)
+            split = split_update(self.inner, opened.model, gradients, extra)
             runner = Runner(opened.disk.layout, split.programs, opened.compiled)
             opened.plans[key] = _Plan(split, jax.jit(split.head), runner)
         return opened.plans[key]
@@ -223,12 +225,12 @@ def _check_shapes(model: Model, tree: PyTree) -> list[Any]:
 
 def _head_arguments(split: Split, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """The flat arguments that the head reads, in their logical shapes, and `None` for the others."""
-
-    def reshape_leaf(x: Any, shape: tuple[int, ...]) -> Any:
+    arguments: list[Any] = [None] * len(flat)
+    for i in split.memory:
+        x, shape = flat[i], shapes[i]
         # A sharded parameter of one worker is flat and padded.
-        return x if x.shape == shape else x.reshape(-1)[: int(np.prod(shape))].reshape(shape)
-
-    return [reshape_leaf(flat[i], shapes[i]) if i in split.memory else None for i in range(len(flat))]
+        arguments[i] = x if x.shape == shape else x.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+    return arguments
 
 
 def _sources(model: Model, leaves: Sequence[Any]) -> list[list[Any]]:

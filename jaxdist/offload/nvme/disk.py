@@ -5,7 +5,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from . import files
-from .layout import Layout
-from .store import stream
+from .chunks import Layout
 
 # Works on a chunk: its number, and its bytes.
 Visit = Callable[[int, np.ndarray], None]
@@ -75,6 +74,7 @@ class Disk:
         memory = [mmap.mmap(-1, max(largest, files.PAGE)) for _ in range(depth)]
         self.buffers = [np.frombuffer(pages, np.uint8) for pages in memory]
         self.buffer_bytes = depth * largest
+        # -1 for a slot that is empty or was being overwritten.
         steps = np.array([self.manifests.get(slot, {"step": -1})["step"] for slot in (0, 1)])
         step = int(_common(steps))
         if step < 0:
@@ -104,6 +104,7 @@ class Disk:
         `gives` returns, when everything is computed, the hashes of the parameters that belong to the step.
         """
         self.flush()
+        # Never over the committed step.
         slot = 1 - self.slot if self.step >= 0 else 0
         path = files.slot_path(self.folder, slot)
         new = _NewStep(slot, self.step + 1, path, [0] * len(self.layout.chunks), list(numbers), gives)
@@ -112,20 +113,14 @@ class Disk:
             file = self._open(stack, path, new.step, create=True)
             reader, writer = ThreadPoolExecutor(1, "nvme-read"), ThreadPoolExecutor(1, "nvme-write")
             try:
-                read = None
                 if self.step < 0:
                     # Allocates the second slot now, so that a full disk is noticed at the first step.
                     self._open(stack, files.slot_path(self.folder, 1), new.step, create=True)
-                else:
-                    read = self._open_committed(stack)
+                read = self._open_committed(stack) if self.step >= 0 else None
+                compute, write = partial(self._compute, visit), partial(self._write, file, new)
+                count = len(self.layout.chunks)
                 writes = stream(
-                    len(self.layout.chunks),
-                    self.buffers,
-                    read=read,
-                    compute=partial(self._compute, visit),
-                    write=partial(self._write, file, new),
-                    reader=reader,
-                    writer=writer,
+                    count, self.buffers, read=read, compute=compute, write=write, reader=reader, writer=writer
                 )
             except BaseException:
                 reader.shutdown()
@@ -139,11 +134,12 @@ class Disk:
             self.flush()
 
     def _compute(self, visit: Visit, k: int, buffer: np.ndarray) -> None:
+        # The last chunk may be shorter than the buffer.
         visit(k, buffer[: self.layout.chunks[k].nbytes])
         if self.progress is not None:
             self.progress(k + 1, len(self.layout.chunks))
 
-    def _write(self, file: int, new: "_NewStep", k: int, buffer: np.ndarray) -> None:
+    def _write(self, file: int, new: _NewStep, k: int, buffer: np.ndarray) -> None:
         chunk = self.layout.chunks[k]
         data = buffer[: chunk.nbytes]
         sync = self.durable and not self.direct
@@ -152,13 +148,14 @@ class Disk:
             files.forget(file, data, chunk.offset)
         self.written_bytes += data.nbytes
 
-    def _commit(self, file: int, new: "_NewStep", writes: Sequence[Future], stack: contextlib.ExitStack) -> None:
+    def _commit(self, file: int, new: _NewStep, writes: Sequence[Future], stack: contextlib.ExitStack) -> None:
         """Waits for all writes, and then makes the slot the committed one by writing its manifest."""
         with stack:
             for write in writes:
                 write.result()
             if self.durable and self.direct:
-                _sync(file, new.path, new.step)
+                with files.raise_typed_errors(new.path, new.step):
+                    files.data_sync(file)
             gave = new.gives()
             manifest = {
                 "step": new.step,
@@ -169,6 +166,7 @@ class Disk:
                 "numbers": files.encode(new.numbers),
             }
             files.write_manifest(self.folder, new.slot, manifest, durable=self.durable)
+        # From here on the new step is the committed one, in this process too.
         self.slot, self.step, self.sums = new.slot, new.step, new.checksums
         self.numbers, self.gave = new.numbers, gave
 
@@ -213,8 +211,51 @@ def _common(steps: np.ndarray) -> int:
     raise ValueError(f"the processes have no step in common: {by_process.tolist()}; start again in another folder")
 
 
-def _sync(file: int, path: Path, step: int) -> None:
+def stream(
+    count: int,
+    buffers: Sequence[Any],
+    *,
+    read: Callable[[int, Any], None] | None,
+    compute: Callable[[int, Any], None],
+    write: Callable[[int, Any], None],
+    reader: Executor,
+    writer: Executor,
+) -> list[Future]:
+    """Reads chunk `k` into buffer `k mod depth`, computes on it in place, and writes it from there.
+
+    With `depth` buffers and `r`, `c` and `w` seconds for a chunk, a chunk takes `max(r, c, w, (r + c + w)/depth)`: with
+    three or more buffers as long as the slowest of the three, with one the sum.
+
+    `read` fills a buffer, `None` if there is nothing to read yet; `compute` works on it in the thread of the caller.
+    `reader` and `writer` have one thread each, so that chunks are written in order.
+
+    Returns:
+      The writes, the last of which may still be in progress.
+    """
+    depth = len(buffers)
+    writes: list[Future] = []
+
+    def fill(k):
+        # The buffer is free once the chunk that was in it has been written.
+        if k >= depth:
+            writes[k - depth].result()
+        if read is not None:
+            read(k, buffers[k % depth])
+
+    reads = [reader.submit(fill, k) for k in range(min(depth, count))]
     try:
-        files.data_sync(file)
-    except OSError as error:
-        raise files.store_error(error, path, step) from error
+        for k in range(count):
+            reads[k].result()
+            compute(k, buffers[k % depth])
+            writes.append(writer.submit(write, k, buffers[k % depth]))
+            if k + depth < count:
+                reads.append(reader.submit(fill, k + depth))
+    except BaseException:
+        for future in (*reads, *writes):
+            future.cancel()
+        for future in (*reads, *writes):
+            if not future.cancelled():
+                # Waits until no thread uses the buffers any more.
+                future.exception()
+        raise
+    return writes

@@ -6,7 +6,6 @@ memory alone (norms of gradients) may be computed in any way; they enter the pro
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,17 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core.jaxprs import (
-    ELEMENTWISE,
-    LOOPS,
-    RESHAPES,
-    TAKES_NUMBERS,
-    apply_primitive,
-    evaluate,
-    find_called_jaxpr,
-    inner_jaxprs,
-)
+from ..._core.jaxprs import ELEMENTWISE, LOOPS, RESHAPES, TAKES_NUMBERS, evaluate, inner_jaxprs
 from ..._core.types import Array, PyTree
+from ..program import Operation, Recorder, find_live, run_operations
 
 
 class EntryProgram(NamedTuple):
@@ -52,64 +43,6 @@ class Split(NamedTuple):
     others: list[int]
 
 
-@dataclass(frozen=True)
-class Input:
-    """A vector of entries: its position among the flat arguments or, in a program, among its arrays."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class OperationResult:
-    """The result of an operation of the program."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Number:
-    """A value of the head, equal for all entries."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A literal of the trace."""
-
-    value: Any
-
-
-Operand = Input | OperationResult | Number | Constant
-
-
-class _Call(NamedTuple):
-    """An equation of the head; with `scalars`, all its operands are reshaped to single numbers."""
-
-    equation: Any
-    operands: tuple[int, ...]
-    scalars: bool
-
-
-class _Output(NamedTuple):
-    """One result of a `_Call`, which comes before it."""
-
-    call: int
-    index: int
-
-
-class _Value(NamedTuple):
-    """A value of the trace.
-
-    `head` is its position in the head and `entry` its operand in a program; `reason` says why there is no `entry`.
-    """
-
-    aval: Any
-    head: int | None
-    entry: Operand | None
-    reason: str = ""
-
-
 def split(
     f: Callable[..., PyTree],
     arguments: Sequence[PyTree],
@@ -131,32 +64,35 @@ def split(
       ValueError: an operation on arrays that are not in memory is not entrywise.
     """
     closed = jax.make_jaxpr(f)(*arguments)
-    trace = _Trace()
-    entries = {i for members in leaves for i in members}
-    values = []
-    for i, var in enumerate(closed.jaxpr.invars):
-        head = None if i in stored else trace.add(Input(i))
-        entry = Input(i) if i in entries else _number_of(var.aval, head)
-        values.append(_Value(var.aval, head, entry, "a whole array of the state"))
+    trace, given = _Trace(), [var.aval for var in closed.jaxpr.invars]
+    # Argument `i` as a whole is value `i`; its entries are another value.
+    heads = [None if i in stored else number for i, number in enumerate(map(trace.add, given))]
+    entries = {i: trace.add_vector(given[i]) for members in leaves for i in members}
+    values = [
+        _Value(aval, head, entries.get(i, _number(aval, head)), "a whole array of the state")
+        for i, (aval, head) in enumerate(zip(given, heads, strict=True))
+    ]
     found = trace.evaluate(closed, values)
-
     # Leaf programs first: they determine the numbers that the head must return.
     drafts = [
-        _program(trace.operations, ins, [found[o] for o in outs]) for ins, outs in zip(leaves, outputs, strict=True)
+        _program(trace, [entries[i] for i in ins], [found[o] for o in outs])
+        for ins, outs in zip(leaves, outputs, strict=True)
     ]
     of_leaves = {o for outs in outputs for o in outs}
-    heads: list[int] = []
+    others: list[int] = []
     for value in (value for o, value in enumerate(found) if o not in of_leaves):
         if value.head is None:
             raise ValueError(_refusal(value.reason))
-        heads.append(value.head)
-    wanted = [*dict.fromkeys([*(at for program in drafts for at in program.numbers), *heads])]
-    position = {at: i for i, at in enumerate(wanted)}
-    programs = [program._replace(numbers=tuple(position[at] for at in program.numbers)) for program in drafts]
-    order = _ancestors(trace.nodes, wanted)
-    memory = tuple(sorted(node.index for at in order if isinstance(node := trace.nodes[at], Input)))
-    head = partial(_run_head, {at: trace.nodes[at] for at in order}, wanted)
-    return Split(head, memory, programs, [position[at] for at in heads])
+        others.append(value.head)
+    wanted = [*dict.fromkeys([*(x for program in drafts for x in program.numbers), *others])]
+    position = {x: i for i, x in enumerate(wanted)}
+    programs = [program._replace(numbers=tuple(position[x] for x in program.numbers)) for program in drafts]
+    operations = find_live(trace.operations, wanted)
+    read = {*wanted, *(x for operation in operations for x in operation.inputs)}
+    memory = tuple(i for i in range(len(given)) if i in read)
+    constants = {x: value for x, value in trace.constants.items() if x in read}
+    head = partial(_run_head, operations, trace.scalars, constants, wanted)
+    return Split(head, memory, programs, [position[x] for x in others])
 
 
 def _refusal(reason: str) -> str:
@@ -166,50 +102,68 @@ def _refusal(reason: str) -> str:
     )
 
 
-def _number_of(aval: Any, head: int | None) -> Number | None:
-    return Number(head) if head is not None and math.prod(aval.shape) == 1 else None
+class _Value(NamedTuple):
+    """A value of the trace, which may be recorded twice.
+
+    `head` is its number as a whole array. `entry` is its number as a vector of any entries, or that of a whole array
+    with a single entry; `reason` says why there is none.
+    """
+
+    aval: Any
+    head: int | None
+    entry: int | None
+    reason: str = ""
 
 
-class _Trace:
-    """The values met so far: `nodes` of the head, and entrywise `operations` of the programs."""
+def _number(aval: Any, head: int | None) -> int | None:
+    """The value as a number that is equal for all entries, if it is one."""
+    return head if math.prod(aval.shape) == 1 else None
+
+
+class _Trace(Recorder):
+    """The operations of the head and of all programs.
+
+    `vectors`: values that only programs compute, entry by entry. `scalars`: values of the head that are computed as a
+    single number. `literals`: constants that are a part of a program.
+    """
 
     def __init__(self):
-        self.nodes: list[Input | Constant | _Call | _Output] = []
-        self.operations: list[tuple[Any, tuple[Operand, ...]]] = []
-        self.first_output: dict[Any, int] = {}
+        super().__init__()
+        self.vectors: set[int] = set()
+        self.scalars: set[int] = set()
+        self.literals: set[int] = set()
+        self.recorded: dict[Any, tuple[int, ...]] = {}
 
-    def add(self, node: Input | Constant | _Call | _Output) -> int:
-        """Adds a node to the head; returns its position."""
-        self.nodes.append(node)
-        return len(self.nodes) - 1
+    def add_vector(self, aval: Any) -> int:
+        """Numbers the entries of an argument."""
+        number = self.add(aval)
+        self.vectors.add(number)
+        return number
 
     def evaluate(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
-        return evaluate(closed, self.apply, values, literal=self.literal, constant=self.constant)
+        return evaluate(closed, self.apply, values, opaque=LOOPS, literal=self.literal, constant=self.constant)
 
     def literal(self, atom: Any) -> _Value:
-        # As NumPy value: its text is part of the program's key.
-        value = np.asarray(atom.val, atom.aval.dtype)
-        return _Value(atom.aval, self.add(Constant(value)), Constant(value))
+        number = self.add_constant(np.asarray(atom.val, atom.aval.dtype))
+        self.literals.add(number)
+        return _Value(atom.aval, number, number)
 
     def constant(self, value: Any) -> _Value:
-        aval, head = jax.typeof(value), self.add(Constant(value))
-        return _Value(aval, head, _number_of(aval, head), "a constant")
+        aval, head = jax.typeof(value), self.add_constant(value)
+        return _Value(aval, head, _number(aval, head), "a constant")
 
     def apply(self, equation: Any, values: list[_Value]) -> list[_Value]:
         """The results of one equation, in the head where all operands are, and entrywise where that is possible."""
         name = equation.primitive.name
-        body = find_called_jaxpr(equation, opaque=LOOPS)
-        if body is not None:
-            return self.evaluate(body, values)
-        in_head = tuple(value.head for value in values if value.head is not None)
+        in_head = [value.head for value in values if value.head is not None]
         is_known = len(in_head) == len(values)
         if name == "cond" and not is_known:
             return self.select_branch(inner_jaxprs(equation), values)
         avals = [var.aval for var in equation.outvars]
-        heads = self.apply_in_head(equation, in_head) if is_known else [None] * len(avals)
+        heads = self.record_once(equation, in_head) if is_known else [None] * len(avals)
         # An operand that is not available at all is the reason for everything that depends on it.
         reason = next((value.reason for value in values if value.head is None and value.entry is None), name)
-        found = [_Value(aval, head, _number_of(aval, head), reason) for aval, head in zip(avals, heads, strict=True)]
+        found = [_Value(aval, head, _number(aval, head), reason) for aval, head in zip(avals, heads, strict=True)]
         if name in ELEMENTWISE:
             reason = next((value.reason for value in values if value.entry is None), name)
             return [found[0]._replace(entry=self.apply_to_entries(equation, values, heads[0]), reason=reason)]
@@ -217,36 +171,34 @@ class _Trace:
             entry = values[0].entry
             same_size = bool(avals) and math.prod(avals[0].shape) == math.prod(values[0].aval.shape)
             # A number may be broadcast to any shape; vectors only keep the order of their entries.
-            if isinstance(entry, Number | Constant) or (entry is not None and same_size):
+            if entry is not None and (same_size or entry not in self.vectors):
                 return [found[0]._replace(entry=entry)]
         return found
 
-    def apply_in_head(self, equation: Any, operands: tuple[int, ...], *, scalars: bool = False) -> list[int]:
-        """Adds an equation to the head; once for the same operands, so that leaves share their numbers."""
+    def record_once(self, equation: Any, inputs: Sequence[int], *, scalars: bool = False) -> tuple[int, ...]:
+        """Records an operation of the head; once for the same operands, so that leaves share their numbers."""
         is_pure = not inner_jaxprs(equation)
-        key = (equation.primitive.name, str(equation.params) if is_pure else id(equation), operands, scalars)
-        if key not in self.first_output:
-            call = self.add(_Call(equation, operands, scalars))
-            self.first_output[key] = call + 1
-            for index in range(len(equation.outvars)):
-                self.add(_Output(call, index))
-        first = self.first_output[key]
-        return list(range(first, first + len(equation.outvars)))
+        params = str(equation.params) if is_pure else id(equation)
+        key = (equation.primitive.name, params, tuple(inputs), scalars)
+        if key not in self.recorded:
+            self.recorded[key] = self.record(equation, inputs)
+        return self.recorded[key]
 
-    def apply_to_entries(self, equation: Any, values: Sequence[_Value], head: int | None) -> Operand | None:
-        """The operand for the result of an elementwise equation, or `None` if an operand is not entrywise."""
-        operands = tuple(value.entry for value in values if value.entry is not None)
-        if len(operands) < len(values):
+    def apply_to_entries(self, equation: Any, values: Sequence[_Value], head: int | None) -> int | None:
+        """The entries of the result of an elementwise equation, or `None` if an operand is not entrywise."""
+        entries = [value.entry for value in values if value.entry is not None]
+        if len(entries) < len(values):
             return None
-        numbers = tuple(operand for operand in operands if isinstance(operand, Number | Constant))
-        if len(numbers) < len(operands):
-            self.operations.append((equation, operands))
-            return OperationResult(len(self.operations) - 1)
-        if math.prod(equation.outvars[0].aval.shape) == 1 and head is not None:
-            return Number(head)
-        # Arrays of equal numbers are computed as a single number.
-        in_head = tuple(x.index if isinstance(x, Number) else self.add(Constant(x.value)) for x in numbers)
-        return Number(self.apply_in_head(equation, in_head, scalars=True)[0])
+        if not self.vectors.isdisjoint(entries):
+            (number,) = self.record(equation, entries)
+            self.vectors.add(number)
+        elif head is not None and math.prod(equation.outvars[0].aval.shape) == 1:
+            number = head
+        else:
+            # Arrays of equal numbers are computed as a single number.
+            (number,) = self.record_once(equation, entries, scalars=True)
+            self.scalars.add(number)
+        return number
 
     def select_branch(self, branches: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
         """Computes all branches entry by entry, and selects one of them."""
@@ -259,111 +211,61 @@ class _Trace:
         return outputs
 
 
-def _ancestors(nodes: Sequence[Any], wanted: Sequence[int]) -> list[int]:
-    """The positions of the nodes of the head that these depend on; operands come before their results."""
-    needed, stack = set(), list(wanted)
-    while stack:
-        at = stack.pop()
-        if at not in needed:
-            needed.add(at)
-            match nodes[at]:
-                case _Call(_, operands, _):
-                    stack += operands
-                case _Output(call, _):
-                    stack.append(call)
-    return sorted(needed)
-
-
-def _run_head(nodes: dict[int, Any], wanted: Sequence[int], arguments: Sequence[Any]) -> list[Array]:
+def _run_head(
+    operations: Sequence[Operation],
+    scalars: set[int],
+    constants: dict[int, Any],
+    wanted: Sequence[int],
+    arguments: Sequence[Any],
+) -> list[Array]:
     """The wanted values of the head, for flat arguments."""
-    known: dict[int, Any] = {}
-    for at, node in nodes.items():
-        match node:
-            case Input(index):
-                known[at] = arguments[index]
-            case Constant(value):
-                known[at] = jnp.asarray(value)
-            case _Output(call, index):
-                known[at] = known[call][index]
-            case _Call(equation, operands, scalars):
-                given = [jnp.reshape(known[i], ()) if scalars else known[i] for i in operands]
-                known[at] = apply_primitive(equation, given)
-    return [known[at] for at in wanted]
+
+    def run(operation: Operation, operands: Sequence[Any]) -> list[Any]:
+        is_scalar = operation.outputs[0] in scalars
+        return operation.run([jnp.reshape(x, ()) for x in operands] if is_scalar else operands)
+
+    known = dict(enumerate(arguments)) | {x: jnp.asarray(value) for x, value in constants.items()}
+    known = run_operations(operations, known, run)
+    return [known[x] for x in wanted]
 
 
-def _program(
-    operations: Sequence[tuple[Any, tuple[Operand, ...]]], inputs: Sequence[int], outputs: Sequence[_Value]
-) -> EntryProgram:
-    """The program of one leaf, whose `numbers` are still positions in the head."""
-    results: list[Operand] = []
+def _program(trace: _Trace, inputs: Sequence[int], outputs: Sequence[_Value]) -> EntryProgram:
+    """The program of one leaf, whose `numbers` are still those of values."""
+    results: list[int] = []
     for value in outputs:
         if value.entry is None:
             raise ValueError(_refusal(value.reason))
         results.append(value.entry)
-    needed, stack = set(), list(results)
-    while stack:
-        match stack.pop():
-            case OperationResult(index) if index not in needed:
-                needed.add(index)
-                stack += operations[index][1]
-            case Input(index) if index not in inputs:
-                raise ValueError(_refusal("entries of another leaf"))
-    order = sorted(needed)
-    position = {at: i for i, at in enumerate(order)}
-    ordinal = {at: i for i, at in enumerate(inputs)}
-    numbers: dict[int, int] = {}
+    operations = find_live([x for x in trace.operations if x.outputs[0] in trace.vectors], results)
+    made = [operation.outputs[0] for operation in operations]
+    outside = [*dict.fromkeys([*(x for operation in operations for x in operation.inputs), *results])]
+    outside = [x for x in outside if x not in made and x not in inputs]
+    if not trace.vectors.isdisjoint(outside):
+        raise ValueError(_refusal("entries of another leaf"))
+    literals = {x: trace.constants[x] for x in outside if x in trace.literals}
+    numbers = [x for x in outside if x not in literals]
+    dtypes = [value.aval.dtype for value in outputs]
+    # Positions within the leaf, and the text of literals: leaves that are treated alike get the same key.
+    spelling = {x: str(i) for i, x in enumerate([*inputs, *numbers, *made])} | {x: repr(v) for x, v in literals.items()}
+    steps = [(x.name, str(x.equation.params), [spelling[value] for value in x.inputs]) for x in operations]
+    key = str((len(inputs), len(numbers), steps, [spelling[x] for x in results], dtypes))
 
-    def renumber(operand: Operand) -> Operand:
-        match operand:
-            case Input(index):
-                return Input(ordinal[index])
-            case OperationResult(index):
-                return OperationResult(position[index])
-            case Number(index):
-                return Number(numbers.setdefault(index, len(numbers)))
-        return operand
+    def run(arrays: Sequence[Any], given: Sequence[Any]) -> list[Array]:
+        known = dict(zip(inputs, arrays, strict=True)) | {x: jnp.asarray(value) for x, value in literals.items()}
+        known |= {x: jnp.reshape(value, ()) for x, value in zip(numbers, given, strict=True)}
+        shape = arrays[0].shape
+        known = run_operations(operations, known, partial(_run_on_vectors, shape))
+        return [jnp.broadcast_to(known[x], shape).astype(dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
-    # Positions within the leaf: leaves that are treated alike get the same key.
-    steps = [(operations[at][0], [renumber(operand) for operand in operations[at][1]]) for at in order]
-    final = [(renumber(result), value.aval.dtype) for result, value in zip(results, outputs, strict=True)]
-    key = str([(e.primitive.name, str(e.params), str(operands)) for e, operands in steps]) + str(final)
-    return EntryProgram(key, partial(_run_entries, steps, final), tuple(numbers))
+    return EntryProgram(key, run, tuple(numbers))
 
 
-def _run_entries(
-    steps: Sequence[tuple[Any, Sequence[Operand]]],
-    final: Sequence[tuple[Operand, Any]],
-    arrays: Sequence[Any],
-    numbers: Sequence[Any],
-) -> list[Array]:
-    """Runs a program on vectors of one length."""
-    computed: list[Any] = []
-    for equation, operands in steps:
-        # Numbers are broadcast to vectors, except where the primitive takes them as they are.
-        mixed = equation.primitive.name in TAKES_NUMBERS
-        given = [
-            _read(operand, arrays, numbers, computed, broadcast=not mixed or _must_be_array(equation, i))
-            for i, operand in enumerate(operands)
-        ]
-        computed.append(apply_primitive(equation, given)[0])
-    return [jnp.asarray(_read(operand, arrays, numbers, computed), dtype) for operand, dtype in final]
+def _run_on_vectors(shape: tuple[int, ...], operation: Operation, operands: Sequence[Any]) -> list[Any]:
+    """Runs one operation on vectors of this shape and on numbers."""
 
+    def must_be_vector(i: int) -> bool:
+        # Numbers are broadcast, except where the primitive takes them: the condition of `select_n`, the bounds of
+        # `clamp`.
+        return operation.name not in TAKES_NUMBERS or (i > 0 if operation.name == "select_n" else i == 1)
 
-def _read(
-    operand: Operand, arrays: Sequence[Any], numbers: Sequence[Any], computed: Sequence[Any], *, broadcast: bool = True
-) -> Any:
-    match operand:
-        case Input(index):
-            return arrays[index]
-        case OperationResult(index):
-            return computed[index]
-        case Number(index):
-            x = jnp.reshape(numbers[index], ())
-        case Constant(value):
-            x = jnp.reshape(jnp.asarray(value), ())
-    return jnp.broadcast_to(x, arrays[0].shape) if broadcast else x
-
-
-def _must_be_array(equation: Any, position: int) -> bool:
-    """Returns True for operands that need the shape of the result, in a primitive that accepts numbers for others."""
-    return position > 0 if equation.primitive.name == "select_n" else position == 1
+    return operation.run([jnp.broadcast_to(x, shape) if must_be_vector(i) else x for i, x in enumerate(operands)])

@@ -1,4 +1,4 @@
-"""Two slots, each a file of chunks with a manifest: a step is never written over the committed one.
+"""Two slots on disk, each a file of chunks with a manifest: a step is never written over the committed one.
 
 A step reads slot `s` and writes slot `1 - s`; the manifest of a slot is removed before the first byte of it is
 overwritten, and written (under another name, then renamed) after the last. A slot with a manifest is complete.
@@ -8,24 +8,26 @@ tensorstore allocates and copies each chunk: it wrote 1.4 and read 0.6 to 0.9 GB
 """
 
 import base64
+import contextlib
 import errno
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .errors import StoreDamagedError, StoreError, StoreFullError
+from .store import StoreDamagedError, StoreError, StoreFullError
 
 FORMAT = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # 0 on systems without it, which go through the page cache.
 DIRECT = getattr(os, "O_DIRECT", 0)
 PAGE = 4096
+RESUME = "or delete the folder and resume from a checkpoint"
 
 
 def checksum(data: np.ndarray) -> int:
@@ -45,23 +47,30 @@ def store_error(error: OSError, path: Path, step: int) -> StoreError:
     return StoreError(f"{error.strerror or error}", path, step)
 
 
+@contextlib.contextmanager
+def raise_typed_errors(path: Path, step: int) -> Iterator[None]:
+    """Raises the typed exception for an error of the operating system in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(error, path, step) from error
+
+
 def open_slot(path: Path, size: int, direct: bool, step: int, *, create: bool) -> int:
     """Opens the file of a slot; `create` allocates all of it."""
     flags = os.O_RDWR | (DIRECT if direct else 0) | (os.O_CREAT if create else 0)
-    try:
-        found = os.open(path, flags, 0o644)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
+    with raise_typed_errors(path, step):
+        try:
+            found = os.open(path, flags, 0o644)
+        except FileNotFoundError as error:
             raise StoreDamagedError("the file is missing", path, step) from error
-        raise store_error(error, path, step) from error
-    if create:
         try:
             # A full disk is noticed here, and not in the middle of a step.
-            if hasattr(os, "posix_fallocate"):
+            if create and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(found, 0, max(size, 1))
-        except OSError as error:
+        except OSError:
             os.close(found)
-            raise store_error(error, path, step) from error
+            raise
     return found
 
 
@@ -83,37 +92,25 @@ def read_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, 
     """Fills `data`, and checks its checksum."""
     done = 0
     while done < data.nbytes:
-        try:
+        with raise_typed_errors(path, step):
             got = os.preadv(slot, [data[done:].data], offset + done)
-        except OSError as error:
-            raise store_error(error, path, step) from error
         if not got:
-            raise StoreDamagedError(
-                f"the file ends at byte {offset + done}, {data.nbytes - done} bytes too early: restore it from a copy, "
-                "or delete the folder and resume from a checkpoint",
-                path,
-                step,
-            )
+            what = f"the file ends at byte {offset + done}, {data.nbytes - done} bytes too early: restore it"
+            raise StoreDamagedError(f"{what} from a copy, {RESUME}", path, step)
         done += got
     if checksum(data) != expected:
-        raise StoreDamagedError(
-            f"bytes {offset} to {offset + data.nbytes} are not those that were written: restore the file from a copy, "
-            "or delete the folder and resume from a checkpoint",
-            path,
-            step,
-        )
+        what = f"bytes {offset} to {offset + data.nbytes} are not those that were written: restore the file from a copy"
+        raise StoreDamagedError(f"{what}, {RESUME}", path, step)
 
 
 def write_chunk(slot: int, data: np.ndarray, offset: int, path: Path, step: int, *, sync: bool) -> int:
     """Writes all of `data`; returns its checksum."""
     done = 0
-    try:
+    with raise_typed_errors(path, step):
         while done < data.nbytes:
             done += os.pwritev(slot, [data[done:].data], offset + done)
         if sync:
             data_sync(slot)
-    except OSError as error:
-        raise store_error(error, path, step) from error
     return checksum(data)
 
 
@@ -128,8 +125,7 @@ def forget(slot: int, data: np.ndarray, offset: int) -> None:
         os.posix_fadvise(slot, offset, data.nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def manifest_path(folder: Path, slot: int) -> Path:
-    """The path of a slot's manifest."""
+def _manifest_path(folder: Path, slot: int) -> Path:
     return folder / f"manifest.{slot}.json"
 
 
@@ -140,9 +136,9 @@ def slot_path(folder: Path, slot: int) -> Path:
 
 def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable: bool) -> None:
     """Commits a slot, atomically."""
-    path = manifest_path(folder, slot)
+    path = _manifest_path(folder, slot)
     text = json.dumps({"format": FORMAT, **manifest})
-    try:
+    with raise_typed_errors(path, manifest["step"]):
         with open(path.with_suffix(".tmp"), "w") as file:
             file.write(json.dumps({"crc": zlib.crc32(text.encode()), "manifest": text}))
             file.flush()
@@ -151,27 +147,23 @@ def write_manifest(folder: Path, slot: int, manifest: dict[str, Any], *, durable
         # Atomic: a reader sees the old manifest or the new one.
         os.replace(path.with_suffix(".tmp"), path)
         if durable:
-            sync_folder(folder)
-    except OSError as error:
-        raise store_error(error, path, manifest["step"]) from error
+            _sync_folder(folder)
 
 
 def drop_manifest(folder: Path, slot: int, step: int, *, durable: bool) -> None:
     """Removes a slot's manifest: from now on its file is invalid."""
-    path = manifest_path(folder, slot)
-    try:
+    path = _manifest_path(folder, slot)
+    with raise_typed_errors(path, step):
         path.unlink(missing_ok=True)
         if durable:
-            sync_folder(folder)
-    except OSError as error:
-        raise store_error(error, path, step) from error
+            _sync_folder(folder)
 
 
 def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
     """The manifests of the committed slots, by slot."""
     found = {}
     for slot in (0, 1):
-        path = manifest_path(folder, slot)
+        path = _manifest_path(folder, slot)
         if path.exists():
             try:
                 outer = json.loads(path.read_text())
@@ -191,7 +183,7 @@ def _damage_error(path: Path) -> StoreDamagedError:
     return StoreDamagedError("the manifest is damaged; delete it to return to the step of the other one", path, -1)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Makes renames and removals durable."""
     found = os.open(folder, os.O_RDONLY)
     try:
@@ -215,13 +207,11 @@ class Lock:
         found = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(found)
-            raise ValueError(
-                f"{folder} is in use by another process or `nvme` instance: call its `close` first"
-            ) from error
         except OSError as error:
             os.close(found)
+            if isinstance(error, BlockingIOError):
+                what = f"{folder} is in use by another process or `nvme` instance: call its `close` first"
+                raise ValueError(what) from error
             raise store_error(error, path, -1) from error
         self.slot: int | None = found
         _locks.add(self)
@@ -258,6 +248,7 @@ def decode(values: Sequence[dict[str, Any]]) -> list[np.ndarray]:
     """The inverse of `encode`."""
 
     def decode_number(x: dict[str, Any]) -> np.ndarray:
+        # NumPy does not know bfloat16 by its name.
         dtype = np.dtype(getattr(ml_dtypes, x["dtype"], x["dtype"]))
         return np.frombuffer(base64.b64decode(x["data"]), dtype).reshape(x["shape"])
 

@@ -1,6 +1,7 @@
-"""An optimizer's state for each parameter, and the programs that initialize and update it."""
+"""The parameters and the state of an optimizer without their values, and how they are computed and read back."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._core.types import PyTree
-from ...state.correspondence import NONE, beside
-from ...state.marks import is_mark
+from ..._core.types import PyTree, State
+from ...state.marks import NO_PARAMETER, beside, is_mark
+from . import arrays
 from .arrays import Shard, shards_of, strip_marks
+from .chunks import SPAN, Layout, Piece, lay_out, pieces, planes
+from .disk import Disk
 from .entrywise import Split, split
-from .layout import Layout, lay_out
 
 
 class Model(NamedTuple):
@@ -71,9 +73,9 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(beside(inner.init, state, held)), strict=True))
     # Like factored moments, arrays of other shapes are kept in memory, with the numbers.
-    found = [k if k != NONE and leaf.shape == structs[k].shape else NONE for leaf, k in pairs]
+    found = [k if k != NO_PARAMETER and leaf.shape == structs[k].shape else NO_PARAMETER for leaf, k in pairs]
     for leaf, k in zip(jax.tree.leaves(state), found, strict=True):
-        if k == NONE and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if k == NO_PARAMETER and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
                 "the optimizer keeps a random key, and random numbers cannot be streamed: keep this optimizer in memory"
             )
@@ -82,7 +84,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     return Model(tree, names, leaves, shapes, shards, held, state, found, master_dtype is not None, places)
 
 
-def initial(inner: Any, model: Model) -> Split:
+def split_init(inner: Any, model: Model) -> Split:
     """Splits `init`, for parameters in memory."""
     dtypes = [held.dtype for held in jax.tree.leaves(model.held)]
     likes = [jax.ShapeDtypeStruct(s, leaf.dtype) for leaf, s in zip(model.leaves, model.shapes, strict=True)]
@@ -98,7 +100,7 @@ def initial(inner: Any, model: Model) -> Split:
     return result._replace(others=result.others if model.master else result.others[count:])
 
 
-def update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, Any]) -> Split:
+def split_update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, Any]) -> Split:
     """Splits `update` and `apply_updates`, for gradients in memory and a state on disk."""
     held = jax.tree.leaves(model.held)
     count, states = len(held), len(model.beside)
@@ -106,6 +108,7 @@ def update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, 
     likes = [jax.ShapeDtypeStruct(s, g.dtype) for g, s in zip(gradients, model.shapes, strict=True)]
 
     def f(gradients, state, held, extra):
+        # The optimizer sees the dtype of the held parameters, and the caller gets the dtype of its own.
         wide = [g.astype(p.dtype) for g, p in zip(gradients, held, strict=True)]
         params = outer.unflatten(held)
         updates, state = inner.update(outer.unflatten(wide), state, params, **extra)
@@ -113,12 +116,85 @@ def update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict[str, 
         low = [p.astype(leaf.dtype) for p, leaf in zip(new, model.leaves, strict=True)]
         return low, state, new if model.master else []
 
-    def flat(k, first):
-        of_state = [count + i for i in model._of(k)]
-        return [*([first + k] if model.master else []), *of_state]
-
-    ins = [[*flat(k, count + states), *([] if model.master else [count + states + k]), k] for k in range(count)]
-    outs = [[*flat(k, count + states), k] for k in range(count)]
+    # Flat positions: gradients (or low-precision parameters), then the state, then held parameters.
+    first = count + states
+    on_disk = [[*([first + k] if model.master else []), *(count + i for i in model._of(k))] for k in range(count)]
+    ins = [[*on_disk[k], *([] if model.master else [first + k]), k] for k in range(count)]
+    outs = [[*on_disk[k], k] for k in range(count)]
     stored = [count + i for i, k in enumerate(model.beside) if k >= 0]
     stored += [count + states + k for k in range(count)] if model.master else []
     return split(f, (likes, model.state, held, extra), leaves=ins, stored=stored, outputs=outs)
+
+
+def assemble(model: Model, leaves: Sequence[Any], sinks: Sequence[Sequence[arrays.Sink]]) -> PyTree:
+    """The tree of the arrays that the sinks have received."""
+    new = [arrays.assemble(leaf, [sink.finish() for sink in each]) for leaf, each in zip(leaves, sinks, strict=True)]
+    return model.tree.unflatten(new)
+
+
+def read_params(model: Model, disk: Disk) -> PyTree:
+    """The master parameters, with the dtypes and shardings of the parameters in memory."""
+    sinks = [
+        [arrays.sink(leaf, shard, donate=False) for shard in shards]
+        for leaf, shards in zip(model.leaves, model.shards, strict=True)
+    ]
+
+    def store_piece(piece, views):
+        sinks[piece.leaf][piece.shard].put(piece.start, views[0].astype(model.leaves[piece.leaf].dtype))
+
+    _scan(disk, store_piece)
+    return assemble(model, model.leaves, sinks)
+
+
+def hash_params(model: Model) -> list[list[int]]:
+    """The hashes of the parameters in memory, for each shard of each leaf."""
+
+    def hash_shard(leaf: Any, shard: arrays.Shard) -> int:
+        source, size = arrays.source(leaf, shard), math.prod(shard.shape)
+        # Span by span: a shard on a device is never copied as a whole.
+        return sum(arrays.hash_bits(source(at, min(SPAN, size - at))) for at in range(0, size, SPAN)) % 2**64
+
+    pairs = zip(model.leaves, model.shards, strict=True)
+    return [[hash_shard(leaf, shard) for shard in shards] for leaf, shards in pairs]
+
+
+def _scan(disk: Disk, visit_piece: Callable[[Piece, list[np.ndarray]], None]) -> None:
+    """Calls `visit_piece(piece, arrays)` for the entries of all leaves, in order."""
+
+    def visit(k, data):
+        chunk = disk.layout.chunks[k]
+        views = planes(data, chunk, disk.layout.dtypes[chunk.stream])
+        at = 0
+        for piece in pieces(disk.layout.segments[chunk.stream], chunk.start, chunk.start + chunk.length):
+            visit_piece(piece, [view[at : at + piece.size] for view in views])
+            at += piece.size
+
+    disk.scan(visit)
+
+
+def read_state(model: Model, disk: Disk) -> State:
+    """The whole state in memory, as the optimizer's `init` returns it."""
+    dtypes = model.dtypes()
+    parts = [
+        [[np.empty(int(np.prod(shard.shape)), dtype) for dtype in dtypes[k]] for shard in shards]
+        for k, shards in enumerate(model.shards)
+    ]
+
+    def store_piece(piece, views):
+        for room, view in zip(parts[piece.leaf][piece.shard], views, strict=True):
+            room[piece.start : piece.start + view.size] = view
+
+    _scan(disk, store_piece)
+    # With master parameters they are the first array of each leaf.
+    numbers, flat, seen = iter(disk.numbers), [], [int(model.master)] * len(model.leaves)
+    for k in model.beside:
+        if k < 0:
+            flat.append(next(numbers))
+            continue
+        leaf, shape = model.leaves[k], model.shapes[k]
+        whole = np.empty(leaf.shape, dtypes[k][seen[k]])
+        for shard, part in zip(model.shards[k], parts[k], strict=True):
+            whole[shard.index] = part[seen[k]].reshape(shard.shape)
+        seen[k] += 1
+        flat.append(whole.reshape(-1)[: int(np.prod(shape))].reshape(shape))
+    return jax.tree.structure(model.state).unflatten(flat)

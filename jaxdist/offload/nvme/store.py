@@ -1,10 +1,10 @@
-"""The settings of a store on disk, its public functions, and the pipeline of reads, computation and writes."""
+"""The settings of a store on disk, its public functions, and its errors."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..._core.checks import Portable
 from ..._core.types import PyTree, State
 
 
@@ -24,7 +24,7 @@ class Store(NamedTuple):
         their errors are raised by the next `apply` or `flush`, and your parameters are a step ahead of the disk.
       progress: called with the number of chunks done and of all chunks.
 
-    Example:
+    Examples:
       >>> from jaxdist import offload
       >>> offload.Store("/nvme/run-1", host_bytes=1 << 30).chunk_bytes
       67108864
@@ -40,14 +40,10 @@ class Store(NamedTuple):
 
 
 class StreamedStats(NamedTuple):
-    """Counters of a store in this process.
+    """Counters of a store in this process: the last committed step, and bytes.
 
-    Attributes:
-      step: the last committed step.
-      read_bytes: total bytes read from disk.
-      written_bytes: total bytes written to disk, without the manifests.
-      state_bytes: bytes on disk for one step; twice as many are allocated.
-      buffer_bytes: bytes of the chunks in host memory, at most `host_bytes`.
+    `read_bytes` and `written_bytes` (without the manifests) are totals; `state_bytes` are those on disk for one step,
+    twice as many are allocated; `buffer_bytes` those of the chunks in host memory, at most `host_bytes`.
     """
 
     step: int
@@ -69,7 +65,7 @@ class Streamed(NamedTuple):
         (`master_dtype`).
       flush: `flush() -> step`: waits until the last step is committed, and returns its number.
       state: `state() -> state`: the whole state in memory, as `optax` has it.
-      stats: `stats() -> StreamedStats`.
+      stats: `stats() -> StreamedStats`, counters.
       close: releases the folder, so that another `nvme` may open it.
     """
 
@@ -81,57 +77,17 @@ class Streamed(NamedTuple):
     close: Callable[[], None]
 
 
-def stream(
-    count: int,
-    buffers: Sequence[Any],
-    *,
-    read: Callable[[int, Any], None] | None,
-    compute: Callable[[int, Any], None],
-    write: Callable[[int, Any], None],
-    reader: Executor,
-    writer: Executor,
-) -> list[Future]:
-    """Reads chunk `k` into buffer `k mod depth`, computes on it in place, and writes it from there.
+class StoreError(Portable, Exception):
+    """An operation on the disk failed: on the file `path`, for `step`. The last committed step is intact."""
 
-    With `depth` buffers and `r`, `c` and `w` seconds for a chunk, a chunk takes `max(r, c, w, (r + c + w)/depth)`: with
-    three or more buffers as long as the slowest of the three, with one the sum.
+    def __init__(self, message: str, path: Path, step: int):
+        super().__init__(f"{message} (file {path}, step {step})")
+        self.path, self.step = path, step
 
-    Args:
-      count: the number of chunks.
-      buffers: the buffers.
-      read: fills a buffer; `None` if there is nothing to read yet.
-      compute: works on a buffer, in the thread of the caller.
-      write: empties a buffer.
-      reader: has one thread.
-      writer: has one thread, so that chunks are written in order.
 
-    Returns:
-      The writes, the last of which may still be in progress.
-    """
-    depth = len(buffers)
-    writes: list[Future] = []
+class StoreFullError(StoreError):
+    """No space left, or a quota or a limit of file sizes reached. After making room, `apply` can be called again."""
 
-    def fill(k):
-        # The buffer is free once the chunk that was in it has been written.
-        if k >= depth:
-            writes[k - depth].result()
-        if read is not None:
-            read(k, buffers[k % depth])
 
-    reads = [reader.submit(fill, k) for k in range(min(depth, count))]
-    try:
-        for k in range(count):
-            reads[k].result()
-            compute(k, buffers[k % depth])
-            writes.append(writer.submit(write, k, buffers[k % depth]))
-            if k + depth < count:
-                reads.append(reader.submit(fill, k + depth))
-    except BaseException:
-        for future in (*reads, *writes):
-            future.cancel()
-        for future in (*reads, *writes):
-            if not future.cancelled():
-                # Waits until no thread uses the buffers any more.
-                future.exception()
-        raise
-    return writes
+class StoreDamagedError(StoreError):
+    """A file is missing, too short, or holds other bytes than were written: its checksum does not match."""
