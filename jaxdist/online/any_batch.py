@@ -27,7 +27,6 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
 
     Args:
       losses: `losses(params, batch) -> [B]`, the loss of each example.
-      axis: the mesh axis of the workers.
 
     Returns:
       A function `(params, batch, examples) -> (mean, gradient)`, gradient in the dtype of the parameters. With
@@ -37,7 +36,7 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
     Raises:
       ValueError: at trace time, if `losses` returns anything but one number for each example.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> value_and_grad = jd.online.any_batch(lambda w, x: w * x)
       >>> value, gradient = value_and_grad(jnp.array(2.0), jnp.array([1.0, 3.0, 50.0]), 2)
@@ -45,27 +44,27 @@ def any_batch(losses: Callable[..., Any], *, axis: AxisNames = "data") -> Callab
       (4.0, 2.0)
 
     References:
-      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
-      Optimization", arXiv:2006.05752, 2019.
+      Ferdinand et al., "Anytime Minibatch", arXiv:2006.05752, 2019.
     """
     value_and_grad = local_value_and_grad(partial(_average_masked, losses), axis=axis)
 
-    def masked_value_and_grad(params: PyTree, batch: PyTree, examples: Any) -> tuple[Any, PyTree]:
+    def mask_value_and_grad(params: PyTree, batch: PyTree, examples: Any) -> tuple[Any, PyTree]:
+        # Without examples the mean is that of the first one, which must not count.
         has_examples = jnp.asarray(examples) > 0
         value_and_gradient = value_and_grad(params, batch, jnp.asarray(examples))
         return jax.tree.map(lambda x: jnp.where(has_examples, x, jnp.zeros_like(x)), value_and_gradient)
 
-    return masked_value_and_grad
+    return mask_value_and_grad
 
 
 def _average_masked(losses: Callable[..., Any], params: PyTree, batch: PyTree, examples: Array) -> Array:
     """The mean loss of the first `examples` examples."""
     size = jax.tree.leaves(batch)[0].shape[0]
-    counted = jnp.arange(size) < examples
+    is_used = jnp.arange(size) < examples
     # The first example replaces those left out: their gradient may be NaN, and 0 times NaN is NaN.
-    batch = jax.tree.map(lambda x: jnp.where(counted.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]), batch)
+    batch = jax.tree.map(lambda x: jnp.where(is_used.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]), batch)
     values = losses(params, batch)
     if values.shape != (size,):
         raise ValueError(f"losses must return the loss of each of the {size} examples, got shape {values.shape}")
     number = jnp.clip(examples, 1, size).astype(working_dtype(values.dtype))
-    return jnp.sum(jnp.where(counted, values.astype(number.dtype), 0)) / number
+    return jnp.sum(jnp.where(is_used, values.astype(number.dtype), 0)) / number

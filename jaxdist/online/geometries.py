@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.checks import check_range
 from .._core.types import Array, PyTree, Updates
-from ..state.marks import named
+from ..state.marks import name_leaf
 
 
 class Geometry(NamedTuple):
@@ -44,7 +45,7 @@ def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
     Returns:
       The geometry; the norm of `R` is that of the whole tree as one vector.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.euclidean(jd.online.ball(1.0))
       >>> geometry.step(jnp.zeros(2), jnp.array([-3.0, -4.0]), jnp.asarray(1.0)).tolist()  # (3, 4), projected
@@ -55,6 +56,7 @@ def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
     """
 
     def step(y, gradient, rate):
+        # x = Π(y - η g)
         x = jax.tree.map(lambda y, g: y - _cast(rate, y) * g, y, gradient)
         return x if project is None else project(x)
 
@@ -67,23 +69,12 @@ def euclidean(project: Callable[[PyTree], PyTree] | None = None) -> Geometry:
 def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTree], PyTree]:
     """The projection onto the models within `radius` of `center`, in the norm of the whole tree.
 
-    Args:
-      radius: the largest distance from the center.
-      center: a tree like the parameters; `None`: the origin.
+    `center` is a tree like the parameters; `None`: the origin.
 
-    Returns:
-      The projection, a function `tree -> tree`.
-
-    Raises:
-      ValueError: `radius` is not positive.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> jd.online.ball(2.5)({"a": jnp.array([3.0]), "b": jnp.array([4.0])})["b"].tolist()
       [2.0]
-
-    References:
-      Parikh, Boyd, "Proximal Algorithms", 2014.
     """
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius}")
@@ -95,6 +86,7 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
         largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(offset) if x.size]).max()
         unit = jnp.where(largest > 0, largest, 1)
         norm = unit * jnp.sqrt(_total(jax.tree.map(lambda x: jnp.square(x / _cast(unit, x)), offset)))
+        # A model inside stays as it is, bit for bit.
         inside = norm <= radius
         scale = radius / jnp.where(inside, radius, norm)
         return jax.tree.map(lambda x, d: jnp.where(inside, x, x - d + _cast(scale, d) * d), tree, offset)
@@ -103,25 +95,12 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
 
 
 def box(low: float | int, high: float | int) -> Callable[[PyTree], PyTree]:
-    """The projection onto entries in `[low, high]`.
+    """The projection onto entries in `[low, high]`, either of which may be infinite.
 
-    Args:
-      low: the lower bound; `-inf` for none.
-      high: the upper bound; `inf` for none.
-
-    Returns:
-      The projection, a function `tree -> tree`.
-
-    Raises:
-      ValueError: `low` is not below `high`.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> jd.online.box(0, 1)(jnp.array([-0.5, 0.5, 1.5])).tolist()
       [0.0, 0.5, 1.0]
-
-    References:
-      Parikh, Boyd, "Proximal Algorithms", 2014.
     """
     if not low < high:
         raise ValueError(f"low must be below high, got low={low} and high={high}")
@@ -138,17 +117,14 @@ def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | i
 
     Args:
       curvature: `h`, positive: a tree of arrays like the parameters. Entries with more curvature move less.
-      low: the lower bound of entries.
-      high: the upper bound of entries.
 
     Returns:
       The geometry, 1-strongly convex in the norm `sqrt(Σ h x²)`.
 
     Raises:
-      ValueError: `low` is not below `high`, an entry of `curvature` is not positive; at trace time, if `curvature` is
-        not a tree like the parameters.
+      ValueError: an entry of `curvature` is not positive; at trace time, `curvature` is not a tree like the parameters.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.diagonal(jnp.array([1.0, 4.0]))
       >>> geometry.step(jnp.zeros(2), jnp.ones(2), jnp.asarray(1.0)).tolist()
@@ -166,6 +142,7 @@ def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | i
             raise ValueError(f"curvature must be positive, but the smallest entry{where} is {smallest}")
 
     def step(y, gradient, rate):
+        # x = clip(y - η g / h)
         moved = jax.tree.map(lambda y, g, h: y - _cast(rate, y) * g / jnp.asarray(h, y.dtype), y, gradient, curvature)
         return jax.tree.map(lambda x: jnp.clip(x, low, high), moved)
 
@@ -204,10 +181,7 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
     Returns:
       The geometry, 1-strongly convex in the sum of absolute values. With `share` its step is no longer an argmin.
 
-    Raises:
-      ValueError: `share` is not in `[0, 1)`; at trace time, if a parameter lacks the dimension.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.entropy()
       >>> x = geometry.step(jnp.array([0.2, 0.3, 0.5]), jnp.array([1.0, 0.0, -1.0]), jnp.asarray(0.1))
@@ -218,8 +192,7 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
       Kivinen, Warmuth, "Exponentiated Gradient versus Gradient Descent for Linear Predictors", 1997; Herbster, Warmuth,
       "Tracking the Best Expert", 1998 (fixed share).
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"share must be in [0, 1), got {share}")
+    check_range("share", share, 0, 1)
 
     def step(y, gradient, rate):
         return jax.tree.map(lambda y, g: _multiplicative_step(y, _cast(rate, y) * g, axis, share), y, gradient)
@@ -232,7 +205,7 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
             if not -leaf.ndim <= axis < leaf.ndim:
                 raise ValueError(
                     f"entropy(axis={axis}) needs distributions along that dimension, but "
-                    f"{named('the parameter', path)} has shape {leaf.shape}"
+                    f"{name_leaf('the parameter', path)} has shape {leaf.shape}"
                 )
 
     return Geometry(step, divergence, check)
@@ -243,6 +216,7 @@ def _multiplicative_step(y: Array, step: Array, axis: int, share: float | int) -
     logits = jnp.log(y) - step
     x = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis, keepdims=True)))
     x = x / jnp.sum(x, axis, keepdims=True)
+    # Fixed share: x = (1 - γ) x + γ / n
     return (1 - share) * x + share / x.shape[axis] if share else x
 
 
@@ -268,10 +242,7 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
     Returns:
       The geometry, 1-strongly convex in the p-norm of the whole tree as one vector.
 
-    Raises:
-      ValueError: `p` is not in `(1, 2]`, or `radius` is not positive.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> geometry = jd.online.p_norm(1.5)
       >>> [round(float(x), 3) for x in geometry.step(jnp.zeros(2), jnp.array([-1.0, -2.0]), jnp.asarray(1.0))]
@@ -294,11 +265,13 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
         x = _gradient_of_square(dual, q)
         if radius is None:
             return x
+        # The Bregman projection onto the ball is a scaling.
         norm = _norm(x, p)
         scale = jnp.where(norm > radius, radius / jnp.where(norm > 0, norm, 1), 1)
         return jax.tree.map(lambda x: x * _cast(scale, x), x)
 
     def divergence(x, y):
+        # D(x, y) = R(x) - R(y) - <∇R(y), x - y>
         inner = _total(jax.tree.map(lambda m, x, y: m * (x - y), _gradient_of_square(y, p), x, y))
         return ((jnp.square(_norm(x, p)) - jnp.square(_norm(y, p))) / 2 - inner) / (p - 1)
 

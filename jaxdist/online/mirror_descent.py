@@ -1,4 +1,4 @@
-"""Distributed any-batch mirror descent: a mirror step on each worker, and an average of models."""
+"""Online learning with uneven batches: mirror descent and dual averaging, with averages over workers or neighbors."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -9,26 +9,30 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
-from .._core.trees import next_count, tree_where, wide
+from .._core.trees import next_count, plus, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
+from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
-from ..transforms.common import LearningRate, check_per_worker, rate_at
+from ..topology.spectrum import is_doubly_stochastic
+from ..transforms.common import LearningRate, check_per_worker, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, check_local
-from .averaging import Weights, average, check_averaging
+from ..wire.flat import fuse
+from ..wire.mixing import change_at
 from .geometries import Geometry
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
+Weights = Literal["batch", "uniform"]
 
 
 class MirrorDescentState(NamedTuple):
-    """The state of `mirror_descent`.
+    """The state of `mirror_descent`; replicated but for `examples`.
 
     Attributes:
-      count: the number of steps (replicated).
-      sent: the bytes that one worker has sent on average, as (high, low) words (replicated).
+      count: the number of steps.
+      sent: the bytes that one worker has sent on average, as (high, low) words.
       examples: with `combine_then_adapt` and weights by batch, the number of examples of the last step, which weighs
         the next message (per-worker).
     """
@@ -36,6 +40,22 @@ class MirrorDescentState(NamedTuple):
     count: Int[Array, ""]
     sent: UInt[Array, "2"]
     examples: PerWorker | None
+
+    communicates = True
+
+
+class AnytimeMinibatchState(NamedTuple):
+    """The state of `anytime_minibatch`, as that of `mirror_descent`.
+
+    Attributes:
+      start: the first model (replicated).
+      dual: `z`, the sum of gradients, in float32 or better: per-worker with a topology, replicated without one.
+    """
+
+    count: Int[Array, ""]
+    sent: UInt[Array, "2"]
+    start: Updates
+    dual: Updates
 
     communicates = True
 
@@ -75,8 +95,6 @@ def mirror_descent(
       rounds: of consensus in each step. Each brings workers closer by the factor `ρ` of the topology.
       weights: `"batch"` pools all examples: least variance when workers draw from the same source. `"uniform"` counts
         workers alike: unbiased for the mean of their losses when their sources differ.
-      order: `"adapt_then_combine"` or `"combine_then_adapt"`.
-      axis: the mesh axis of the workers.
 
     Returns:
       A gradient transformation for local gradients; it needs `params`, comes last in a chain, and its updates lead to
@@ -85,11 +103,10 @@ def mirror_descent(
       all workers have the same weight.
 
     Raises:
-      ValueError: an argument is out of range, or the topology is not doubly stochastic; at trace time, the topology has
-        another number of workers, `params` are missing or not marked `PerWorker`, or the geometry does not support
-        them.
+      ValueError: the topology is not doubly stochastic; at trace time, the topology has another number of workers,
+        `params` are missing or not marked `PerWorker`, or the geometry does not support them.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.online.mirror_descent(jd.online.euclidean(), 0.5)
       >>> x = jnp.zeros(())
@@ -103,11 +120,11 @@ def mirror_descent(
       ICML 2020 (the weights and the two orders are ours). Shahrampour, Jadbabaie, "Distributed Online Optimization in
       Dynamic Environments Using Mirror Descent", arXiv:1609.02845, 2018.
     """
-    check_averaging(topology, rounds, weights)
     if order not in ("adapt_then_combine", "combine_then_adapt"):
         raise ValueError(f'order must be "adapt_then_combine" or "combine_then_adapt", got {order!r}')
+    _check_averaging(topology, rounds, weights)
     cfg = _Config(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
-    return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
+    return optax.GradientTransformationExtraArgs(partial(_init_descent, cfg), partial(_descend, cfg))
 
 
 class _Config(NamedTuple):
@@ -125,46 +142,31 @@ class _Config(NamedTuple):
         return self.combine_first and self.weights == "batch"
 
 
-def _init(cfg: _Config, params: PyTree) -> State:
+def _init_descent(cfg: _Config, params: PyTree) -> State:
     check_leaves(params)
     cfg.geometry.check(params)
+    # The first message is weighted before any examples were counted: all workers alike.
     examples = bind(PerWorker(jnp.ones((), jnp.float32)), cfg.axis) if cfg.keeps_examples else None
     return MirrorDescentState(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32), examples)
 
 
-def _update(
-    cfg: _Config,
-    updates: Updates,
-    state: State,
-    params: PyTree | None = None,
-    *,
-    examples: Any = None,
-    **extra_args: Any,
+def _descend(
+    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, *, examples: Any = None, **extra: Any
 ) -> tuple[Updates, State]:
-    del extra_args
-    if params is None:
-        raise ValueError(NO_PARAMS)
-    check_leaves(updates)
-    check_local(updates, cfg.axis)
-    if cfg.topology is not None or cfg.combine_first:
-        check_per_worker(params, cfg.axis)
-    ledger: list[comms.Sent] = []
-    comm = comms.counted(over(cfg.axis), ledger)
-    number = None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
+    comm, ledger, number = _begin(cfg, updates, params, examples)
     with jax.named_scope("mirror_descent"):
         old = wide(params)
         # Either order of z_i = argmin ... (adapt) and x_i = Σ_j W_ij b_j z_j / Σ_j W_ij b_j (combine).
         if cfg.combine_first:
             # Models are weighted by the examples of the step that made them.
             last = state.examples.value if cfg.keeps_examples else None
-            new = average(old, last, old, comm, cfg.topology, cfg.rounds, state.count)
+            new = _average(cfg, old, last, old, comm, state.count)
             new = _mirror_step(cfg, new, updates, number, state.count)
         else:
             new = _mirror_step(cfg, comm.varying(old), updates, number, state.count)
-            by_examples = number if cfg.weights == "batch" else None
-            new = average(new, by_examples, old, comm, cfg.topology, cfg.rounds, state.count)
+            new = _average(cfg, new, number, old, comm, state.count)
     weight = comm.varying(jnp.ones((), jnp.float32)) if number is None else number
-    return updates_to(new, params), MirrorDescentState(
+    return _updates_to(new, params), MirrorDescentState(
         count=next_count(state.count),
         sent=add_bytes(state.sent, comms.total_bytes(ledger)),
         examples=with_value(state.examples, weight) if cfg.keeps_examples else None,
@@ -179,6 +181,167 @@ def _mirror_step(
     return new if number is None else tree_where(number > 0, new, model)
 
 
-def updates_to(new: PyTree, params: PyTree) -> Updates:
+def _begin(
+    cfg: _Config, updates: Updates, params: PyTree | None, examples: Any
+) -> tuple[Comm, list[comms.Sent], Array | None]:
+    """Checks what a step was given; returns the workers, the list of what they will send, and `examples`."""
+    if params is None:
+        raise ValueError(NO_PARAMS)
+    check_leaves(updates)
+    check_local(updates, cfg.axis)
+    # Models differ between workers, unless each step ends with an exact mean.
+    if cfg.topology is not None or cfg.combine_first:
+        check_per_worker(params, cfg.axis)
+    ledger: list[comms.Sent] = []
+    comm = comms.count_sent(over(cfg.axis), ledger)
+    return comm, ledger, None if examples is None else comm.varying(jnp.asarray(examples, jnp.float32))
+
+
+def _updates_to(new: PyTree, params: PyTree) -> Updates:
     """The updates from `params` to `new`, in the dtype of the parameters."""
     return jax.tree.map(lambda x, p: (x - p.astype(x.dtype)).astype(p.dtype), new, params)
+
+
+def anytime_minibatch(
+    geometry: Geometry,
+    learning_rate: LearningRate,
+    *,
+    topology: Topology | None = None,
+    rounds: int = 1,
+    weights: Weights = "batch",
+    axis: AxisNames = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Anytime Minibatch: mirror descent in rounds of fixed time, in which workers average sums of gradients.
+
+    With `b_i` examples of mean gradient `g_i` on worker `i`:
+
+        z_i = Σ_j W_ij b_j (z_j + g_j) / Σ_j W_ij b_j,     x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t
+
+    Every step starts from the first model, so with a decreasing `η_t` old gradients lose weight too: for losses that
+    change with time use `mirror_descent`. With non-Euclidean geometries the two differ: the mean of `z` is a geometric
+    mean of entropic models.
+
+    *On the wire*: as `mirror_descent`: `rounds` messages of `4` bytes an entry to each neighbor, and with `examples` 4
+    bytes more in each; without a topology an all-reduce of the same size.
+
+    *State*: replicated, a count and the first model in float32; `z` in float32, per-worker with a topology.
+
+    Args:
+      geometry: as for `mirror_descent`; `D(x, x_1)` takes the place of a regularizer.
+      learning_rate: `η = 1/β`, or a schedule from the number of the step; the analysis has `β = K + sqrt(t)`.
+      topology: as for `mirror_descent`.
+      rounds: of consensus in each step; the analysis needs several.
+      weights: `"batch"`, as in the paper, or `"uniform"`, which is distributed dual averaging.
+
+    Returns:
+      A gradient transformation, to be used as that of `mirror_descent`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> tx = jd.online.anytime_minibatch(jd.online.euclidean(), 0.5, axis=None)
+      >>> x = jnp.zeros(())
+      >>> state = tx.init(x)
+      >>> for gradient in (jnp.array(1.0), jnp.array(2.0)):
+      ...     update, state = tx.update(gradient, state, x)
+      ...     x = x + update
+      >>> x.item()  # the first model, 0, minus 0.5 times the sum of the gradients
+      -1.5
+
+    References:
+      Ferdinand, Al-Lawati, Draper, Nokleby, "Anytime Minibatch: Exploiting Stragglers in Online Distributed
+      Optimization", arXiv:2006.05752, 2019. Duchi, Agarwal, Wainwright, "Dual Averaging for Distributed Optimization",
+      arXiv:1005.2012, 2012.
+    """
+    _check_averaging(topology, rounds, weights)
+    cfg = _Config(geometry, learning_rate, topology, rounds, weights, False, axis)
+    return optax.GradientTransformationExtraArgs(partial(_init_anytime, cfg), partial(_step_anytime, cfg))
+
+
+def _init_anytime(cfg: _Config, params: PyTree) -> State:
+    check_leaves(params)
+    cfg.geometry.check(params)
+    dual = zeros_like(params)
+    return AnytimeMinibatchState(
+        count=jnp.zeros((), jnp.int32),
+        sent=jnp.zeros(2, jnp.uint32),
+        # A copy, since parameters and state may both be donated.
+        start=jax.tree.map(jnp.array, wide(params)),
+        dual=dual if cfg.topology is None else bind(PerWorker(dual), cfg.axis),
+    )
+
+
+def _step_anytime(
+    cfg: _Config, updates: Updates, state: State, params: PyTree | None = None, *, examples: Any = None, **extra: Any
+) -> tuple[Updates, State]:
+    comm, ledger, number = _begin(cfg, updates, params, examples)
+    with jax.named_scope("anytime_minibatch"):
+        # z_i + g_i, or z_i on a worker without examples.
+        old = state.dual if cfg.topology is None else state.dual.value
+        dual = jax.tree.map(jnp.add, comm.varying(old), wide(updates))
+        dual = dual if number is None else tree_where(number > 0, dual, old)
+        # z_i = Σ_j W_ij b_j (z_j + g_j) / Σ_j W_ij b_j
+        dual = _average(cfg, dual, number, old, comm, state.count)
+        # x_i = argmin over x in X of <z_i, x> + D(x, x_1) / η_t
+        new = cfg.geometry.step(state.start, dual, rate_at(cfg.learning_rate, state.count))
+    return _updates_to(new, params), AnytimeMinibatchState(
+        count=next_count(state.count),
+        sent=add_bytes(state.sent, comms.total_bytes(ledger)),
+        start=state.start,
+        dual=dual if cfg.topology is None else with_value(state.dual, comm.varying(dual)),
+    )
+
+
+def _check_averaging(topology: Topology | None, rounds: int, weights: str) -> None:
+    """Checks how workers are averaged."""
+    if weights not in ("batch", "uniform"):
+        raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    if topology is None and rounds > 1:
+        raise ValueError(f"without a topology the mean is exact after one round, so rounds must be 1, got {rounds}")
+    if topology is not None and not is_doubly_stochastic(topology):
+        raise ValueError(
+            f"the mixing matrices of {topology.name} are not doubly stochastic, so workers would not converge to the "
+            "mean: use an undirected graph, or a directed one in which all workers have the same number of neighbors"
+        )
+
+
+def _average(
+    cfg: _Config, tree: PyTree, number: Array | None, fallback: PyTree, comm: Comm, count: Int[Array, ""]
+) -> PyTree:
+    """The mean of all workers' trees in float32, exact or, with a topology, after `rounds` rounds of consensus.
+
+    `number` is `b`, the number of examples that a worker's tree counts for; `None`: all count alike. Where a worker
+    receives none at all the result is `fallback`; it is replicated if that is, and the mean is exact.
+    """
+    topology = cfg.topology
+    if topology is not None and topology.workers != comm.size:
+        raise ValueError(
+            f"the topology {topology.name} has {topology.workers} workers, but the axis has {comm.size}: make the "
+            f"topology for {comm.size}"
+        )
+    examples = number if cfg.weights == "batch" else None
+    # Pairs (b z, b) are averaged and divided: Σ_j W_ij b_j z_j / Σ_j W_ij b_j, the pooled mean if W is exact.
+    message = tree if examples is None else (jax.tree.map(lambda x: _times(x, examples), tree), examples)
+    if topology is None:
+        # All leaves and the count in one all-reduce.
+        leaves, structure = jax.tree.flatten(message)
+        message = structure.unflatten(fuse(comm.mean, leaves))
+    else:
+        for k in range(cfg.rounds):
+            # x_i + Σ_j W_ij (x_j - x_i); round k of this step is step count · rounds + k of a graph that changes.
+            message = plus(message, change_at(comm, topology, count * cfg.rounds + k, message))
+    if examples is None:
+        return message
+    tree, total = message
+    has_examples = total > 0
+
+    def divide(x, otherwise):
+        return jnp.where(has_examples, x / jnp.where(has_examples, total, 1).astype(x.dtype), otherwise)
+
+    return jax.tree.map(divide, tree, fallback)
+
+
+def _times(x: Array, examples: Array) -> Array:
+    # Selected and not only multiplied, since 0 times NaN is NaN.
+    return jnp.where(examples > 0, x * examples.astype(x.dtype), 0)

@@ -19,18 +19,12 @@ def dynamic_regret(
     Returns:
       The regret after each round, in float64. It never decreases, except for errors in `best`.
 
-    Raises:
-      ValueError: the numbers of rounds differ.
-
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.online.dynamic_regret(np.array([[3.0, 1.0], [1.0, 1.0]]), np.array([1.0, 0.5])).tolist()
       [1.0, 1.5]
-
-    References:
-      Eshraghi, Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror Descent",
-      ICML 2020.
     """
+    # Σ_t (mean over workers of f_t(x_i,t) - f_t(x_t*))
     _check_rounds(losses, best)
     return np.cumsum(np.asarray(losses, np.float64).mean(1) - np.asarray(best, np.float64))
 
@@ -50,18 +44,13 @@ def static_regret(
     Returns:
       The regret after each round, in float64. It may be negative: a model that changes can beat every fixed one.
 
-    Raises:
-      ValueError: the numbers of rounds differ.
-
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.online.static_regret(np.array([[3.0], [1.0]]), np.array([[1.0, 2.0], [3.0, 0.5]])).tolist()
       [2.0, 1.5]
-
-    References:
-      Zinkevich, "Online Convex Programming and Generalized Infinitesimal Gradient Ascent", 2003.
     """
     _check_rounds(losses, fixed)
+    # The best fixed model is chosen anew for every T.
     paid = np.cumsum(np.asarray(losses, np.float64).mean(1))
     return paid - np.cumsum(np.asarray(fixed, np.float64), axis=0).min(1)
 
@@ -71,19 +60,12 @@ def path_length(best: Shaped[Array | np.ndarray, "rounds size"]) -> Float[np.nda
 
     With `η ~ sqrt((1 + C_T) / T)` the regret is `O(sqrt(T (1 + C_T)))`.
 
-    Args:
-      best: the best model of each round, flat.
+    `best` has the best model of each round, flat. The length up to each round is in float64, 0 at the first.
 
-    Returns:
-      The length up to each round, in float64, 0 at the first.
-
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.online.path_length(np.array([[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]])).tolist()
       [0.0, 5.0, 6.0]
-
-    References:
-      Zinkevich, "Online Convex Programming and Generalized Infinitesimal Gradient Ascent", 2003.
     """
     moves = np.linalg.norm(np.diff(np.asarray(best, np.float64), axis=0), axis=1)
     return np.concatenate([np.zeros(min(len(best), 1)), np.cumsum(moves)])

@@ -7,7 +7,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist.online import dynamic_regret, path_length, static_regret
-from jaxdist.schedule import anytime_window, processed, shifted_exponential
+from jaxdist.schedule import anytime_window, count_processed, shifted_exponential
 
 
 def losses(w, batch):
@@ -34,11 +34,11 @@ def test_the_first_examples_count_and_no_others():
 
 def test_a_window_fits_whole_examples():
     seconds = np.repeat([[0.1], [0.25], [3.0]], 50, axis=1)  # constant: floor(window / τ)
-    assert processed(seconds, 2.0).tolist() == [20, 8, 0]
-    assert processed(seconds, 2.0, last="finish").tolist() == [21, 9, 1]
-    assert processed(seconds, 1e9, last="finish").tolist() == [50, 50, 50]
+    assert count_processed(seconds, 2.0).tolist() == [20, 8, 0]
+    assert count_processed(seconds, 2.0, last="finish").tolist() == [21, 9, 1]
+    assert count_processed(seconds, 1e9, last="finish").tolist() == [50, 50, 50]
     with pytest.raises(ValueError, match="window must not be negative, got -1"):
-        processed(seconds, -1)
+        count_processed(seconds, -1)
     with pytest.raises(ValueError, match="all must be positive"):
         anytime_window(1.0, workers=0, batch=1)
 
@@ -50,7 +50,7 @@ def test_dropping_the_last_example_favors_cheap_ones():
     seconds = np.where(dear, 10.0, 1.0)
     share = []
     for last in ("drop", "finish"):
-        done = np.arange(20) < processed(seconds, 15.0, last=last)[:, None]
+        done = np.arange(20) < count_processed(seconds, 15.0, last=last)[:, None]
         share.append((dear & done).sum() / done.sum())
     assert share[0] < 0.35
     assert abs(share[1] - 0.5) < 0.02  # a stopping rule that looks at what is past only
