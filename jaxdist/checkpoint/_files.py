@@ -32,6 +32,7 @@ _guard = threading.Lock()
 
 def root_of(path: str | Path) -> Path:
     """Returns the absolute path of the folder that a user names."""
+    # Object stores have no atomic rename, with which a checkpoint is committed.
     if "://" in str(path):
         raise ValueError(f"checkpoints need a folder of a file system that can rename, got {path}")
     return Path(path).expanduser().absolute()
@@ -161,16 +162,15 @@ def begin(root: Path, step: int) -> None:
 
 
 def commit(root: Path, step: int, manifest: str, keep: int | None) -> None:
-    """Renames a complete temporary folder to a checkpoint, sets later ones aside, and deletes all but `keep`.
-
-    Later checkpoints belong to a run that was rolled back to a step before them. From the rename on no reader takes
-    them, even if this process dies before it has set them aside: a journal lists them.
-    """
+    """Renames a complete temporary folder to a checkpoint, sets later ones aside, and deletes all but `keep`."""
     unfinished, folder = root / f"{step}{UNFINISHED}", root / str(step)
     _write(unfinished / MANIFEST, manifest)
     _write(unfinished / SUMS, _sum_files(unfinished))
+    # Contents before the name: after a power cut, a checkpoint that is found must be whole.
     for path in (*unfinished.rglob("*"), unfinished):
         _sync(path)
+    # Later checkpoints belong to a run that was rolled back to a step before them. From the rename on no reader takes
+    # them, even if this process dies before it has set them aside: a journal lists them.
     if later := [other for other in steps(root) if other > step]:
         # The stamp ties the journal to this very checkpoint: it is void if the rename below never happens.
         _write(root / JOURNAL, json.dumps({"by": step, "stamp": _digest(unfinished / SUMS), "steps": later}))
@@ -203,7 +203,8 @@ def _steps_to_abandon(root: Path) -> list[int]:
         journal = json.loads((root / JOURNAL).read_text())
         folder = folder_of(root, journal["by"])
         return journal["steps"] if _digest(folder / SUMS) == journal["stamp"] else []
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # no journal, half of one, or no commit
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # No journal, half of one, or no commit.
         return []
 
 
@@ -236,7 +237,8 @@ def read_sums(folder: Path) -> list[tuple[str, str]]:
         # Names must not lead out of the folder.
         inside = not any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for _, name in found)
         whole = last == _seal(lines) and inside
-    except ValueError:  # empty, or not text
+    except ValueError:
+        # Empty, or not text.
         whole, found = False, []
     if not whole:
         raise CheckpointDamagedError(folder / SUMS, int(folder.stem), ALTERED)
@@ -245,6 +247,7 @@ def read_sums(folder: Path) -> list[tuple[str, str]]:
 
 def check(folder: Path, files: list[tuple[str, str]], part: int, parts: int) -> None:
     """Checks that files are unchanged since they were written: one in `parts`, from `part` on."""
+    # Each file is read by one process: a shared disk is read once.
     for digest, name in files[part::parts]:
         if not _is_file(folder / name):
             raise CheckpointDamagedError(folder / name, int(folder.stem), GONE)
@@ -284,6 +287,7 @@ def _drop(folder: Path, ending: str, then: Callable[[], object] = lambda: None) 
     """Deletes a folder after a rename, so that readers never see half of it."""
     going = folder.with_name(folder.name + ending)
     shutil.rmtree(going, ignore_errors=True)
+    # Between the renames neither name is complete: `folder_of` finds the old checkpoint under its second name.
     folder.rename(going)
     then()
     shutil.rmtree(going, ignore_errors=True)

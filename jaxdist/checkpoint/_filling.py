@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
 from ..state.marks import Sharded
-from ..state.placement import cutting, refit
+from ..state.placement import copy_to_workers, cutting, refit
 from ._files import ARRAYS, MANIFEST
-from ._manifest import Leaf, Manifest, is_key, name_leaves
-from ._orbax import orbax, path_of
+from ._manifest import Leaf, Manifest, name_leaves, orbax, path_of
 from .errors import CheckpointDamagedError
 
 # Leaves to convert pass through host memory, about this many bytes at a time (a leaf is never split): the leaves of
@@ -36,25 +36,16 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
     """Reads a checkpoint into the shardings of `like`. Leaves that do not fit must be in `changed`, and stay new."""
     stored, wanted = manifest.leaves, name_leaves(like)
     unfit = {name: why for name in wanted if (why := _why_unfit(name, stored.get(name), wanted[name], folder))}
-    unfit |= {
-        name: f"{folder} is a checkpoint of another state: it also has `{name}`"
-        for name in stored
-        if name not in wanted
-    }
-    for name, why in unfit.items():
-        if not any(name == part or name.startswith(f"{part}.") for part in changed):
-            others = len(unfit) - 1
-            more = f", and {others} more leaves do not fit" if others else ""
-            raise ValueError(f"{why}{more}; list the changed sub-states in resume(..., changed=)")
-        if name in wanted and isinstance(wanted[name][1], jax.ShapeDtypeStruct):
-            raise ValueError(f"leaf `{name}` is new and `like` has only its shape: pass its array in `like`")
-
+    other = f"{folder} is a checkpoint of another state"
+    unfit |= {name: f"{other}: it also has `{name}`" for name in stored if name not in wanted}
+    _check_changed(unfit, wanted, changed)
     # Leaves with unchanged shape and marks go straight to their devices; the others by way of host memory.
     in_place, others, found, same = {}, [], {}, {}
     for name, (marks, leaf) in wanted.items():
         if name in unfit:
             found[name] = leaf
         elif not leaf.size:
+            # Orbax stores no empty arrays.
             found[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding if _is_committed(leaf) else None)
         else:
             same[name] = stored[name].shape == leaf.shape and same_kinds(stored[name].marks, marks)
@@ -67,8 +58,7 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
         for name, array in read_to_host(folder, {name: stored[name] for name in names}).items():
             marks, leaf = wanted[name]
             if not same[name]:
-                words = array.shape[-1:] if is_key(leaf) else ()
-                array = convert(stored[name].marks, array, marks, (*leaf.shape, *words))
+                array = _convert_leaf(stored[name].marks, array, marks, leaf)
             found[name] = _place(array, leaf)
     return Filled(
         jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted]),
@@ -78,6 +68,19 @@ def fill(folder: Path, manifest: Manifest, like: State, changed: Sequence[str]) 
     )
 
 
+def _check_changed(
+    unfit: Mapping[str, str], wanted: Mapping[str, tuple[tuple[Any, ...], Like]], changed: Sequence[str]
+) -> None:
+    """Checks that leaves that do not fit are in `changed`, and that new ones have values."""
+    for name, why in unfit.items():
+        if not any(name == part or name.startswith(f"{part}.") for part in changed):
+            others = len(unfit) - 1
+            more = f", and {others} more leaves do not fit" if others else ""
+            raise ValueError(f"{why}{more}; list the changed sub-states in resume(..., changed=)")
+        if name in wanted and isinstance(wanted[name][1], jax.ShapeDtypeStruct):
+            raise ValueError(f"leaf `{name}` is new and `like` has only its shape: pass its array in `like`")
+
+
 def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
     """Reads global arrays into host memory, keys as their words."""
     empty = {name for name, leaf in leaves.items() if 0 in leaf.shape}
@@ -85,6 +88,7 @@ def read_to_host(folder: Path, leaves: Mapping[str, Leaf]) -> dict[str, np.ndarr
     found = _read(folder, {name: 0 for name in leaves if name not in empty}, dict.fromkeys(leaves.keys() - empty, kind))
     for name, array in found.items():
         shape, dtype = leaves[name].shape, leaves[name].dtype
+        # The words of a key are an axis of uint32 after its own.
         words = dtype.startswith("key<")
         if not isinstance(array, np.ndarray) or (array.shape[:-1] if words else array.shape) != shape:
             raise _mismatch(folder, name)
@@ -138,13 +142,15 @@ def _read_in_place(folder: Path, leaves: Mapping[str, Like]) -> dict[str, Array]
     try:
         return _read(folder, target, orbax().checkpoint_utils.construct_restore_args(target))
     except ValueError as error:
-        if "stored shape" not in str(error):  # orbax's message for a different shape
+        # Orbax's message for a different shape.
+        if "stored shape" not in str(error):
             raise
         raise _mismatch(folder, "") from error
 
 
 def _read(folder: Path, target: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
-    if not target:  # orbax refuses to read nothing
+    # Orbax refuses to read nothing.
+    if not target:
         return {}
     ocp = orbax()
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
@@ -162,13 +168,17 @@ def _is_committed(leaf: Like) -> bool:
 
 def _place(new: np.ndarray, leaf: Like) -> Array:
     if is_key(leaf):
-        impl = jax.random.key_impl(jnp.zeros(0, leaf.dtype))  # `leaf` may be a shape only
-        key = jax.random.wrap_key_data(jnp.asarray(new), impl=impl)
+        key = _wrap_words(new, leaf)
         return jax.device_put(key, leaf.sharding) if _is_committed(leaf) else key
     if not _is_committed(leaf):
         # A weakly typed number (`0.1`) stays one: as float32 it would promote products with bfloat16.
         return jnp.asarray(new.item() if leaf.weak_type and not leaf.ndim else new)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: new[index])
+
+
+def _wrap_words(words: np.ndarray, leaf: Like) -> Array:
+    impl = jax.random.key_impl(jnp.zeros(0, leaf.dtype))  # `leaf` may be a shape only
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
 
 
 def _empty(leaf: Leaf) -> np.ndarray:
@@ -188,26 +198,34 @@ def same_kinds(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return [type(mark) for mark in cutting(left)] == [type(mark) for mark in cutting(right)]
 
 
-def convert(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], shape: Shape) -> np.ndarray:
+def _convert_leaf(was: Sequence[Any], found: np.ndarray, marks: Sequence[Any], leaf: Like) -> np.ndarray:
+    """Converts a global array to the marks and the shape of a leaf; keys are given and returned as their words."""
+    if not is_key(leaf):
+        return np.asarray(convert(was, found, marks, leaf.shape))
+    return np.asarray(jax.random.key_data(convert(was, _wrap_words(found, leaf), marks, leaf.shape)))
+
+
+def convert(was: Sequence[Any], found: Array | np.ndarray, marks: Sequence[Any], shape: Shape) -> Array | np.ndarray:
     """Converts a global array to other marks and another shape."""
     # Different kinds of marks are converted by way of the unsharded array.
     if not same_kinds(was, marks):
         found = _distribute(marks, _unshard(was, found), shape)
-    return np.asarray(refit(marks, found, shape))
+    return refit(marks, found, shape)
 
 
-def _unshard(marks: Sequence[Any], found: np.ndarray) -> np.ndarray:
+def _unshard(marks: Sequence[Any], found: Array | np.ndarray) -> Array | np.ndarray:
     """Undoes the marks like `jd.consensus`: per-worker values are combined by their rule, shards are joined."""
     # Each mark owns the first dimension that is left; only the last one can be Sharded, with padding at its end.
     for mark in cutting(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
-            found = np.asarray(refit([mark], found, (1, *found.shape[1:])))[0, ...]  # of scalars too, an array
+            # Refit to a single worker; `...` keeps scalars arrays.
+            found = refit([mark], found, (1, *found.shape[1:]))[0, ...]
     return found
 
 
-def _distribute(marks: Sequence[Any], whole: np.ndarray, shape: Shape) -> np.ndarray:
+def _distribute(marks: Sequence[Any], whole: Array | np.ndarray, shape: Shape) -> Array | np.ndarray:
     """Applies the marks like `jd.place`, the innermost first: each adds or shards its dimension."""
     cuts = cutting(marks)
     for dimension in reversed(range(len(cuts))):
@@ -216,5 +234,5 @@ def _distribute(marks: Sequence[Any], whole: np.ndarray, shape: Shape) -> np.nda
             flat = whole.reshape(math.prod(mark.shape), *whole.shape[len(mark.shape) :])
             whole = np.pad(flat, [(0, length - len(flat))] + [(0, 0)] * (flat.ndim - 1))
         else:
-            whole = np.broadcast_to(whole, (length, *whole.shape))
+            whole = copy_to_workers(whole, length)
     return whole

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: a JSON description of its leaves, enough to read them without the program."""
+"""The format of a checkpoint: orbax's, of the arrays, and the manifest, a JSON description of the leaves.
+
+Both suffice to read a checkpoint without the program.
+"""
 
 import json
 import math
@@ -19,14 +22,24 @@ FORMAT = 1
 _KINDS = {kind.__name__: kind for kind in MARKS}
 
 
-class Leaf(NamedTuple):
-    """The description of one leaf.
+def orbax() -> Any:
+    """Returns orbax, which is imported late since the core of the library does not need it."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError("checkpoints need orbax: pip install 'jaxdist[train]'") from error
+    return orbax.checkpoint
 
-    Attributes:
-      shape: of its global array.
-      dtype: its name; for a key the name of its generator, as in `"key<fry>"`.
-      marks: around it, the outermost first.
-    """
+
+def path_of(folder: Path) -> Any:
+    """Converts a path to the type that orbax takes."""
+    from etils import epath  # comes with orbax
+
+    return epath.Path(folder)
+
+
+class Leaf(NamedTuple):
+    """One leaf: the shape of its global array, its dtype (for a key `"key<fry>"`), its marks, the outermost first."""
 
     shape: Shape
     dtype: str
@@ -34,13 +47,7 @@ class Leaf(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The contents of `manifest.json`.
-
-    Attributes:
-      step: the number of steps that the state has done.
-      data: the caller's data, saved beside the state.
-      leaves: all leaves, empty ones too.
-    """
+    """The contents of `manifest.json`: steps done, the caller's data, and all leaves, empty ones too."""
 
     step: int
     data: Any
@@ -82,22 +89,17 @@ def _as_array(name: str, leaf: Any) -> Array:
     return array
 
 
-def is_key(leaf: Like) -> bool:
-    """Returns whether a leaf is a typed key. Keys are saved as their words, along one more axis."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def dump(state: dict[str, tuple[tuple[Any, ...], Like]], step: int, data: Any) -> str:
     """Returns the text of the manifest of a state."""
     leaves = {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "marks": [_describe(mark) for mark in marks]}
         for name, (marks, leaf) in state.items()
     }
+    # For readers of an old checkpoint; no version is refused.
     versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
+    manifest = {"format": FORMAT, "step": step, "data": data, "versions": versions, "leaves": leaves}
     try:
-        return json.dumps(
-            {"format": FORMAT, "step": step, "data": data, "versions": versions, "leaves": leaves}, indent=1
-        )
+        return json.dumps(manifest, indent=1)
     except TypeError as error:
         raise ValueError(f"data must be JSON (numbers, text, lists, dicts), got {data!r}") from error
 
@@ -107,12 +109,13 @@ def read(file: Path, step: int) -> Manifest:
     try:
         found = json.loads(file.read_text())
         number, recorded, data, leaves = (found[name] for name in ("format", "step", "data", "leaves"))
+        manifest = None
         if _count(number) == FORMAT:
             manifest = Manifest(_count(recorded), data, {name: _leaf(name, leaf) for name, leaf in leaves.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"is not a manifest that jaxdist wrote ({type(error).__name__}: {error})"
         raise CheckpointDamagedError(file, step, what) from error
-    if number != FORMAT:
+    if manifest is None:
         raise ValueError(
             f"the checkpoint has format {number}, but this version of jaxdist reads {FORMAT}: use another version"
         )
@@ -124,6 +127,7 @@ def read(file: Path, step: int) -> Manifest:
 
 def wrap(marks: tuple[Any, ...], value: Any) -> Any:
     """Puts a value inside these marks."""
+    # The outermost mark is the first one.
     for mark in reversed(marks):
         value = with_value(mark, value)
     return value
@@ -142,9 +146,14 @@ def _describe(mark: Any) -> dict[str, Any]:
 
 def _leaf(name: str, described: dict[str, Any]) -> Leaf:
     """Parses and checks the entry of one leaf."""
-    shape, dtype, marks = _sizes(described["shape"]), described["dtype"], tuple(map(_mark, described["marks"]))
+    shape, dtype, marks = (
+        tuple(map(_count, described["shape"])),
+        described["dtype"],
+        tuple(map(_mark, described["marks"])),
+    )
     if not dtype.startswith("key<"):
-        jnp.dtype(dtype)  # raises TypeError for an unknown name
+        # Raises TypeError for an unknown name.
+        jnp.dtype(dtype)
     # Only the innermost mark can be Sharded, and its dimension holds at least the entries of the whole array.
     cuts = cutting(marks)
     last = cuts[-1] if cuts else None
@@ -159,14 +168,10 @@ def _mark(described: dict[str, Any]) -> Any:
     if options.get("axis") is not None:
         options["axis"] = tuple(options["axis"])
     if "shape" in options:
-        options["shape"] = _sizes(options["shape"])
+        options["shape"] = tuple(map(_count, options["shape"]))
     if "multiple" in options:
         options["multiple"] = _count(options["multiple"])
     return _KINDS[described["mark"]](None, **options)
-
-
-def _sizes(numbers: list[int]) -> Shape:
-    return tuple(map(_count, numbers))
 
 
 def _count(number: Any) -> int:

@@ -45,6 +45,7 @@ class Together:
         if self._store is None:
             return [value]
         if self._process > 0:
+            # The number of answers so far tells the parts of the operation apart.
             self._set(f"said/{self._answers}/{self._process}", value)
             return self._receive()
         # The answer is the list itself, so that all processes return the same.
@@ -82,7 +83,8 @@ class Together:
         text = f"process {self._process} could not {self._what}: {type(error).__name__}: {error}"
         # A process that only repeats the failure of another reports that it stopped.
         repeated = error is self._known
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service may be what failed
+        # The service may be what failed.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"{'stopped' if repeated else 'failed'}/{self._process}", text)
 
     def _answer(self, value: Any) -> Any:
@@ -113,6 +115,7 @@ class Together:
             self.check()
             values = self._read(f"said/{self._answers}")
             if len(values) == self._processes - 1:
+                # The service would keep the values of every save in the memory of process 0.
                 self._store.key_value_delete(f"{self._place}/said/{self._answers}/")
                 return values
             if time.monotonic() > until:

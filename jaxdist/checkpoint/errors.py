@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from .._core.errors import Portable
+from .._core.checks import Portable
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Tensorstore raises ValueError for errors of the system, with their number in the text.
@@ -15,12 +15,8 @@ _NUMBER = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+)")
 class CheckpointDamagedError(Portable, ValueError):
     """A checkpoint has changed since it was written: a file is missing or altered, or the folder is a copy of another.
 
-    Use an older checkpoint: `resume(..., skip_damaged=True)` takes the newest undamaged one.
-
-    Attributes:
-      file: the damaged file.
-      step: the step of the checkpoint.
-      what: the damage, as the end of a sentence about the file.
+    Use an older checkpoint: `resume(..., skip_damaged=True)` takes the newest undamaged one. `file` is the damaged file
+    of the checkpoint of `step`, and `what` the damage, as the end of a sentence about the file.
     """
 
     def __init__(self, file: Path, step: int, what: str):
@@ -33,10 +29,7 @@ class CheckpointDamagedError(Portable, ValueError):
 class NoCheckpointLeftError(CheckpointDamagedError):
     """All checkpoints of a run are damaged; `resume(..., allow_fresh_start=True)` would start it over.
 
-    Attributes:
-      file: the damaged file of the newest checkpoint.
-      step: the step of the newest checkpoint.
-      what: the damage, as the end of a sentence about the file.
+    `file`, `step` and `what` are those of the newest one.
     """
 
     def __init__(self, file: Path, step: int, what: str):
@@ -51,12 +44,8 @@ class NoCheckpointLeftError(CheckpointDamagedError):
 class CheckpointUnreadableError(Portable, OSError):
     """A file cannot be read: no permission, a failing disk, a file server that is gone. It may be undamaged.
 
-    `resume` never skips such a checkpoint. Fix the cause and start again.
-
-    Attributes:
-      errno: the system's number of the error.
-      file: the file.
-      step: the step of the checkpoint.
+    `resume` never skips such a checkpoint, that of `step`. Fix the cause, of which `errno` is the system's number for
+    `file`, and start again.
     """
 
     def __init__(self, file: Path, step: int, number: int):
@@ -67,13 +56,7 @@ class CheckpointUnreadableError(Portable, OSError):
 
 
 class CheckpointFullError(Portable, OSError):
-    """No space for a checkpoint: a disk, a quota or a limit of file sizes. Earlier checkpoints are intact.
-
-    Attributes:
-      errno: the system's number of the error.
-      path: the folder of the checkpoints.
-      step: the step of the checkpoint that could not be written.
-    """
+    """No space for checkpoint `step` in `path`: a full disk, a quota or a limit (`errno`). Earlier ones are intact."""
 
     def __init__(self, path: Path, step: int, number: int):
         super().__init__(
@@ -83,11 +66,7 @@ class CheckpointFullError(Portable, OSError):
 
 
 class CheckpointPeerError(Portable, RuntimeError):
-    """Another process of the job failed, so that nothing was saved or read.
-
-    Attributes:
-      process: the number of that process.
-    """
+    """Another process of the job, number `process`, failed, so that nothing was saved or read."""
 
     def __init__(self, message: str, process: int):
         super().__init__(message)

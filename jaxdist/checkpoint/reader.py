@@ -58,16 +58,12 @@ class Loaded(NamedTuple):
 
 
 def latest(path: str | Path) -> int | None:
-    """Returns the step of the newest complete checkpoint in a folder, or None.
+    """Returns the step of the newest complete checkpoint in a folder, which may be missing, or None.
 
-    Args:
-      path: the folder that was passed to `save`; it may be missing.
+    Leftovers of a killed `save`, checkpoints that a roll-back abandoned, and other files do not count. Checksums are
+    verified only when a checkpoint is read.
 
-    Returns:
-      The step. Leftovers of a killed `save`, checkpoints that a roll-back abandoned, and other files do not count.
-      Checksums are verified only when a checkpoint is read.
-
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> jd.checkpoint.latest("nowhere") is None
       True
@@ -81,7 +77,7 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
     Replicated leaves are restored bit for bit. If the number of workers has changed, `Sharded` leaves are resharded and
     `PerWorker` ones follow their `resize` rule, as in `jd.resize`: residuals keep their mean over workers. A leaf whose
     marks have changed is converted by way of the unsharded array, as by `jd.consensus`: values that were per worker are
-    averaged, and values that become per worker are the same on all workers.
+    averaged, and values that become per worker are the same on all workers. All processes must call it together.
 
     Args:
       path: the folder that was passed to `save`.
@@ -89,19 +85,15 @@ def restore(path: str | Path, like: State, *, step: int | None = None) -> State:
         workers) to continue with; its shardings place the leaves. `jd.init_state` makes one.
       step: which checkpoint; by default the newest.
 
-    Returns:
-      The state. All processes must call it together.
-
     Raises:
       FileNotFoundError: there is no such checkpoint.
       CheckpointDamagedError: a file has changed since it was written (every file is checked, each by one process), or
         the folder is a copy of another step's.
       CheckpointUnreadableError: a file cannot be read.
       CheckpointPeerError: another process failed.
-      ImportError: orbax is not installed (the extra `train`).
       ValueError: leaves, shapes or dtypes differ from those of `like`; the message names the first.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> _ = jd.checkpoint.save(folder, jd.place({"w": jnp.arange(3.0)}, 4), step=7)
@@ -121,6 +113,8 @@ def resume(
 ) -> Resumed:
     """Continues from the newest checkpoint, or starts if there is none: one call for first starts and restarts.
 
+    All processes must call it together.
+
     Args:
       path: the folder that was passed to `save`; it may be missing.
       like: the initial state, as for `restore`; arrays, where leaves may be new.
@@ -134,19 +128,12 @@ def resume(
       allow_fresh_start: start over even if all checkpoints of the run are damaged. By default that is an error, since
         weeks of work may be in one of them.
 
-    Returns:
-      The state, its step and data, and the names of new, dropped and converted leaves and of damaged checkpoints. All
-      processes must call it together.
-
     Raises:
-      CheckpointDamagedError: as for `restore`, unless `skip_damaged`.
       NoCheckpointLeftError: all checkpoints are damaged, or were set aside as damaged before.
       CheckpointUnreadableError: as for `restore`. An unreadable checkpoint may be undamaged, and is never skipped.
-      CheckpointPeerError: another process failed.
-      ImportError: orbax is not installed (the extra `train`).
-      ValueError: leaves, shapes or dtypes differ from those of `like`, outside of `changed`.
+      CheckpointDamagedError, CheckpointPeerError, ValueError: as for `restore`, outside of `changed`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> plain = {"params": jnp.zeros(3), "opt": {"count": jnp.zeros((), int)}}
@@ -173,9 +160,10 @@ def resume(
                 damaged.append(error)
                 continue
             with _translate_errors(folder):
-                state, new, dropped, converted = fill(folder, manifest, like, changed)
-            found = Resumed(state, step, manifest.data, new, dropped, converted)
-            together.all()  # until all processes have read it
+                filled = fill(folder, manifest, like, changed)
+            found = Resumed(filled.state, step, manifest.data, filled.new, filled.dropped, filled.converted)
+            # Until all processes have read it: a writer that starts earlier might delete the files.
+            together.all()
             break
         else:
             if not allow_fresh_start and (damaged or before):
@@ -191,20 +179,10 @@ def resume(
 def load(path: str | Path, *, step: int | None = None) -> Loaded:
     """Reads a state as plain NumPy arrays, without a mesh, an accelerator, or the program that made the state.
 
-    Args:
-      path: the folder that was passed to `save`.
-      step: which checkpoint; by default the newest.
+    The leaves are those that were saved, in their marks: per-worker values of all workers, of which `jd.consensus`
+    makes one model. `path`, `step` and the errors are those of `restore`.
 
-    Returns:
-      The leaves as they were saved, in their marks: per-worker values of all workers, of which `jd.consensus` makes one
-      model.
-
-    Raises:
-      FileNotFoundError: there is no such checkpoint.
-      CheckpointDamagedError: a file has changed since it was written.
-      ImportError: orbax is not installed (the extra `train`).
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> _ = jd.checkpoint.save(folder, {"params": {"w": jd.PerWorker(jnp.array([[1.0], [3.0]]))}}, step=7)
@@ -231,6 +209,7 @@ def _read_one(path: str | Path, step: int | None, take: Callable[[Path, Manifest
                 with _translate_errors(folder):
                     result = take(folder, manifest)
             except Exception:
+                # Only if the checkpoint itself is at fault: a deleted one fails in many ways.
                 if _is_unchanged(folder, before):
                     raise
                 continue
@@ -249,26 +228,22 @@ def _is_unchanged(folder: Path, before: bytes | None) -> bool:
 
 
 def _find(path: str | Path, step: int | None, together: Together) -> Path:
-    """Returns the folder of the newest checkpoint, or of a step.
-
-    Process 0 decides: a file system may show a new folder to one process before another.
-    """
+    """Returns the folder of the newest checkpoint, or of a step."""
     root = _files.root_of(path)
 
     def look() -> int | None:
         number = latest(path) if step is None else step
         return number if number is not None and _files.is_folder(_files.folder_of(root, number)) else None
 
+    # Process 0 decides: a file system may show a new folder to one process before another.
     if (number := together.first(look)) is None:
         raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in {path}")
     return _files.folder_of(root, number)
 
 
 def _open(folder: Path, together: Together) -> Manifest:
-    """Returns the manifest of a checkpoint after checking all files.
-
-    All processes raise the same error, even if only one of them finds the damage.
-    """
+    """Returns the manifest after checking all files; the damage that one process finds is an error in all."""
+    # As JSON, sorted by how much it counts: whether unreadable, whether of the checksums, the file, and the damage.
     manifest = wrong = None
     try:
         with _translate_errors(folder):
@@ -292,7 +267,8 @@ def _check_files(folder: Path) -> Manifest:
     try:
         _files.check(folder, _files.read_sums(folder), jax.process_index(), jax.process_count())
         return _manifest.read(folder / _files.MANIFEST, step)
-    except (FileNotFoundError, NotADirectoryError) as error:  # deleted since it was listed
+    except (FileNotFoundError, NotADirectoryError) as error:
+        # Deleted since it was listed.
         raise CheckpointDamagedError(Path(error.filename), step, _files.GONE) from error
 
 

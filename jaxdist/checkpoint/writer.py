@@ -1,10 +1,11 @@
 """Writes a state, blocking or concurrently with training."""
 
+import asyncio
 import contextlib
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax
 from jax.sharding import NamedSharding
 
+from .._core.trees import is_key
 from .._core.types import Array, State
 from . import _files, _manifest
-from ._orbax import orbax, path_of, run
+from ._manifest import orbax, path_of
 from ._together import LONGEST_PAUSE, SETTLE_SECONDS, Together
 from .errors import FULL, CheckpointFullError, number_of
 
@@ -35,7 +37,7 @@ class Writer(NamedTuple):
 
 
 def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = None, keep: int | None = None) -> Path:
-    """Writes a state to `path/<step>` atomically: `latest` and `restore` never see a part of it.
+    """Writes a state to `path/<step>` atomically and returns that folder: `latest` and `restore` never see a part.
 
     Every leaf is written under its path in the tree, by the processes that hold it, with a checksum of every file.
     Process 0 commits by renaming the folder once all processes have written. All processes must call it together, with
@@ -56,9 +58,6 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
       keep: how many checkpoints to keep, including this one; the oldest are deleted. None keeps all. Each needs the
         disk space of the state; keep at least two, in case one is damaged.
 
-    Returns:
-      The folder `path/<step>`, once it is complete.
-
     Raises:
       CheckpointFullError: no space is left; the part that was written is deleted.
       OSError: other errors of the disk.
@@ -68,7 +67,7 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
         name (`{"a.b": x, "a": {"b": y}}`), or a leaf that JAX or the format would convert (64 bits of NumPy while JAX
         has 32, `uint4`); or the folder is being written, by another process or by `writing` around the call.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> state = jd.place({"w": jnp.arange(3.0), "e": jd.PerWorker(jnp.ones(2))}, 4)
@@ -80,6 +79,7 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
       ([0.0, 1.0, 2.0], (2, 2))
     """
     together = Together(f"save step {step}")
+    # The lock is taken inside `_begin`, in process 0 alone, and held until the commit.
     with contextlib.ExitStack() as held:
         with together:
             root, step = _files.root_of(path), operator.index(step)
@@ -100,16 +100,11 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
         processes are deleted. One writer at a time.
       keep: how many checkpoints to keep, as for `save`.
 
-    Yields:
-      A `Writer`.
-
     Raises:
       CheckpointPeerError: process 0 cannot write into the folder.
-      ImportError: orbax is not installed (the extra `train`).
-      ValueError: as for `save`, or the folder is being written by another process or by this one.
-      OSError: the path is not a folder, or the folder cannot be created.
+      OSError: the path is not a folder, or the folder cannot be created. Other errors are those of `save`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> with jd.checkpoint.writing(folder, keep=2) as writer:
@@ -117,9 +112,6 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
       ...         writer.save({"w": jnp.full(3, step)}, step, data={"examples": 32 * step})
       >>> jd.checkpoint.latest(folder), jd.checkpoint.load(folder).data
       (30, {'examples': 960})
-      >>> import pathlib
-      >>> sorted(child.name for child in pathlib.Path(folder).glob("[0-9]*"))
-      ['20', '30']
     """
     together = Together("begin to write checkpoints")
     pending: list[Future[None]] = []
@@ -131,6 +123,7 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
     def save_beside(state: State, step: SupportsIndex, *, data: Any = None) -> None:
         together = Together(f"save step {step}")
         with together:
+            # One save at a time: each holds a copy of the state in host memory.
             wait_for_last()
             step = operator.index(step)
         pending.append(pool.submit(_begin(together, root, state, step, data, keep, lambda: None)))
@@ -160,7 +153,7 @@ def _check_arrays(arrays: dict[str, Array]) -> None:
     if not arrays:
         raise ValueError("the state contains no non-empty arrays: there is nothing to save")
     for name, array in arrays.items():
-        if not _manifest.is_key(array):
+        if not is_key(array):
             try:
                 tensorstore.dtype(array.dtype.name)
             except ValueError as error:
@@ -170,19 +163,9 @@ def _check_arrays(arrays: dict[str, Array]) -> None:
 
 
 def _begin(
-    together: Together,
-    root: Path,
-    state: State,
-    step: int,
-    data: Any,
-    keep: int | None,
-    lock: Callable[[], Any],
+    together: Together, root: Path, state: State, step: int, data: Any, keep: int | None, lock: Callable[[], Any]
 ) -> Callable[[], None]:
-    """Copies the state into host memory and starts to write it; returns a function that waits for that and commits.
-
-    It uses orbax's handler and not a checkpointer, which would rename the folder itself, after barriers in which the
-    other processes would wait for one that has failed.
-    """
+    """Copies the state into host memory and starts to write it; returns a function that waits for that and commits."""
 
     def prepare() -> None:
         lock()
@@ -205,12 +188,15 @@ def _begin(
             )
         together.first(prepare)
     folder = root / f"{step}{_files.UNFINISHED}" / _files.ARRAYS
+    # Not orbax's checkpointer, which would rename the folder itself, after barriers in which the other processes would
+    # wait for one that has failed.
     handler = ocp.StandardCheckpointHandler()
     # `async_save` returns futures of the writes once the arrays are in host memory.
     with _all_or_nothing(together, root, step):
         _wait_for_folder(folder)
         written = run(handler.async_save(path_of(folder), args=ocp.args.StandardSave(arrays)))
 
+    # Runs in process 0 alone, once all processes have written their parts.
     def finish() -> None:
         handler.finalize(path_of(folder))
         _files.commit(root, step, manifest, keep)
@@ -222,6 +208,20 @@ def _begin(
             together.first(finish)
 
     return commit
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine to its end, in a separate thread, since that of a notebook has a running loop already."""
+
+    def complete() -> Any:
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            loop.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(complete).result()
 
 
 def _wait_for_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._core.hashing import hash_of
-from .._core.trees import leaf_name
+from .._core.trees import is_key, leaf_name
 from .._core.types import PyTree
 from ..schedule.buckets import assign_buckets
 
@@ -19,26 +19,21 @@ MESSAGE_BYTES = 250 << 20
 def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
     """Copies the values of one process to all: initial parameters, statistics, a state read from one disk.
 
-    It is not needed if all processes make their parameters from one seed. Parameters from a local file, or from a
-    different seed in each process, would differ, and each process would train a different model.
+    All processes must call it together. It is not needed if all make their parameters from one seed. Parameters from a
+    local file, or from a different seed in each process, would differ, and each process would train a different model.
 
     *On the wire*: the bits of the tree, in messages of about 250 MiB; before, of each process 8 bytes and 4 for each
     leaf.
 
     Args:
       tree: NumPy or JAX arrays of this process (not yet placed on a mesh of several), keys too. All processes have the
-        same tree with the same shapes and dtypes; only the values of `source` matter.
-      source: the number of the process.
-
-    Returns:
-      The tree with the values of `source`, bit for bit; NumPy arrays stay NumPy arrays. All processes must call it
-      together.
+        same tree with the same shapes and dtypes; only the values of `source` matter. NumPy arrays stay NumPy arrays.
 
     Raises:
-      ValueError: there is no such process; an array is distributed over processes; in all processes, a tree, shape or
-        dtype differs, with the number of the process.
+      ValueError: an array is distributed over processes; in all processes, a tree, shape or dtype differs, with the
+        number of the process.
 
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> params = jd.processes.broadcast({"w": np.random.default_rng().normal(size=3)})
       >>> params["w"].shape
@@ -52,6 +47,7 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
     if different:
         raise ValueError(f"{different} in shape or dtype: all processes must build the same model")
     if jax.process_count() > 1:
+        # As bytes: every dtype arrives bit for bit, and small leaves share a message.
         words = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in hosts]
         for members in assign_buckets([x.size for x in words], bucket_bytes=MESSAGE_BYTES):
             message = np.concatenate([words[i] for i in members])
@@ -66,16 +62,14 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
 def assert_same(tree: PyTree, *, source: int = 0) -> None:
     """Checks that all processes have the same values, bit for bit. For a placed state see `runtime.disagreement`.
 
-    *On the wire*: of each process 8 bytes, and 4 for each leaf.
+    All processes must call it together.
 
-    Args:
-      tree: NumPy or JAX arrays of this process. All processes must call it together.
-      source: the process to compare with.
+    *On the wire*: of each process 8 bytes, and 4 for each leaf.
 
     Raises:
       ValueError: in all processes: the leaf, and the process whose value differs from that of `source`.
 
-    Example:
+    Examples:
       >>> import numpy as np, jaxdist as jd
       >>> jd.processes.assert_same({"w": np.ones(3)})
     """
@@ -107,13 +101,13 @@ def _check_structure(tree: PyTree, source: int) -> None:
 
 
 def _hash_type(x: np.ndarray) -> int:
-    """Hashes dtype and shape."""
     return zlib.crc32(f"{x.dtype.name}{x.shape}".encode())
 
 
 def _first_difference(names: list[str], numbers: list[int], source: int) -> str:
     """Names the first leaf whose number differs from that of `source`, as the beginning of a sentence."""
     found = of_all_processes(numbers)
+    # One row a process, one column a leaf.
     processes, leaves = np.nonzero(found != found[source])
     if not len(leaves):
         return ""
@@ -132,7 +126,7 @@ def _on_host(tree: PyTree) -> tuple[list[str], list[np.ndarray]]:
                     f"leaf `{names[-1]}` is distributed over processes: call this before place(state, mesh); "
                     "runtime.disagreement(state, mesh) compares placed states"
                 )
-            leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
         hosts.append(np.asarray(leaf))
     return names, hosts
 
@@ -141,6 +135,6 @@ def _restore_type(host: np.ndarray, leaf: Any) -> Any:
     """Converts a value to the type of its leaf: a NumPy array, a JAX array, or a typed key."""
     if not isinstance(leaf, jax.Array):
         return host
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(leaf))
     return jnp.asarray(host)

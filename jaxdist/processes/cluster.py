@@ -1,23 +1,39 @@
-"""Reads the address, size and process number of a job from the environment that a launcher or scheduler sets."""
+"""A job, as the environment describes it that a launcher or scheduler sets, and the errors of its processes."""
 
 import ipaddress
 import re
 import zlib
 from collections.abc import Mapping
-from itertools import chain, combinations
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from .._core.compat import shard_map
-from ..comm.over import over
+from .._core.checks import Portable
 
 ADDRESS, COUNT, PROCESS = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 PORTS = range(61440, 65536)  # to derive a port from the name of a job
+
+
+class AgreementError(Portable, ValueError):
+    """The processes of a job cannot work together. All of them raise the same error, before the first collective.
+
+    `processes` are the numbers of those that are the cause.
+    """
+
+    def __init__(self, message: str, processes: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.processes = processes
+
+
+class MismatchError(AgreementError):
+    """The version, setting, number of processes, mesh, recipe or leaf of a process differs, or two have one id."""
+
+
+class MissingProcessError(AgreementError):
+    """A process did not check in in time, or ended while it waited for the others."""
+
+
+class PortError(AgreementError):
+    """The coordinator's address is unknown or not process 0's, or another program uses the port."""
 
 
 class Job(NamedTuple):
@@ -93,6 +109,7 @@ def read_scheduler(environment: Mapping[str, str]) -> _Scheduled | None:
         count = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS", "")
         port = _port(f"{get('SLURM_JOB_ID')}.{get('SLURM_STEP_ID')}")
         return _Scheduled("Slurm", f"{first_host(nodes)}:{port}", count, environment["SLURM_PROCID"])
+    # Kubernetes gives the index alone: address and size are set in the manifest of the job.
     if "JOB_COMPLETION_INDEX" in environment:
         return _Scheduled("Kubernetes", process=environment["JOB_COMPLETION_INDEX"])
     return None
@@ -103,6 +120,7 @@ def first_host(nodes: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     if not first or not first[0]:
         raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} does not name a node")
+    # The first number of a range, with its leading zeros.
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
 
 
@@ -120,26 +138,3 @@ def _open_mpi_address(environment: Mapping[str, str]) -> str:
 def _port(job: str) -> int:
     """Derives a port from the name of a job: the same in all its processes, and likely unique."""
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
-
-
-def open_connections(mesh: Mesh) -> None:
-    """Sends a first message over every set of axes, if the devices are CPUs of several processes.
-
-    Gloo waits at most 30 s for the other processes when it opens a connection, and forever on an open one. Opening all
-    of them now lets a process compile or read data for longer than the others later.
-    """
-    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
-        return
-    names = mesh.axis_names
-    groups = list(chain.from_iterable(combinations(names, count) for count in range(1, len(names) + 1)))
-    sharding = NamedSharding(mesh, PartitionSpec(*names))
-
-    def local(x):
-        return sum(over(group).sum(x) for group in groups)
-
-    spec = sharding.spec
-    run = shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(names), check_vma=True)
-    zeros = jax.make_array_from_callback(
-        mesh.devices.shape, sharding, lambda index: np.zeros([1] * mesh.devices.ndim, jnp.int32)
-    )
-    jax.jit(run)(zeros).block_until_ready()

@@ -5,34 +5,23 @@ in separate threads, which Python cannot block.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from .._core import compat
-from .._core.errors import Portable
+from .._core.checks import Portable
 
 
-class StepTimeout(Portable, RuntimeError):
-    """A step has not ended in time.
-
-    Attributes:
-      process: the process that the others wait for; None if all processes have started the step.
-      step: the step that has not ended.
-    """
+class StepTimeoutError(Portable, RuntimeError):
+    """A step has not ended in time: `step`. The others wait for `process`; None if all have started the step."""
 
     def __init__(self, message: str, process: int | None, step: int):
         super().__init__(message)
         self.process, self.step = process, step
 
 
-class ProcessLost(Portable, RuntimeError):
-    """A process has died, or shows no sign of life.
-
-    Attributes:
-      process: its number.
-      step: the last step that it started.
-    """
+class ProcessLostError(Portable, RuntimeError):
+    """A process, of number `process`, has died, or shows no sign of life; `step` is the last that it started."""
 
     def __init__(self, message: str, process: int, step: int):
         super().__init__(message)
@@ -76,20 +65,11 @@ def open_channel(name: str) -> Channel:
     return Channel(write, read)
 
 
-def publish(channel: Channel, process: int, heartbeat: Heartbeat) -> None:
-    """Writes this process's heartbeat."""
-    channel.write(process, json.dumps(heartbeat._asdict()))
-
-
-def poll(channel: Channel, received: Mapping[int, Received]) -> dict[int, Received]:
-    """Reads the heartbeats of all processes."""
-    return merge(received, channel.read(), time.monotonic())
-
-
 def merge(received: Mapping[int, Received], texts: Mapping[int, str], now: float) -> dict[int, Received]:
     """Updates the heartbeats of the processes whose counter has changed; the others have been silent."""
     found = dict(received)
     for process, text in texts.items():
+        # By the clock of the reader, and by its counter: clocks of machines differ, and text may be old.
         heartbeat = Heartbeat(**json.loads(text))
         if process not in received or received[process].heartbeat.count != heartbeat.count:
             found[process] = Received(heartbeat, now)
@@ -100,11 +80,12 @@ def silent_processes(
     received: Mapping[int, Received], others: Iterable[int], now: float, seconds: float
 ) -> tuple[int, ...]:
     """Returns those of the others that are not done and have sent no heartbeat for `seconds`."""
-    return tuple(
-        process
-        for process in others
-        if process not in received or (not received[process].heartbeat.done and now - received[process].when > seconds)
-    )
+
+    def is_silent(process: int) -> bool:
+        last = received.get(process)
+        return last is None or (not last.heartbeat.done and now - last.when > seconds)
+
+    return tuple(filter(is_silent, others))
 
 
 def any_compiling(received: Mapping[int, Received], silent: tuple[int, ...]) -> bool:
@@ -113,30 +94,28 @@ def any_compiling(received: Mapping[int, Received], silent: tuple[int, ...]) -> 
     return any(heartbeat.compiling and not heartbeat.done for heartbeat in alive)
 
 
-def lost_error(received: Mapping[int, Received], silent: tuple[int, ...]) -> ProcessLost:
+def lost_error(received: Mapping[int, Received], silent: tuple[int, ...]) -> ProcessLostError:
     """Makes the error that names the first of the silent processes."""
-    process = silent[0]
+    process, step, since = silent[0], -1, " and never did" if received else ""
     if process in received:
-        step, since = received[process].heartbeat.step, " since it started step "
-        return ProcessLost(
-            f"process {process} shows no sign of life{since}{step}: it died or is stopped", process, step
-        )
-    ever = " and never did" if received else ""
-    return ProcessLost(f"process {process} shows no sign of life{ever}: it died or is stopped", process, -1)
+        step = received[process].heartbeat.step
+        since = f" since it started step {step}"
+    return ProcessLostError(f"process {process} shows no sign of life{since}: it died or is stopped", process, step)
 
 
 def timeout_error(
     received: Mapping[int, Received], silent: tuple[int, ...], own: int, step: int, seconds: float
-) -> StepTimeout:
+) -> StepTimeoutError:
     """Makes the error of a step in process `own`, which names the process that blocks the step."""
-    timeout = f"step {step} timed out after {round(seconds, 1):g} s"
-    waiting = f"(process {own} is waiting)"
+    timeout, waiting = f"step {step} timed out after {round(seconds, 1):g} s", f"(process {own} is waiting)"
+    # A silent process is a better answer than one that is alive and late: it may be the reason for that.
     if silent:
-        return StepTimeout(f"{timeout}: {lost_error(received, silent)} {waiting}", silent[0], step)
+        return StepTimeoutError(f"{timeout}: {lost_error(received, silent)} {waiting}", silent[0], step)
+    # All are alive: the step waits for a process that has not started it.
     behind = [process for process, last in sorted(received.items()) if last.heartbeat.step < step]
     if not behind:
-        return StepTimeout(f"{timeout} in process {own}, but all processes have started it", None, step)
+        return StepTimeoutError(f"{timeout} in process {own}, but all processes have started it", None, step)
     last = received[behind[0]].heartbeat
     missing = "it" if last.step + 1 == step else f"step {last.step + 1}"
     what = f"left after step {last.step}" if last.done else f"is alive but has not started {missing}"
-    return StepTimeout(f"{timeout}: process {behind[0]} {what} {waiting}", behind[0], step)
+    return StepTimeoutError(f"{timeout}: process {behind[0]} {what} {waiting}", behind[0], step)

@@ -1,14 +1,15 @@
-"""Connects the processes of a job."""
+"""Connects the processes of a job, and detects that the scheduler is about to take the machine away."""
 
 import os
+import signal
+import threading
 
 import jax
+from jax.experimental import multihost_utils
 
 from .._core.compat import coordination_client
-from . import fingerprint
-from .cluster import Job, detect, where_to_listen
-from .consistency import exchange
-from .errors import MismatchError
+from .cluster import COUNT, Job, MismatchError, detect, where_to_listen
+from .consistency import exchange, fingerprint_process
 from .rendezvous import GRACE_SECONDS, check_in
 
 # The variables with the number of processes of a job; a process must not continue alone if there are several.
@@ -16,10 +17,12 @@ RANKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 UNPROXIED = "no_grpc_proxy"
 SECRET = "JAXDIST_SECRET"
 KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in every container; the name of a pod resolves only when it is ready
+WARNING = getattr(signal, "SIGUSR1", None)  # Windows has none
+_received: threading.Event | None = None
 
 
 def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 100) -> bool:
-    """Connects the processes of this job, however it was started. Call it before anything runs.
+    """Connects the processes of this job; returns whether it has several. Call it before anything runs.
 
     `jaxdist launch` sets `JAX_COORDINATOR_ADDRESS` (`host:port` of process 0), `JAX_NUM_PROCESSES` and
     `JAX_PROCESS_ID`. Variables that are not set are taken from Slurm (`srun`), Open MPI or an indexed Job of
@@ -41,9 +44,6 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
         the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
         notice processes that die.
 
-    Returns:
-      Whether the job has several processes.
-
     Raises:
       MissingProcessError: a process did not check in in time; the message names it.
       MismatchError: a process has another version or setting than process 0, or expects another number of processes.
@@ -52,7 +52,7 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
       ValueError: some of the three variables are missing or not numbers; or JAX has started already, in a job of
         several processes.
 
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> jd.initialize()
       False
@@ -70,7 +70,8 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     except ValueError as problem:
         if "coordinator_address" not in str(problem):
             raise
-        return False  # not in a cluster
+        # Not in a cluster.
+        return False
     except RuntimeError as problem:
         if "before any JAX" not in str(problem):
             raise
@@ -81,16 +82,21 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     return jax.process_count() > 1
 
 
+def check_connected() -> None:
+    """Raises if this process is one of several by `JAX_NUM_PROCESSES`, but is not connected to the others."""
+    count = os.environ.get(COUNT, "")
+    if count.isdigit() and int(count) > 1 and jax.process_count() == 1:
+        raise ValueError(
+            f"{COUNT}={count}, but this process is not connected to the others, so each would train a model of its "
+            "own: call jaxdist.initialize() at the start of the script, before JAX computes anything"
+        )
+
+
 def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
     """Checks in, starts JAX's service, and compares versions."""
     listen_at = where_to_listen(job.address, os.environ)
-    check_in(
-        job,
-        listen_at=listen_at,
-        timeout_seconds=seconds,
-        secret=os.environ.get(SECRET, ""),
-        patience_seconds=seconds if KUBERNETES in os.environ else GRACE_SECONDS,
-    )
+    secret, patience = os.environ.get(SECRET, ""), seconds if KUBERNETES in os.environ else GRACE_SECONDS
+    check_in(job, listen_at=listen_at, timeout_seconds=seconds, secret=secret, patience_seconds=patience)
     _reach_directly(job.address)
     jax.distributed.initialize(
         job.address,
@@ -101,7 +107,7 @@ def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
         coordinator_bind_address=listen_at,
     )
     # Not `compare`, which asks JAX for the number of processes and so starts its backend.
-    versions = fingerprint.of_this_process()
+    versions = fingerprint_process()
     store, place = coordination_client(), "jaxdist/versions"
     error = exchange(store, versions, job.process, job.processes, place, seconds, do="compare its versions")
     if isinstance(error, MismatchError):
@@ -114,7 +120,49 @@ def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
 def _reach_directly(address: str) -> None:
     """Excludes process 0 from HTTP proxies of the environment, behind which gRPC would search for it forever."""
     if not any("_proxy" in name.lower() for name in os.environ):
-        return  # JAX warns of any of them
+        # JAX warns of any of them.
+        return
     others = os.environ.get(UNPROXIED) or os.environ.get("no_proxy", "")
     host = address.rpartition(":")[0].strip("[]")
     os.environ[UNPROXIED] = ",".join(filter(None, (others, host)))
+
+
+def preemption_requested(step: int) -> bool:
+    """Returns whether to save and exit after this step because a process was asked to; the same in all processes.
+
+    Schedulers send SIGTERM before they take a machine away, Slurm also SIGUSR1 if a job asks for a warning, and
+    `jaxdist launch` passes both on. Call it once in every step, in all processes. In a job of several processes JAX's
+    preemption service chooses a step that none has reached, within about a second; a single process handles SIGTERM
+    itself from the first call on. SIGUSR1 is handled from the first call in the main thread on, unless the script has
+    its own handler for it.
+
+    Args:
+      step: the number of the step, increased by one at each call.
+
+    Raises:
+      ValueError: in a single process, the first call is not in the main thread.
+
+    Examples:
+      >>> import jaxdist as jd
+      >>> jd.processes.preemption_requested(0)
+      False
+    """
+    global _received
+    _handle_warnings()
+    if jax.distributed.is_initialized():
+        return multihost_utils.reached_preemption_sync_point(step)
+    if _received is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("the first call of preemption_requested must be in the main thread, where signals arrive")
+        received = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: received.set())
+        _received = received
+    return _received.is_set()
+
+
+def _handle_warnings() -> None:
+    """Turns SIGUSR1 into SIGTERM, which JAX's service handles."""
+    # Python lets no other thread set a handler.
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and WARNING is not None and signal.getsignal(WARNING) == signal.SIG_DFL:
+        signal.signal(WARNING, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .._core.types import Number
-from .cluster import Job, split_address
-from .errors import AgreementError, MismatchError, MissingProcessError, PortError
+from .cluster import AgreementError, Job, MismatchError, MissingProcessError, PortError, split_address
 
 SHORTEST_PAUSE = 0.1  # between two questions of a process
 QUESTIONS_A_SECOND = 500  # of all processes together
@@ -47,12 +46,8 @@ def check_in(
 ) -> None:
     """Waits until all processes of the job are present; otherwise raises the same `AgreementError` in all.
 
-    Args:
-      job: the address of process 0, the number of processes, and the number of this one.
-      listen_at: `host:port` where process 0 listens.
-      timeout_seconds: how long to wait for the others.
-      secret: known to all processes of the job, and to no other program.
-      patience_seconds: how long the coordinator's address may be unreachable from process 0's machine.
+    Process 0 listens at `host:port`, `listen_at`. The `secret` is known to all processes of the job, and to no other
+    program. For `patience_seconds` the coordinator's address may be unreachable from process 0's machine.
     """
     host, port = split_address(job.address, "the coordinator's address")
     own = _Member(host, port, job.processes, job.process, secrets.token_hex(8), secret.encode(errors="surrogateescape"))
@@ -69,11 +64,8 @@ def missing(processes: int, present: set[int], seconds: Number, what: str) -> Mi
     absent = tuple(sorted(set(range(processes)) - present))
     names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
     many = "es" if len(absent) > 1 else ""
-    return MissingProcessError(
-        f"process{many} {names} of {processes} did not {what} within {seconds:g} s: check its output, and that it "
-        "can reach process 0",
-        absent,
-    )
+    text = f"process{many} {names} of {processes} did not {what} within {seconds:g} s"
+    return MissingProcessError(f"{text}: check its output, and that it can reach process 0", absent)
 
 
 class _Member(NamedTuple):
@@ -124,6 +116,7 @@ class _Roster:
         text, process, processes, owner, nonce, _ = question.groups()
         if not hmac.compare_digest(_seal(self._secret, text), question[0].rstrip("\n")):
             return b"another secret\n"
+        # Only a sealed question counts: other programs cannot make the check-in fail.
         self._hear(int(process), int(processes), owner)
         answer = WAIT if self._until is None else _encode_error(self.error)
         if answer != WAIT:
@@ -133,13 +126,8 @@ class _Roster:
     def _hear(self, process: int, processes: int, owner: str) -> None:
         self.reached.set()
         if processes != self._processes:
-            self._fail(
-                MismatchError(
-                    f"process {process} expects {processes} processes, but process 0 expects {self._processes}: start "
-                    "all with the same number",
-                    (process,),
-                )
-            )
+            text = f"process {process} expects {processes} processes, but process 0 expects {self._processes}"
+            self._fail(MismatchError(f"{text}: start all with the same number", (process,)))
         elif process >= processes:
             text = f"a process has id {process}, but the ids of {processes} processes are below {processes}"
             self._fail(MismatchError(f"{text}: give each a unique id", (process,)))
@@ -149,6 +137,7 @@ class _Roster:
             self._heard[process] = time.monotonic()
 
     def _fail(self, error: AgreementError) -> None:
+        # The first error is the answer for all, so that all raise the same.
         if self.error is None and self._until is None:
             self.error = error
             self._until = time.monotonic() + LINGER_SECONDS + _pause(self._processes)
@@ -184,7 +173,6 @@ class _Roster:
 
 
 def _answer_all(own: _Member, listen_at: str, seconds: Number, patience: Number) -> AgreementError | None:
-    """Runs process 0 until all processes have their answer."""
     roster = _Roster(own, seconds)
     with _listen(listen_at) as listener:
         # It also asks itself, as its own JAX client will: without an answer, the address is another machine's.
@@ -224,7 +212,8 @@ class _Connections:
             self.close(next(iter(self.received)))
         try:
             call, _ = self._listener.accept()
-        except OSError:  # it ended, or no descriptor is left
+        except OSError:
+            # It ended, or no descriptor is left: then the loop must not spin.
             time.sleep(TICK / 10)
             return
         call.setblocking(False)
@@ -232,7 +221,8 @@ class _Connections:
         self._selector.register(call, selectors.EVENT_READ, call)
 
     def receive(self, call: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it ended, or is another program
+        # It ended, or is another program.
+        with contextlib.suppress(OSError, ValueError):
             part = call.recv(LONGEST_QUESTION)
             self.received[call] += part
             if part and b"\n" not in part and len(self.received[call]) < LONGEST_QUESTION:
@@ -256,11 +246,9 @@ def _listen(where: str) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=host == "::")
     except OSError as refused:
-        raise PortError(
-            f"process 0 cannot listen at port {port} of {host} ({_reason(refused)}): another program uses it, or "
-            "another process 0; choose another port, and an address of this machine",
-            (0,),
-        ) from None
+        text = f"process 0 cannot listen at port {port} of {host} ({_reason(refused)}): another program uses it, or "
+        text += "another process 0; choose another port, and an address of this machine"
+        raise PortError(text, (0,)) from None
 
 
 def _ask_itself(own: _Member, roster: _Roster, patience: Number) -> None:
@@ -285,7 +273,6 @@ def _ask_itself(own: _Member, roster: _Roster, patience: Number) -> None:
 
 
 def _ask_until_answered(own: _Member, seconds: Number, patience: Number) -> AgreementError | None:
-    """Runs a process other than 0 until it has its answer."""
     until, where = time.monotonic() + seconds, f"{own.host}:{own.port}"
     if reason := _look_up(own.host, min(seconds, patience)):
         return _unknown_host(own, reason)
@@ -298,28 +285,23 @@ def _ask_until_answered(own: _Member, seconds: Number, patience: Number) -> Agre
                 return _decode_error(text)
         except ValueError:
             return _other_program(where, "answers", own.process)
-        except OSError as problem:  # process 0 does not listen yet
+        except OSError as problem:
+            # Process 0 does not listen yet.
             text, reason = None, f" ({_reason(problem)})"
         else:
             if text is None and not met:
                 return _other_program(where, "listens but does not answer", own.process)
-        if text is None:
-            failing = failing or time.monotonic()
-        else:
-            # Process 0 started later, and its timeout ends later.
-            if not met:
-                until, met = time.monotonic() + seconds + GRACE_SECONDS, True
-            failing = None
         now = time.monotonic()
-        if met and (now > until or (failing and now - failing > GRACE_SECONDS)):
-            text = "process 0 ended, or stopped responding, during the check-in: check its output"
-            return MissingProcessError(text, (0,))
-        if now > until:
-            return MissingProcessError(
-                f"process 0 did not answer process {own.process} at {where} within {seconds:g} s{reason}: check "
-                "its output, and that it can be reached there",
-                (0,),
-            )
+        if text is None:
+            failing = failing or now
+        else:
+            # At the first answer: process 0 started later, and its timeout ends later.
+            until, met, failing = until if met else now + seconds + GRACE_SECONDS, True, None
+        if now > until or (met and failing and now - failing > GRACE_SECONDS):
+            text = f"process 0 did not answer process {own.process} at {where} within {seconds:g} s{reason}: check its "
+            text += "output, and that it can be reached there"
+            ended = "process 0 ended, or stopped responding, during the check-in: check its output"
+            return MissingProcessError(ended if met else text, (0,))
         time.sleep(min(_pause(own.processes), max(until - now, 0.0)))
 
 
@@ -327,6 +309,7 @@ def _ask(own: _Member, seconds: float) -> str | None:
     """Asks process 0 once. Returns None without a complete answer; raises ValueError if another program answers."""
     until, nonce, heard = time.monotonic() + seconds, secrets.token_hex(8), b""
     question = _seal(own.secret, f"jaxdist {own.process} {own.processes} {own.owner} {nonce}")
+    # A new nonce for each question: an answer that was recorded earlier does not fit.
     with socket.create_connection((own.host, own.port), timeout=seconds) as call:
         # If nothing listens, Linux may connect a socket to itself.
         if call.getsockname() == call.getpeername():
@@ -345,7 +328,8 @@ def _ask(own: _Member, seconds: float) -> str | None:
                 break
             heard += part
     if not heard:
-        raise ConnectionError("no answer")  # it was starting, or ending
+        # Process 0 was starting, or ending.
+        raise ConnectionError("no answer")
     line = heard.decode("ascii").rstrip("\n")
     text = line.rpartition(" ")[0]
     if not hmac.compare_digest(_seal(own.secret, text, nonce), line):

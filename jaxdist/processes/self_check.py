@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from .._core.checks import Portable
 from .._core.compat import shard_map
-from .._core.errors import Portable
 from .._core.types import Array
 from ..comm.base import Comm
 from ..comm.over import over
@@ -20,12 +20,7 @@ TOLERANCE = {"int32": 0.0, "float32": 1e-4, "bfloat16": 0.5}  # of numbers up to
 
 
 class CollectiveError(Portable, RuntimeError):
-    """A collective gives wrong results on this mesh, and so would training.
-
-    Attributes:
-      axis: the mesh axis.
-      collectives: their names, as in `Comm`.
-    """
+    """The `collectives` of this name in `Comm` give wrong results over a mesh axis, and so would training."""
 
     def __init__(self, axis: str, collectives: tuple[str, ...]):
         super().__init__(
@@ -41,15 +36,14 @@ def self_check(mesh: Mesh) -> None:
     The inputs are small integers in int32, float32 and bfloat16, with a few entries and with 65,536, different on each
     worker. It takes the time to compile a small program for each axis.
 
-    *On the wire*: for each axis about thirty messages of at most 256 KiB, and a gather of the same size.
+    All processes of the mesh must call it together.
 
-    Args:
-      mesh: the mesh of the run. All its processes must call it together.
+    *On the wire*: for each axis about thirty messages of at most 256 KiB, and a gather of the same size.
 
     Raises:
       CollectiveError: a collective is wrong; in all processes.
 
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> jd.processes.self_check(jd.make_mesh({"data": 1}))
     """
@@ -86,18 +80,22 @@ def wrong_collectives(mesh: Mesh, axis: str) -> tuple[str, ...]:
 def _run_collectives(comm: Comm, size: int) -> Iterator[tuple[str, str, Array, Array]]:
     """Yields for each collective its name, a dtype, the result and the expected result."""
     workers, me = comm.size, comm.index
+    # Entries differ within a message, so that a shifted or truncated one is noticed.
     places = jnp.arange(size) % 13
     # Distinguish workers; small, to be exact in bfloat16.
     ids = jnp.arange(workers) % 8
     mine = ids[me]
-    short = places[: max(5, size // workers)]  # for collectives with one row per worker
+    # For collectives with one row per worker.
+    short = places[: max(5, size // workers)]
     rows = mine + 3 * ids[:, None] + short[None]
     ring = [(worker, (worker + 1) % workers) for worker in range(workers)]
     for dtype in TOLERANCE:
         x, y, table = (values.astype(dtype) for values in (mine + places, mine + short, rows))
-        if dtype != "bfloat16":  # which cannot represent a sum of many
+        # bfloat16 cannot represent a sum of many.
+        if dtype != "bfloat16":
             yield "sum", dtype, comm.sum(x), ids.sum() + workers * places
             yield "max", dtype, comm.max(x), ids.max() + places
+        # Integers have no mean.
         if dtype != "int32":
             mean = ids.mean()
             yield "mean", dtype, comm.mean(x), mean + places

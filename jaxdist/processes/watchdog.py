@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import sys
 import threading
@@ -13,9 +14,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from .._core.trees import is_key
 from .._core.types import Number
 from . import heartbeat
 
@@ -44,7 +45,7 @@ class Watchdog:
         seconds: Number,
         first_seconds: Number,
         step: int,
-        on_timeout: Callable[[heartbeat.StepTimeout], Any] | None,
+        on_timeout: Callable[[heartbeat.StepTimeoutError], Any] | None,
         channel: heartbeat.Channel | None,
         own: int,
         processes: int,
@@ -52,6 +53,7 @@ class Watchdog:
         self._seconds, self._first_seconds, self._on_timeout = seconds, first_seconds, on_timeout
         self._channel, self._own, self._step = channel, own, step - 1
         self._others = [process for process in range(processes) if process != own]
+        # Fast enough to tell a dead process from a late one within the time limit.
         self._pause = min(LONGEST_PAUSE, seconds / HEARTBEATS)
         self._call: _Call | None = None  # a call that has not returned
         # Calls that returned, with pending results.
@@ -73,16 +75,13 @@ class Watchdog:
         self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
 
     def __call__(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step and returns its results, which are watched until they are ready.
-
-        Raises:
-          ProcessLost: the step failed because another process did.
-        """
+        """Calls the step and returns its results, which are watched until they are ready."""
         if not self._threads[0].is_alive():
             raise ValueError("use the watchdog inside its context manager: `with watchdog(...) as watch:`")
         # A bound method is a new object on each access: compare its function and its instance.
         call = getattr(step, "__func__", step), getattr(step, "__self__", None), _signature((args, kwargs))
         known = any(call[0] is f and call[1] is of and call[2] == signature for f, of, signature in self._known)
+        # The first call compiles, which takes far longer than a step.
         limit = self._seconds if known else self._first_seconds
         self._step += 1
         self._thread, self._compiling = threading.get_ident(), not known
@@ -123,10 +122,8 @@ class Watchdog:
             thread.join(LAST_HEARTBEAT_SECONDS)
 
     def _hear_compiler(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Gives a step that compiles the time limit of a first one; called by JAX after each phase of compilation.
-
-        The events reveal recompilations that `_signature` misses (static arguments, shardings) and those between steps.
-        """
+        """Gives a step that compiles the time limit of a first one; called by JAX after each phase of compilation."""
+        # The events reveal what `_signature` misses: static arguments, shardings, and recompilations between steps.
         del duration_secs
         if event.startswith(COMPILING) and threading.get_ident() == self._thread:
             self._compiling = event != COMPILED
@@ -145,6 +142,7 @@ class Watchdog:
                 self._running.popleft()
                 self._ended = now
             call = self._running[0][0] if self._running else self._call
+            # A step that is queued behind another has not begun.
             since = 0.0 if call is None else max(call.started, self._ended, self._resumed)
             waited = 0.0 if call is None else now - max(since, self._excused)
             if call is not None and waited > call.limit:
@@ -153,6 +151,7 @@ class Watchdog:
                     self._excused = now
                     continue
                 error = heartbeat.timeout_error(self._received, silent, self._own, call.step, waited)
+                # An error of the callback must not keep the process from its end.
                 if self._on_timeout is not None:
                     with contextlib.suppress(Exception):
                         self._on_timeout(error)
@@ -168,11 +167,13 @@ class Watchdog:
         assert self._channel is not None
         for count in itertools.count():
             done = self._stopped.wait(self._pause)
+            # The service may be gone, with process 0; that shows in the age of `_polled`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 own = heartbeat.Heartbeat(self._step, count, done, self._compiling)
-                heartbeat.publish(self._channel, self._own, own)
+                self._channel.write(self._own, json.dumps(own._asdict()))
+                # A process that is on time need not read: that costs process 0 a message of every process.
                 if self._late.is_set() or self._failed.is_set():
-                    self._received = heartbeat.poll(self._channel, self._received)
+                    self._received = heartbeat.merge(self._received, self._channel.read(), time.monotonic())
                 self._polled = time.monotonic()
             if done:
                 return
@@ -185,7 +186,7 @@ class Watchdog:
             return (0,) if self._own else ()
         return heartbeat.silent_processes(self._received, self._others, now, longest)
 
-    def _find_lost(self, problem: BaseException) -> heartbeat.ProcessLost | None:
+    def _find_lost(self, problem: BaseException) -> heartbeat.ProcessLostError | None:
         """Returns an error for the process that died, if that is the cause of an error of XLA."""
         # A program that fails before its call has returned raises ValueError with the name of the status.
         of_xla = isinstance(problem, jax.errors.JaxRuntimeError) or str(problem).startswith("UNKNOWN: ")
@@ -204,15 +205,15 @@ def watchdog(
     *,
     step: int = 0,
     first_timeout_seconds: Number = 600,
-    on_timeout: Callable[[heartbeat.StepTimeout], Any] | None = None,
+    on_timeout: Callable[[heartbeat.StepTimeoutError], Any] | None = None,
 ) -> Watchdog:
     """Ends this process if a step does not end in time, with an error that names the process that blocks it.
 
     A collective waits for a slow or stuck process forever, and nothing can interrupt it. A thread therefore watches the
-    steps that are called through the watchdog; it prints a `StepTimeout` and ends the process by `os._exit`.
+    steps that are called through the watchdog; it prints a `StepTimeoutError` and ends the process by `os._exit`.
     `jaxdist launch` then ends the others. Dispatch stays asynchronous: only the thread waits for results. In a job of
     several processes, any exception inside the block also ends the process at once: JAX would wait for the others, and
-    they for it.
+    they for it. All processes must make the same watchdogs in the same order.
 
     Time in which this process itself did not run is not counted, so that a job can be suspended as a whole and
     continued, as by `scontrol suspend`. JAX ends it after `heartbeat_timeout_seconds` of `initialize`.
@@ -228,15 +229,10 @@ def watchdog(
         a short last batch, in this process or in another. A function that is created for each call is always new.
       on_timeout: called with the error before the process ends, for instance to close a log.
 
-    Returns:
-      A context manager; inside, `watch(step, state, batch)` calls the step. All processes must make the same watchdogs
-      in the same order.
-
     Raises:
-      ValueError: a time is not positive; or a step is called outside of the block.
-      ProcessLost: in the block, from a step that failed because another process died.
+      ProcessLostError: in the block, from a step that failed because another process died.
 
-    Example:
+    Examples:
       >>> import jax, jaxdist as jd
       >>> step = jax.jit(lambda state, batch: (state + batch, {"sum": state}))
       >>> with jd.processes.watchdog(60) as watch:
@@ -253,12 +249,10 @@ def watchdog(
 
 
 def _smallest(results: Any) -> list[jax.Array]:
-    """Returns the smallest array of each part of the results, as all results of a program are ready together.
-
-    The next step may take a part as donated and delete it, hence one array of each. Typed keys have no `is_ready`.
-    """
+    """Returns the smallest array of each part of the results, as all results of a program are ready together."""
+    # One array of each part: the next step may take a part as donated and delete it. Typed keys have no `is_ready`.
     parts = results if isinstance(results, tuple) else (results,)
-    leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array) and not _is_key(x)] for part in parts)
+    leaves = ([x for x in jax.tree.leaves(part) if isinstance(x, jax.Array) and not is_key(x)] for part in parts)
     return [min(part, key=lambda x: x.size) for part in leaves if part]
 
 
@@ -266,10 +260,6 @@ def _signature(arguments: Any) -> int:
     """Hashes what a program is compiled for: trees, shapes and dtypes, but not the values of Python numbers."""
     leaves, tree = jax.tree.flatten(arguments)
     return hash((tree, *((x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else type(x) for x in leaves)))
-
-
-def _is_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_ready(x: Any) -> bool:
@@ -282,6 +272,7 @@ def _is_ready(x: Any) -> bool:
 
 def _end_process(problem: BaseException) -> None:
     """Prints the error and ends the process at once, where an ordinary exit would wait for the other processes."""
+    # The codes that Python itself and shells would give.
     code = {SystemExit: getattr(problem, "code", 1), KeyboardInterrupt: 130}.get(type(problem), 1)
     with contextlib.suppress(OSError):
         traceback.print_exception(problem)

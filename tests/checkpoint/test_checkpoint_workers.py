@@ -13,6 +13,7 @@ from register_run import params, where
 
 import jaxdist as jd
 from jaxdist import checkpoint
+from jaxdist._core.trees import is_key
 from jaxdist.checkpoint import _manifest
 from jaxdist.state import cutting
 
@@ -99,7 +100,7 @@ def test_each_leaf_follows_its_marks(eight, placed, workers):
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(state)] == [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
     seen = {"agreed": 0, "cut": 0, "mean": 0, "copy": 0}
     for name, (marks, leaf) in _manifest.name_leaves(state).items():
-        new = np.asarray(jax.random.key_data(leaf) if _manifest.is_key(leaf) else leaf)
+        new = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
         old = jax.tree.leaves(saved[name])[0]
         kinds = [mark for mark in cutting(marks) if isinstance(mark, jd.PerWorker)]
         if not kinds:

@@ -1,5 +1,7 @@
 """Steps that JAX cannot type: agreement is checked by value."""
 
+import sys
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jax import P, lax
 from problems import TrainState, assert_close, batch, fresh, make_step
 
 import jaxdist as jd
-from jaxdist.runtime import agreement
+from jaxdist._core.hashing import hash_array
 
 
 def unequal(mesh, *values):
@@ -39,8 +41,8 @@ def test_keys_and_empty_states(mesh):
 def test_hash_sees_every_bit_and_place():
     x = jnp.arange(64.0)
     others = [x.at[i].add(1e-6 * (i + 1)) for i in (1, 7, 63)] + [x[::-1], x.at[0].set(-0.0), jnp.roll(x, 1)]
-    assert len({int(agreement.hash_array(y)) for y in (x, *others)}) == 7
-    assert int(agreement.hash_array(jnp.full(3, jnp.nan))) == int(agreement.hash_array(jnp.full(3, jnp.nan)))
+    assert len({int(hash_array(y)) for y in (x, *others)}) == 7
+    assert int(hash_array(jnp.full(3, jnp.nan))) == int(hash_array(jnp.full(3, jnp.nan)))
 
 
 def drifting(when):
@@ -62,7 +64,7 @@ def test_a_planted_disagreement_is_named(mesh, monkeypatch):
         jd.distribute(drifting(0), mesh)(state(), batch())
     with pytest.raises(ValueError, match=r"after call 1: lost; reduce"):
         jd.distribute(drifting(0), mesh, check="values")(state(), batch())
-    monkeypatch.setattr(agreement, "CHECK_EVERY", 3)
+    monkeypatch.setattr(sys.modules["jaxdist.runtime.distribute"], "CHECK_EVERY", 3)
     run, now = jd.distribute(drifting(2), mesh, check="values"), state()
     for _ in range(3):
         now, _ = run(now, batch())

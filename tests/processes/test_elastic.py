@@ -55,7 +55,7 @@ def killed(tmp_path_factory):
         one = next(pid for pid in children if b"JAX_PROCESS_ID=1" in pathlib.Path(f"/proc/{pid}/environ").read_bytes())
         os.kill(int(one), signal.SIGKILL)
         out, _ = job.communicate(timeout=LIMIT)
-    assert "ProcessFailed: process 1 was killed by SIGKILL" in out
+    assert "ProcessFailedError: process 1 was killed by SIGKILL" in out
     return folder, checkpoint.latest(folder)
 
 

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jaxdist.processes.launch import ProcessFailed, job, launch, printer, resources
+from jaxdist.processes.launch import ProcessFailedError, job, launch, resources, worker
 
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
@@ -36,7 +36,7 @@ ALONE = """
 import sys, types
 package = sys.modules["jaxdist"] = types.ModuleType("jaxdist")
 package.__path__ = [sys.argv.pop(1)]
-from jaxdist.processes.launch.command import main
+from jaxdist.processes.launch.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -102,7 +102,7 @@ time.sleep(60)
     job = start(body, "-n", "3")
     _, err = job.communicate()
     assert job.returncode == 128 + signal.SIGKILL
-    report = "ProcessFailed: process 1 was killed by SIGKILL; runs/launch/1.log ends with\n  the cause\n"
+    report = "ProcessFailedError: process 1 was killed by SIGKILL; runs/launch/1.log ends with\n  the cause\n"
     assert err == f"jaxdist launch: {report}"
 
 
@@ -306,11 +306,11 @@ def test_lines_are_missing_only_where_it_is_said(monkeypatch):
     """Read again after a while: what was dropped meanwhile is counted where it was."""
     reading, writing = os.pipe()
     with open(reading) as lines, open(writing, "w") as out:
-        monkeypatch.setattr(printer, "PATIENCE", 0.0)
-        printing = printer.Printer(out)
+        monkeypatch.setattr(worker, "PATIENCE", 0.0)
+        printing = worker.Printer(out)
         for number in range(30000):
             printing.show(b"%d %s\n" % (number, b"x" * 99))
-        monkeypatch.setattr(printer, "PATIENCE", 60.0)
+        monkeypatch.setattr(worker, "PATIENCE", 60.0)
         found = []
         reader = threading.Thread(target=lambda: found.extend(lines))
         reader.start()
@@ -326,13 +326,13 @@ def test_lines_are_missing_only_where_it_is_said(monkeypatch):
 
 
 def test_an_output_that_is_read_slowly_loses_nothing(monkeypatch):
-    monkeypatch.setattr(printer, "PATIENCE", 60.0)
-    monkeypatch.setattr(printer, "MOST_WAITING", 1000)
+    monkeypatch.setattr(worker, "PATIENCE", 60.0)
+    monkeypatch.setattr(worker, "MOST_WAITING", 1000)
     reading, writing = os.pipe()
     with open(reading, "rb") as lines, open(writing, "w") as out:
         found = []
         reader = threading.Thread(target=lambda: found.extend(lines))
-        printing = printer.Printer(out)
+        printing = worker.Printer(out)
         threading.Timer(0.1, reader.start).start()
         for number in range(3000):
             printing.show(b"%d %s\n" % (number, b"x" * 99))
@@ -348,7 +348,7 @@ def test_a_log_on_a_disk_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
     reading = os.open(tmp_path / "0.log", os.O_RDONLY | os.O_NONBLOCK)
     body = "import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '1': sys.exit(3)\nwhile True: print('x' * 99)"
     try:
-        with pytest.raises(ProcessFailed, match="process 1 exited with code 3"):
+        with pytest.raises(ProcessFailedError, match="process 1 exited with code 3"):
             launch([sys.executable, "-c", body], 2, logs=tmp_path)
     finally:
         os.close(reading)

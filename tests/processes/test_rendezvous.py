@@ -16,7 +16,7 @@ import pytest
 from optax import adam
 
 import jaxdist as jd
-from jaxdist.processes import fingerprint
+from jaxdist.processes import consistency
 from jaxdist.processes.cluster import VARIABLES, Job, where_to_listen
 from jaxdist.processes.consistency import exchange
 from jaxdist.processes.rendezvous import check_in
@@ -429,11 +429,11 @@ def test_jax_is_told_the_same(monkeypatch, kubernetes):
 
 
 def test_settings_and_versions_are_on_the_card():
-    card = fingerprint.of_this_process()
+    card = consistency.fingerprint_process()
     assert {"jax", "jaxlib", "jaxdist"} <= set(card["version of"])
     assert "None" not in card["version of"].values()
-    assert fingerprint.difference(card, card, 1) == ""
-    assert fingerprint.difference(NEWER, CARD, 1).startswith(
+    assert consistency.find_difference(card, card, 1) == ""
+    assert consistency.find_difference(NEWER, CARD, 1).startswith(
         "version of `jax` is 0.12.0 in process 1 and 0.10.2 in process 0"
     )
 
@@ -466,9 +466,9 @@ def state(width=3, dtype=jnp.float32, mark=jd.PerWorker):
 )
 def test_what_differs_is_named(mesh, other, message):
     same = {"state": state(), "mesh": mesh, "recipe": {"rate": 0.1, "seed": 0}}
-    card = fingerprint.of_state(**same)
-    assert fingerprint.difference(fingerprint.of_state(**same), card, 1) == ""
-    assert fingerprint.difference(fingerprint.of_state(**{**same, **other}), card, 1).startswith(message)
+    card = consistency.fingerprint_state(**same)
+    assert consistency.find_difference(consistency.fingerprint_state(**same), card, 1) == ""
+    assert consistency.find_difference(consistency.fingerprint_state(**{**same, **other}), card, 1).startswith(message)
 
 
 def test_recipes_are_plain():

@@ -148,7 +148,6 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(ended, monkeypatch):
     stopped = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(heartbeat, "time", clock)
     watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=5)
 
     def step():
@@ -226,11 +225,11 @@ def test_a_step_fails_because_another_process_died(ended):
     watch, _ = watch_of_two(Heartbeat(7, 0), False)
     with watch:
         with pytest.raises(
-            heartbeat.ProcessLost, match="process 1 shows no sign of life since it started step 7"
+            heartbeat.ProcessLostError, match="process 1 shows no sign of life since it started step 7"
         ) as lost:
             watch(fails)
         assert (lost.value.process, lost.value.step) == (1, 7)
-        with pytest.raises(heartbeat.ProcessLost):
+        with pytest.raises(heartbeat.ProcessLostError):
             watch(fails, ValueError)
         with pytest.raises(ValueError, match="mine"):
             watch(int, "mine")
@@ -279,7 +278,7 @@ def test_alone():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_alone(monkeypatch, number):
     # Whoever was asked before in this process may since have lost the signals to another library.
-    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", None)
+    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", None)
     before = {one: signal.signal(one, signal.SIG_DFL) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         assert not jd.processes.preemption_requested(0)
@@ -291,7 +290,7 @@ def test_a_signal_alone(monkeypatch, number):
 
 
 def test_a_handler_of_the_script_keeps_its_warning(monkeypatch):
-    monkeypatch.setattr(sys.modules["jaxdist.processes.preemption"], "_received", threading.Event())
+    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "_received", threading.Event())
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
@@ -345,7 +344,7 @@ def job(tmp_path):
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_dies(job, process):
     err, code, seconds = job(f"killed {process}")
-    assert f"ProcessFailed: process {process} was killed by SIGKILL" in err
+    assert f"ProcessFailedError: process {process} was killed by SIGKILL" in err
     assert code == 128 + signal.SIGKILL
     assert seconds < SOON
 
@@ -355,7 +354,7 @@ def test_a_process_dies(job, process):
 def test_a_process_is_stuck(job, tmp_path, what):
     process = int(what[-1])
     err, code, seconds = job(what)
-    assert "StepTimeout: step " in err
+    assert "StepTimeoutError: step " in err
     assert f": process {process} " in err
     assert ("step 21" if "asleep" in what else "no sign of life") in err
     assert code == 1
@@ -387,7 +386,7 @@ def test_a_pause_of_35_seconds_changes_nothing(job, tmp_path):
 @pytest.mark.parametrize("what", ["preempted", "warned 1"])
 def test_all_leave_at_the_same_step(job, tmp_path, what):
     err, code, _ = job(what)
-    assert (code, "ProcessFailed" in err) == (0, False)
+    assert (code, "ProcessFailedError" in err) == (0, False)
     left = [(tmp_path / f"{number}.log").read_text().split("left after step ")[1].split() for number in range(2)]
     assert left[0] == left[1]
 
@@ -395,6 +394,6 @@ def test_all_leave_at_the_same_step(job, tmp_path, what):
 @pytest.mark.slow
 def test_an_error_in_one_process_ends_both(job):
     err, code, seconds = job("raises 1")
-    assert "ProcessFailed: process 1 exited with code 1" in err
+    assert "ProcessFailedError: process 1 exited with code 1" in err
     assert "ValueError: bad data" in err
     assert (code, seconds < SOON) == (1, True)

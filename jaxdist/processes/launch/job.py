@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..._core.errors import Portable
+from ..._core.checks import Portable
 from . import resources
-from .printer import printers
 from .reaper import reaper
 from .resources import hold_port, port_of
-from .worker import Worker, describe_exit, finish, kill, start
+from .worker import Worker, describe_exit, finish, kill, printers, start
 
 STOP_SECONDS = 1.0  # from the first failure to SIGKILL for the others
 PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 30.0  # before the first restart, and at most
@@ -25,13 +24,10 @@ NOHUP = (signal.SIGHUP, signal.SIG_IGN)  # under `nohup` the job outlives its te
 WARNING = signal.SIGUSR1  # which Slurm can be asked to send some time before SIGTERM
 
 
-class ProcessFailed(Portable, RuntimeError):
-    """A process of the job failed, and the others were stopped.
+class ProcessFailedError(Portable, RuntimeError):
+    """A process of the job, of number `process`, failed, and the others were stopped.
 
-    Attributes:
-      process: its number.
-      code: its return code, as in `subprocess`: negative for a signal.
-      log: the file with its output.
+    `code` is its return code, as in `subprocess`: negative for a signal. `log` is the file with its output.
     """
 
     def __init__(self, process: int, code: int, log: Path, last: Sequence[str] = ()):
@@ -62,8 +58,6 @@ def launch(
     end of the launcher, even by SIGKILL, ends all processes and their children, except those in another session.
 
     Args:
-      command: the command of each process.
-      processes: the number of processes.
       restarts: how often to restart the whole job after a failure, after a pause of half a second, doubled each time up
         to 30 s. The script continues from its last checkpoint.
       port: where process 0 listens for the others; a free one by default.
@@ -73,10 +67,10 @@ def launch(
         configures an allocator already.
 
     Raises:
-      ProcessFailed: a process failed, and no restarts were left.
-      ValueError: a number is out of range, or the port is taken.
+      ProcessFailedError: a process failed, and no restarts were left.
+      ValueError: the port is taken, or the GPUs do not divide among the processes.
 
-    Example:
+    Examples:
       >>> import sys, tempfile
       >>> from jaxdist.processes.launch import launch
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,6 +95,7 @@ def launch(
                 own |= {"JAX_NUM_PROCESSES": str(processes), "JAXDIST_SECRET": secrets.token_hex()}
                 own |= resources.allocator_settings(environment)
                 workers: list[Worker] = []
+                # Whatever happens here, also an exception from a signal handler, no process may be left behind.
                 try:
                     for number in range(processes):
                         variables = own | devices[number] | {"JAX_PROCESS_ID": str(number)}
@@ -118,7 +113,7 @@ def launch(
                 return
             error = _cause(failed)
             if attempt < restarts and not received:
-                err.tell(f"ProcessFailed: {error}".encode())
+                err.tell(f"ProcessFailedError: {error}".encode())
                 err.tell(f"restart {attempt + 1} of {restarts}".encode())
                 _pause(wakeup, received, min(PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE))
             if attempt == restarts or received:
@@ -131,6 +126,7 @@ def _set_aside(folder: Path) -> None:
     left += [path for path in folder.glob("attempt-*") if path.name[8:].isdecimal() and path.is_dir()]
     if not left:
         return
+    # The next number, even if earlier ones were deleted.
     earlier = [int(path.name[8:]) for path in folder.glob("earlier-*") if path.name[8:].isdecimal()]
     to = folder / f"earlier-{max(earlier, default=0) + 1}"
     to.mkdir()
@@ -159,10 +155,8 @@ def _watch(
     grace: float,
     note: Callable[[int, bool], None],
 ) -> list[Worker]:
-    """Passes on signals until all processes have ended; returns the first to fail, several if found together.
-
-    It never reads or writes the output of processes, so that a slow disk or terminal cannot block it.
-    """
+    """Passes on signals until all processes have ended; returns the first to fail, several if found together."""
+    # It never reads or writes the output of processes, so that a slow disk or terminal cannot block it.
     failed: list[Worker] = []
     asked, passed_on, deadline = 0, 0, math.inf
     while alive := [worker for worker in workers if not worker.ended]:
@@ -195,13 +189,13 @@ def _wait_for_readers(workers: Sequence[Worker]) -> None:
         worker.reader.join(max(0.0, until - time.monotonic()))
 
 
-def _cause(failed: Sequence[Worker]) -> ProcessFailed:
+def _cause(failed: Sequence[Worker]) -> ProcessFailedError:
     """Returns the error of the likely cause among processes that failed together."""
     # A killed process (code < 0) comes first: its peers exit with an error, or are aborted by JAX.
     order = {-signal.SIGABRT: 2}
     first = min(failed, key=lambda worker: (order.get(code := worker.process.returncode, int(code > 0)), worker.number))
     last = [line.decode(errors="replace") for line in first.last]
-    return ProcessFailed(first.number, first.process.returncode, first.path, last)
+    return ProcessFailedError(first.number, first.process.returncode, first.path, last)
 
 
 def _send(workers: Sequence[Worker], number: int) -> None:

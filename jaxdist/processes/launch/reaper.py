@@ -25,7 +25,8 @@ def reaper() -> Iterator[Callable[[int, bool], None]]:
         assert pipe is not None
 
         def note(group: int, alive: bool) -> None:
-            with contextlib.suppress(OSError):  # the reaper was killed
+            # The reaper may have been killed.
+            with contextlib.suppress(OSError):
                 pipe.write(b"%d\n" % (group if alive else -group))
 
         try:
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     parent, *command = arguments
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the call
+    # The parent died before the call, which then has no effect.
+    if os.getppid() != int(parent):
         sys.exit(1)
     os.execvp(command[0], command)
 

@@ -35,11 +35,7 @@ def _visible(environment: Mapping[str, str], folder: Path) -> int:
 
 
 def assign_gpus(processes: int, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[dict[str, str]]:
-    """Returns the environment variables that give each process an equal share of the GPUs; empty without GPUs.
-
-    Raises:
-      ValueError: the GPUs do not divide among the processes.
-    """
+    """Returns the environment variables that give each process an equal share of the GPUs; empty without GPUs."""
     count = gpus(environment, folder)
     if count % processes:
         raise ValueError(
@@ -48,8 +44,7 @@ def assign_gpus(processes: int, environment: Mapping[str, str], folder: Path = P
     if not count:
         return [{} for _ in range(processes)]
     each = count // processes
-    parts = [range(number * each, (number + 1) * each) for number in range(processes)]
-    return [{CHOSEN: ",".join(map(str, part))} for part in parts]
+    return [{CHOSEN: ",".join(map(str, range(first, first + each)))} for first in range(0, count, each)]
 
 
 # XLA:CPU allocates every large buffer anew. Glibc maps blocks beyond 32 MiB each time and returns the end of its heap
@@ -92,9 +87,6 @@ def hold_port(port: int = 0) -> socket.socket:
 
     The socket stays bound while the processes run and never listens: the kernel then assigns the port to no other
     program that asks for a free one, and Linux lets a socket with `SO_REUSEADDR` (those of Python and gRPC) listen.
-
-    Raises:
-      ValueError: the port is taken.
     """
     dual = socket.has_dualstack_ipv6()
     held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
