@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from .._core.errors import Portable
+from .._core.checks import Portable
 
 
-class Deadlock(Portable, RuntimeError):
+class DeadlockError(Portable, RuntimeError):
     """No event is left on the virtual clock before the run is complete: some worker waits forever.
 
     Attributes:
@@ -20,7 +20,7 @@ class Deadlock(Portable, RuntimeError):
         super().__init__(f"no event is left at {seconds:g} s: {'; '.join(lines) or 'all workers are idle'}")
 
 
-class NonFiniteGradient(Portable, FloatingPointError):
+class NonFiniteGradientError(Portable, FloatingPointError):
     """A gradient that a rule was about to use contains a NaN or an infinity, which would never leave the model.
 
     Attributes:
@@ -39,11 +39,11 @@ class NonFiniteGradient(Portable, FloatingPointError):
         )
 
 
-class TooManyEvents(Portable, RuntimeError):
+class TooManyEventsError(Portable, RuntimeError):
     """Too many events happened at one tick of the virtual clock: messages form a zero-latency cycle."""
 
 
-class ActorLost(Portable, RuntimeError):
+class ActorLostError(Portable, RuntimeError):
     """A process of a Ray run died or does not answer, and the run cannot continue without it.
 
     Attributes:
@@ -55,7 +55,7 @@ class ActorLost(Portable, RuntimeError):
         super().__init__(f"{place_name(place)} {why}")
 
 
-class Stalled(Portable, RuntimeError):
+class StalledError(Portable, RuntimeError):
     """All processes of a Ray run answer, but none has made progress within the timeout.
 
     Attributes:

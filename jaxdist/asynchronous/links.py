@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from .._core.types import Number
-from ..schedule.stragglar import stragglar_seconds
+from ..schedule.stragglers import stragglar_seconds
 
 
 class Links(NamedTuple):
@@ -32,10 +32,7 @@ class Links(NamedTuple):
 def instant() -> Links:
     """Links on which messages take no time.
 
-    Returns:
-      The links.
-
-    Example:
+    Examples:
       >>> from jaxdist.asynchronous import links
       >>> links.instant().collective((0, 1, 2), 1000, "mean")
       0.0
@@ -59,13 +56,7 @@ def alpha_beta(
       nic: workers and server send one message at a time and receive one at a time, as with a single network card; use
         it to see whether the server is a bottleneck. Otherwise a message occupies only its link.
 
-    Returns:
-      The links.
-
-    Raises:
-      ValueError: a latency is negative, a bandwidth not positive, or a matrix not square.
-
-    Example:
+    Examples:
       >>> from jaxdist.asynchronous import links
       >>> round(links.alpha_beta(3e-6, 450 * 2**30).collective(tuple(range(8)), 2**30, "mean") * 1e3, 4)
       3.9309
@@ -110,21 +101,16 @@ def alpha_beta(
 def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: bool = False) -> Links:
     """Links as `alpha_beta`, with all-reduces by StragglAR, which the other workers begin before the last one joins.
 
-    After the last one joins it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, plus the unfinished part of the others' work
-    if it joins early: see `schedule.stragglar_seconds`. Groups whose size is not a power of 2 use a ring.
+    After the last one joins it takes `(n - 2 + log2 n)(α + B β/(n - 1))`, slightly more if n is not a power of 2, plus
+    the unfinished part of the others' work if it joins early: see `schedule.stragglar_seconds`. Groups of an odd number
+    use a ring.
 
     Args:
       latency: α in seconds.
       bandwidth: 1/β in bytes per second.
       nic: as for `alpha_beta`.
 
-    Returns:
-      The links.
-
-    Raises:
-      ValueError: the latency is negative, or the bandwidth not positive.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import durations, links, replay, rules
       >>> cluster = {"workers": 8, "durations": durations.one_slow(durations.constant(5.0), worker=7, factor=2)}
@@ -140,8 +126,8 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
 
     def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:
         n = len(group)
-        # StragglAR is an all-reduce for powers of two.
-        if op != "mean" or n < 2 or n.bit_count() != 1:
+        # StragglAR is an all-reduce of pairs.
+        if op != "mean" or n % 2:
             return ring.collective(group, nbytes, op)
         return stragglar_seconds(n, nbytes, latency=latency, bandwidth=bandwidth, lead=lead)
 

@@ -4,7 +4,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable
-from typing import Any, ClassVar, no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,21 @@ from .values import Lazy, Spec, spec_of
 # NamedTuple classes that this process has written. A class of a script is found here, since its module (`__main__`) has
 # another name in other processes.
 _WRITTEN_CLASSES: dict[tuple[str, str], type] = {}
+
+# Modules of NamedTuples that were merged into others, by the name that is in older files.
+_MOVED = {
+    f"jaxdist.asynchronous.rules.{folder}.{old}": f"jaxdist.asynchronous.rules.{folder}.{new}"
+    for folder, new, merged in (
+        ("collective", "local_sgd", "local"),
+        ("collective", "synchronous", "bsp delay_by_one pipe_sgd"),
+        ("collective", "uneven_rounds", "any_batch task_allocation"),
+        ("peers", "ad_psgd", "hierarchical_ad_psgd"),
+        ("peers", "pairs", "neighbors"),
+        ("server", "asgd", "ssp"),
+        ("server", "tables", "dude ringleader"),
+    )
+    for old in merged.split()
+}
 
 
 @no_type_check  # called for every message
@@ -27,9 +42,6 @@ def write(value: Any, store: Callable[[Any], int | str]) -> str:
 
     Returns:
       JSON.
-
-    Raises:
-      ValueError: the value contains an object of another type.
     """
     writer = _Writer(store)
     root = writer.visit(value)
@@ -47,6 +59,7 @@ class _Writer:
         self.seen: dict[int, tuple[Any, int]] = {}
 
     def visit(self, value: Any) -> Any:
+        """Returns a number or text as it is, and a reference to the node of any other object."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if id(value) not in self.seen:
@@ -56,6 +69,7 @@ class _Writer:
         return {"is": self.seen[id(value)][1]}
 
     def content(self, value: Any) -> list[Any]:
+        """Returns the node of an object: its kind, then what `_READERS` needs to make it again."""
         visit = self.visit
         if isinstance(value, Spec):
             return ["spec", visit(value.tree)]
@@ -63,24 +77,33 @@ class _Writer:
             return ["gradient", *map(visit, value.recipe)] if value.recipe else ["same", visit(value.read())]
         if isinstance(value, jax.ShapeDtypeStruct):
             return ["shape", list(value.shape), str(value.dtype)]
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return ["key", visit(jax.random.key_data(value)), str(jax.random.key_impl(value))]
-        if isinstance(value, jax.Array | np.ndarray | np.generic) and value.dtype != object:
-            return ["array", self.store(value), list(value.shape), str(value.dtype), isinstance(value, jax.Array)]
         if isinstance(value, array):
             return ["column", self.store(value), value.typecode]
-        if isinstance(value, dict):
-            return ["dict", [[visit(key), visit(entry)] for key, entry in value.items()]]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            kind = type(value)
-            _WRITTEN_CLASSES[kind.__module__, kind.__qualname__] = kind
-            return ["named", kind.__module__, kind.__qualname__, [visit(part) for part in value]]
-        if isinstance(value, tuple | list):
-            return [type(value).__name__, [visit(part) for part in value]]
+        if isinstance(value, jax.Array | np.ndarray | np.generic) and value.dtype != object:
+            return self.array_content(value)
+        if isinstance(value, dict | tuple | list):
+            return self.container_content(value)
         raise ValueError(
             f"a {type(value).__name__} cannot be written: models and states must be dicts, lists, tuples and "
             "NamedTuples of arrays"
         )
+
+    def array_content(self, value: Any) -> list[Any]:
+        """Returns the node of an array of NumPy or JAX."""
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return ["key", self.visit(jax.random.key_data(value)), str(jax.random.key_impl(value))]
+        return ["array", self.store(value), list(value.shape), str(value.dtype), isinstance(value, jax.Array)]
+
+    def container_content(self, value: Any) -> list[Any]:
+        """Returns the node of a dict, list, tuple or NamedTuple."""
+        kind = type(value)
+        if isinstance(value, dict):
+            return ["dict", [[self.visit(key), self.visit(entry)] for key, entry in value.items()]]
+        parts = [self.visit(part) for part in value]
+        if not hasattr(value, "_fields"):
+            return [kind.__name__, parts]
+        _WRITTEN_CLASSES[kind.__module__, kind.__qualname__] = kind
+        return ["named", kind.__module__, kind.__qualname__, parts]
 
 
 @no_type_check
@@ -92,17 +115,14 @@ def read(text: str, load: Callable[[int | str], Any], gradient: Callable[[Any, i
       load: returns, for a number or name that `store` returned, the bytes that `flat` made of that array.
       gradient: makes lazy gradients from recipes.
 
-    Returns:
-      A value of the same structure, shapes and dtypes.
-
     Raises:
       ValueError: the text names a class that is not a NamedTuple of this process.
     """
     content = json.loads(text)
     reader = _Reader(load, gradient)
     for kind, *parts in content["nodes"]:
-        # A table of its own methods, and not `getattr`: the text selects among these and nothing else.
-        reader.values.append(reader.KINDS[kind](reader, *parts))
+        # A table, and not `getattr`: the text selects among these functions and nothing else.
+        reader.values.append(_READERS[kind](reader, *parts))
     return reader.value(content["root"])
 
 
@@ -115,63 +135,50 @@ class _Reader:
         self.values: list[Any] = []
 
     def value(self, part: Any) -> Any:
+        """Returns a number or text as it is, and the value of a node that is referred to."""
         return self.values[part["is"]] if isinstance(part, dict) else part
 
-    def read_array(self, name: Any, shape: list[int], dtype: str, on_device: bool) -> Any:
-        data = np.frombuffer(self.load(name), jnp.dtype(dtype)).reshape(shape)
-        return jnp.asarray(data) if on_device else data
 
-    def read_column(self, name: Any, typecode: str) -> array:
-        return array(typecode, bytes(self.load(name)))
+@no_type_check
+def _read_array(reader: _Reader, name: Any, shape: list[int], dtype: str, on_device: bool) -> Any:
+    data = np.frombuffer(reader.load(name), jnp.dtype(dtype)).reshape(shape)
+    return jnp.asarray(data) if on_device else data
 
-    def read_named(self, module: str, name: str, parts: list[Any]) -> Any:
-        # Only a NamedTuple of a module that is already imported: reading never runs code that was not loaded before.
-        kind: Any = sys.modules.get(module)
-        for part in name.split("."):
-            kind = getattr(kind, part, None)
-        kind = kind or _WRITTEN_CLASSES.get((module, name))
-        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
-            raise ValueError(
-                f"{module}.{name} is not an imported NamedTuple: create the simulator with the same rule before reading"
-            )
-        return kind(*map(self.value, parts))
 
-    def read_spec(self, tree: Any) -> Spec:
-        return spec_of(self.value(tree))
+@no_type_check
+def _read_named(reader: _Reader, module: str, name: str, parts: list[Any]) -> Any:
+    # Only a NamedTuple of a module that is already imported: reading never runs code that was not loaded before.
+    kind: Any = sys.modules.get(_MOVED.get(module, module))
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    kind = kind or _WRITTEN_CLASSES.get((module, name))
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise ValueError(
+            f"{module}.{name} is not an imported NamedTuple: create the simulator with the same rule before reading"
+        )
+    return kind(*map(reader.value, parts))
 
-    def read_shape(self, shape: list[int], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
-    def read_gradient(self, params: Any, worker: int, job: int) -> Any:
-        if self.gradient is None:
-            raise ValueError("the text contains lazy gradients: pass gradient= to read them")
-        return self.gradient(self.value(params), worker, job)
+@no_type_check
+def _read_gradient(reader: _Reader, params: Any, worker: int, job: int) -> Any:
+    if reader.gradient is None:
+        raise ValueError("the text contains lazy gradients: pass gradient= to read them")
+    return reader.gradient(reader.value(params), worker, job)
 
-    def read_key(self, data: Any, name: str) -> Any:
-        return jax.random.wrap_key_data(self.value(data), impl=name)
 
-    def read_dict(self, pairs: list[Any]) -> dict:
-        return {self.value(key): self.value(entry) for key, entry in pairs}
-
-    def read_tuple(self, parts: list[Any]) -> tuple:
-        return tuple(map(self.value, parts))
-
-    def read_list(self, parts: list[Any]) -> list:
-        return list(map(self.value, parts))
-
-    KINDS: ClassVar = {
-        "array": read_array,
-        "column": read_column,
-        "named": read_named,
-        "spec": read_spec,
-        "shape": read_shape,
-        "gradient": read_gradient,
-        "same": value,
-        "key": read_key,
-        "dict": read_dict,
-        "tuple": read_tuple,
-        "list": read_list,
-    }
+_READERS: dict[str, Callable[..., Any]] = {
+    "array": _read_array,
+    "column": lambda reader, name, typecode: array(typecode, bytes(reader.load(name))),
+    "named": _read_named,
+    "spec": lambda reader, tree: spec_of(reader.value(tree)),
+    "shape": lambda reader, shape, dtype: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)),
+    "gradient": _read_gradient,
+    "same": lambda reader, value: reader.value(value),
+    "key": lambda reader, data, name: jax.random.wrap_key_data(reader.value(data), impl=name),
+    "dict": lambda reader, pairs: {reader.value(key): reader.value(entry) for key, entry in pairs},
+    "tuple": lambda reader, parts: tuple(map(reader.value, parts)),
+    "list": lambda reader, parts: list(map(reader.value, parts)),
+}
 
 
 def flat(value: Any) -> np.ndarray:

@@ -51,11 +51,8 @@ class Cancel(NamedTuple):
 class Reduce(NamedTuple):
     """Join a collective of `group` (sorted); once all members have joined, each of them receives `"reduced"`.
 
-    Attributes:
-      group: the workers, each of which issues the same `Reduce`.
-      tag: distinguishes collectives of the same group.
-      value: this worker's contribution.
-      op: `"mean"`, or `"gather"`, whose result is a tuple of all contributions in the group's order.
+    `tag` distinguishes collectives of the same group. The result of `"gather"` is a tuple of all contributions, in the
+    group's order.
     """
 
     group: tuple[int, ...]
@@ -89,6 +86,8 @@ class StepRecord(NamedTuple):
 
 Action = Send | Compute | Cancel | Reduce | After | GradientRecord | StepRecord
 Actions = tuple[Any, ...]
+# The next state of a role, and its actions.
+Reaction = tuple[Any, Actions]
 
 
 class Site(NamedTuple):
@@ -113,8 +112,8 @@ class Role(NamedTuple):
       waits_for: `waits_for(state)`, the indices that it waits for; empty if it is not waiting. For deadlock reports.
     """
 
-    init: Callable[[Site, PyTree], tuple[Any, Actions]]
-    receive: Callable[[Any, int, Message], tuple[Any, Actions]]
+    init: Callable[[Site, PyTree], Reaction]
+    receive: Callable[[Any, int, Message], Reaction]
     params: Callable[[Any], Any]
     waits_for: Callable[[Any], tuple[int, ...]] = lambda state: ()
 
@@ -124,11 +123,6 @@ class Rule(NamedTuple):
 
     The same rule runs on the virtual clock of `replay` and on real processes. Its final model is the server's; without
     a server, or if `server.params` returns None, the mean of the workers' models.
-
-    Attributes:
-      name: for messages and plots.
-      worker: the role of every worker.
-      server: the role of `SERVER`, or None.
     """
 
     name: str

@@ -11,18 +11,15 @@ from .._core.types import PyTree
 
 
 class Spec:
-    """The shapes of a value, in a replay without numerics. Equal specs are the same object.
+    """The shapes of a value, a pytree of `jax.ShapeDtypeStruct`, and its size on the wire.
 
-    Attributes:
-      tree: a pytree of `jax.ShapeDtypeStruct`.
-      nbytes: the size of such a value on the wire.
+    It replaces the value in a replay without numerics. Equal specs are the same object.
     """
 
     __slots__ = ("nbytes", "tree")
 
     def __init__(self, tree: PyTree, nbytes: int):
-        self.tree = tree
-        self.nbytes = nbytes
+        self.tree, self.nbytes = tree, nbytes
 
     def __reduce__(self):
         return spec_of, (self.tree,)
@@ -36,11 +33,9 @@ class Encoded(NamedTuple):
 
 
 class Lazy:
-    """A lazily computed, cached value. A value that is never read costs nothing.
+    """A lazily computed, cached value whose shapes are known in advance. A value that is never read costs nothing.
 
-    Attributes:
-      spec: its shapes, known in advance.
-      recipe: a description that can be written to a file instead of the value, or None.
+    `recipe` is a description that can be written to a file instead of the value, or None.
     """
 
     __slots__ = ("_compute", "_value", "recipe", "spec")
@@ -48,8 +43,7 @@ class Lazy:
     def __init__(self, compute: Callable[[], PyTree], spec: Spec, recipe: tuple | None = None):
         self._compute: Callable[[], PyTree] | None = compute
         self._value: PyTree = None
-        self.spec = spec
-        self.recipe = recipe
+        self.spec, self.recipe = spec, recipe
 
     def read(self) -> PyTree:
         """Returns the value; the first call computes it and releases the inputs."""
@@ -111,10 +105,7 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
       lazy: return a lazy result if an argument is lazy. For one output only.
       shared: cache the last call: where all workers compute the same result from the same objects, it runs once.
 
-    Returns:
-      The function of values.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jaxdist.asynchronous import numeric
       >>> double = numeric(lambda x: 2 * x)
@@ -153,11 +144,7 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
     return call
 
 
-def _average(*trees: PyTree) -> PyTree:
-    return jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]) / len(leaves), *trees)
-
-
-_mean = numeric(_average)
+_mean = numeric(lambda *trees: jax.tree.map(lambda *x: sum(x[1:], start=x[0]) / len(x), *trees))
 add = numeric(lambda left, right: jax.tree.map(lambda a, b: a + b, left, right))
 scale = numeric(lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree))
 replace_term = numeric(lambda total, old, new: jax.tree.map(lambda t, a, b: t + (b - a), total, old, new))

@@ -14,7 +14,7 @@ MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 # A driver on Ray sends its user's functions to the processes that it starts, by Ray's own means.
 ALLOWED = {
-    ("asynchronous/ray_engine/cluster.py", "cloudpickle"),
+    ("asynchronous/ray_engine/driver.py", "cloudpickle"),
     ("asynchronous/ray_engine/actor.py", "cloudpickle"),
 }
 

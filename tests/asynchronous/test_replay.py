@@ -101,7 +101,7 @@ def test_random_slowdowns():
 
 def test_a_recorded_trace_may_end():
     law = durations.recorded([[1.0, 2.0], [4.0]], mode="stop")
-    with pytest.raises(replay.Deadlock, match="worker 0 computes forever; worker 1 computes forever"):
+    with pytest.raises(replay.DeadlockError, match="worker 0 computes forever; worker 1 computes forever"):
         replay.run(rules.asgd(SGD), durations=law, workers=2, steps=4)
     cycled = durations.recorded([[1.0, 2.0], [4.0]])
     assert replay.run(rules.asgd(SGD), durations=cycled, workers=2, seconds=12).trace.steps.tick.tolist() == [
@@ -269,7 +269,7 @@ def broken(seed, worker, job):
 @pytest.mark.parametrize("name", [*RULES])
 def test_a_gradient_that_is_not_finite_is_named(name):
     with pytest.raises(
-        replay.NonFiniteGradient, match=r"the gradient of worker 1 at its step \d+ is not finite"
+        replay.NonFiniteGradientError, match=r"the gradient of worker 1 at its step \d+ is not finite"
     ) as error:
         replay.run(RULES[name], TASK._replace(batch=broken), workers=4, seconds=400)
     again = pickle.loads(pickle.dumps(error.value))
@@ -279,7 +279,9 @@ def test_a_gradient_that_is_not_finite_is_named(name):
 
 
 def test_a_model_that_has_diverged_is_named_as_such():
-    with pytest.raises(replay.NonFiniteGradient, match=r"the model that worker 0 read for its step .* is not finite: "):
+    with pytest.raises(
+        replay.NonFiniteGradientError, match=r"the model that worker 0 read for its step .* is not finite: "
+    ):
         replay.run(rules.asgd(optax.sgd(1e30)), TASK, workers=1, seconds=40)
 
 
@@ -396,7 +398,7 @@ def role(receive, start=lambda site, params: (0, ())):
 
 def test_deadlock_says_who_waits_for_whom():
     stuck = Rule("stuck", role(lambda state, sender, message: (1, ()), lambda site, params: (0, (Compute(params),))))
-    with pytest.raises(replay.Deadlock, match="worker 0 waits for worker 1") as error:
+    with pytest.raises(replay.DeadlockError, match="worker 0 waits for worker 1") as error:
         replay.run(stuck, workers=2, seconds=10)
     assert error.value.waiting == {0: (1,), 1: (1,)}
 
@@ -406,7 +408,7 @@ def test_messages_in_a_circle_are_an_error():
         return state, (Send(sender, Message("ping")),)
 
     circle = Rule("circle", role(receive, lambda site, params: (0, (Send(1 - site.index, Message("ping")),))))
-    with pytest.raises(replay.TooManyEvents, match="zero-latency cycle"):
+    with pytest.raises(replay.TooManyEventsError, match="zero-latency cycle"):
         replay.run(circle, workers=2, seconds=1, events_per_tick=100)
 
 

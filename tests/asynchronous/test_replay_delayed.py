@@ -1,5 +1,6 @@
 """Rules that hide or shrink the wait: against loops in float64, against `simulate`, and their times by hand."""
 
+import itertools
 from inspect import unwrap
 from typing import Any
 
@@ -9,10 +10,11 @@ import optax
 import pytest
 from local_run import run as simulated
 from local_run import targets
+from reference.uneven import ata as reference_ata
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.collective.task_allocation import shares
+from jaxdist.schedule import allocate_tasks
 
 SGD = optax.sgd(0.1)
 STEPS, WORKERS = 20, 4
@@ -194,17 +196,18 @@ def test_any_batch_in_which_nobody_is_done_changes_nothing():
     assert len(run.trace.gradients) == 0
 
 
+@pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("batch", [4, 16, 37])
-def test_shares_finish_as_soon_as_can_be(batch):
+def test_shares_finish_as_soon_as_can_be(batch, least):
     """Against all ways to deal out, by threshold: the least time in which all are done."""
     for seconds in ((1.0, 1.0, 2.0, 4.0), (0.3, 1.7, 1.1, 9.0), (1.0,) * 4):
-        dealt = np.array(shares(batch, seconds))
+        dealt = allocate_tasks(seconds, batch, least=least)
         assert dealt.sum() == batch
-        assert dealt.min() >= 1
+        assert dealt.min() >= least
         times = sorted({count * tau for tau in seconds for count in range(1, batch + 1)})
-        room = [t for t in times if all(t >= tau for tau in seconds)]
-        least = next(t for t in room if sum(int(t / tau * (1 + 1e-12)) for tau in seconds) >= batch)
-        assert (dealt * seconds).max() == pytest.approx(least)
+        room = [t for t in times if all(t >= least * tau for tau in seconds)]
+        soonest = next(t for t in room if sum(int(t / tau * (1 + 1e-12)) for tau in seconds) >= batch)
+        assert (dealt * seconds).max() == pytest.approx(soonest)
 
 
 def test_task_allocation_deals_out_by_speed():
@@ -239,6 +242,44 @@ def test_task_allocation_is_minibatch_sgd():
     np.testing.assert_allclose(run.params, x, atol=1e-5)
 
 
+def test_static_allocation_leaves_a_hopeless_worker_out():
+    """Minibatch SGD with shares 3, 2, 1 and 0, in float64; the slow worker sends zeros and delays no round."""
+    law, given = (1.0, 1.5, 3.0, 60.0), [1.0, 1.5, 3.0, 60.0]
+    run = replay.run(rules.task_allocation(6, SGD, seconds=given), TASK, steps=STEPS, **taus(*law))
+    assert run.seconds == pytest.approx(3.0 * STEPS)
+    counts, x = np.array([3, 2, 1, 0]), np.zeros(6)
+    for k in range(STEPS):
+        drawn = [DRAWN[(k * counts[i] + job) % len(DRAWN), i] for i in range(4) for job in range(counts[i])]
+        x = x - 0.1 * (x - np.stack(drawn).astype(np.float64)).mean(0)
+    np.testing.assert_allclose(run.params, x, atol=1e-5)
+    assert run.computing[3] == 0
+    # Nothing is measured, so nothing but sums is sent: 24 bytes in a ring of four, 2 (n - 1)/n each.
+    assert run.sent[:4].tolist() == [STEPS * 36] * 4
+
+
+def test_ata_equals_the_paper():
+    """Shares of every round from drawn durations: the bounds and the recursive selection, in float64."""
+    law, workers, batch = durations.lognormal(1.0, 0.5), 4, 7
+    scaled = law._replace(draw=lambda rng, w, first, count, state: _scale(law.draw(rng, w, first, count, state), w))
+    settings = {"durations": scaled, "workers": workers, "seed": 5}
+    run = replay.run(rules.ata(batch, SGD, confidence=0.3), steps=60, **settings)
+    drawn = [list(itertools.islice(durations.stream(scaled, 5, i), 60 * batch)) for i in range(workers)]
+    expected = reference_ata(drawn, batch, 60, 0.3)
+    found = np.stack(
+        [np.bincount(run.trace.gradients.worker[k * batch : (k + 1) * batch], minlength=4) for k in range(60)]
+    )
+    np.testing.assert_array_equal(found, expected)
+    # The slowest of all, ten times slower, is tried ever more rarely; the fastest gets the largest share.
+    assert found[:10, 3].sum() > found[-10:, 3].sum()
+    assert found[-20:].sum(0).argmax() == 0
+    assert found[:, 3].sum() < found[:, 0].sum() / 10
+
+
+def _scale(result, worker):
+    drawn, state = result
+    return drawn * (1.0, 1.5, 3.0, 10.0)[worker], state
+
+
 # What all have to stand.
 
 MADE = {
@@ -247,6 +288,8 @@ MADE = {
     "palsgd": rules.palsgd(SGD, learning_rate=0.1, sync_period=2),
     "any_batch": rules.any_batch(2.0, SGD),
     "task_allocation": rules.task_allocation(6, SGD),
+    "static": rules.task_allocation(6, SGD, seconds=[1.0, 1.0, 2.0, 30.0]),
+    "ata": rules.ata(6, SGD, confidence=0.3),
 }
 
 
@@ -289,6 +332,14 @@ def test_failures_stop_nobody_for_good(name):
         (lambda: rules.any_batch(0.0, SGD), "window must be positive and finite, got 0.0"),
         (lambda: rules.task_allocation(0, SGD), "batch must be at least the number of workers, got 0"),
         (lambda: replay.run(rules.task_allocation(3, SGD), seconds=1, **EVEN), "each of the 4 workers, got 3"),
+        (lambda: rules.task_allocation(3, SGD, seconds=[1.0, -1.0]), "seconds must be finite and at least 0"),
+        (
+            lambda: replay.run(rules.task_allocation(3, SGD, seconds=[1.0, 2.0]), seconds=1, **EVEN),
+            "seconds must be those of the 4 workers, got 2 numbers",
+        ),
+        (lambda: rules.ata(0, SGD), "batch must be at least 1, got 0"),
+        (lambda: rules.ata(3, SGD, confidence=-1.0), "confidence must be at least 0 and finite, got -1.0"),
+        (lambda: allocate_tasks([1.0, 2.0], 1, least=1), "tasks must be at least 1 for each of the 2 workers, got 1"),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

@@ -11,10 +11,10 @@ from reference import gossip as reference
 from reference import peers
 
 import jaxdist as jd
-from jaxdist._cli.spellings.rules import parse_rule
+from jaxdist._cli.spellings.parse import parse_rule
 from jaxdist._cli.training.asynchronous import staleness
 from jaxdist.asynchronous import durations, links, replay, rules
-from jaxdist.asynchronous.rules.peers import neighbors
+from jaxdist.asynchronous.rules.peers import pairs as pair_rules
 
 SGD = optax.sgd(0.05)
 SEVEN_AND_A_SLOW_ONE = [1, 1, 1, 1, 1, 1, 1, 6]
@@ -360,11 +360,11 @@ def test_spellings(text, name):
 
 
 def test_neighbors_are_chosen_evenly_and_the_same_each_time():
-    halves = neighbors.halves(jd.topology.complete(2))
+    halves = pair_rules.halves(jd.topology.complete(2))
     assert halves.active == (True, False)
-    halves = neighbors.halves(jd.topology.hypercube(16))
-    drawn = [neighbors.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
-    assert drawn == [neighbors.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
+    halves = pair_rules.halves(jd.topology.hypercube(16))
+    drawn = [pair_rules.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
+    assert drawn == [pair_rules.choose_neighbor(halves, "uniform", 5, 0, k) for k in range(800)]
     assert set(drawn) == {1, 2, 4, 8}
     assert min(drawn.count(neighbor) for neighbor in (1, 2, 4, 8)) > 160
 

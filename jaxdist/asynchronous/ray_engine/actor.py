@@ -5,18 +5,19 @@ import os
 import queue
 import threading
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ..errors import ActorLost, NonFiniteGradient
+from ..errors import ActorLostError, NonFiniteGradientError
 from ..portable import flat, read, write
 from ..protocol import SERVER, Rule, Site
 from ..replay.task import Task, gradient_function
 from ..values import force
 from .role_runner import RoleRunner
-from .state_store import Entry, Report, StatePacker
+from .state_store import ActorReport, Entry, StatePacker
 
 # Seconds between signs of life, and until envelopes that could not be delivered are sent again.
 BEAT_SECONDS, RETRY_SECONDS = 0.5, 0.5
@@ -32,33 +33,26 @@ class RunConfig(NamedTuple):
     slow: dict[int, float]
 
 
-def limit_resources(platform: str | None) -> None:
-    """Restricts JAX, before it starts, to one computation thread and to a platform."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if platform is not None:
-        jax.config.update("jax_platforms", platform)
-
-
 class Actor:
     """The Ray actor of a place, which Ray restarts after a failure.
 
-    Args:
-      index: the index of the place.
-      store: the name of the `StateStore` actor.
-      timeout: seconds to wait for its answers.
-      platform: the platform of JAX, or None for the default.
+    `store` is the name of the `StateStore` actor, whose answers may take `timeout` seconds; `platform` is that of JAX.
     """
 
     def __init__(self, index: int, store: str, timeout: float, platform: str | None):
         import ray
 
-        limit_resources(platform)
+        # One computation thread, since the workers of a machine share its cores. JAX reads this when it starts.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+        if platform is not None:
+            jax.config.update("jax_platforms", platform)
         self.ray: Any = ray
         self.index, self.timeout = index, timeout
         self.store = ray.get_actor(store)
-        self.entry: Entry = self.call_store("enter", index)
+        self.entry: Entry = self._call_store("enter", index)
         self.config: RunConfig = self.ray.cloudpickle.loads(self.entry.config)
+        # Functions of the runner, which the thread of the role calls one after the other; None ends it.
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         # The running job; the gradient thread drops a gradient whose job is no longer this one.
@@ -69,7 +63,7 @@ class Actor:
         # Compiles the gradient before the run begins.
         if index != SERVER:
             # If this gradient is not finite, so is the first one of the run, which reports it.
-            with contextlib.suppress(NonFiniteGradient):
+            with contextlib.suppress(NonFiniteGradientError):
                 jax.block_until_ready(force(self.gradient(self.params, index, 0)))
         if self.entry.peers:
             self.begin(self.entry.peers, self.entry.begun)
@@ -86,20 +80,26 @@ class Actor:
             self.peers = peers
             site = Site(self.index, self.config.workers, self.config.seed)
             self.runner = RoleRunner(self.config.rule, site, self.params, lambda: time.time_ns() - begun)
-            for work in (self.compute_gradients, self.run_role):
-                threading.Thread(target=self.run_thread, args=(work,), daemon=True).start()
+            for work in (self._compute_gradients, self._run_role):
+                threading.Thread(target=self._run_thread, args=(work,), daemon=True).start()
 
     def deliver(self, source: int, acknowledged: int, text: str, arrays: list[np.ndarray]) -> None:
         """Accepts envelopes as text and flat arrays."""
-        self.inbox.put(("envelopes", source, acknowledged, text, arrays))
+
+        def accept(runner: RoleRunner) -> None:
+            runner.acknowledge(source, acknowledged)
+            for envelope in read(text, arrays.__getitem__) if text else ():
+                runner.arrive(source, envelope)
+
+        self.inbox.put(accept)
 
     def on_replaced(self, other: int) -> None:
         """Notes that another place has a new process."""
-        self.inbox.put(("replaced", other))
+        self.inbox.put(lambda runner: runner.resend(other))
 
     def on_gone(self, other: int) -> None:
         """Notes that another place is gone for good."""
-        self.inbox.put(("gone", other))
+        self.inbox.put(lambda runner: runner.forget(other))
 
     def watch(self) -> None:
         """Returns when this place has stopped, and raises its failure."""
@@ -109,12 +109,12 @@ class Actor:
 
     def stop(self) -> None:
         """Stops after handling the messages that have arrived."""
-        self.inbox.put(("stop",))
+        self.inbox.put(None)
         self.ended.wait(self.timeout)
 
     # Threads.
 
-    def run_thread(self, work: Any) -> None:
+    def _run_thread(self, work: Any) -> None:
         try:
             work()
         except BaseException as problem:
@@ -122,7 +122,7 @@ class Actor:
         self.ended.set()
         self.jobs.put(None)
 
-    def compute_gradients(self) -> None:
+    def _compute_gradients(self) -> None:
         """Computes the gradients of jobs, one after the other."""
         extra = self.config.slow.get(self.index, 1.0) - 1.0
         while (request := self.jobs.get()) is not None:
@@ -134,11 +134,12 @@ class Actor:
             while self.current_job == job and (left := end - time.perf_counter()) > 0:
                 time.sleep(min(left, 0.01))
             if self.current_job == job:
-                self.inbox.put(("computed", job, gradient))
+                self.inbox.put(partial(RoleRunner.on_gradient, job=job, gradient=gradient))
 
-    def run_role(self) -> None:
+    def _run_role(self) -> None:
         """Runs the loop of a role: handle what arrives, store the state, then send, in this order."""
         runner, packer, life = self.runner, StatePacker(self.entry.life), self.entry.life
+        # The calls that are not known to be complete, and the times at which to send again after one has failed.
         self.calls: dict[int, list[Any]] = {}
         self.retry: dict[int, float] = {}
         if self.entry.kept is None:
@@ -148,72 +149,54 @@ class Actor:
             runner.restore(read(text, arrays.__getitem__))
         # A replacement announces itself, so that the others send again what the dead process did not acknowledge.
         if life > 1:
-            self.call_store("record_death", self.index, replaced=True)
+            self._call_store("record_death", self.index, replaced=True)
             for other, peer in self.peers.items():
                 if other != self.index:
                     peer.on_replaced.remote(self.index)
         last_beat, stopped = 0.0, False
         while not stopped:
-            stopped = self.handle_inbox(runner)
+            stopped = self._handle_inbox(runner)
             runner.fire_timers()
             running = runner.state.running
             before, self.current_job = self.current_job, -1 if running is None else running.job
             if running is not None and running.job != before:
                 self.jobs.put((running.job, running.params))
             if runner.changed:
-                model = runner.role.params(runner.state.role)
-                packed, report = packer.pack(runner.content(), model), self.report(runner)
+                state = runner.state
+                packed = packer.pack(runner.content(), runner.role.params(state.role))
+                waits_for = tuple(runner.role.waits_for(state.role)) if running is None else ()
+                report = ActorReport(waits_for, running is not None, state.computed, state.received, state.sent)
                 # Otherwise a newer process has this place.
-                if not self.call_store("commit", self.index, life, packed, runner.take_records(), report):
+                if not self._call_store("commit", self.index, life, packed, runner.take_records(), report):
                     return
                 last_beat = time.monotonic()
             elif time.monotonic() - last_beat > BEAT_SECONDS:
                 self.store.beat.remote(self.index, life)
                 last_beat = time.monotonic()
-            self.send_envelopes(runner)
+            self._send_envelopes(runner)
 
-    def report(self, runner: RoleRunner) -> Report:
-        state = runner.state
-        computing = state.running is not None
-        waits_for = () if computing else tuple(runner.role.waits_for(state.role))
-        return Report(waits_for, computing, state.computed, state.received, state.sent)
-
-    def handle_inbox(self, runner: RoleRunner) -> bool:
+    def _handle_inbox(self, runner: RoleRunner) -> bool:
         """Passes on what has arrived, or waits for a short time; returns whether to stop."""
         timeout = min([BEAT_SECONDS] + [(due - runner.now()) / 1e9 for due, _ in runner.state.timers])
         timeout = min([timeout] + [at - time.monotonic() for at in self.retry.values()])
         try:
-            event = self.inbox.get(timeout=max(timeout, 0.001))
+            events = [self.inbox.get(timeout=max(timeout, 0.001))]
+            while not self.inbox.empty():
+                events.append(self.inbox.get())
         except queue.Empty:
             return False
-        stop = False
-        while True:
-            what, *data = event
-            if what == "envelopes":
-                source, acknowledged, text, arrays = data
-                runner.acknowledge(source, acknowledged)
-                for envelope in read(text, arrays.__getitem__) if text else ():
-                    runner.arrive(source, envelope)
-            elif what == "computed":
-                runner.on_gradient(*data)
-            elif what == "replaced":
-                runner.resend(data[0])
-            elif what == "gone":
-                runner.forget(data[0])
-            else:
-                stop = True
-            try:
-                event = self.inbox.get_nowait()
-            except queue.Empty:
-                return stop
+        for handle in events:
+            if handle is not None:
+                handle(runner)
+        return None in events
 
-    def send_envelopes(self, runner: RoleRunner) -> None:
+    def _send_envelopes(self, runner: RoleRunner) -> None:
         """Sends envelopes; those that could not be delivered are sent again a little later."""
         now = time.monotonic()
         for to, calls in self.calls.items():
             # Deliveries are not waited for: finished calls are only checked for failures.
             finished, self.calls[to] = self.ray.wait(calls, num_returns=len(calls), timeout=0)
-            if any(self.has_failed(call) for call in finished):
+            if any(self._has_failed(call) for call in finished):
                 self.retry[to] = now + RETRY_SECONDS
         for to in [to for to, at in self.retry.items() if at <= now]:
             del self.retry[to]
@@ -225,16 +208,16 @@ class Actor:
             self.calls.setdefault(to, []).append(call)
         self.calls = {to: calls for to, calls in self.calls.items() if calls}
 
-    def has_failed(self, call: Any) -> bool:
+    def _has_failed(self, call: Any) -> bool:
         try:
             self.ray.get(call)
         except self.ray.exceptions.RayActorError:
             return True
         return False
 
-    def call_store(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call_store(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Calls the state store, and waits for the answer within the timeout."""
         try:
             return self.ray.get(getattr(self.store, method).remote(*arguments, **named), timeout=self.timeout)
         except (self.ray.exceptions.GetTimeoutError, self.ray.exceptions.RayActorError) as problem:
-            raise ActorLost(self.index, f"cannot reach the state store of the run: {problem}") from None
+            raise ActorLostError(self.index, f"cannot reach the state store of the run: {problem}") from None

@@ -9,7 +9,6 @@ from ..protocol import (
     COMPUTED,
     REDUCED,
     SERVER,
-    TIMER,
     After,
     Cancel,
     Compute,
@@ -22,11 +21,12 @@ from ..protocol import (
     Site,
     StepRecord,
 )
+from ..protocol import TIMER as TIMER_KIND
+from ..replay.trace import COLLECTIVE, DONE, MESSAGE, TIMER
 from ..values import force, mean_of, nbytes_of
 
+# The kind of a contribution to a collective, on its way to the first member of the group.
 PART = "part"
-# Event classes: indices into `replay.trace.CLASSES`.
-ON_MESSAGE, ON_COMPUTED, ON_COLLECTIVE, ON_TIMER = 1, 2, 3, 4
 
 
 class Envelope(NamedTuple):
@@ -53,17 +53,14 @@ class RunnerState:
 
     Attributes:
       role: the state of the rule's role.
-      running: the running gradient, or None.
-      jobs: the number of gradients begun.
+      running: the running gradient, or None; `jobs` counts the gradients begun.
       numbers: the number of the last envelope to each destination.
       seen: the number of the last envelope read from each source.
       outbox: for each destination, the envelopes that it has not acknowledged, in order.
       parts: the contributions to the collectives of which this role is the first member, by `(group, tag)`.
       timers: `(tick, tag)`.
       gone: places that are gone for good.
-      sent: bytes to each place.
-      received: bytes received.
-      computed: ticks of computation.
+      sent, received, computed: bytes to each place, bytes received, and ticks of computation.
     """
 
     role: Any
@@ -105,11 +102,7 @@ class RoleRunner:
     other place notices: events after that state had no visible effect, and their envelopes, which were not
     acknowledged, are sent again.
 
-    Args:
-      rule: the method.
-      site: the position of the role.
-      params: the initial model.
-      now: returns the time in ticks.
+    `params` is the initial model, and `now` returns the time in ticks.
     """
 
     def __init__(self, rule: Rule, site: Site, params: Any, now: Callable[[], int]):
@@ -120,8 +113,9 @@ class RoleRunner:
         self.records = Records([], [], [])
         # Whether the state must be stored before the next `post`.
         self.changed = False
-        # The rest is not stored: messages for the role that are ready, envelopes that arrived early, the number of the
-        # last envelope posted to each place, and the places that wait for an acknowledgment.
+        # The rest is not stored, since others send again what a dead process did not acknowledge: messages that are
+        # ready for the role, envelopes that arrived early, the number of the last envelope posted to each place, and
+        # the places that wait for an acknowledgment.
         self.ready: deque[tuple[int, Message]] = deque()
         self.early: dict[int, dict[int, Envelope]] = {}
         self.posted: dict[int, int] = {}
@@ -132,8 +126,8 @@ class RoleRunner:
     def begin(self) -> None:
         """Starts the role."""
         self.state.role, actions = self.role.init(self.site, self.params)
-        self.perform(actions)
-        self.deliver_ready()
+        self._perform(actions)
+        self._deliver_ready()
 
     def restore(self, content: dict[str, Any]) -> None:
         """Continues from a stored state, instead of `begin`. The running gradient is started again."""
@@ -153,8 +147,8 @@ class RoleRunner:
         while seen + 1 in early:
             seen += 1
             self.state.seen[source] = seen
-            self.read(source, early.pop(seen))
-            self.deliver_ready()
+            self._read(source, early.pop(seen))
+            self._deliver_ready()
 
     def acknowledge(self, to: int, number: int) -> None:
         """Drops the envelopes that `to` has read and stored."""
@@ -171,20 +165,20 @@ class RoleRunner:
         running = self.state.running
         if running is None or running.job != job:
             return
-        self.cancel()
-        self.record_event(ON_COMPUTED, self.site.index, COMPUTED)
+        self._cancel()
+        self._record_event(DONE, self.site.index, COMPUTED)
         seconds = (self.now() - running.start) / 1e9
         self.ready.append((self.site.index, Message(COMPUTED, gradient, running.version, job, seconds)))
-        self.deliver_ready()
+        self._deliver_ready()
 
     def fire_timers(self) -> None:
         """Delivers the timers that are due."""
         now = self.now()
         for timer in sorted(timer for timer in self.state.timers if timer[0] <= now):
             self.state.timers = tuple([other for other in self.state.timers if other is not timer])
-            self.record_event(ON_TIMER, self.site.index, TIMER)
-            self.ready.append((self.site.index, Message(TIMER, None, 0, timer[1])))
-            self.deliver_ready()
+            self._record_event(TIMER, self.site.index, TIMER_KIND)
+            self.ready.append((self.site.index, Message(TIMER_KIND, None, 0, timer[1])))
+            self._deliver_ready()
 
     def forget(self, other: int) -> None:
         """Drops all envelopes to a place that is gone for good."""
@@ -219,38 +213,38 @@ class RoleRunner:
 
     # Messages to the role.
 
-    def read(self, source: int, envelope: Envelope) -> None:
+    def _read(self, source: int, envelope: Envelope) -> None:
         message, nbytes = envelope.message, _nbytes(envelope.message.value)
         self.state.received += nbytes
         if not envelope.group:
-            self.record_event(ON_MESSAGE, source, message.kind, nbytes)
+            self._record_event(MESSAGE, source, message.kind, nbytes)
             self.ready.append((source, message))
         elif message.kind == PART:
-            self.record_event(ON_COLLECTIVE, source, PART, nbytes)
-            self.add_part(source, envelope.group, message.tag, message.value, envelope.op)
+            self._record_event(COLLECTIVE, source, PART, nbytes)
+            self._add_part(source, envelope.group, message.tag, message.value, envelope.op)
         else:
-            self.record_event(ON_COLLECTIVE, source, REDUCED, nbytes)
+            self._record_event(COLLECTIVE, source, REDUCED, nbytes)
             self.ready.append((self.site.index, message))
 
-    def deliver_ready(self) -> None:
+    def _deliver_ready(self) -> None:
         """Delivers the ready messages to the role, and performs its actions."""
         self.changed = True
         while self.ready:
             sender, message = self.ready.popleft()
             self.state.role, actions = self.role.receive(self.state.role, sender, message)
-            self.perform(actions)
+            self._perform(actions)
 
-    def record_event(self, what: int, sender: int, word: str, nbytes: int = 0) -> None:
+    def _record_event(self, what: int, sender: int, word: str, nbytes: int = 0) -> None:
         self.changed = True
         self.records.events.append((self.now(), what, self.site.index, sender, word, nbytes))
 
     # Actions of the role.
 
-    def perform(self, actions: tuple) -> None:
+    def _perform(self, actions: tuple) -> None:
         for action in actions:
             self.ACTIONS[type(action)](self, action)
 
-    def enqueue(self, to: int, message: Message, group: tuple[int, ...] = (), op: str = "mean") -> None:
+    def _enqueue(self, to: int, message: Message, group: tuple[int, ...] = (), op: str = "mean") -> None:
         state = self.state
         if to in state.gone:
             return
@@ -259,34 +253,34 @@ class RoleRunner:
         state.outbox[to] = (*state.outbox.get(to, ()), Envelope(number, message, group, op))
         state.sent[to] = state.sent.get(to, 0) + _nbytes(message.value)
 
-    def send(self, action: Send) -> None:
+    def _send(self, action: Send) -> None:
         message = action.message._replace(value=force(action.message.value))
         if action.to == self.site.index:
             self.ready.append((action.to, message))
         else:
-            self.enqueue(action.to, message)
+            self._enqueue(action.to, message)
 
-    def compute(self, action: Compute) -> None:
+    def _compute(self, action: Compute) -> None:
         state = self.state
         if self.site.index == SERVER or state.running is not None:
             raise RuntimeError(f"place {self.site.index} of {self.name} is computing already, or is the server")
         state.running = RunningGradient(state.jobs, self.now(), action.version, action.params)
         state.jobs += 1
 
-    def cancel(self, action: Cancel | None = None) -> None:
+    def _cancel(self, action: Cancel | None = None) -> None:
         if self.state.running is not None:
             self.state.computed += self.now() - self.state.running.start
             self.state.running = None
 
-    def reduce(self, action: Reduce) -> None:
+    def _reduce(self, action: Reduce) -> None:
         """Sends the contribution to the first member of the group, which sends the result to all others."""
         value, first = force(action.value), action.group[0]
         if first == self.site.index:
-            self.add_part(first, action.group, action.tag, value, action.op)
+            self._add_part(first, action.group, action.tag, value, action.op)
         else:
-            self.enqueue(first, Message(PART, value, 0, action.tag), action.group, action.op)
+            self._enqueue(first, Message(PART, value, 0, action.tag), action.group, action.op)
 
-    def add_part(self, source: int, group: tuple[int, ...], tag: int, value: Any, op: str) -> None:
+    def _add_part(self, source: int, group: tuple[int, ...], tag: int, value: Any, op: str) -> None:
         parts = self.state.parts.setdefault((group, tag), {})
         parts[source] = value
         if len(parts) < len(group):
@@ -296,25 +290,25 @@ class RoleRunner:
         result = Message(REDUCED, tuple(values) if op == "gather" else mean_of(values), 0, tag)
         # This role is the first member: it distributes the result.
         for member in group[1:]:
-            self.enqueue(member, result, group)
+            self._enqueue(member, result, group)
         self.ready.append((self.site.index, result))
 
-    def after(self, action: After) -> None:
+    def _after(self, action: After) -> None:
         due = self.now() + max(1, round(action.seconds * 10**9))
         self.state.timers = (*self.state.timers, (due, action.tag))
 
-    def record_gradient(self, action: GradientRecord) -> None:
+    def _record_gradient(self, action: GradientRecord) -> None:
         self.records.gradients.append((self.now(), *action))
 
-    def record_step(self, action: StepRecord) -> None:
+    def _record_step(self, action: StepRecord) -> None:
         self.records.steps.append((self.now(), *action))
 
     ACTIONS: ClassVar = {
-        Send: send,
-        Compute: compute,
-        Cancel: cancel,
-        Reduce: reduce,
-        After: after,
-        GradientRecord: record_gradient,
-        StepRecord: record_step,
+        Send: _send,
+        Compute: _compute,
+        Cancel: _cancel,
+        Reduce: _reduce,
+        After: _after,
+        GradientRecord: _record_gradient,
+        StepRecord: _record_step,
     }

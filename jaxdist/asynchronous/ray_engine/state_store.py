@@ -23,24 +23,21 @@ class Packed(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The information that a process receives when it starts.
+    """The information that a process receives when it starts."""
 
-    Attributes:
-      life: the number of starts of its place, this one included.
-      config: pickled by the driver; the only code that a process receives.
-      kept: the stored state as text and arrays, or None.
-      peers: the actor handles of all places, empty before the run begins.
-      begun: the time at which the run began, in nanoseconds.
-    """
-
+    # The number of starts of its place, this one included.
     life: int
+    # Pickled by the driver; the only code that a process receives.
     config: bytes
+    # The stored state as text and arrays, or None.
     kept: tuple[str, Arrays] | None
+    # The actor handles of all places, empty before the run begins.
     peers: dict[int, Any]
+    # The time at which the run began, in nanoseconds.
     begun: int
 
 
-class Report(NamedTuple):
+class ActorReport(NamedTuple):
     """A runner's report: the places that it waits for, whether it is computing, ticks of computation, and bytes."""
 
     waits_for: tuple[int, ...] = ()
@@ -56,7 +53,7 @@ class PlaceStatus(NamedTuple):
     silent: float
     life: int
     commits: int
-    report: Report
+    report: ActorReport
 
 
 class Fault(NamedTuple):
@@ -68,13 +65,10 @@ class Fault(NamedTuple):
 
 
 class StatePacker:
-    """Packs the successive states of a runner: an array of the previous state is sent as a name only.
-
-    Args:
-      life: part of the names, so that those of two processes differ.
-    """
+    """Packs the successive states of a runner: an array of the previous state is sent as a name only."""
 
     def __init__(self, life: int):
+        # The life is part of the names, so that those of two processes differ.
         self.life, self.count = life, 0
         # The object is kept beside its name, so that its id is not reused.
         self.sent: dict[int, tuple[Any, str]] = {}
@@ -105,11 +99,7 @@ class StatePacker:
 
 
 class StateStore:
-    """Stores the last state of every place and the log of the run. It computes nothing and has no rule.
-
-    Args:
-      config: passed to every process.
-    """
+    """Stores the last state of every place and the log of the run. It computes nothing and has no rule."""
 
     def __init__(self, config: bytes):
         self.config = config
@@ -119,7 +109,7 @@ class StateStore:
         self.kept: dict[int, tuple[Packed, Arrays]] = {}
         self.last_seen: dict[int, float] = {}
         self.commits: dict[int, int] = {}
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, ActorReport] = {}
         self.faults: list[Fault] = []
         self.records = Records([], [], [])
 
@@ -143,7 +133,7 @@ class StateStore:
         self.faults.append(Fault(place, died, tick if replaced else None))
         self.last_seen[place] = now
 
-    def commit(self, place: int, life: int, packed: Packed, records: Records, report: Report) -> bool:
+    def commit(self, place: int, life: int, packed: Packed, records: Records, report: ActorReport) -> bool:
         """Stores a state and the records that led to it, both or neither; False if a newer process has the place."""
         if not self.beat(place, life):
             return False
@@ -176,12 +166,13 @@ class StateStore:
 
     def models(self, places: tuple[int, ...]) -> dict[int, tuple[str, Arrays]]:
         """Returns the last stored models of some places."""
-        found = {place: self.kept[place] for place in places if place in self.kept}
-        return {
-            place: (packed.model, {name: arrays[name] for name in packed.of_model})
-            for place, (packed, arrays) in found.items()
-        }
+        found = {}
+        for place in places:
+            if place in self.kept:
+                packed, arrays = self.kept[place]
+                found[place] = packed.model, {name: arrays[name] for name in packed.of_model}
+        return found
 
-    def log(self) -> tuple[Records, list[Fault], dict[int, Report]]:
+    def log(self) -> tuple[Records, list[Fault], dict[int, ActorReport]]:
         """Returns all records, all faults, and the last report of each place."""
         return self.records, self.faults, self.reports

@@ -1,14 +1,14 @@
 """Runs rules on a virtual clock: real gradients, simulated time."""
 
-from ..errors import Deadlock as Deadlock
-from ..errors import NonFiniteGradient as NonFiniteGradient
-from ..errors import TooManyEvents as TooManyEvents
+from ..errors import DeadlockError as DeadlockError
+from ..errors import NonFiniteGradientError as NonFiniteGradientError
+from ..errors import TooManyEventsError as TooManyEventsError
+from .engine import ReplayState as ReplayState
 from .run import Simulator as Simulator
+from .run import restore as restore
 from .run import run as run
+from .run import save as save
 from .run import simulator as simulator
-from .saving import restore as restore
-from .saving import save as save
-from .state import ReplayState as ReplayState
 from .task import Task as Task
 from .trace import Result as Result
 from .trace import Trace as Trace

@@ -1,11 +1,14 @@
-"""The virtual clock: processes one event after the other, in an order that depends on nothing but the seed."""
+"""The virtual clock and its state: one event after the other, in an order that depends on nothing but the seed."""
 
+import copy
 import heapq
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, no_type_check
 
-from ..durations.base import Durations, outages, stream
-from ..errors import Deadlock, TooManyEvents
+from ..durations import Durations, outages, stream
+from ..errors import DeadlockError, TooManyEventsError
 from ..links import Links
 from ..protocol import (
     COMPUTED,
@@ -25,7 +28,66 @@ from ..protocol import (
 )
 from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
-from .state import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER, ReplayState, empty_state
+from .trace import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
+
+
+@dataclass
+class ReplayState:
+    """The state of the virtual clock, which `save` writes to a file. A place is a worker, or the server (index -1).
+
+    Attributes:
+      roles: the state of each worker's role and, last, the server's.
+      running: for each worker `(job, start, end, version, params)` of its running gradient, or None.
+      jobs: the number of gradients that each worker has begun.
+      gone: the tick at which each worker failed, or -1 if it is up.
+      faults: the number of failures and recoveries of each worker.
+      out_free, in_free: the ticks at which each place can send and receive again, with one network card each.
+      computed, down: ticks that each worker computed and was down.
+      sent, received: bytes of each place.
+      tick: the time.
+      sequence: the number of events created so far.
+      live: the number of events in the heap other than evaluations; a run in which it is 0 is deadlocked.
+      heap: `(tick, class, place, sequence, data)`; the smallest is the next event.
+      link_free: the tick at which each link `(source, destination)` is free again.
+      collectives: the contributions so far, by `(group, tag)`.
+      late: collectives that wait only for failed members to recover.
+      links: bytes of each link.
+      words: the numbers of the message kinds.
+      events, gradients, steps, times, losses: the columns of the trace.
+    """
+
+    roles: list[Any]
+    running: list[tuple | None]
+    jobs: list[int]
+    gone: list[int]
+    faults: list[int]
+    out_free: list[int]
+    in_free: list[int]
+    computed: list[int]
+    down: list[int]
+    sent: list[int]
+    received: list[int]
+    tick: int = 0
+    sequence: int = 0
+    live: int = 0
+    heap: list[tuple] = field(default_factory=list)
+    link_free: dict[tuple[int, int], int] = field(default_factory=dict)
+    collectives: dict[tuple[tuple[int, ...], int], dict[int, tuple]] = field(default_factory=dict)
+    late: list[tuple] = field(default_factory=list)
+    links: dict[tuple[int, int], int] = field(default_factory=dict)
+    words: dict[str, int] = field(default_factory=dict)
+    events: array = field(default_factory=lambda: array("q"))
+    gradients: array = field(default_factory=lambda: array("q"))
+    steps: array = field(default_factory=lambda: array("q"))
+    times: array = field(default_factory=lambda: array("q"))
+    losses: array = field(default_factory=lambda: array("d"))
+
+
+def copy_state(state: ReplayState) -> ReplayState:
+    """Copies a state so that the original stays valid: containers are copied, values are shared."""
+    new = ReplayState(**{entry.name: copy.copy(getattr(state, entry.name)) for entry in fields(state)})
+    new.collectives = {key: dict(parts) for key, parts in state.collectives.items()}
+    return new
 
 
 class ReplayConfig(NamedTuple):
@@ -53,13 +115,13 @@ class Engine:
     def __init__(self, config: ReplayConfig, state: ReplayState):
         self.config, self.state = config, state
         rule = config.rule
-        # The server is last, so that its index -1 finds it.
+        # The server is last here and in the state, so that its index -1 finds it.
         self.roles = [rule.worker] * config.workers + ([rule.server] if rule.server else [])
         # Created when first needed, at the job or outage that the state is at.
         self.streams: dict[int, Iterator[float]] = {}
         self.outages: dict[int, Iterator[tuple[float, float]]] = {}
 
-    def push(self, tick: int, what: int, place: int, data: tuple) -> None:
+    def _push(self, tick: int, what: int, place: int, data: tuple) -> None:
         state = self.state
         # The sequence number makes the order of events total.
         heapq.heappush(state.heap, (tick, what, place, state.sequence, data))
@@ -67,12 +129,12 @@ class Engine:
         if what != EVALUATION:
             state.live += 1
 
-    def ticks(self, seconds: float) -> int:
+    def _ticks(self, seconds: float) -> int:
         return round(seconds * self.config.ticks_per_second)
 
     # Actions of a role.
 
-    def send(self, place: int, action: Send) -> None:
+    def _send(self, place: int, action: Send) -> None:
         state, message, to = self.state, action.message, action.to
         nbytes = nbytes_of(message.value)
         arrival = state.tick
@@ -82,15 +144,15 @@ class Engine:
             start = max(arrival, state.link_free.get((place, to), 0))
             if self.config.links.nic:
                 start = max(start, state.out_free[place], state.in_free[to])
-            arrival = start + self.ticks(seconds(place, to, nbytes))
+            arrival = start + self._ticks(seconds(place, to, nbytes))
             state.link_free[place, to] = arrival
             state.out_free[place] = state.in_free[to] = arrival
         if nbytes:
             state.sent[place] += nbytes
             state.links[place, to] = state.links.get((place, to), 0) + nbytes
-        self.push(arrival, MESSAGE, to, (place, message, nbytes))
+        self._push(arrival, MESSAGE, to, (place, message, nbytes))
 
-    def compute(self, place: int, action: Compute) -> None:
+    def _compute(self, place: int, action: Compute) -> None:
         state, config = self.state, self.config
         if place == SERVER or state.running[place] is not None:
             raise RuntimeError(f"place {place} of {config.rule.name} is computing already, or is the server")
@@ -105,18 +167,18 @@ class Engine:
         # An infinite duration never ends, and has no event.
         end = -1
         if seconds != float("inf"):
-            end = start + max(1, self.ticks(seconds))
-            self.push(end, DONE, place, (job,))
+            end = start + max(1, self._ticks(seconds))
+            self._push(end, DONE, place, (job,))
         # Stored at once, and the gradient computed only at its end, if a rule uses it.
         state.running[place] = (job, start, end, action.version, action.params)
 
-    def cancel(self, place: int, action: Cancel | None = None) -> None:
+    def _cancel(self, place: int, action: Cancel | None = None) -> None:
         running = self.state.running[place]
         if running is not None:
             self.state.computed[place] += self.state.tick - running[1]
             self.state.running[place] = None
 
-    def reduce(self, place: int, action: Reduce) -> None:
+    def _reduce(self, place: int, action: Reduce) -> None:
         state, group = self.state, action.group
         key = (group, action.tag)
         parts = state.collectives.setdefault(key, {})
@@ -127,33 +189,33 @@ class Engine:
         # The lead of the last member but one, which some collectives use; 0 in a group of one.
         joined = [tick for _, _, tick in parts.values()]
         lead = (joined[-1] - joined[-2:][0]) / self.config.ticks_per_second
-        duration = self.ticks(self.config.links.collective(group, nbytes, action.op, lead))
+        duration = self._ticks(self.config.links.collective(group, nbytes, action.op, lead))
         # Bytes that each member sends: in a gather its value to all others, in a mean those of a ring all-reduce.
         sent = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
         for member in group:
             state.sent[member] += sent
-        self.push(state.tick + duration, COLLECTIVE, group[0], (key, sent))
+        self._push(state.tick + duration, COLLECTIVE, group[0], (key, sent))
 
-    def after(self, place: int, action: After) -> None:
-        self.push(self.state.tick + max(1, self.ticks(action.seconds)), TIMER, place, (action.tag,))
+    def _after(self, place: int, action: After) -> None:
+        self._push(self.state.tick + max(1, self._ticks(action.seconds)), TIMER, place, (action.tag,))
 
-    def record_gradient(self, place: int, action: GradientRecord) -> None:
+    def _record_gradient(self, place: int, action: GradientRecord) -> None:
         self.state.gradients.extend((self.state.tick, *action))
 
-    def record_step(self, place: int, action: StepRecord) -> None:
+    def _record_step(self, place: int, action: StepRecord) -> None:
         self.state.steps.extend((self.state.tick, *action))
 
     ACTIONS: ClassVar = {
-        Send: send,
-        Compute: compute,
-        Cancel: cancel,
-        Reduce: reduce,
-        After: after,
-        GradientRecord: record_gradient,
-        StepRecord: record_step,
+        Send: _send,
+        Compute: _compute,
+        Cancel: _cancel,
+        Reduce: _reduce,
+        After: _after,
+        GradientRecord: _record_gradient,
+        StepRecord: _record_step,
     }
 
-    def deliver(self, place: int, sender: int, message: Message) -> None:
+    def _deliver(self, place: int, sender: int, message: Message) -> None:
         roles = self.state.roles
         roles[place], actions = self.roles[place].receive(roles[place], sender, message)
         handlers = self.ACTIONS
@@ -162,21 +224,21 @@ class Engine:
 
     # Events.
 
-    def record_event(self, what: int, place: int, sender: int, kind: str, nbytes: int = 0) -> None:
+    def _record_event(self, what: int, place: int, sender: int, kind: str, nbytes: int = 0) -> None:
         state = self.state
         if self.config.record_events:
             word = state.words.setdefault(kind, len(state.words))
             state.events.extend((state.tick, what, place, sender, word, nbytes))
 
-    def on_message(self, place: int, data: tuple) -> None:
+    def _on_message(self, place: int, data: tuple) -> None:
         sender, message, nbytes = data
         if place != SERVER and self.state.gone[place] >= 0:
-            return self.record_event(MESSAGE, place, sender, "lost", nbytes)
+            return self._record_event(MESSAGE, place, sender, "lost", nbytes)
         self.state.received[place] += nbytes
-        self.record_event(MESSAGE, place, sender, message.kind, nbytes)
-        self.deliver(place, sender, message)
+        self._record_event(MESSAGE, place, sender, message.kind, nbytes)
+        self._deliver(place, sender, message)
 
-    def on_done(self, place: int, data: tuple) -> None:
+    def _on_done(self, place: int, data: tuple) -> None:
         state = self.state
         running = state.running[place]
         # The gradient was cancelled.
@@ -185,11 +247,11 @@ class Engine:
         job, start, end, version, params = running
         state.running[place] = None
         state.computed[place] += end - start
-        self.record_event(DONE, place, place, COMPUTED)
+        self._record_event(DONE, place, place, COMPUTED)
         gradient, seconds = self.config.gradient(params, place, job), (end - start) / self.config.ticks_per_second
-        self.deliver(place, place, Message(COMPUTED, gradient, version, job, seconds))
+        self._deliver(place, place, Message(COMPUTED, gradient, version, job, seconds))
 
-    def on_collective(self, place: int, data: tuple) -> None:
+    def _on_collective(self, place: int, data: tuple) -> None:
         state = self.state
         (group, tag), nbytes = data
         # A collective cannot complete while a member is down.
@@ -201,47 +263,47 @@ class Engine:
         value = tuple(map(force, values)) if op == "gather" else mean_of(values)
         for member in group:
             state.received[member] += nbytes
-            self.record_event(COLLECTIVE, member, place, REDUCED, nbytes)
-            self.deliver(member, member, Message(REDUCED, value, 0, tag))
+            self._record_event(COLLECTIVE, member, place, REDUCED, nbytes)
+            self._deliver(member, member, Message(REDUCED, value, 0, tag))
 
-    def on_timer(self, place: int, data: tuple) -> None:
+    def _on_timer(self, place: int, data: tuple) -> None:
         if place == SERVER or self.state.gone[place] < 0:
-            self.record_event(TIMER, place, place, TIMER_KIND)
-            self.deliver(place, place, Message(TIMER_KIND, None, 0, data[0]))
+            self._record_event(TIMER, place, place, TIMER_KIND)
+            self._deliver(place, place, Message(TIMER_KIND, None, 0, data[0]))
 
-    def on_fault(self, place: int, data: tuple) -> None:
+    def _on_fault(self, place: int, data: tuple) -> None:
         """Fails a worker that is up, and recovers one that is down."""
         state = self.state
         _, down = data
         state.faults[place] += 1
         # The worker was up: it fails now, and recovers after `down` seconds.
         if state.gone[place] < 0:
-            self.record_event(FAULT, place, place, "failed")
-            self.cancel(place)
+            self._record_event(FAULT, place, place, "failed")
+            self._cancel(place)
             state.gone[place] = state.tick
-            self.push(state.tick + max(1, self.ticks(down)), FAULT, place, data)
+            self._push(state.tick + max(1, self._ticks(down)), FAULT, place, data)
             return
-        self.record_event(FAULT, place, place, RECOVERED)
+        self._record_event(FAULT, place, place, RECOVERED)
         state.down[place] += state.tick - state.gone[place]
         state.gone[place] = -1
-        self.schedule_fault(place)
+        self._schedule_fault(place)
         # Collectives that had to wait for a failed member are tried again.
         late, state.late = state.late, []
         for waiting in late:
-            self.push(state.tick, COLLECTIVE, waiting[0][0][0], waiting)
-        self.deliver(place, place, Message(RECOVERED))
+            self._push(state.tick, COLLECTIVE, waiting[0][0][0], waiting)
+        self._deliver(place, place, Message(RECOVERED))
 
-    def on_evaluation(self, place: int, data: tuple) -> None:
+    def _on_evaluation(self, place: int, data: tuple) -> None:
         state, config = self.state, self.config
         assert config.evaluate is not None
         state.times.append(state.tick)
         state.losses.append(float(config.evaluate(force(self.final_model()))))
-        self.push(state.tick + config.evaluate_ticks, EVALUATION, 0, ())
+        self._push(state.tick + config.evaluate_ticks, EVALUATION, 0, ())
 
-    # Indexed by event class, in the order of the constants in `state`.
-    EVENTS: ClassVar = (on_fault, on_message, on_done, on_collective, on_timer, on_evaluation)
+    # Indexed by event class, in the order of the constants in `trace`.
+    EVENTS: ClassVar = (_on_fault, _on_message, _on_done, _on_collective, _on_timer, _on_evaluation)
 
-    def schedule_fault(self, place: int) -> None:
+    def _schedule_fault(self, place: int) -> None:
         if self.config.durations.outages is None:
             return
         if place not in self.outages:
@@ -250,7 +312,7 @@ class Engine:
             for _ in range(self.state.faults[place] // 2):
                 next(self.outages[place])
         up, down = next(self.outages[place])
-        self.push(self.state.tick + max(1, self.ticks(up)), FAULT, place, (up, down))
+        self._push(self.state.tick + max(1, self._ticks(up)), FAULT, place, (up, down))
 
     def final_model(self) -> Any:
         """Returns the rule's model: the server's, or the mean of the workers'."""
@@ -263,29 +325,26 @@ class Engine:
         return models[0] if all(model is models[0] for model in models) else mean_of(models)
 
     def begin(self) -> None:
+        """Starts all roles, and schedules the first failures and evaluation."""
         config, roles = self.config, self.state.roles
-        started = []
+        first_actions = []
         # All roles exist before the first action is handled.
         for place in ([SERVER] if config.rule.server else []) + list(range(config.workers)):
             roles[place], actions = self.roles[place].init(Site(place, config.workers, config.seed), config.params)
-            started.append((place, actions))
-        for place, actions in started:
-            for action in actions:
-                self.ACTIONS[type(action)](self, place, action)
+            first_actions += [(place, action) for action in actions]
+        for place, action in first_actions:
+            self.ACTIONS[type(action)](self, place, action)
         for place in range(config.workers):
-            self.schedule_fault(place)
+            self._schedule_fault(place)
         if config.evaluate is not None:
-            self.push(0, EVALUATION, 0, ())
+            self._push(0, EVALUATION, 0, ())
 
-    def waiting_places(self) -> dict[int, tuple[int, ...]]:
-        """Returns the indices that each waiting place waits for."""
-        waiting = {}
-        for place in [*range(self.config.workers), *([SERVER] if self.config.rule.server else [])]:
-            running = self.state.running[place] if place != SERVER else None
-            others = self.roles[place].waits_for(self.state.roles[place])
-            if others and running is None:
-                waiting[place] = others
-        return waiting
+    def _waiting_places(self) -> dict[int, tuple[int, ...]]:
+        """Returns the indices that each waiting place waits for; a place that computes does not wait."""
+        idle = [place for place, running in enumerate(self.state.running) if running is None]
+        places = [*idle, *([SERVER] if self.config.rule.server else [])]
+        waiting = {place: self.roles[place].waits_for(self.state.roles[place]) for place in places}
+        return {place: others for place, others in waiting.items() if others}
 
     def advance(self, until: int, is_complete: Callable[[ReplayState], bool] | None) -> None:
         """Processes events up to and including a tick, or until the run is complete."""
@@ -294,7 +353,7 @@ class Engine:
         while is_complete is None or not is_complete(state):
             if not state.live:
                 endless = tuple([i for i, running in enumerate(state.running) if running is not None])
-                raise Deadlock(self.waiting_places(), state.tick / self.config.ticks_per_second, endless)
+                raise DeadlockError(self._waiting_places(), state.tick / self.config.ticks_per_second, endless)
             # Events at `until` itself are processed.
             if heap[0][0] > until:
                 state.tick = until
@@ -305,7 +364,7 @@ class Engine:
             count = count + 1 if tick == at else 1
             state.tick = at = tick
             if count > limit:
-                raise TooManyEvents(
+                raise TooManyEventsError(
                     f"more than {limit} events at {tick / self.config.ticks_per_second:g} s: messages form a "
                     "zero-latency cycle; if they do not, raise events_per_tick"
                 )
@@ -314,6 +373,20 @@ class Engine:
 
 def begin_replay(config: ReplayConfig) -> ReplayState:
     """Returns the state before the first event."""
-    engine = Engine(config, empty_state(config.workers))
+    workers, places = config.workers, config.workers + 1
+    state = ReplayState(
+        roles=[None] * places,
+        running=[None] * workers,
+        jobs=[0] * workers,
+        gone=[-1] * workers,
+        faults=[0] * workers,
+        out_free=[0] * places,
+        in_free=[0] * places,
+        computed=[0] * workers,
+        down=[0] * workers,
+        sent=[0] * places,
+        received=[0] * places,
+    )
+    engine = Engine(config, state)
     engine.begin()
     return engine.state

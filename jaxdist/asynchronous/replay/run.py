@@ -1,21 +1,23 @@
-"""Runs a rule on the virtual clock, in one call or in pieces."""
+"""Runs a rule on the virtual clock, in one call or in pieces, and saves its state between pieces as a file."""
 
+import os
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
 from ..._core.types import Number
-from ..durations.base import Durations
-from ..durations.laws import constant
+from ..durations import Durations, constant
 from ..links import Links, instant
+from ..portable import flat, read, write
 from ..protocol import Rule
-from ..values import force, spec_of
-from .engine import Engine, ReplayConfig, begin_replay
-from .state import ReplayState, copy_state
+from ..values import Spec, force, spec_of
+from .engine import Engine, ReplayConfig, ReplayState, begin_replay, copy_state
 from .task import Task, gradient_function
-from .trace import Result, Trace, columns
+from .trace import Result, trace_of
 
 _FOREVER = 2**62
 # Integers per row of these columns of a state.
@@ -54,7 +56,7 @@ def simulator(
     events_per_tick: int | None = None,
     record_events: bool = True,
 ) -> Simulator:
-    """Combines a rule, a task and a cluster into a simulator on a virtual clock.
+    """Combines a rule, a task and a cluster into a simulator on a virtual clock (discrete events).
 
     Time is measured in integer ticks, and events have a total order (tick, class, place, number), so that equal
     arguments give equal traces, byte for byte. Durations and data are functions of `(seed, worker, job)`, with the
@@ -75,13 +77,7 @@ def simulator(
       events_per_tick: the largest number of events at one tick; default: 1000 per worker and server.
       record_events: record the list of all events.
 
-    Returns:
-      The `Simulator`.
-
-    Raises:
-      ValueError: an argument is out of its range, or arguments contradict each other.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, rules
       >>> clock = replay.simulator(rules.asgd(optax.sgd(0.1)), workers=2)
@@ -91,7 +87,7 @@ def simulator(
       10
 
     References:
-      Fujimoto, "Parallel and distributed simulation systems", 2000 (discrete events).
+      Fujimoto, "Parallel and distributed simulation systems", 2000.
     """
     # Default cluster: one second per gradient, messages that take no time.
     durations, links = durations or constant(1.0), links or instant()
@@ -125,7 +121,6 @@ def simulator(
         events_per_tick=events_per_tick or 1000 * (workers + 1),
         record_events=record_events,
     )
-
     return Simulator(partial(begin_replay, config), partial(_advance, config), partial(_result, config), config)
 
 
@@ -169,26 +164,15 @@ def run(
     target: Number | None = None,
     **settings: Any,
 ) -> Result:
-    """Runs a rule on the virtual clock, once.
+    """Runs a rule on the virtual clock, once, until the first of the criteria of `Simulator.advance` is met.
 
-    Args:
-      rule: from `asynchronous.rules`, or your own.
-      task: model and data; None simulates messages and time only.
-      seconds: stop after this virtual time.
-      steps: stop after this number of updates of the model.
-      gradients: stop after this number of gradients that arrived.
-      target: stop at an evaluation at or below this loss.
-      **settings: the arguments of `simulator`; `workers` is required.
-
-    Returns:
-      The `Result`.
+    The other arguments are those of `simulator`; `workers` is required.
 
     Raises:
-      ValueError: an argument is out of its range, or there is no stopping criterion.
-      Deadlock: a worker waits forever.
-      NonFiniteGradient: a gradient that the rule uses contains a NaN or an infinity.
+      DeadlockError: a worker waits forever.
+      NonFiniteGradientError: a gradient that the rule uses contains a NaN or an infinity.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax
       >>> from jaxdist.asynchronous import durations, replay, rules
       >>> target = jnp.array([0.0, 1.0, 5.0])
@@ -196,9 +180,6 @@ def run(
       >>> settings = {"durations": durations.constant([1, 2, 4]), "workers": 3, "seconds": 3000}
       >>> float(replay.run(rules.ringleader(optax.sgd(0.01)), task, **settings).params.round(2))
       2.0
-
-    References:
-      Fujimoto, "Parallel and distributed simulation systems", 2000 (discrete events).
     """
     clock = simulator(rule, task, **settings)
     state = clock.advance(clock.init(), seconds=seconds, steps=steps, gradients=gradients, target=target)
@@ -211,14 +192,8 @@ def _result(config: ReplayConfig, state: ReplayState) -> Result:
     starts = [running[1] if running is not None else state.tick for running in state.running]
     computed = np.array(state.computed) + state.tick - np.array(starts)
     down = np.array(state.down) + [state.tick - since if since >= 0 else 0 for since in state.gone]
-    trace = Trace(
-        columns(state.events, "tick what place sender word bytes"),
-        columns(state.gradients, "tick worker read version accepted", "accepted"),
-        columns(state.steps, "tick version oldest"),
-        tuple(state.words),
-    )
     return Result(
-        trace=trace,
+        trace=trace_of(state.events, state.gradients, state.steps, state.words),
         seconds=state.tick / config.ticks_per_second,
         times=np.array(state.times) / config.ticks_per_second,
         losses=np.array(state.losses),
@@ -230,3 +205,60 @@ def _result(config: ReplayConfig, state: ReplayState) -> Result:
         links=dict(state.links),
         ticks_per_second=config.ticks_per_second,
     )
+
+
+def save(path: Path, clock: Simulator, state: ReplayState) -> None:
+    """Writes a state, from which a restored run continues exactly as the original would.
+
+    One `.npz` file of numbers and names of NamedTuples: arrays that many workers share are written once, and gradients
+    that are not computed yet as their model and job. The file is written under a temporary name, then renamed.
+
+    Raises:
+      ValueError: the model or a state has nodes other than dicts, lists, tuples and NamedTuples.
+
+    Examples:
+      >>> import optax, tempfile, pathlib
+      >>> from jaxdist.asynchronous import replay, rules
+      >>> clock = replay.simulator(rules.asgd(optax.sgd(0.1)), workers=2)
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "run.npz"
+      >>> replay.save(file, clock, clock.advance(clock.init(), seconds=3))
+      >>> clock.advance(replay.restore(file, clock), seconds=5).tick
+      5000000000
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def store(value: Any) -> str:
+        name = f"a{len(arrays)}"
+        arrays[name] = flat(value)
+        return name
+
+    content = {entry.name: getattr(state, entry.name) for entry in fields(state)}
+    text = write({"of": _identity(clock), "state": content}, store)
+    # Renamed when complete, so that a run that is killed here leaves the last file intact.
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
+        parts: Any = arrays | {"text": np.frombuffer(text.encode(), np.uint8)}
+        np.savez(file, **parts)
+    os.replace(temporary, path)
+
+
+def restore(path: Path, clock: Simulator) -> ReplayState:
+    """Reads a state that `save` wrote, for a simulator made with the same arguments as the saved one.
+
+    Raises:
+      ValueError: the file is of another rule, seed or number of workers, or names a class that is not a NamedTuple.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    content = read(arrays.pop("text").tobytes().decode(), arrays.__getitem__, clock.config.gradient)
+    if content["of"] != _identity(clock):
+        raise ValueError(
+            f"{path} is a replay of {content['of']}, not of {_identity(clock)}: use the arguments of the first run"
+        )
+    return ReplayState(**content["state"])
+
+
+def _identity(clock: Simulator) -> dict[str, Any]:
+    config = clock.config
+    timing = isinstance(config.params, Spec)
+    return {"rule": config.rule.name, "workers": config.workers, "seed": config.seed, "timing_only": timing}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.types import Array, PyTree
-from ..errors import NonFiniteGradient
+from ..errors import NonFiniteGradientError
 from ..values import Lazy, Spec, force, spec_of
 
 
@@ -52,7 +52,7 @@ def gradient_function(task: Task, seed: int) -> Callable[[Any, int, int], Any]:
         result, finite = gradient(params, task.batch(seed, worker, job))
         # The model tells a bad batch from a run that diverged before.
         if not finite:
-            raise NonFiniteGradient(worker, job, diverged=not _all_finite(params))
+            raise NonFiniteGradientError(worker, job, diverged=not _all_finite(params))
         return result
 
     @no_type_check

@@ -1,7 +1,7 @@
 """The results of a run: columns of events, gradients and steps, and statistics of staleness."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 
 from ..._core.types import Number
 
-# The names of the event classes, in the order of the constants in `state`.
+# The classes of events, in the order in which events of the same tick happen, and their names in a trace.
+FAULT, MESSAGE, DONE, COLLECTIVE, TIMER, EVALUATION = range(6)
 CLASSES = ("fault", "message", "computed", "collective", "timer", "evaluation")
 
 
@@ -62,26 +63,31 @@ class Result(NamedTuple):
     ticks_per_second: int
 
 
-def columns(flat: Any, names: str, flag: str = "") -> np.recarray:
+def trace_of(events: Any, gradients: Any, steps: Any, words: Iterable[str]) -> Trace:
+    """Makes a trace from arrays of integers, the rows of each table one after the other."""
+    return Trace(
+        _columns(events, "tick what place sender word bytes"),
+        _columns(gradients, "tick worker read version accepted", "accepted"),
+        _columns(steps, "tick version oldest"),
+        tuple(words),
+    )
+
+
+def _columns(flat: Any, names: str, flag: str = "") -> np.recarray:
     """Turns consecutive rows into named columns; the column `flag` becomes boolean."""
+    words = names.split()
     # `frombuffer` refuses empty buffers.
-    rows = np.frombuffer(flat, np.int64).reshape(-1, len(names.split())) if len(flat) else None
-    columns = [np.zeros(0, np.int64) if rows is None else rows[:, k] for k in range(len(names.split()))]
-    typed = [column.astype(bool) if name == flag else column for name, column in zip(names.split(), columns)]
-    return np.rec.fromarrays(typed, names=",".join(names.split()))  # pyright: ignore[reportArgumentType]
+    rows = np.frombuffer(flat, np.int64).reshape(-1, len(words)) if len(flat) else np.zeros((0, len(words)), np.int64)
+    typed = [column.astype(bool) if name == flag else column for name, column in zip(words, rows.T)]
+    return np.rec.fromarrays(typed, names=",".join(words))  # pyright: ignore[reportArgumentType]
 
 
 def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
     """Returns the staleness of each gradient that was used: versions between reading and using.
 
-    Args:
-      trace: the trace of a run.
-      worker: restricts the result to one worker.
+    `version - read` of the accepted gradients, of all workers or of one.
 
-    Returns:
-      `version - read` of the accepted gradients.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> run = replay.run(rules.asgd(optax.sgd(0.1)), durations=durations.constant([1, 2, 4]), workers=3, seconds=4000)
@@ -95,15 +101,9 @@ def delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradien
 
 
 def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
-    """Returns the staleness of the oldest gradient of each step.
+    """Returns the staleness of the oldest gradient of each step: 0 for a gradient at the model that is stepped.
 
-    Args:
-      trace: the trace of a run.
-
-    Returns:
-      Versions between reading and the step, 0 for a gradient at the model that is stepped.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, rules
       >>> run = replay.run(rules.rennala(4, optax.sgd(0.1)), workers=4, seconds=10)
@@ -116,16 +116,11 @@ def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
 def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
     """Counts the gradients that all workers applied between reading and using each one, for rules without a server.
 
-    These rules have no common version: versions in the trace are a worker's own step count, as in `rules.ad_psgd`.
+    These rules have no common version: versions in the trace are a worker's own step count, as in `rules.ad_psgd`, and
+    each accepted gradient is a step of its worker. The number of a gradient is 0 if no other worker applied one
+    meanwhile.
 
-    Args:
-      trace: the trace of a run in which each accepted gradient is a step of its worker.
-      worker: restricts the result to one worker.
-
-    Returns:
-      A number for each accepted gradient, 0 if no other worker applied one meanwhile.
-
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> from jaxdist.asynchronous import replay, rules
       >>> run = replay.run(rules.ad_psgd(jd.topology.ring, optax.sgd(0.1)), workers=4, seconds=100)
@@ -154,10 +149,7 @@ def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
     Returns:
       Virtual seconds, or infinity.
 
-    Raises:
-      ValueError: `persist` is below 1.
-
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from jaxdist.asynchronous import replay, rules
       >>> import optax
@@ -177,14 +169,9 @@ def time_to_target(result: Result, level: Number, *, persist: int = 1) -> float:
 def event_lines(trace: Trace, *, first: int = 0) -> Iterator[str]:
     """Yields each event as a line of JSON: `{"tick", "event", "place", "from", "kind", "bytes"}`.
 
-    Args:
-      trace: the trace of a run.
-      first: the index of the first event.
+    Lines have no line ends, and begin with the event of index `first`.
 
-    Returns:
-      Lines without line ends.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, rules
       >>> run = replay.run(rules.asgd(optax.sgd(0.1)), workers=1, seconds=1)

@@ -1,25 +1,27 @@
-"""Helpers that all families of rules share: groups of workers, optimizer steps, and small tuple functions."""
+"""What all families of rules share: optimizers on values, rules of collectives, graphs, and small tuple functions."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import Any, Literal, no_type_check
 
 import optax
 
 from ..._core.types import PyTree
-from ..protocol import Message, Site, StepRecord
+from ...topology.base import Topology
+from .. import protocol
+from ..protocol import Compute, Message, Reaction, Reduce, Role, Rule, Site, StepRecord
 from ..values import numeric
 
-
-@functools.lru_cache(maxsize=16)  # one object per size, which dictionaries find without comparing its elements
-def all_workers(workers: int) -> tuple[int, ...]:
-    """Returns the group of all workers."""
-    return tuple(range(workers))
+# A topology, or a function that makes one for a number of workers, such as `topology.ring`.
+Graph = Topology | Callable[[int], Topology]
 
 
-def other_workers(site: Site) -> tuple[int, ...]:
-    """Returns all workers except this one."""
-    return tuple(i for i in range(site.workers) if i != site.index)
+def graph_of(graph: Graph, nodes: int, what: str = "workers") -> Topology:
+    """Returns the topology for a number of nodes."""
+    topology = graph if isinstance(graph, Topology) else graph(nodes)
+    if topology.workers != nodes:
+        raise ValueError(f"the {topology.name} has {topology.workers} {what}, but the run has {nodes}")
+    return topology
 
 
 def apply_gradient(
@@ -30,21 +32,76 @@ def apply_gradient(
     return optax.apply_updates(params, updates), opt_state
 
 
-def local_optimizer(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns `start(params)` and `step(params, opt_state, gradient)` on values, for a worker's own model."""
-    return numeric(optimizer.init), numeric(functools.partial(apply_gradient, optimizer), outputs=2)
+def combine_and_adapt(
+    combine: Callable[..., PyTree],
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    gradient: PyTree,
+    *others: Any,
+) -> tuple[PyTree, PyTree]:
+    """Steps from a combination of models, `combine(params, *others)`, by the update at the worker's own model."""
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(combine(params, *others), updates), opt_state
 
 
-def replicated_optimizer(optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the same for models that are replicated: all workers take the same step, which is computed once."""
-    # `shared` finds a call by the identity of its arguments, which all workers have in common.
-    step = functools.partial(apply_gradient, optimizer)
-    return numeric(optimizer.init, shared=True), numeric(step, outputs=2, shared=True)
+def optimizer_on_values(
+    optimizer: optax.GradientTransformation, step: Callable[..., Any] = apply_gradient, *, shared: bool = False
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns `start(params)` and `step(optimizer, ...)`, which returns two trees, as functions of values.
+
+    `shared` is for replicated models, on which all workers take the same step: it is computed once.
+    """
+    # A shared call is found by the identity of its arguments, which all workers have in common.
+    step = functools.partial(step, optimizer)
+    return numeric(optimizer.init, shared=shared), numeric(step, outputs=2, shared=shared)
+
+
+@functools.lru_cache(maxsize=16)  # one object per size, which dictionaries find without comparing its elements
+def _all_workers(workers: int) -> tuple[int, ...]:
+    return tuple(range(workers))
+
+
+def reduce_all(site: Site, tag: int, value: Any, op: Literal["mean", "gather"] = "mean") -> Reduce:
+    """Joins a collective of all workers."""
+    return Reduce(_all_workers(site.workers), tag, value, op)
+
+
+def other_workers(site: Site) -> tuple[int, ...]:
+    """Returns all workers except this one."""
+    return tuple(i for i in range(site.workers) if i != site.index)
 
 
 def step_records(site: Site, version: int, oldest: int) -> tuple[StepRecord, ...]:
     """Returns the record of a step that all workers take together: worker 0 logs it, the others nothing."""
     return (StepRecord(version, oldest),) if site.index == 0 else ()
+
+
+def collective_rule(
+    name: str,
+    init: Callable[[Site, Any], Reaction],
+    on_gradient: Callable[[Any, Message], Reaction],
+    on_reduced: Callable[[Any, Message], Reaction],
+    *,
+    is_computing: Callable[[Any], bool],
+) -> Rule:
+    """Makes a rule of workers that compute at `state.params`, or else wait for all others in a collective."""
+
+    @no_type_check
+    def receive(state: Any, sender: int, message: Message) -> Reaction:
+        if message.kind == protocol.COMPUTED:
+            return on_gradient(state, message)
+        if message.kind == protocol.REDUCED:
+            return on_reduced(state, message)
+        if message.kind == protocol.RECOVERED:
+            # A gradient that was running when the worker failed is lost; one that is in a collective is not.
+            return state, (Compute(state.params, state.version),) if is_computing(state) else ()
+        raise unknown_message(f"a worker of {name}", message)
+
+    def waits_for(state: Any) -> tuple[int, ...]:
+        return () if is_computing(state) else other_workers(state.site)
+
+    return Rule(name, Role(init, receive, params_of, waits_for))
 
 
 # Functions that run for every event skip the runtime type checks of the tests, which would take most of the time.
@@ -64,3 +121,22 @@ def params_of(state: Any) -> Any:
 def unknown_message(role: str, message: Message) -> ValueError:
     """Returns the error for a message whose kind the role does not handle."""
     return ValueError(f"{role} does not handle messages of kind {message.kind!r}")
+
+
+_MASK = (1 << 64) - 1
+
+
+@no_type_check
+def hash_words(*words: int) -> int:
+    """Hashes integers to 64 pseudorandom bits (SplitMix64).
+
+    Random choices are functions of integers in the state, so that they are the same in every run and after a restore.
+    """
+    state = 0
+    # One round of SplitMix64 per word, started from the hash of the previous ones.
+    for word in words:
+        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

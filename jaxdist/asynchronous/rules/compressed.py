@@ -11,43 +11,32 @@ import numpy as np
 from ..._core.types import PyTree
 from ...compressors.base import Compressor
 from ...wire.encoded import contraction_form
-from ..protocol import REDUCED, Action, Actions, Message, Reduce, Role, Rule, Send, Site
+from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
 from ..values import Encoded, Spec, mean_of, numeric, spec_of
 
 
 class _CompressedRoleState(NamedTuple):
-    """The state of a role whose messages are compressed.
-
-    Attributes:
-      inner: the state of the role itself.
-      site: where it runs.
-      sent: the number of encoded messages, for random keys.
-      residuals: the residual of each `(kind, receiver)`.
-      means: the tags of collectives that were turned from means into gathers.
-    """
+    """The state of a role whose messages are compressed; `inner` is that of the role itself."""
 
     inner: Any
     site: Site
+    # The number of encoded messages, for random keys.
     sent: int
+    # By `(kind, receiver)`.
     residuals: dict[tuple[str, int], Any]
+    # The tags of collectives that were turned from means into gathers.
     means: tuple[int, ...]
 
 
 class _Codec(NamedTuple):
-    """A compressor as functions of values; `decoders` caches one compiled function per shape.
+    """A compressor of one array, and its functions of values."""
 
-    Attributes:
-      encode: `encode(value, words) -> payload`.
-      encode_with_feedback: `encode_with_feedback(value, residual, words) -> (payload, residual)`.
-      zeros: `zeros(value)`, the first residual.
-      compressor: of one array.
-      decoders: filled by `_decode`.
-    """
-
+    # `(value, words) -> payload`, and `(value, residual, words) -> (payload, residual)`.
     encode: Callable[..., Any]
     encode_with_feedback: Callable[..., Any]
     zeros: Callable[..., Any]
     compressor: Compressor
+    # One compiled function per shape, made by `_decode`.
     decoders: dict[Spec, Any]
 
 
@@ -75,14 +64,11 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
       feedback: the kinds with error feedback. Use it for gradients with biased compressors such as `top_k`; it assumes
         that every gradient is sent, used or discarded. For a server's models it costs a model per worker.
 
-    Returns:
-      The rule, for a replay or for real processes.
-
     Raises:
       ValueError: feedback for a kind without a compressor, or for a compressor that states neither contraction nor
         variance.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax
       >>> import jaxdist as jd
       >>> from jaxdist.asynchronous import replay, rules
@@ -93,46 +79,31 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
       52.0
 
     References:
-      Seide, Fu, Droppo, Li, Yu, "1-bit stochastic gradient descent and its application to data-parallel distributed
-      training of speech DNNs", 2014 (the feedback); Stich, Karimireddy, "The error-feedback framework",
-      arXiv:1909.05350, 2019 (with delays).
+      Seide et al., "1-bit stochastic gradient descent", 2014 (the feedback); Stich, Karimireddy, "The error-feedback
+      framework", arXiv:1909.05350, 2019 (with delays).
     """
     for kind in feedback:
         if kind not in codes:
             raise ValueError(f"feedback={tuple(feedback)} needs a compressor for {kind!r}; codes has {sorted(codes)}")
-    codecs = {
-        kind: _codec(contraction_form(compressor) if kind in feedback else compressor)
-        for kind, compressor in codes.items()
-    }
+    codecs = {kind: _codec(contraction_form(code) if kind in feedback else code) for kind, code in codes.items()}
     cfg = _Config(codecs, tuple(feedback))
     return Rule(rule.name, _compress_role(cfg, rule.worker), _compress_role(cfg, rule.server) if rule.server else None)
 
 
 def _compress_role(cfg: _Config, role: Role) -> Role:
-    return Role(
-        partial(_init, cfg, role),
-        partial(_receive, cfg, role),
-        lambda state: role.params(state.inner),
-        lambda state: role.waits_for(state.inner),
-    )
+    def init(site: Site, params: Any) -> Reaction:
+        inner, actions = role.init(site, params)
+        return _encode_actions(cfg, _CompressedRoleState(inner, site, 0, {}, ()), actions)
+
+    def receive(state: _CompressedRoleState, sender: int, message: Message) -> Reaction:
+        state, message = _decode_message(cfg, state, message)
+        inner, actions = role.receive(state.inner, sender, message)
+        return _encode_actions(cfg, state._replace(inner=inner), actions)
+
+    return Role(init, receive, lambda state: role.params(state.inner), lambda state: role.waits_for(state.inner))
 
 
-def _init(cfg: _Config, role: Role, site: Site, params: Any) -> tuple[_CompressedRoleState, Actions]:
-    inner, actions = role.init(site, params)
-    return _encode_actions(cfg, _CompressedRoleState(inner, site, 0, {}, ()), actions)
-
-
-def _receive(
-    cfg: _Config, role: Role, state: _CompressedRoleState, sender: int, message: Message
-) -> tuple[_CompressedRoleState, Actions]:
-    state, message = _decode_message(cfg, state, message)
-    inner, actions = role.receive(state.inner, sender, message)
-    return _encode_actions(cfg, state._replace(inner=inner), actions)
-
-
-def _encode_actions(
-    cfg: _Config, state: _CompressedRoleState, actions: Actions
-) -> tuple[_CompressedRoleState, Actions]:
+def _encode_actions(cfg: _Config, state: _CompressedRoleState, actions: Actions) -> Reaction:
     encoded = []
     for action in actions:
         state, action = _encode_action(cfg, state, action)

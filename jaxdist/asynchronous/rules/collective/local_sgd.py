@@ -1,26 +1,60 @@
 """Local SGD and variants that hide or reduce its waiting: DaSGD, LASGD, PALSGD."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ...._core.dtypes import working_dtype
 from ...._core.types import Number, PyTree
-from ...protocol import Rule
-from .local import LocalStep, local_rule, plain_step
+from ....schedule.periods import check_whole
+from ... import protocol
+from ...protocol import After, Compute, GradientRecord, Message, Reaction, Role, Rule, Site
+from ...values import numeric
+from ..base import apply_gradient, optimizer_on_values, other_workers, reduce_all, step_records, unknown_message
+
+
+class _LocalState(NamedTuple):
+    """A worker's model, the replicated global parameters, and the average in progress."""
+
+    site: Site
+    params: Any
+    opt_state: Any
+    # The global parameters, in float32 or better, and their optimizer's state: replicated, and updated when an average
+    # arrives. The anchor is the rule's final model.
+    anchor: Any
+    outer_state: Any
+    # The number of averages that this worker's model has merged.
+    version: int = 0
+    # Local steps since the last snapshot, and the oldest version at which a gradient since then was computed.
+    steps: int = 0
+    oldest: int = 0
+    # The snapshot whose average is in progress, or None, and the oldest version in it.
+    sent: Any = None
+    sent_oldest: int = 0
+    # Whether its average has arrived but is not merged yet.
+    back: bool = False
+    # Local steps since the beginning.
+    total: int = 0
+    computing: bool = True
 
 
 def local_sgd(
-    optimizer: optax.GradientTransformation, *, sync_period: int, outer: optax.GradientTransformation | None = None
+    optimizer: optax.GradientTransformation,
+    *,
+    sync_period: int | Sequence[int],
+    outer: optax.GradientTransformation | None = None,
 ) -> Rule:
     """Averages after every H local steps, `a <- a - mean(a - x_i)`, `x_i <- a`, and waits for the slowest only then.
 
     The counterpart of `jd.local_steps`. A round takes the longest of n sums of H computations, which for times that
-    vary is less than H times the longest, and one all-reduce.
+    vary is less than H times the longest, and one all-reduce. With a number `H_i` for each worker this is Biased Local
+    SGD: workers whose `H_i` are in proportion to their speeds finish together, and have equal weight in the average,
+    however few steps they took.
 
     On the wire: an all-reduce of the drift `a - x_i`, in float32, per round, kind `"reduced"`.
 
@@ -29,17 +63,12 @@ def local_sgd(
 
     Args:
       optimizer: the local optimizer of each worker.
-      sync_period: H. A larger value sends and waits less, but lets workers drift further apart; start at 8.
+      sync_period: H, or H_i of each worker, as `schedule.proportional_steps` makes them. A larger value sends and waits
+        less, but lets workers drift further apart; start at 8.
       outer: the optimizer of the global parameters, whose gradient is the mean drift. Default: `optax.sgd(1.0)`, which
         averages; `optax.sgd(0.7, momentum=0.9, nesterov=True)` is DiLoCo.
 
-    Returns:
-      The rule; it has no server.
-
-    Raises:
-      ValueError: `sync_period` is below 1.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import durations, replay, rules
       >>> rule = rules.local_sgd(optax.sgd(0.1), sync_period=4)
@@ -48,11 +77,11 @@ def local_sgd(
       True
 
     References:
-      Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019.
+      Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767, 2019. Lim et al., "Biased Local SGD
+      for Efficient Deep Learning on Heterogeneous Systems", arXiv:2508.08540, 2025 (H_i).
     """
     # a <- a - mean(a - x_i) is the mean of the models.
-    averages = optax.sgd(1.0) if outer is None else outer
-    return local_rule("local_sgd", optimizer.init, plain_step(optimizer), averages, sync_period=sync_period, delay=0)
+    return _local_rule("local_sgd", optimizer, outer or optax.sgd(1.0), sync_period=sync_period, delay=0)
 
 
 def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: int) -> Rule:
@@ -61,22 +90,14 @@ def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: i
     All workers merge the average of the snapshots `s_i` of local step t after local step t + d; faster workers wait.
     An average that takes no longer than d steps costs no time.
 
-    On the wire: as `local_sgd`.
-
-    State: as `local_sgd`, and per worker the snapshot.
+    On the wire, and state: as `local_sgd`, and per worker the snapshot.
 
     Args:
       optimizer: the local optimizer of each worker.
       sync_period: H.
       delay: d, less than H: the duration of an all-reduce in steps. 0 is `local_sgd`.
 
-    Returns:
-      The rule; it has no server.
-
-    Raises:
-      ValueError: `sync_period` is below 1, or `delay` not in `[0, sync_period)`.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import links, replay, rules
       >>> slow = links.alpha_beta(0.5)  # an all-reduce of 2 workers: 1 s
@@ -90,9 +111,7 @@ def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: i
       Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed Averaging",
       arXiv:2006.00441, 2020. Its coefficient that mixes own and average model is 1 here.
     """
-    return local_rule(
-        "dasgd", optimizer.init, plain_step(optimizer), optax.sgd(1.0), sync_period=sync_period, delay=delay
-    )
+    return _local_rule("dasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=delay)
 
 
 def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> Rule:
@@ -103,21 +122,13 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> R
     all-reduce begins when the slowest worker joins, so that a straggler makes averages rare but slows no worker down.
     On data that differ between workers fast ones count more.
 
-    On the wire: as `local_sgd`.
-
-    State: as `local_sgd`, and per worker the snapshot.
+    On the wire, and state: as `local_sgd`, and per worker the snapshot.
 
     Args:
       optimizer: the local optimizer of each worker.
       sync_period: H, the least number of local steps between two snapshots. 1 averages as often as the network allows.
 
-    Returns:
-      The rule; it has no server.
-
-    Raises:
-      ValueError: `sync_period` is below 1.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import durations, replay, rules
       >>> rule = rules.lasgd(optax.sgd(0.1))
@@ -129,9 +140,7 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> R
       Avidor, Tal Israel, "Locally Asynchronous Stochastic Gradient Descent for Decentralized Deep Learning",
       arXiv:2203.13085, 2022.
     """
-    return local_rule(
-        "lasgd", optimizer.init, plain_step(optimizer), optax.sgd(1.0), sync_period=sync_period, delay=None
-    )
+    return _local_rule("lasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=None)
 
 
 def palsgd(
@@ -149,9 +158,7 @@ def palsgd(
     rounds can be longer. The gradient of a pull step is computed but not used, as in the paper's code. The counterpart
     of `jd.local_sgd.palsgd`, with the same random decisions for equal seeds and no warm-up.
 
-    On the wire: as `local_sgd`.
-
-    State: as `local_sgd`.
+    On the wire, and state: as `local_sgd`.
 
     Args:
       optimizer: the local optimizer of each worker; its whole update is scaled by `1 / (1 - p)`.
@@ -162,13 +169,7 @@ def palsgd(
       outer: the optimizer of the anchor, the global parameters. Default: `optax.sgd(0.7, momentum=0.9,
         nesterov=True)`.
 
-    Returns:
-      The rule; it has no server.
-
-    Raises:
-      ValueError: an argument is out of its range.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, rules
       >>> rule = rules.palsgd(optax.sgd(0.1), learning_rate=0.1, sync_period=10)
@@ -176,25 +177,33 @@ def palsgd(
       10
 
     References:
-      Naganuma, Zhang, Yue, Mitliagkas, Witte, Hewett, Lee, "Pseudo-Asynchronous Local SGD: Robust and Efficient
-      Data-Parallel Training", arXiv:2504.18454, 2025.
+      Naganuma et al., "Pseudo-asynchronous local SGD", arXiv:2504.18454, 2025.
     """
     if not 0 <= probability < 1:
         raise ValueError(f"probability must be in [0, 1), got {probability}")
     if pull < 0:
         raise ValueError(f"pull must be at least 0, got {pull}")
-    averages = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    step = plain_step(optimizer)
+    step = _plain_step
     if probability:
-        step = partial(_step_or_pull, step, learning_rate, float(probability), float(pull))
-    return local_rule("palsgd", optimizer.init, step, averages, sync_period=sync_period, delay=0)
+        step = partial(_step_or_pull, learning_rate, float(probability), float(pull))
+    outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return _local_rule("palsgd", optimizer, outer, sync_period=sync_period, delay=0, step=step)
+
+
+# Local steps, whose last arguments are the anchor and, for random choices, the seed, the worker and the local step.
+
+
+def _plain_step(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, gradient: PyTree, *unused: Any
+) -> tuple[PyTree, PyTree]:
+    return apply_gradient(optimizer, params, opt_state, gradient)
 
 
 def _step_or_pull(
-    step: LocalStep,
     learning_rate: Any,
     probability: float,
     pull: float,
+    optimizer: optax.GradientTransformation,
     params: PyTree,
     opt_state: PyTree,
     gradient: PyTree,
@@ -207,7 +216,7 @@ def _step_or_pull(
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     # x -= (γ η / p) (x - a)
     strength = jnp.asarray(rate, jnp.float32) * (pull / probability)
-    stepped, new_opt_state = step(params, opt_state, gradient, anchor, words)
+    stepped, new_opt_state = apply_gradient(optimizer, params, opt_state, gradient)
 
     def move_leaf(x: Any, y: Any, a: Any) -> Any:
         wide = working_dtype(x.dtype)
@@ -220,3 +229,152 @@ def _step_or_pull(
     # A pull leaves the local optimizer as it was.
     opt_state = jax.tree.map(lambda old, new: jnp.where(pulls, old, new), opt_state, new_opt_state)
     return jax.tree.map(move_leaf, params, stepped, anchor), opt_state
+
+
+# Averages.
+
+
+def _to_working_dtype(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, working_dtype(leaf.dtype)), tree)
+
+
+def _merge_average(params: PyTree, anchor: PyTree, sent: PyTree) -> PyTree:
+    # x_i <- a + (x_i - s_i), as x_i + (a - s_i): exact where the average changes nothing.
+    return jax.tree.map(
+        lambda x, a, s: (x.astype(a.dtype) + (a - s.astype(a.dtype))).astype(x.dtype), params, anchor, sent
+    )
+
+
+# a - x_i in the dtype of the anchor: small differences of bfloat16 models would be lost.
+_drift = numeric(lambda anchor, params: jax.tree.map(lambda a, x: a - x.astype(a.dtype), anchor, params))
+_merge = numeric(_merge_average)
+_cast_like = numeric(lambda anchor, params: jax.tree.map(lambda a, x: a.astype(x.dtype), anchor, params))
+
+
+def _local_rule(
+    name: str,
+    optimizer: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    *,
+    sync_period: Number | Sequence[Number],
+    delay: int | None,
+    step: Callable[..., tuple[PyTree, PyTree]] = _plain_step,
+) -> Rule:
+    """Makes a rule of local steps and averages of drifts `a - x_i`.
+
+    The mean drift is the gradient of `outer`, the optimizer of the global parameters. `delay` is the number of local
+    steps between a snapshot and merging its average, when workers wait for it; None merges it on arrival, and workers
+    never wait.
+    """
+    periods = tuple(sync_period) if isinstance(sync_period, Sequence) else (sync_period,)
+    for period in periods:
+        check_whole("sync_period", period)
+        if period < 1:
+            raise ValueError(f"sync_period must be at least 1, got {period}")
+    if delay is not None and not 0 <= delay < min(periods):
+        raise ValueError(
+            f"delay must be in [0, sync_period={sync_period}), got {delay}: only one average may be in progress"
+        )
+
+    cfg = _Config(
+        name,
+        *optimizer_on_values(optimizer, step),
+        numeric(_to_working_dtype, shared=True),
+        *optimizer_on_values(outer, shared=True),
+        periods,
+        delay,
+    )
+    worker = Role(partial(_init, cfg), partial(_receive, cfg), lambda state: state.anchor, partial(_waits_for, cfg))
+    return Rule(name, worker)
+
+
+class _Config(NamedTuple):
+    """The arguments of `_local_rule`, as functions of values."""
+
+    name: str
+    start: Callable[..., Any]
+    step: Callable[..., Any]
+    to_working_dtype: Callable[..., Any]
+    start_outer: Callable[..., Any]
+    outer_step: Callable[..., Any]
+    # One for all workers, or one for each.
+    sync_periods: tuple[Number, ...]
+    delay: int | None
+
+
+def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
+    if len(cfg.sync_periods) not in (1, site.workers):
+        raise ValueError(f"sync_period must be one number or {site.workers}, one a worker, got {cfg.sync_periods}")
+    anchor = cfg.to_working_dtype(params)
+    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor))
+    return state, (Compute(params, 0),)
+
+
+@no_type_check
+def _receive(cfg: _Config, state: _LocalState, sender: int, message: Message) -> Reaction:
+    kind, records = message.kind, ()
+    if kind == protocol.COMPUTED:
+        records = (GradientRecord(state.site.index, message.version, state.version),)
+        state = _local_step(cfg, state, message)
+    elif kind == protocol.REDUCED:
+        # The global parameters are updated as soon as the average arrives, at all workers at once.
+        anchor, outer_state = cfg.outer_step(state.anchor, state.outer_state, message.value)
+        state = state._replace(anchor=anchor, outer_state=outer_state, back=True)
+        # A step in the trace is an average.
+        records = step_records(state.site, state.version + 1, state.sent_oldest)
+    elif kind == protocol.RECOVERED:
+        # The gradient that was running is lost.
+        state = state._replace(computing=False)
+    elif kind != protocol.TIMER:
+        raise unknown_message(f"a worker of {cfg.name}", message)
+    state, reduce = _try_snapshot(cfg, _merge_if_due(cfg, state))
+    actions = (*records, *reduce)
+    if state.computing or _is_waiting(cfg, state):
+        return state, actions
+    if reduce and cfg.delay is None:
+        # Where messages take no time, the average arrives at this same instant: look once before continuing without it.
+        return state, (*actions, After(0))
+    return state._replace(computing=True), (*actions, Compute(state.params, state.version))
+
+
+def _local_step(cfg: _Config, state: _LocalState, message: Message) -> _LocalState:
+    site = state.site
+    # For random local steps: the same numbers in a replay and on real processes.
+    words = np.array([site.seed & 0xFFFFFFFF, site.index, state.total], np.uint32)
+    params, opt_state = cfg.step(state.params, state.opt_state, message.value, state.anchor, words)
+    return state._replace(
+        params=params,
+        opt_state=opt_state,
+        steps=state.steps + 1,
+        oldest=state.oldest if state.steps else message.version,
+        total=state.total + 1,
+        computing=False,
+    )
+
+
+def _merge_if_due(cfg: _Config, state: _LocalState) -> _LocalState:
+    """Merges an average that has arrived into this worker's model, if it is due."""
+    if not state.back or (cfg.delay is not None and state.steps < cfg.delay):
+        return state
+    anchor, params = state.anchor, state.params
+    # Without local steps since the snapshot the model is the anchor itself.
+    params = _merge(params, anchor, state.sent) if state.steps else _cast_like(anchor, params)
+    return state._replace(params=params, version=state.version + 1, sent=None, back=False)
+
+
+def _try_snapshot(cfg: _Config, state: _LocalState) -> Reaction:
+    """Starts the next average, if the last one is merged and enough local steps were taken."""
+    # H, or H_i.
+    period = cfg.sync_periods[state.site.index % len(cfg.sync_periods)]
+    if state.sent is not None or state.steps < period:
+        return state, ()
+    reduce = reduce_all(state.site, state.version, _drift(state.anchor, state.params))
+    return state._replace(sent=state.params, sent_oldest=state.oldest, steps=0), (reduce,)
+
+
+def _is_waiting(cfg: _Config, state: _LocalState) -> bool:
+    return state.sent is not None and cfg.delay is not None and state.steps >= cfg.delay
+
+
+def _waits_for(cfg: _Config, state: _LocalState) -> tuple[int, ...]:
+    return other_workers(state.site) if _is_waiting(cfg, state) else ()

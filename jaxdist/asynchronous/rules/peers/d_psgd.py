@@ -12,22 +12,10 @@ import optax
 from ...._core.types import PyTree
 from ....topology.base import Topology
 from ....topology.spectrum import is_doubly_stochastic
-from ...protocol import (
-    COMPUTED,
-    RECOVERED,
-    Actions,
-    Compute,
-    GradientRecord,
-    Message,
-    Role,
-    Rule,
-    Send,
-    Site,
-    StepRecord,
-)
+from ... import protocol
+from ...protocol import Actions, Compute, GradientRecord, Message, Reaction, Role, Rule, Send, Site, StepRecord
 from ...values import numeric
-from ..base import params_of, unknown_message
-from .neighbors import Graph, graph_of
+from ..base import Graph, combine_and_adapt, graph_of, optimizer_on_values, params_of, unknown_message
 
 Order = Literal["adapt_then_combine", "combine_then_adapt"]
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
@@ -49,19 +37,7 @@ class _Rounds(NamedTuple):
 
 
 class _DPSGDState(NamedTuple):
-    """The state of a worker.
-
-    Attributes:
-      site: where it runs.
-      rounds: its neighbors.
-      params: its model.
-      opt_state: its optimizer's state.
-      version: its iteration.
-      computing: whether a gradient is running.
-      result: of this iteration's computation: the adapted model, or the gradient if it combines first.
-      inbox: models that have arrived, by `(iteration, sender)`.
-      outbox: models that it has sent and may have to repeat, by `(receiver, iteration)`.
-    """
+    """A worker's neighbors, model and iteration, and the models that it has received and sent."""
 
     site: Site
     rounds: _Rounds
@@ -69,8 +45,11 @@ class _DPSGDState(NamedTuple):
     opt_state: Any
     version: int
     computing: bool
+    # Of this iteration's computation: the adapted model, or the gradient if it combines first; None while computing.
     result: Any
+    # Models that have arrived, by `(iteration, sender)`.
     inbox: dict[tuple[int, int], Any]
+    # Models that it has sent and may have to repeat, by `(receiver, iteration)`.
     outbox: dict[tuple[int, int], Any]
 
 
@@ -97,13 +76,10 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
       order: `"adapt_then_combine"` sends after the gradient and is more accurate; `"combine_then_adapt"`, the paper's,
         sends before it, which hides the time of the messages and lets neighbors be one iteration apart.
 
-    Returns:
-      The rule; it has no server.
-
     Raises:
-      ValueError: `order` is unknown, the graph has another number of workers, or its weights are not doubly stochastic.
+      ValueError: the graph has another number of workers, or its weights are not doubly stochastic.
 
-    Example:
+    Examples:
       >>> import optax, jaxdist as jd
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> rule, law = rules.d_psgd(jd.topology.ring, optax.sgd(0.1)), durations.exponential(1.0)
@@ -119,23 +95,18 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    cfg = _Config(
-        graph,
-        order == "adapt_then_combine",
-        numeric(optimizer.init),
-        numeric(_combine),
-        numeric(partial(_combine_and_adapt, optimizer), outputs=2),
-    )
+    on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, _combine))
+    cfg = _Config(graph, order == "adapt_then_combine", numeric(_combine), *on_values)
     return Rule("d_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for))
 
 
 class _Config(NamedTuple):
-    """The graph, the order, and functions of values: the optimizer's, `Σ_j W_ij x_j`, and that with a step."""
+    """The graph, the order, and functions of values: `Σ_j W_ij x_j`, the optimizer's first state, and both's step."""
 
     graph: Graph
     adapt_first: bool
-    start: Callable[..., Any]
     combine: Callable[..., Any]
+    start: Callable[..., Any]
     step: Callable[..., Any]
 
 
@@ -148,31 +119,19 @@ def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
     return jax.tree.map(combine_leaves, params, *others)
 
 
-def _combine_and_adapt(
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    opt_state: PyTree,
-    gradient: PyTree,
-    weights: Any,
-    *others: PyTree,
-) -> tuple[PyTree, PyTree]:
-    updates, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(_combine(params, weights, *others), updates), opt_state
-
-
-def _init(cfg: _Config, site: Site, params: Any) -> tuple[_DPSGDState, Actions]:
+def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     rounds = _rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
     return _begin_iteration(cfg, _DPSGDState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
 
 
 @no_type_check
-def _begin_iteration(cfg: _Config, state: _DPSGDState) -> tuple[_DPSGDState, Actions]:
+def _begin_iteration(cfg: _Config, state: _DPSGDState) -> Reaction:
     state, sends = (state, ()) if cfg.adapt_first else _send_model(state, state.params)
     return state, (*sends, Compute(state.params, state.version))
 
 
 @no_type_check
-def _send_model(state: _DPSGDState, model: Any) -> tuple[_DPSGDState, Actions]:
+def _send_model(state: _DPSGDState, model: Any) -> Reaction:
     """Sends the model of this iteration to all destinations."""
     k, rounds = state.version, state.rounds
     destinations = rounds.destinations[rounds.at(k)]
@@ -181,9 +140,9 @@ def _send_model(state: _DPSGDState, model: Any) -> tuple[_DPSGDState, Actions]:
 
 
 @no_type_check
-def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> tuple[_DPSGDState, Actions]:
+def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> Reaction:
     kind = message.kind
-    if kind == COMPUTED:
+    if kind == protocol.COMPUTED:
         return _on_gradient(cfg, state, message.value)
     if kind == PARAMS:
         return _on_model(cfg, state, sender, message)
@@ -191,7 +150,7 @@ def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) ->
         return state._replace(outbox=_drop_used(state.outbox, sender, message.tag)), ()
     if kind == AGAIN:
         return state, tuple([s for s in _repeat_models(state) if s.to == sender and s.message.tag >= message.tag])
-    if kind == RECOVERED:
+    if kind == protocol.RECOVERED:
         sources = sorted({j for sources in state.rounds.sources for j in sources})
         requests = tuple(Send(j, Message(AGAIN, None, 0, state.version)) for j in sources)
         restart = (Compute(state.params, state.version),) if state.computing else ()
@@ -200,7 +159,7 @@ def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) ->
 
 
 @no_type_check
-def _on_gradient(cfg: _Config, state: _DPSGDState, gradient: Any) -> tuple[_DPSGDState, Actions]:
+def _on_gradient(cfg: _Config, state: _DPSGDState, gradient: Any) -> Reaction:
     if not cfg.adapt_first:
         return _try_advance(cfg, state._replace(computing=False, result=gradient))
     # x_i + u_i, without neighbors
@@ -212,7 +171,7 @@ def _on_gradient(cfg: _Config, state: _DPSGDState, gradient: Any) -> tuple[_DPSG
 
 
 @no_type_check
-def _on_model(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> tuple[_DPSGDState, Actions]:
+def _on_model(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> Reaction:
     # To reach this iteration the sender has used all earlier models of this worker.
     state = state._replace(outbox=_drop_used(state.outbox, sender, message.tag - 1))
     if message.tag < state.version:
@@ -222,7 +181,7 @@ def _on_model(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -
 
 
 @no_type_check
-def _try_advance(cfg: _Config, state: _DPSGDState) -> tuple[_DPSGDState, Actions]:
+def _try_advance(cfg: _Config, state: _DPSGDState) -> Reaction:
     """Begins the next iteration if the gradient and all models of this one are known."""
     k, rounds = state.version, state.rounds
     sources = rounds.sources[rounds.at(k)]
@@ -274,12 +233,11 @@ def _rounds_of_workers(topology: Topology) -> tuple[_Rounds, ...]:
         )
     found = []
     for worker in range(topology.workers):
-        incoming, destinations = [], []
+        sources, weights, destinations = [], [], []
         for step in topology.rounds:
             pairs = [(source, to, m.weights[to]) for m in step.messages for source, to in m.pairs if source != to]
-            incoming.append([(source, weight) for source, to, weight in pairs if to == worker])
+            sources.append(tuple(source for source, to, _ in pairs if to == worker))
+            weights.append(tuple(weight for _, to, weight in pairs if to == worker))
             destinations.append(tuple(to for source, to, _ in pairs if source == worker))
-        sources = tuple(tuple(source for source, _ in pairs) for pairs in incoming)
-        weights = tuple(tuple(weight for _, weight in pairs) for pairs in incoming)
-        found.append(_Rounds(sources, weights, tuple(destinations), topology.order))
+        found.append(_Rounds(tuple(sources), tuple(weights), tuple(destinations), topology.order))
     return tuple(found)

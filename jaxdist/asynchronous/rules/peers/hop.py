@@ -13,22 +13,9 @@ from jaxtyping import Float
 
 from ...._core.types import PyTree
 from ....topology.base import matrix
-from ...protocol import (
-    COMPUTED,
-    RECOVERED,
-    Actions,
-    Compute,
-    GradientRecord,
-    Message,
-    Role,
-    Rule,
-    Send,
-    Site,
-    StepRecord,
-)
-from ...values import numeric
-from ..base import params_of, replace_at, unknown_message
-from .neighbors import Graph, graph_of
+from ... import protocol
+from ...protocol import Actions, Compute, GradientRecord, Message, Reaction, Role, Rule, Send, Site, StepRecord
+from ..base import Graph, combine_and_adapt, graph_of, optimizer_on_values, params_of, replace_at, unknown_message
 
 PARAMS, TOKEN, PULL = "params", "token", "pull"
 
@@ -45,23 +32,15 @@ class _Neighbors(NamedTuple):
 
 
 class _HopState(NamedTuple):
-    """The state of a worker.
-
-    Attributes:
-      site: where it runs.
-      params: its model at the beginning of its iteration.
-      opt_state: its optimizer's state.
-      iteration: the number of completed iterations.
-      gradient: that of this iteration, or None while it is running.
-      queues: for each source, its queue of models.
-      leads: for each destination, the iteration that its tokens report.
-    """
+    """A worker's model at the beginning of its iteration, and what its neighbors have sent."""
 
     site: Site
     params: Any
     opt_state: Any
+    # The number of completed iterations, and the gradient of this one, or None while it is running.
     iteration: int
     gradient: Any
+    # For each source its queue of models; for each destination the iteration that its tokens report.
     queues: tuple[Queue, ...]
     leads: tuple[int, ...]
 
@@ -100,13 +79,15 @@ def hop(
 
     On the wire: a model to each neighbor per iteration, and with tokens a message without a value from each.
 
+    Versions in the trace are iterations.
+
     State: each worker's model and optimizer, and per neighbor the models that arrived early: one without tokens in an
     undirected graph, up to `tokens + 1` with them, one with staleness.
 
     Args:
       graph: a static topology with the neighbors and weights of each worker, or a function that makes one for a number
         of workers, such as `jd.topology.ring`.
-      optimizer: the local optimizer of every worker.
+      optimizer: the local optimizer of each worker.
       tokens: the largest lead over a neighbor (`max_ig` in the paper), or None for no token queues. A large value
         stores many early models.
       backup: the number of neighbors that an iteration does not wait for (`N_b`). 1 is enough for one slow neighbor.
@@ -115,14 +96,11 @@ def hop(
         workers and staleness help only until tokens or age run out; with `skip`, tokens and any staleness at least the
         factor by which it is slower, the others run at full speed.
 
-    Returns:
-      The rule; it has no server. Versions in the trace are iterations.
-
     Raises:
-      ValueError: an argument is out of its range, or there are backup workers without tokens, or skipping without
-        tokens or without both backup workers and staleness.
+      ValueError: there are backup workers without tokens, or skipping without tokens or without both backup workers and
+        staleness.
 
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist import topology
       >>> from jaxdist.asynchronous import replay, durations, rules
@@ -136,20 +114,12 @@ def hop(
       1604
 
     References:
-      Luo, Lin, Zhuo, Qian, "Hop: heterogeneity-aware decentralized training", arXiv:1902.01064, 2019. Lian, Zhang,
-      Zhang, Hsieh, Zhang, Liu, "Can decentralized algorithms outperform centralized algorithms?", arXiv:1705.09056,
-      2017 (the iteration).
+      Luo, Lin, Zhuo, Qian, "Hop: heterogeneity-aware decentralized training", arXiv:1902.01064, 2019. The iteration is
+      that of `d_psgd`.
     """
     _check(tokens, backup, staleness, skip)
-    cfg = _Config(
-        graph,
-        tokens,
-        backup,
-        staleness,
-        skip,
-        numeric(optimizer.init, shared=True),
-        numeric(partial(_combine_and_adapt, optimizer), outputs=2),
-    )
+    on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, _combine))
+    cfg = _Config(graph, tokens, backup, staleness, skip, *on_values)
     return Rule("hop", Role(partial(_init, cfg), partial(_receive, cfg), params_of, partial(_waits_for, cfg)))
 
 
@@ -165,25 +135,16 @@ class _Config(NamedTuple):
     step: Callable[..., Any]
 
 
-def _combine_and_adapt(
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    opt_state: PyTree,
-    gradient: PyTree,
-    weights: Any,
-    *others: PyTree,
-) -> tuple[PyTree, PyTree]:
-    updates, opt_state = optimizer.update(gradient, opt_state, params)
-
+def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
     def combine_leaves(*leaves: Any) -> Any:
+        # Σ_j w_ij x_j^k, the own model first
         total = sum(weights[k] * leaf.astype(jnp.float32) for k, leaf in enumerate(leaves))
         return jnp.asarray(total).astype(leaves[0].dtype)
 
-    # x_i^(k+1) = Σ_j w_ij x_j^k + u_i
-    return optax.apply_updates(jax.tree.map(combine_leaves, params, *others), updates), opt_state
+    return jax.tree.map(combine_leaves, params, *others)
 
 
-def _init(cfg: _Config, site: Site, params: Any) -> tuple[_HopState, Actions]:
+def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     by_worker = _neighbors_of_workers(cfg.graph, site.workers)
     for index, neighbors in enumerate(by_worker):
         if cfg.backup and cfg.backup >= len(neighbors.sources):
@@ -191,15 +152,8 @@ def _init(cfg: _Config, site: Site, params: Any) -> tuple[_HopState, Actions]:
                 f"backup must be less than the {len(neighbors.sources)} neighbors of worker {index}, got {cfg.backup}"
             )
     neighbors = by_worker[site.index]
-    state = _HopState(
-        site=site,
-        params=params,
-        opt_state=cfg.start(params),
-        iteration=0,
-        gradient=None,
-        queues=((),) * len(neighbors.sources),
-        leads=(0,) * len(neighbors.destinations),
-    )
+    queues, leads = ((),) * len(neighbors.sources), (0,) * len(neighbors.destinations)
+    state = _HopState(site, params, cfg.start(params), 0, None, queues, leads)
     return state, (*_announce(cfg, state, neighbors), Compute(params, 0))
 
 
@@ -218,47 +172,40 @@ def _announce(cfg: _Config, state: _HopState, neighbors: _Neighbors) -> Actions:
 
 
 @no_type_check
-def _receive(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
+def _receive(cfg: _Config, state: _HopState, sender: int, message: Message) -> Reaction:
     kind = message.kind
-    if kind == COMPUTED:
+    if kind == protocol.COMPUTED:
         return _try_advance(cfg, state._replace(gradient=message.value))
     if kind == PARAMS:
         return _on_model(cfg, state, sender, message)
+    neighbors = _neighbors(cfg, state)
     if kind == TOKEN:
-        return _on_token(cfg, state, sender, message)
+        which = neighbors.destinations.index(sender)
+        lead = max(state.leads[which], message.version)
+        return _try_advance(cfg, state._replace(leads=replace_at(state.leads, which, lead)))
     if kind == PULL:
         # The sender was down, and may have missed this worker's token and model.
-        neighbors = _neighbors(cfg, state)
         return state, tuple([send for send in _announce(cfg, state, neighbors) if send.to == sender])
-    if kind == RECOVERED:
-        return _on_recovery(cfg, state)
+    if kind == protocol.RECOVERED:
+        # Messages in both directions may be lost: announce again, and ask the neighbors to do the same.
+        pulls = tuple([Send(j, Message(PULL)) for j in sorted({*neighbors.sources, *neighbors.destinations})])
+        restart = (Compute(state.params, state.iteration),) if state.gradient is None else ()
+        return state, (*_announce(cfg, state, neighbors), *pulls, *restart)
     raise unknown_message("a worker of hop", message)
 
 
 @no_type_check
-def _on_model(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
+def _on_model(cfg: _Config, state: _HopState, sender: int, message: Message) -> Reaction:
     # Without staleness a model of an earlier iteration arrived too late.
     if not cfg.staleness and message.version < state.iteration:
         return state, ()
     which = _neighbors(cfg, state).sources.index(sender)
-    queue = _add_model(state.queues[which], message.version, message.value, only_newest=cfg.staleness > 0)
+    queue = state.queues[which]
+    # After an outage the neighbor repeats its last model.
+    if not queue or queue[-1][0] < message.version:
+        # With staleness only the newest model is used.
+        queue = (*(() if cfg.staleness else queue), (message.version, message.value))
     return _try_advance(cfg, state._replace(queues=replace_at(state.queues, which, queue)))
-
-
-@no_type_check
-def _on_token(cfg: _Config, state: _HopState, sender: int, message: Message) -> tuple[_HopState, Actions]:
-    which = _neighbors(cfg, state).destinations.index(sender)
-    lead = max(state.leads[which], message.version)
-    return _try_advance(cfg, state._replace(leads=replace_at(state.leads, which, lead)))
-
-
-@no_type_check
-def _on_recovery(cfg: _Config, state: _HopState) -> tuple[_HopState, Actions]:
-    # Messages in both directions may be lost: announce again, and ask the neighbors to do the same.
-    neighbors = _neighbors(cfg, state)
-    pulls = tuple([Send(j, Message(PULL)) for j in sorted({*neighbors.sources, *neighbors.destinations})])
-    restart = (Compute(state.params, state.iteration),) if state.gradient is None else ()
-    return state, (*_announce(cfg, state, neighbors), *pulls, *restart)
 
 
 @no_type_check
@@ -275,7 +222,7 @@ def _next_iteration(cfg: _Config, state: _HopState) -> int:
 
 
 @no_type_check
-def _try_advance(cfg: _Config, state: _HopState) -> tuple[_HopState, Actions]:
+def _try_advance(cfg: _Config, state: _HopState) -> Reaction:
     """Enters the next iteration if the gradient, the tokens and enough models are there."""
     k, entered = state.iteration, _next_iteration(cfg, state)
     if state.gradient is None or entered == k:
@@ -288,14 +235,12 @@ def _try_advance(cfg: _Config, state: _HopState) -> tuple[_HopState, Actions]:
     base_weights = neighbors.weights if entered == k + 1 else (0.0, *neighbors.weights[1:])
     weights = model_weights(base_weights, found, entered - 1, cfg.staleness)
     models = [model for _, _, model in found]
+    queues = state.queues
+    if not cfg.staleness:
+        # Models of earlier iterations are too old now.
+        queues = tuple([tuple([entry for entry in queue if entry[0] >= entered]) for queue in queues])
     params, opt_state = cfg.step(state.params, state.opt_state, state.gradient, weights, *models)
-    state = state._replace(
-        params=params,
-        opt_state=opt_state,
-        iteration=entered,
-        gradient=None,
-        queues=state.queues if cfg.staleness else _drop_before(state.queues, entered),
-    )
+    state = _HopState(state.site, params, opt_state, entered, None, queues, state.leads)
     records = GradientRecord(state.site.index, k, entered - 1), StepRecord(entered, k)
     return state, (*records, *_announce(cfg, state, neighbors), Compute(params, entered))
 
@@ -332,15 +277,6 @@ def _neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
 
 
 @no_type_check
-def _add_model(queue: Queue, iteration: int, model: Any, *, only_newest: bool) -> Queue:
-    """Appends a model to the queue of a neighbor, or replaces the queue if only the newest model is used."""
-    # After an outage the neighbor repeats its last model.
-    if queue and queue[-1][0] >= iteration:
-        return queue
-    return ((iteration, model),) if only_newest else (*queue, (iteration, model))
-
-
-@no_type_check
 def _usable_models(queues: tuple[Queue, ...], iteration: int, staleness: int) -> list[tuple[int, int, Any]]:
     """Returns `(index of the neighbor, iteration, model)` for each model that this iteration may use.
 
@@ -354,12 +290,6 @@ def _usable_models(queues: tuple[Queue, ...], iteration: int, staleness: int) ->
                 found.append((which, sent, model))
                 break
     return found
-
-
-@no_type_check
-def _drop_before(queues: tuple[Queue, ...], iteration: int) -> tuple[Queue, ...]:
-    """Drops the models that are too old for this iteration."""
-    return tuple([tuple([entry for entry in queue if entry[0] >= iteration]) for queue in queues])
 
 
 def model_weights(

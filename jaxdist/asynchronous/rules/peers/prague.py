@@ -8,25 +8,9 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import optax
 
 from ...._core.types import Number
-from ...protocol import (
-    COMPUTED,
-    RECOVERED,
-    REDUCED,
-    SERVER,
-    Actions,
-    Compute,
-    GradientRecord,
-    Message,
-    Reduce,
-    Role,
-    Rule,
-    Send,
-    Site,
-    StepRecord,
-)
-from ...values import numeric
-from ..base import apply_gradient, params_of, replace_at, unknown_message
-from .neighbors import hash_words
+from ... import protocol
+from ...protocol import Actions, Compute, GradientRecord, Message, Reaction, Reduce, Role, Rule, Send, Site, StepRecord
+from ..base import hash_words, optimizer_on_values, params_of, replace_at, unknown_message
 
 Groups = Literal["random", "static", "smart"]
 GROUPS = ("random", "static", "smart")
@@ -49,50 +33,34 @@ class AveragingGroup(NamedTuple):
 
 
 class _GeneratorState(NamedTuple):
-    """The state of the group generator.
-
-    Attributes:
-      site: where it runs.
-      created: the number of groups created so far.
-      groups: the unfinished groups, by number.
-      buffers: for each worker the numbers of its unfinished groups, in order of creation. A group begins when it is the
-        first in the buffers of all its members.
-      requests: the number of requests of each worker.
-      memberships: the number of groups in which each worker has been placed.
-    """
+    """The state of the group generator."""
 
     site: Site
+    # The number of groups created so far, and the unfinished ones, by number.
     created: int
     groups: dict[int, AveragingGroup]
+    # For each worker the numbers of its unfinished groups, in order of creation. A group begins when it is the first in
+    # the buffers of all its members.
     buffers: tuple[tuple[int, ...], ...]
+    # For each worker the number of its requests, and of the groups in which it has been placed.
     requests: tuple[int, ...]
     memberships: tuple[int, ...]
 
 
 class _PragueState(NamedTuple):
-    """The state of a worker.
-
-    Attributes:
-      site: where it runs.
-      params: its model.
-      opt_state: its optimizer's state.
-      steps: the number of gradients that it has applied.
-      phase: computing, asking for a group, or reducing with one.
-      group: the group of the current reduction.
-      continues: whether it computes after the reduction.
-      pending: the generator's message for a group that it has not joined yet, or None.
-      last_group: the number of the last group that it was sent.
-    """
+    """A worker's model and step count, its phase, and its groups."""
 
     site: Site
     params: Any
     opt_state: Any
-    steps: int
-    phase: str
-    group: tuple[int, ...]
-    continues: bool
-    pending: Message | None
-    last_group: int
+    steps: int = 0
+    phase: str = COMPUTING
+    # The group of the current reduction, and whether the worker computes after it.
+    group: tuple[int, ...] = ()
+    continues: bool = True
+    # The generator's message for a group that it has not joined yet, or None, and the number of the last group sent.
+    pending: Message | None = None
+    last_group: int = -1
 
 
 def prague(
@@ -101,6 +69,7 @@ def prague(
     group_size: int,
     groups: Groups = "smart",
     max_lag: Number = 4,
+    node_size: int | None = None,
 ) -> Rule:
     """Each worker steps on its own model and then averages with a small group: `x_i <- 1/|G| Σ_(j in G) x_j`.
 
@@ -118,8 +87,15 @@ def prague(
       requesting one is excluded, so that no worker waits for it; its own requests still get a group. For workers of
       unequal speed.
 
+    With `node_size` the groups of *static* and *smart* follow nodes of m consecutive workers (*inter-intra*), so that
+    few messages cross the slow links between nodes. *smart* places idle workers in two groups each: first one worker of
+    each node in groups across nodes and the others in groups inside, then all in groups inside, which spread what the
+    first ones brought. *static* averages inside nodes, and then between workers of equal place in their nodes.
+
     If data differ between workers, faster ones count more. Workers that a slow one delayed initially remain behind the
     others, and are grouped with it more often.
+
+    Versions in the trace are a worker's own steps; the final model is the mean of all.
 
     On the wire: an all-reduce of the model in a group per gradient (`group_size` of them if random), `2 (g - 1)/g`
     models each; except for *static*, a request and a reply without values.
@@ -127,19 +103,14 @@ def prague(
     State: each worker's model and optimizer; the generator stores groups and counts only.
 
     Args:
-      optimizer: the local optimizer of every worker.
+      optimizer: the local optimizer of each worker.
       group_size: the largest number of workers in a group. 2 mixes slowly, large groups wait longer; start with 3 or 4.
       groups: the policy, see above.
       max_lag: of *smart*, in requests; infinity excludes no worker. With a small value random slowdowns split the
         workers.
+      node_size: m, the number of workers of a node, which divides their number. None: groups ignore nodes.
 
-    Returns:
-      The rule. Versions in the trace are a worker's own steps; the final model is the mean of all.
-
-    Raises:
-      ValueError: an argument is out of its range, or groups are larger than the number of workers.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> law = durations.one_slow(durations.lognormal(1.0, 0.1), worker=0, factor=6)
@@ -163,13 +134,11 @@ def prague(
         raise ValueError(
             f"max_lag must be at least 1, since a worker that is computing is one request behind, got {max_lag}"
         )
-    cfg = _Config(
-        group_size,
-        groups,
-        max_lag,
-        numeric(optimizer.init, shared=True),
-        numeric(partial(apply_gradient, optimizer), outputs=2),
-    )
+    if node_size is not None and (node_size < 2 or groups == "random"):
+        raise ValueError(
+            f"node_size must be at least 2 and groups static or smart, got node_size={node_size} and groups={groups!r}"
+        )
+    cfg = _Config(group_size, groups, max_lag, node_size, *optimizer_on_values(optimizer))
     worker = Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for)
     # The generator has no model: the final model is the mean of the workers'.
     generator = Role(_init_generator, partial(_receive_generator, cfg), lambda state: None)
@@ -182,6 +151,7 @@ class _Config(NamedTuple):
     group_size: int
     groups: Groups
     max_lag: Number
+    node_size: int | None
     start: Callable[..., Any]
     step: Callable[..., Any]
 
@@ -189,19 +159,20 @@ class _Config(NamedTuple):
 # The worker.
 
 
-def _init(cfg: _Config, site: Site, params: Any) -> tuple[_PragueState, Actions]:
+def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     if cfg.group_size > site.workers:
         raise ValueError(f"group_size must be at most the {site.workers} workers, got {cfg.group_size}")
-    state = _PragueState(site, params, cfg.start(params), 0, COMPUTING, (), True, None, -1)
-    return state, (Compute(params, 0),)
+    if cfg.node_size is not None and site.workers % cfg.node_size:
+        raise ValueError(f"node_size must divide the {site.workers} workers, got {cfg.node_size}")
+    return _PragueState(site, params, cfg.start(params)), (Compute(params, 0),)
 
 
 @no_type_check
-def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -> tuple[_PragueState, Actions]:
+def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -> Reaction:
     kind = message.kind
-    if kind == COMPUTED:
+    if kind == protocol.COMPUTED:
         return _on_gradient(cfg, state, message.value)
-    if kind == REDUCED:
+    if kind == protocol.REDUCED:
         return _on_mean(cfg, state, message)
     if kind in (GROUP, JOIN):
         # After an outage the generator may send a group twice.
@@ -209,32 +180,32 @@ def _receive(cfg: _Config, state: _PragueState, sender: int, message: Message) -
             return state, ()
         state = state._replace(pending=message, last_group=message.version)
         return _try_join(state) if state.phase == ASKING else (state, ())
-    if kind == RECOVERED:
+    if kind == protocol.RECOVERED:
         restart = (Compute(state.params, state.steps),) if state.phase == COMPUTING else ()
-        return state, restart if cfg.groups == "static" else (*restart, Send(SERVER, Message(PULL)))
+        return state, restart if cfg.groups == "static" else (*restart, Send(protocol.SERVER, Message(PULL)))
     raise unknown_message("a worker of prague", message)
 
 
 @no_type_check
-def _on_gradient(cfg: _Config, state: _PragueState, gradient: Any) -> tuple[_PragueState, Actions]:
+def _on_gradient(cfg: _Config, state: _PragueState, gradient: Any) -> Reaction:
     site, steps = state.site, state.steps + 1
     # As in the paper the gradient is applied before the worker joins a group.
     params, opt_state = cfg.step(state.params, state.opt_state, gradient)
     records = GradientRecord(site.index, steps - 1, steps - 1), StepRecord(steps, steps - 1)
     state = state._replace(params=params, opt_state=opt_state, steps=steps, phase=ASKING)
     if cfg.groups == "static":
-        plan = static_schedule(site.workers, cfg.group_size)
+        plan = node_schedule(site.workers, cfg.group_size, cfg.node_size or site.workers)
         group = plan[(steps - 1) % len(plan)][site.index]
         return state._replace(phase=REDUCING, group=group), (*records, Reduce(group, steps, params))
     state, actions = _try_join(state)
-    return state, (*records, Send(SERVER, Message(REQUEST, None, steps)), *actions)
+    return state, (*records, Send(protocol.SERVER, Message(REQUEST, None, steps)), *actions)
 
 
 @no_type_check
-def _on_mean(cfg: _Config, state: _PragueState, message: Message) -> tuple[_PragueState, Actions]:
+def _on_mean(cfg: _Config, state: _PragueState, message: Message) -> Reaction:
     # The first member reports to the generator that the group is done.
     reports = state.site.index == state.group[0] and cfg.groups != "static"
-    report = (Send(SERVER, Message(DONE, None, message.tag)),) if reports else ()
+    report = (Send(protocol.SERVER, Message(DONE, None, message.tag)),) if reports else ()
     # x_i <- 1/|G| Σ_(j in G) x_j
     state = state._replace(params=message.value, group=())
     if state.continues:
@@ -244,7 +215,7 @@ def _on_mean(cfg: _Config, state: _PragueState, message: Message) -> tuple[_Prag
 
 
 @no_type_check
-def _try_join(state: _PragueState) -> tuple[_PragueState, Actions]:
+def _try_join(state: _PragueState) -> Reaction:
     """Joins the pending group, if there is one."""
     pending = state.pending
     if pending is None:
@@ -257,24 +228,25 @@ def _try_join(state: _PragueState) -> tuple[_PragueState, Actions]:
 def _waits_for(state: _PragueState) -> tuple[int, ...]:
     if state.phase == REDUCING:
         return tuple(member for member in state.group if member != state.site.index)
-    return (SERVER,) if state.phase == ASKING else ()
+    return (protocol.SERVER,) if state.phase == ASKING else ()
 
 
 # The group generator.
 
 
-def _init_generator(site: Site, params: Any) -> tuple[_GeneratorState, Actions]:
+def _init_generator(site: Site, params: Any) -> Reaction:
     zeros = (0,) * site.workers
     return _GeneratorState(site, 0, {}, ((),) * site.workers, zeros, zeros), ()
 
 
 @no_type_check
-def _receive_generator(
-    cfg: _Config, state: _GeneratorState, sender: int, message: Message
-) -> tuple[_GeneratorState, Actions]:
+def _receive_generator(cfg: _Config, state: _GeneratorState, sender: int, message: Message) -> Reaction:
+    if message.kind == REQUEST and cfg.groups == "smart":
+        return _on_smart_request(cfg, state, sender, message.version)
     if message.kind == REQUEST:
-        on_request = _on_random_request if cfg.groups == "random" else _on_smart_request
-        return on_request(cfg, state, sender, message.version)
+        others = [other for other in range(state.site.workers) if other != sender]
+        drawn = shuffle(others, cfg.group_size - 1, state.site.seed, state.created)
+        return _add_group(state, AveragingGroup(tuple(sorted([sender, *drawn])), sender))
     if message.kind == DONE:
         return _on_done(state, message.version)
     if message.kind == PULL:
@@ -285,36 +257,29 @@ def _receive_generator(
 
 
 @no_type_check
-def _on_random_request(
-    cfg: _Config, state: _GeneratorState, worker: int, count: int
-) -> tuple[_GeneratorState, Actions]:
-    others = [other for other in range(state.site.workers) if other != worker]
-    drawn = shuffle(others, cfg.group_size - 1, state.site.seed, state.created)
-    return _add_group(state, AveragingGroup(tuple(sorted([worker, *drawn])), worker))
-
-
-@no_type_check
-def _on_smart_request(cfg: _Config, state: _GeneratorState, worker: int, count: int) -> tuple[_GeneratorState, Actions]:
+def _on_smart_request(cfg: _Config, state: _GeneratorState, worker: int, count: int) -> Reaction:
     site, requests = state.site, replace_at(state.requests, worker, count)
     state = state._replace(requests=requests)
     # The group that answers was created for an earlier request of another worker.
     if state.memberships[worker] >= count:
         return state, ()
     # Workers in no group; those with far fewer requests are slow, and would be waited for.
-    idle = [
-        other
-        for other in range(site.workers)
-        if other != worker and not state.buffers[other] and requests[other] >= count - cfg.max_lag
-    ]
+    candidates = [i for i in range(site.workers) if i != worker and not state.buffers[i]]
+    idle = [i for i in candidates if requests[i] >= count - cfg.max_lag]
     actions: list = []
-    for members in divide([worker, *shuffle(idle, len(idle), site.seed, state.created)], cfg.group_size):
+    order = [worker, *shuffle(idle, len(idle), site.seed, state.created)]
+    if cfg.node_size is None:
+        parts = divide(order, cfg.group_size)
+    else:
+        parts = divide_nodes(order, cfg.group_size, cfg.node_size)
+    for members in parts:
         state, sends = _add_group(state, AveragingGroup(tuple(sorted(members)), None))
         actions.extend(sends)
     return state, tuple(actions)
 
 
 @no_type_check
-def _on_done(state: _GeneratorState, number: int) -> tuple[_GeneratorState, Actions]:
+def _on_done(state: _GeneratorState, number: int) -> Reaction:
     buffers, members = list(state.buffers), state.groups[number].members
     for member in members:
         buffers[member] = buffers[member][1:]
@@ -326,17 +291,13 @@ def _on_done(state: _GeneratorState, number: int) -> tuple[_GeneratorState, Acti
 
 
 @no_type_check
-def _add_group(state: _GeneratorState, group: AveragingGroup) -> tuple[_GeneratorState, Actions]:
+def _add_group(state: _GeneratorState, group: AveragingGroup) -> Reaction:
     number, buffers, memberships = state.created, list(state.buffers), list(state.memberships)
     for member in group.members:
         buffers[member] = (*buffers[member], number)
         memberships[member] += 1
-    state = state._replace(
-        created=number + 1,
-        groups=state.groups | {number: group},
-        buffers=tuple(buffers),
-        memberships=tuple(memberships),
-    )
+    groups = state.groups | {number: group}
+    state = _GeneratorState(state.site, number + 1, groups, tuple(buffers), state.requests, tuple(memberships))
     return state, _try_begin(state, number)
 
 
@@ -381,6 +342,40 @@ def static_schedule(workers: int, group_size: int) -> tuple[tuple[tuple[int, ...
         group_of = {worker: group for group in groups for worker in group}
         plan.append(tuple(group_of[worker] for worker in range(workers)))
     return tuple(plan)
+
+
+@functools.lru_cache(maxsize=16)
+def node_schedule(workers: int, group_size: int, node_size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns the static policy for nodes of m consecutive workers: `static_schedule` inside nodes, then across them.
+
+    Across nodes, workers of equal place in their nodes form groups. With a single node it is `static_schedule`.
+    """
+    nodes, plan = workers // node_size, []
+    for groups in static_schedule(node_size, group_size):
+        plan.append(
+            tuple(tuple(first + j for j in group) for first in range(0, workers, node_size) for group in groups)
+        )
+    for groups in static_schedule(nodes, group_size) if nodes > 1 else ():
+        plan.append(
+            tuple(tuple(node * node_size + k for node in groups[i]) for i in range(nodes) for k in range(node_size))
+        )
+    return tuple(plan)
+
+
+def divide_nodes(workers: Sequence[int], group_size: int, node_size: int) -> list[Sequence[int]]:
+    """Divides workers twice: groups across nodes of their first workers and inside of the others, then inside of all.
+
+    The first worker is in at least one group; groups of one are dropped otherwise.
+    """
+    inside: dict[int, list[int]] = {}
+    for worker in workers:
+        inside.setdefault(worker // node_size, []).append(worker)
+    # The first of each node crosses; the worker that asked is the first of all.
+    parts = divide([members[0] for members in inside.values()], group_size)
+    for members in [*(members[1:] for members in inside.values()), *inside.values()]:
+        parts += divide(members, group_size) if len(members) > 1 else []
+    first, *rest = parts
+    return [first, *rest] if len(first) > 1 or not any(workers[0] in part for part in rest) else rest
 
 
 def divide(workers: Sequence[int], group_size: int) -> list[Sequence[int]]:

@@ -1,30 +1,15 @@
 """The parts that rules with a parameter server share: the worker, and the server's step and replies."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import optax
 
 from ...._core.types import PyTree
-from ...protocol import (
-    COMPUTED,
-    RECOVERED,
-    SERVER,
-    Actions,
-    Cancel,
-    Compute,
-    GradientRecord,
-    Message,
-    Role,
-    Rule,
-    Send,
-    Site,
-    StepRecord,
-)
-from ...values import numeric
-from ..base import params_of, replace_at, unknown_message
+from ... import protocol
+from ...protocol import Actions, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Send, Site, StepRecord
+from ..base import optimizer_on_values, params_of, replace_at, unknown_message
 
 # A worker sends GRADIENT, or PULL after a failure; the server replies with PARAMS, or with AGAIN if the worker has the
 # current parameters already.
@@ -57,10 +42,18 @@ class Stepper(NamedTuple):
 
 def stepper(optimizer: optax.GradientTransformation) -> Stepper:
     """Makes a server's step from an optax transformation; the update is multiplied by a rate."""
-    return Stepper(
-        partial(_init_core, numeric(optimizer.init)),
-        partial(_step_core, numeric(partial(_apply_scaled, optimizer), outputs=2)),
-    )
+    start, apply = optimizer_on_values(optimizer, _apply_scaled)
+
+    def init(site: Site, params: Any) -> Core:
+        return Core(params, start(params), 0, (0,) * site.workers)
+
+    @no_type_check
+    def step(core: Core, gradient: Any, rate: float, oldest: int) -> tuple[Core, StepRecord]:
+        params, opt_state = apply(core.params, core.opt_state, gradient, rate)
+        version = core.version + 1
+        return Core(params, opt_state, version, core.reads), StepRecord(version, oldest)
+
+    return Stepper(init, step)
 
 
 def _apply_scaled(
@@ -69,17 +62,6 @@ def _apply_scaled(
     updates, opt_state = optimizer.update(gradient, opt_state, params)
     # The update is scaled and not the gradient, so that the rate also acts on Adam-like optimizers.
     return optax.apply_updates(params, jax.tree.map(lambda leaf: leaf * rate, updates)), opt_state
-
-
-def _init_core(start: Callable[..., Any], site: Site, params: Any) -> Core:
-    return Core(params, start(params), 0, (0,) * site.workers)
-
-
-@no_type_check
-def _step_core(apply: Any, core: Core, gradient: Any, rate: float, oldest: int) -> tuple[Core, StepRecord]:
-    params, opt_state = apply(core.params, core.opt_state, gradient, rate)
-    version = core.version + 1
-    return Core(params, opt_state, version, core.reads), StepRecord(version, oldest)
 
 
 @no_type_check
@@ -111,27 +93,15 @@ def broadcast_params(core: Core) -> tuple[Core, Actions]:
     return core._replace(reads=(core.version,) * len(core.reads)), sends
 
 
-@no_type_check
-def is_outdated(core: Core, worker: int, message: Message) -> bool:
-    """Checks whether a gradient was sent before newer parameters reached its worker; their reply is on its way."""
-    return message.version < core.reads[worker]
-
-
-@no_type_check
-def discard(core: Core, worker: int, message: Message) -> Actions:
-    """Logs that a gradient was not used."""
-    return (GradientRecord(worker, message.version, core.version, accepted=False),)
-
-
-def _init_worker(site: Site, params: Any) -> tuple[WorkerState, Actions]:
+def _init_worker(site: Site, params: Any) -> Reaction:
     return WorkerState(params, 0, True), (Compute(params, 0),)
 
 
 @no_type_check
-def _receive_worker(state: WorkerState, sender: int, message: Message) -> tuple[WorkerState, Actions]:
+def _receive_worker(state: WorkerState, sender: int, message: Message) -> Reaction:
     kind = message.kind
-    if kind == COMPUTED:
-        gradient = Send(SERVER, Message(GRADIENT, message.value, message.version, message.tag))
+    if kind == protocol.COMPUTED:
+        gradient = Send(protocol.SERVER, Message(GRADIENT, message.value, message.version, message.tag))
         return WorkerState(state.params, state.version, False), (gradient,)
     if kind == PARAMS:
         start = Compute(message.value, message.version)
@@ -141,45 +111,54 @@ def _receive_worker(state: WorkerState, sender: int, message: Message) -> tuple[
         if state.computing:
             return state, ()
         return WorkerState(state.params, state.version, True), (Compute(state.params, state.version),)
-    if kind == RECOVERED:
-        return state._replace(computing=False), (Send(SERVER, Message(PULL, None, state.version)),)
+    if kind == protocol.RECOVERED:
+        return state._replace(computing=False), (Send(protocol.SERVER, Message(PULL, None, state.version)),)
     raise unknown_message("a worker of a parameter server", message)
 
 
-def _worker_waits_for(state: WorkerState) -> tuple[int, ...]:
-    return () if state.computing else (SERVER,)
-
-
 # Reads the parameters, computes a gradient, sends it to the server and waits for the next parameters.
-WORKER = Role(_init_worker, _receive_worker, params_of, _worker_waits_for)
+WORKER = Role(_init_worker, _receive_worker, params_of, lambda state: () if state.computing else (protocol.SERVER,))
+
+
+def send_current(state: Any, worker: int, message: Message) -> Reaction:
+    """Sends the current parameters to a worker that has recovered."""
+    if isinstance(state, Core):
+        state, sent = send_params(state, worker)
+        return state, (sent,)
+    core, sent = send_params(state.core, worker)
+    return state._replace(core=core), (sent,)
 
 
 def server_rule(
     name: str,
-    init: Callable[[Site, Any], Any],
-    on_gradient: Callable[[Any, int, Message], tuple[Any, Actions]],
+    step: Stepper,
+    on_gradient: Callable[[Any, int, Message], Reaction],
     *,
-    core: Callable[[Any], Core] = lambda state: state.core,
-    on_pull: Callable[[Any, int, Message], tuple[Any, Actions]] | None = None,
+    begin: Callable[[Core], Any] | None = None,
+    on_pull: Callable[[Any, int, Message], Reaction] = send_current,
     waits_for: Callable[[Any], tuple[int, ...]] = lambda state: (),
+    discard_outdated: bool = False,
 ) -> Rule:
-    """Makes a rule from the server's reaction to a gradient; a state that is not a `Core` has one as `state.core`."""
+    """Makes a rule from the server's reaction to a gradient.
 
-    def send_current(state: Any, worker: int, message: Message) -> tuple[Any, Actions]:
-        new, sent = send_params(core(state), worker)
-        return (new if core(state) is state else state._replace(core=new)), (sent,)
-
-    pull = on_pull or send_current
+    The server's state is `begin(core)`, a NamedTuple with the field `core`, or the core itself. A gradient is outdated
+    if it was sent before newer parameters reached its worker, whose next one is on its way.
+    """
+    core_of = (lambda state: state) if begin is None else (lambda state: state.core)
 
     @no_type_check
-    def receive(state: Any, sender: int, message: Message) -> tuple[Any, Actions]:
+    def receive(state: Any, sender: int, message: Message) -> Reaction:
         if message.kind == GRADIENT:
+            core = core_of(state)
+            if discard_outdated and message.version < core.reads[sender]:
+                return state, (GradientRecord(sender, message.version, core.version, accepted=False),)
             return on_gradient(state, sender, message)
         if message.kind == PULL:
-            return pull(state, sender, message)
+            return on_pull(state, sender, message)
         raise unknown_message(f"the server of {name}", message)
 
-    def start(site: Site, params: Any) -> tuple[Any, Actions]:
-        return init(site, params), ()
+    def init(site: Site, params: Any) -> Reaction:
+        core = step.init(site, params)
+        return core if begin is None else begin(core), ()
 
-    return Rule(name, WORKER, Role(start, receive, lambda state: core(state).params, waits_for))
+    return Rule(name, WORKER, Role(init, receive, lambda state: core_of(state).params, waits_for))

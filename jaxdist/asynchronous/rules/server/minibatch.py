@@ -7,26 +7,16 @@ from typing import Any, NamedTuple
 import optax
 
 from ...._core.types import Number
-from ...protocol import Actions, GradientRecord, Message, Rule, Site
+from ...protocol import GradientRecord, Message, Reaction, Rule
 from ...values import mean_of
-from .base import (
-    Core,
-    Stepper,
-    broadcast_params,
-    discard,
-    is_outdated,
-    reply,
-    send_params,
-    server_rule,
-    stepper,
-)
+from .base import Core, broadcast_params, reply, send_current, server_rule, stepper
 
 
 class _BatchState(NamedTuple):
     """The server's core, and the gradients at its model so far, as `(worker, job, value)`."""
 
     core: Core
-    gathered: tuple[tuple[int, int, Any], ...]
+    gathered: tuple[tuple[int, int, Any], ...] = ()
 
 
 def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool = False) -> Rule:
@@ -44,13 +34,7 @@ def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool =
       optimizer: the optimizer of the server.
       stop: send each new model to all workers at once; they discard the gradient that they are computing.
 
-    Returns:
-      The rule.
-
-    Raises:
-      ValueError: `batch` is below 1.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> rule = rules.rennala(3, optax.sgd(0.1))
@@ -64,8 +48,13 @@ def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool =
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-
-    return _minibatch_rule("rennala", optimizer, partial(_has_total, batch), _mean, stop=stop)
+    return _minibatch_rule(
+        "rennala",
+        optimizer,
+        lambda gathered, workers: len(gathered) == batch,
+        lambda gathered: mean_of([value for _, _, value in gathered]),
+        stop,
+    )
 
 
 def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: bool = False) -> Rule:
@@ -74,22 +63,16 @@ def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: boo
     `x <- x - γ (1/n) Σ_i (1/b_i) Σ g_i` as soon as the harmonic mean of the b_i (0 while one is 0) is at least `S/n`.
     Unbiased for any speeds; gradients at older models are discarded.
 
-    On the wire: each gradient up; a model down after each step, and nothing if the worker already has the current one.
+    On the wire: as `rennala`.
 
     State: the server's model, optimizer, and the gradients of the step; a worker's model.
 
     Args:
       batch: S. Up to n, one gradient of each worker is enough.
       optimizer: the optimizer of the server.
-      stop: send each new model to all workers at once; they discard the gradient that they are computing.
+      stop: as for `rennala`.
 
-    Returns:
-      The rule.
-
-    Raises:
-      ValueError: `batch` is not positive.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> rule = rules.malenia(1, optax.sgd(0.1), stop=True)
@@ -98,17 +81,11 @@ def malenia(batch: Number, optimizer: optax.GradientTransformation, *, stop: boo
       200
 
     References:
-      Tyurin, Richtárik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
-      computation model", arXiv:2305.12387, 2023.
+      Tyurin, Richtárik, arXiv:2305.12387, 2023.
     """
     if not batch > 0:
         raise ValueError(f"batch must be positive, got {batch}")
-
-    return _minibatch_rule("malenia", optimizer, partial(_has_harmonic_mean, batch), _mean_of_means, stop=stop)
-
-
-def _has_total(batch: int, gathered: tuple, workers: int) -> bool:
-    return len(gathered) == batch
+    return _minibatch_rule("malenia", optimizer, partial(_has_harmonic_mean, batch), _mean_of_means, stop)
 
 
 def _has_harmonic_mean(batch: Number, gathered: tuple, workers: int) -> bool:
@@ -119,10 +96,6 @@ def _has_harmonic_mean(batch: Number, gathered: tuple, workers: int) -> bool:
     return all(counts) and workers / sum(1 / count for count in counts) >= batch / workers
 
 
-def _mean(gathered: list) -> Any:
-    return mean_of([value for _, _, value in gathered])
-
-
 def _mean_of_means(gathered: list) -> Any:
     # (1/n) Σ_i (1/b_i) Σ g_i: workers have equal weights, however many gradients they contribute.
     by_worker: dict[int, list[Any]] = {}
@@ -131,48 +104,42 @@ def _mean_of_means(gathered: list) -> Any:
     return mean_of([mean_of(values) for values in by_worker.values()])
 
 
-class _Config(NamedTuple):
-    """The server's step; `is_full(gathered, workers)`; `mean(gathered)` of sorted gradients; whether to broadcast."""
-
-    stepper: Stepper
-    is_full: Callable[[tuple, int], bool]
-    mean: Callable[[list], Any]
-    stop: bool
-
-
 def _minibatch_rule(
     name: str,
     optimizer: optax.GradientTransformation,
     is_full: Callable[[tuple, int], bool],
     mean: Callable[[list], Any],
-    *,
     stop: bool,
 ) -> Rule:
-    cfg = _Config(stepper(optimizer), is_full, mean, stop)
-    return server_rule(name, partial(_init, cfg.stepper), partial(_on_gradient, cfg))
+    """Makes a rule that steps with `mean(gathered)`, sorted gradients, as soon as `is_full(gathered, workers)`."""
+    server = stepper(optimizer)
+    on_gradient = partial(_on_gradient, server.step, is_full, mean, stop)
+    return server_rule(name, server, on_gradient, begin=_BatchState, discard_outdated=True)
 
 
-def _init(step: Stepper, site: Site, params: Any) -> _BatchState:
-    return _BatchState(step.init(site, params), ())
-
-
-def _on_gradient(cfg: _Config, state: _BatchState, worker: int, message: Message) -> tuple[_BatchState, Actions]:
+def _on_gradient(
+    step: Callable[..., Any],
+    is_full: Callable[[tuple, int], bool],
+    mean: Callable[[list], Any],
+    stop: bool,
+    state: _BatchState,
+    worker: int,
+    message: Message,
+) -> Reaction:
     core, gathered, read = state.core, state.gathered, message.version
-    if is_outdated(core, worker, message):
-        return state, discard(core, worker, message)
     # A gradient at an older model is logged as discarded, and its worker gets the current one.
     version, accepted = core.version, read == core.version
     actions: list = [GradientRecord(worker, read, version, accepted)]
     if accepted:
         gathered = (*gathered, (worker, message.tag, message.value))
-    complete = accepted and cfg.is_full(gathered, len(core.reads))
+    complete = accepted and is_full(gathered, len(core.reads))
     if complete:
         # Sorted by worker and job, so that the sum does not depend on the order of arrival.
-        mean = cfg.mean(sorted(gathered, key=lambda entry: entry[:2]))
-        core, step_record = cfg.stepper.step(core, mean, 1.0, version)
+        gradient = mean(sorted(gathered, key=lambda entry: entry[:2]))
+        core, step_record = step(core, gradient, 1.0, version)
         actions.append(step_record)
         gathered = ()
-    if complete and cfg.stop:
+    if complete and stop:
         core, sends = broadcast_params(core)
         actions.extend(sends)
     else:
@@ -185,7 +152,7 @@ class _BackupState(NamedTuple):
     """The server's core, and the gradients at its model so far, as `(worker, value)`."""
 
     core: Core
-    gathered: tuple[tuple[int, Any], ...]
+    gathered: tuple[tuple[int, Any], ...] = ()
 
 
 def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
@@ -203,13 +170,7 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
         workers, excludes the slow ones.
       optimizer: the optimizer of the server.
 
-    Returns:
-      The rule.
-
-    Raises:
-      ValueError: `spare` is negative, or not less than the number of workers.
-
-    Example:
+    Examples:
       >>> import optax
       >>> from jaxdist.asynchronous import replay, durations, rules
       >>> rule = rules.backup_workers(1, optax.sgd(0.1))
@@ -222,45 +183,44 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
     """
     if spare < 0:
         raise ValueError(f"spare must be at least 0, got {spare}")
-    step = stepper(optimizer)
+    server = stepper(optimizer)
+
+    def begin(core: Core) -> _BackupState:
+        if spare >= len(core.reads):
+            raise ValueError(f"spare must be less than the {len(core.reads)} workers, got {spare}")
+        return _BackupState(core)
+
     return server_rule(
         "backup_workers",
-        partial(_init_backup, step, spare),
-        partial(_on_backup_gradient, step, spare),
+        server,
+        partial(_on_backup_gradient, server.step, spare),
+        begin=begin,
         on_pull=_on_backup_pull,
         waits_for=_backup_waits_for,
+        discard_outdated=True,
     )
 
 
-def _init_backup(step: Stepper, spare: int, site: Site, params: Any) -> _BackupState:
-    if spare >= site.workers:
-        raise ValueError(f"spare must be less than the {site.workers} workers, got {spare}")
-    return _BackupState(step.init(site, params), ())
-
-
 def _on_backup_gradient(
-    step: Stepper, spare: int, state: _BackupState, worker: int, message: Message
-) -> tuple[_BackupState, Actions]:
+    step: Callable[..., Any], spare: int, state: _BackupState, worker: int, message: Message
+) -> Reaction:
     core = state.core
-    if is_outdated(core, worker, message):
-        return state, discard(core, worker, message)
     record = GradientRecord(worker, core.version, core.version)
     gathered = (*state.gathered, (worker, message.value))
     if len(gathered) < len(core.reads) - spare:
         return _BackupState(core, gathered), (record,)
     # Sorted by worker, so that the sum does not depend on the order of arrival.
     mean = mean_of([value for _, value in sorted(gathered, key=lambda entry: entry[0])])
-    core, step_record = step.step(core, mean, 1.0, core.version)
+    core, step_record = step(core, mean, 1.0, core.version)
     core, sends = broadcast_params(core)
     return _BackupState(core, ()), (record, step_record, *sends)
 
 
-def _on_backup_pull(state: _BackupState, worker: int, message: Message) -> tuple[_BackupState, Actions]:
+def _on_backup_pull(state: _BackupState, worker: int, message: Message) -> Reaction:
     # Its gradient of this step has arrived: it receives the next model with all others.
     if any(worker == contributor for contributor, _ in state.gathered):
         return state, ()
-    core, sent = send_params(state.core, worker)
-    return state._replace(core=core), (sent,)
+    return send_current(state, worker, message)
 
 
 def _backup_waits_for(state: _BackupState) -> tuple[int, ...]:
