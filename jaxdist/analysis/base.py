@@ -1,5 +1,6 @@
-"""Records of collectives, and the ring formulas for their bytes."""
+"""Records of collectives, the ring formulas for their bytes, their table, and a comparison of two programs."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -116,19 +117,16 @@ def permutation_groups(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...
 def mesh_groups(
     shape: Sequence[int], over: Sequence[int], order: np.ndarray | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of a mesh of `shape` that communicate over the dimensions `over`.
+    """Returns the groups of a mesh of `shape` that communicate over the dimensions `over`, in that order.
 
-    Args:
-      shape: sizes of the mesh axes, outermost first.
-      over: positions in `shape` of the axes that take part; their order is the order within a group.
-      order: device positions in mesh order, when the mesh is not in the order of its devices.
+    `order` has the device positions in mesh order, when the mesh is not in the order of its devices.
     """
     # Move the reduced axes last: each row of the result is then a group.
     ids = np.arange(int(np.prod(shape))) if order is None else order
     rest = [dimension for dimension in range(len(shape)) if dimension not in over]
     members = int(np.prod([shape[dimension] for dimension in over]))
-    grouped = ids.reshape(shape).transpose([*rest, *over]).reshape(-1, members)
-    return tuple(tuple(group) for group in grouped.tolist())
+    groups = ids.reshape(shape).transpose([*rest, *over]).reshape(-1, members)
+    return tuple(tuple(group) for group in groups.tolist())
 
 
 def repeat(ops: Sequence[Collective], times: int) -> list[Collective]:
@@ -149,6 +147,7 @@ def choose_branch(
     def cost(ops: list[Collective]) -> tuple[float, int]:
         return sum((op.wire_bytes for op in ops), 0.0), sum(op.messages for op in ops)
 
+    # By bytes, and branches that send equally many by messages.
     ranked = sorted(branches, key=cost)
     if cost(ranked[0]) != cost(ranked[-1]):
         sizes = ", ".join(f"{cost(ops)[0]:.0f}" for ops in branches)
@@ -165,3 +164,93 @@ def check_branch(branch: str) -> None:
 def summarize(ops: Sequence[Collective], warnings: Sequence[str]) -> Collectives:
     """Sums over `ops`; equal warnings are kept once."""
     return Collectives(tuple(ops), float(sum(op.wire_bytes for op in ops)), tuple(dict.fromkeys(warnings)))
+
+
+class Widened(NamedTuple):
+    """One kind of collective of which the compiled program sends more bytes than the traced one, for one worker.
+
+    `logical_bytes` and `logical_dtypes` are as written; they are 0 and empty if only the compiler inserted such
+    operations. `compiled_bytes` and `compiled_dtypes` are as sent.
+    """
+
+    kind: str
+    logical_bytes: float
+    compiled_bytes: float
+    logical_dtypes: tuple[str, ...]
+    compiled_dtypes: tuple[str, ...]
+
+
+def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance: float = 0.01) -> tuple[Widened, ...]:
+    """Returns the collectives of which the compiled program sends more bytes than the function asks for.
+
+    The usual causes: bfloat16, float8 and 4-bit integers are sent as wider types on CPU (send u8 or u16 words instead),
+    and automatic sharding gathers arrays that were meant to stay sharded.
+
+    Args:
+      logical: from `logical_collectives`.
+      compiled: from `collectives`, with the same `branch`.
+      tolerance: the relative increase to ignore. 0 reports padding too; 0.01 reports only what matters.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxdist.analysis.collectives import collectives
+      >>> from jaxdist.analysis.logical import logical_collectives
+      >>> add = jax.jit(lambda x: x + 1)
+      >>> upcast_collectives(logical_collectives(add, jnp.ones(4)), collectives(add.lower(jnp.ones(4))))
+      ()
+    """
+    asked, sent = _by_kind(logical), _by_kind(compiled)
+    return tuple(
+        Widened(kind, _wire(asked[kind]), _wire(ops), _dtypes(asked[kind]), _dtypes(ops))
+        for kind, ops in sorted(sent.items())
+        if _wire(ops) > _wire(asked[kind]) * (1 + tolerance)
+    )
+
+
+def table(found: Collectives) -> str:
+    """Formats collectives as a table for a terminal; equal operations share a row.
+
+    Examples:
+      >>> import jax
+      >>> from jaxdist.analysis.logical import logical_collectives
+      >>> add = lambda x, y: (jax.lax.psum(x, "data"), jax.lax.ppermute(y, "data", [(0, 1), (1, 0)]))
+      >>> x = jax.ShapeDtypeStruct((1024,), "float32")
+      >>> print(table(logical_collectives(add, x, x, axis_sizes={"data": 2})))
+      kind                dtype    workers  times  messages  bytes  wire bytes
+      all-reduce          float32        2      1         1  4,096       4,096
+      collective-permute  float32        2      1         1  4,096       4,096
+      one worker sends                                                   8,192
+    """
+    # Unrolled layers repeat the same collective many times: one row for all of them.
+    merged: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
+    for op in found.ops:
+        merged[op.kind, dtype_name(op), op.group_size, op.bytes].append(op)
+    rows = [("kind", "dtype", "workers", "times", "messages", "bytes", "wire bytes")]
+    for (kind, dtype, workers, size), ops in merged.items():
+        times, messages = sum(op.count for op in ops), sum(op.messages for op in ops)
+        rows.append((kind, dtype, str(workers), str(times), str(messages), f"{size:,}", f"{_wire(ops):,.0f}"))
+    rows.append(("one worker sends", "", "", "", "", "", f"{found.wire_bytes:,.0f}"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+    return "\n".join([*lines, *(f"note: {warning}" for warning in found.warnings)])
+
+
+def _by_kind(found: Collectives) -> defaultdict[str, list[Collective]]:
+    kinds: defaultdict[str, list[Collective]] = defaultdict(list)
+    for op in found.ops:
+        kinds[op.kind].append(op)
+    return kinds
+
+
+def _wire(ops: list[Collective]) -> float:
+    return sum((op.wire_bytes for op in ops), 0.0)
+
+
+def _dtypes(ops: list[Collective]) -> tuple[str, ...]:
+    return tuple(sorted({name for op in ops for name in ((op.dtype,) if isinstance(op.dtype, str) else op.dtype)}))

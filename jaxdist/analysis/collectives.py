@@ -1,5 +1,6 @@
 """The collectives of a compiled program, after all optimizations."""
 
+import functools
 import re
 
 from .base import Collective, Collectives, check_branch, choose_branch, make_collective, repeat, summarize
@@ -10,13 +11,13 @@ from .hlo.reader import (
     Module,
     Program,
     arrays,
+    between_slices,
     callees_of,
     pairs,
     parse,
     program_text,
     replica_groups,
 )
-from .hlo.slices import between_slices
 
 _KINDS = (
     "all-reduce",
@@ -27,6 +28,8 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# The attributes that name the computations of a conditional.
+BRANCHES_OF = ("branch_computations", "true_computation", "false_computation")
 CALLERS = ("async", "call", "custom-call", "fusion", "map")
 
 
@@ -42,15 +45,11 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     broadcast, and `b` for a permutation (times the fraction of workers that send at all).
 
     Args:
-      program: a compiled or lowered program (`step.lower(state, batch)`, `.compile()`), or its HLO text. A lowered
-        program is compiled, since sharding and upcasts happen there.
+      program: a compiled program, its HLO text, or a lowered one (`step.lower(state, batch)`), which is compiled.
       branch: which branch of a conditional counts: the one that sends `"max"` (the worst step, the default), `"min"` (a
         step of local SGD that does not synchronize), or `"all"` (both; to see every operation of a program).
 
-    Returns:
-      The operations, one worker's `wire_bytes` for one call, and warnings about what the program does not show.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
       >>> mean = jax.shard_map(lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
@@ -59,41 +58,35 @@ def collectives(program: Program, *, branch: str = "max") -> Collectives:
     """
     check_branch(branch)
     module = parse(program_text(program))
+    # XLA:TPU repeats a collective in every fusion that it runs underneath; only its start counts.
     started = chains(module)
     warnings: list[str] = []
-    # By computation: several instructions may call the same one.
-    found: dict[str, list[Collective]] = {}
 
+    # Several instructions may call the same computation.
+    @functools.cache
     def walk(name: str) -> list[Collective]:
-        if name not in found:
-            found[name] = []
-            if name in module.computations:
-                for instruction in module.computations[name].instructions.values():
-                    found[name] += visit(name, instruction)
-        return found[name]
+        inside = module.computations.get(name, Computation({}, "")).instructions.values()
+        return [op for instruction in inside for op in visit(name, instruction)]
+
+    def walk_called(instruction: Instruction, *keys: str) -> list[Collective]:
+        return [op for callee in callees_of(instruction, *keys) for op in walk(callee)]
 
     def visit(name: str, instruction: Instruction) -> list[Collective]:
-        opcode = instruction.opcode
-        kind = kind_of(instruction)
-        if kind is not None:
+        if kind_of(instruction) is not None:
             continues = is_continuation(module, started, name, instruction)
             return [] if continues else [record(module, name, instruction, warnings)]
-        if opcode == "while":
-            inside = [op for callee in callees_of(instruction, "body") for op in walk(callee)]
-            tested = [op for callee in callees_of(instruction, "condition") for op in walk(callee)]
+        if instruction.opcode == "while":
+            inside, tested = walk_called(instruction, "body"), walk_called(instruction, "condition")
             times = trip_count(module, name, instruction) if inside or tested else 0
             if times is None:
                 warnings.append(f"the loop {instruction.name} in {name} runs an unknown number of times; counted once")
                 return inside + tested
             return repeat(inside, times) + repeat(tested, times + 1)  # the test that ends the loop runs too
-        if opcode == "conditional":
-            callees = callees_of(instruction, "branch_computations", "true_computation", "false_computation")
-            return choose_branch(
-                [walk(callee) for callee in callees], branch, f"{instruction.name} in {name}", warnings
-            )
-        if opcode.removesuffix("-start") in CALLERS:
-            callees = callees_of(instruction, "calls", "to_apply", "called_computations")
-            return [op for callee in callees for op in walk(callee)]
+        if instruction.opcode == "conditional":
+            branches = [walk(callee) for callee in callees_of(instruction, *BRANCHES_OF)]
+            return choose_branch(branches, branch, f"{instruction.name} in {name}", warnings)
+        if instruction.opcode.removesuffix("-start") in CALLERS:
+            return walk_called(instruction, "calls", "to_apply", "called_computations")
         return []
 
     return summarize(walk(module.entry), warnings)
@@ -111,6 +104,7 @@ def kind_of(instruction: Instruction) -> str | None:
 def record(module: Module, name: str, instruction: Instruction, warnings: list[str]) -> Collective:
     """Makes the record of one execution of a collective in the computation `name`."""
     symbols, kind = module.computations[name].instructions, kind_of(instruction) or ""
+    # The type of a result may be wider than what is sent: bytes are those of the operands.
     operands = [array for operand in instruction.operands for array in arrays(symbols[operand].result)]
     if kind == "ragged-all-to-all":
         # The others are the sizes and offsets of rows, and the array to write into.
@@ -118,12 +112,9 @@ def record(module: Module, name: str, instruction: Instruction, warnings: list[s
         warnings.append(f"{instruction.name} in {name} sends data-dependent numbers of rows; counted all rows")
     if instruction.opcode == "send":
         operands = operands[:1]  # the second operand is a token
-        between = between_slices(instruction, module.devices)
-        if between:
-            devices = between.slices * module.devices
-            return make_collective(
-                kind, operands, groups=between.groups, pairs=between.pairs, devices=devices, where=name
-            )
+        if between := between_slices(instruction, module.devices):
+            ends = {"groups": between.groups, "pairs": between.pairs}
+            return make_collective(kind, operands, **ends, devices=between.slices * module.devices, where=name)
     groups = None if kind == "collective-permute" else replica_groups(instruction.attributes, module.devices)
     if groups is None and re.search(r"\breplica_groups=", instruction.attributes):
         warnings.append(f"the groups of {instruction.name} in {name} cannot be read; counted as one group")

@@ -58,13 +58,7 @@ class Cluster(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The use that a collective makes of one class of links.
-
-    Attributes:
-      link: the class.
-      bytes: the bytes that one device sends through it in one execution.
-      seconds: the time of that.
-    """
+    """One execution of a collective on one class of links: the bytes that a device sends through it, and their time."""
 
     link: str
     bytes: float
@@ -113,13 +107,7 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
       chip: the device, or its name in `CHIPS`.
       shape: each dimension of the network with its size, the slowest first.
 
-    Returns:
-      The cluster, for `overlap` and `crossings`.
-
-    Raises:
-      ValueError: a chip that is not in the table; a size or a bandwidth that is not positive.
-
-    Example:
+    Examples:
       >>> from jaxdist.analysis import cost
       >>> ethernet = cost.Link("ethernet", latency=50e-6, bandwidth=1.25e9)
       >>> cost.cluster("h100", [(ethernet, 2), (cost.NVLINK, 8)]).coordinates[9]
@@ -161,14 +149,9 @@ def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
     `m` members each sends `(k-1)/k · T/m` through that class, twice for an all-reduce, in `k-1` (or twice) hops; along
     several axes of a torus at once, `k_i-1` hops on each. An all-to-all sends `(k-1)/k` of its operand itself.
 
-    Args:
-      op: from `collectives`.
-      where: the devices.
+    The slowest class comes first. Of several groups it is the slowest group's; groups of one member cross none.
 
-    Returns:
-      The classes of links that are crossed, the slowest first, for the slowest group; none for groups of one member.
-
-    Example:
+    Examples:
       >>> from jaxdist.analysis import base, cost
       >>> mean = base.make_collective("all-reduce", [("float32", 1024)], groups=((0, 1, 2, 3),), devices=4, where="")
       >>> places = cost.cluster("h100", [(cost.NETWORK, 2), (cost.NVLINK, 2)])

@@ -57,10 +57,7 @@ def logical_collectives(
       platform: `"cpu"`, `"tpu"`, `"cuda"`: which branch of `lax.platform_dependent` counts. `None` takes the branch
         that `branch` selects.
 
-    Returns:
-      The operations, one worker's `wire_bytes` for one call, and warnings about facts that the jaxpr does not contain.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> mean = lambda x: jax.lax.pmean(x, "data")
       >>> found = logical_collectives(mean, jax.ShapeDtypeStruct((256,), jnp.bfloat16), axis_sizes={"data": 4})
@@ -92,6 +89,7 @@ def logical_collectives(
             if found:
                 warnings.append(f"the loop {inside} runs an unknown number of times; counted once")
             return found
+        # The axes of a mesh have their sizes inside its shard_map only.
         if name == "shard_map":
             sizes = {**sizes, **dict(params["mesh"].shape)}
         found = [op for part in inner_jaxprs(equation) for op in walk(part, sizes, inside)]
@@ -134,7 +132,7 @@ def _operand(aval: Any) -> tuple[str, int]:
 
 
 def _branch_of(platforms: Sequence[tuple[str, ...] | None], platform: str) -> int:
-    """Returns the branch that names `platform`, else the default, which names none."""
+    # The default branch names no platform.
     for index, names in enumerate(platforms):
         if names is None or platform in names:
             return index

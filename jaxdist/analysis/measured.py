@@ -1,4 +1,4 @@
-"""Measures the latency and the bandwidth of the links between the devices of a mesh."""
+"""Measures the links between the devices of a mesh, and the computation of a reducer."""
 
 import statistics
 import time
@@ -12,17 +12,21 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .._core.compat import shard_map
-from .._core.types import AxisNames
+from .._core.types import Array, AxisNames, Like, PyTree
+from ..comm.base import Comm
 from ..comm.over import over
-from ..state.marks import axis_tuple
+from ..reducers.base import Reducer
+from ..state.marks import PerWorker, Sharded, axis_tuple, map_marked
+from ..state.placement import init_state
 from ..state.placement import workers as state_workers
 from .cost import Link
 
+_AXIS = "simulated"
 SIZES = (2**10, 2**14, 2**18, 2**22)
 
 
 def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] = SIZES, turns: int = 7) -> Link:
-    """Times means of several sizes and fits the latency and the bandwidth of the links.
+    """Times means of several sizes and fits seconds a hop, and bytes a second that one worker sends.
 
     Every process of the mesh must call it. A mean of `n` bytes over a ring of `W` workers takes `2(W-1)` hops and sends
     `2(W-1)/W n` bytes; the fit minimizes relative errors. On one machine it measures memory, not a network.
@@ -35,13 +39,7 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
       sizes: bytes of the means, at least two different ones.
       turns: how often each is timed; the median is used.
 
-    Returns:
-      A link named `"measured"`: seconds a hop, and bytes a second that one worker sends.
-
-    Raises:
-      ValueError: the axis has a single worker, so there is no link; fewer than two sizes.
-
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> jd.runtime.use_cpu_devices(8)
       >>> link = measure_link(jd.make_mesh({"data": 2}), sizes=(2**10, 2**16), turns=3)
@@ -53,17 +51,8 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
         raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; give a cost.Link instead")
     if len(set(sizes)) < 2:
         raise ValueError(f"sizes must contain two different sizes, to tell latency from bandwidth, got {tuple(sizes)}")
-    axes = axis_tuple(axis)
-    mean = jax.jit(
-        shard_map(
-            lambda x: over(axis).mean(over(axis).varying(x)),
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            axis_names=set(axes),
-            check_vma=True,
-        )
-    )
+    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "axis_names": set(axis_tuple(axis))}
+    mean = jax.jit(shard_map(lambda x: over(axis).mean(over(axis).varying(x)), mesh=mesh, **specs, check_vma=True))
     values = (jnp.ones(max(1, size // 4), jnp.float32) for size in sizes)
     medians = [statistics.median(seconds_of(partial(mean, x), turns)) for x in values]
     latency, beta = fit(sizes, medians, workers)
@@ -73,7 +62,7 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
 def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[float, float]:
     """Fits seconds per hop and seconds per byte, neither negative, to the times of all-reduces.
 
-    Example:
+    Examples:
       >>> latency, beta = fit([1000, 1000000], [2 * 3 * 1e-4 + 1.5e-6, 2 * 3 * 1e-4 + 1.5e-3], 4)
       >>> round(latency, 9), round(beta * 1e9, 6)
       (0.0001, 1.0)
@@ -93,14 +82,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float], workers: int) -> tuple[f
 
 
 def seconds_of(call: Callable[[], Any], turns: int) -> list[float]:
-    """Times `turns` calls until their results are ready, after a first call that compiles.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxdist.analysis.measured import seconds_of
-      >>> len(seconds_of(lambda: jnp.ones(3) + 1, 5))
-      5
-    """
+    """Times `turns` calls until their results are ready, after a first call that compiles."""
     jax.block_until_ready(call())
     found = []
     for _ in range(turns):
@@ -108,3 +90,86 @@ def seconds_of(call: Callable[[], Any], turns: int) -> list[float]:
         jax.block_until_ready(call())
         found.append(time.perf_counter() - start)
     return found
+
+
+def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: int = 5) -> float:
+    """Times what a reducer computes in one step: encoding, decoding the payloads of all workers, factorizing.
+
+    It runs on one device, with the other workers simulated by copies of this one's payload, so that a gather of `W`
+    payloads is decoded `W` times as in a real job. Nothing is sent and no waiting is counted: `collectives` of the step
+    and a link give those. Random updates of unit variance replace gradients, and the state is that of the first steps.
+
+    Args:
+      reducer: the reducer; it must not need a second axis.
+      like: arrays or shapes of the trees to reduce.
+      workers: the number of workers, `W`.
+      turns: runs after the compiling one; the result is their median.
+
+    Examples:
+      >>> import jax, jaxdist as jd
+      >>> like = jax.ShapeDtypeStruct((64, 64), "float32")
+      >>> 0 < codec_seconds(jd.error_feedback(jd.power_sgd(rank=2)), like, workers=16) < 10
+      True
+    """
+    for name, value in (("workers", workers), ("turns", turns)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    state = _state_of_one_worker(reducer, like, workers)
+    leaves, tree = jax.tree.flatten(like)
+    # Sparse or constant updates could be cheaper to encode than real gradients.
+    keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
+    updates = tree.unflatten(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=False))
+
+    @partial(jax.jit, donate_argnums=1)
+    def reduce(updates, state, zero):
+        reduced, state = reducer.reduce(updates, state, _simulate_comm(workers, zero))
+        return reduced.mean, state
+
+    def run():
+        nonlocal state
+        mean, state = reduce(updates, state, jnp.int32(0))
+        return mean, state
+
+    return statistics.median(seconds_of(run, turns))
+
+
+def _state_of_one_worker(reducer: Reducer, like: PyTree[Like], workers: int) -> PyTree:
+    """Makes the state of the first worker, with its marks, as inside a step."""
+
+    def take_first(marks, x):
+        for mark in marks:
+            if isinstance(mark, PerWorker) and axis_tuple(mark.axis):
+                x = x[0]
+            elif isinstance(mark, Sharded) and axis_tuple(mark.axis):
+                x = x.reshape(workers, -1)[0]
+        return x
+
+    # In one program, which then never materializes the state of all workers.
+    return jax.jit(lambda: map_marked(take_first, init_state(lambda: reducer.init(like), workers, axis=_AXIS)))()
+
+
+def _simulate_comm(workers: int, zero: Array) -> Comm:
+    """Makes a group whose other workers send what this one does.
+
+    `zero` is 0, but the compiler cannot know it: it would decode equal rows once instead of `W` times.
+    """
+
+    def gather(x):
+        never = jnp.arange(workers).reshape(-1, *[1] * x.ndim) < zero
+        return jnp.where(never, jnp.zeros_like(x), x[None])
+
+    def identity(tree):
+        return tree
+
+    return Comm(
+        size=workers,
+        index=jnp.zeros((), jnp.int32) + zero,
+        mean=identity,
+        sum=identity,
+        max=identity,
+        all_gather=lambda tree, *, agreed=True: jax.tree.map(gather, tree),
+        all_to_all=identity,
+        reduce_scatter_mean=partial(jax.tree.map, lambda x: x[zero]),
+        ppermute=lambda tree, pairs: tree,
+        varying=identity,
+    )

@@ -1,8 +1,11 @@
-"""The memory that the compiler plans for a program."""
+"""The memory that the compiler plans for a program, and what a step moves between the memories of device and host."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+
+from .._core.jaxprs import inner_jaxprs
 
 
 class Memory(NamedTuple):
@@ -14,10 +17,7 @@ class Memory(NamedTuple):
       temporary: buffers that exist only while the program runs.
       aliased: the part of `outputs` that reuses donated arguments.
       generated_code: the program itself.
-      host_arguments: as above, in the host's memory.
-      host_outputs: as above, in the host's memory.
-      host_temporary: as above, in the host's memory.
-      host_aliased: as above, in the host's memory.
+      host_arguments, host_outputs, host_temporary, host_aliased: the same in the host's memory.
       peak: `arguments + outputs + temporary - aliased`, the most device memory in use at one time.
     """
 
@@ -31,6 +31,15 @@ class Memory(NamedTuple):
     host_temporary: int
     host_aliased: int
     peak: int
+
+    def __str__(self) -> str:
+        """A table in MB (10^6 bytes)."""
+        kinds = "arguments", "outputs", "temporary", "aliased"
+        rows = [(kind, getattr(self, kind), getattr(self, f"host_{kind}")) for kind in kinds]
+        host_peak = self.host_arguments + self.host_outputs + self.host_temporary - self.host_aliased
+        rows += [("peak", self.peak, host_peak)]
+        lines = [f"{name:9} {device / 1e6:11,.3f} {host / 1e6:11,.3f}" for name, device, host in rows]
+        return "\n".join(["            device MB     host MB", *lines])
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
@@ -49,35 +58,80 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     - Rematerialization written as `jax.checkpoint` in unrolled code shows no saving on CPU under JAX 0.10, where XLA
       drops the barriers around it; inside `lax.scan`, and on newer versions, it does.
 
-    Args:
-      compiled: `step.lower(state, batch).compile()`.
-
-    Returns:
-      The bytes, per device.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> plan = memory(jax.jit(lambda x: x + 1).lower(jnp.ones(256)).compile())
       >>> plan.arguments, plan.outputs, plan.peak
       (1024, 1024, 2048)
+      >>> print(plan)
+                  device MB     host MB
+      arguments       0.001       0.000
+      outputs         0.001       0.000
+      temporary       0.000       0.000
+      aliased         0.000       0.000
+      peak            0.002       0.000
     """
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError(
             "this backend does not report the memory of its compiled programs; compile for another platform"
         )
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    temporary, aliased = stats.temp_size_in_bytes, stats.alias_size_in_bytes
     return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
+        arguments=arguments,
+        outputs=outputs,
+        temporary=temporary,
+        aliased=aliased,
         generated_code=stats.generated_code_size_in_bytes,
         host_arguments=stats.host_argument_size_in_bytes,
         host_outputs=stats.host_output_size_in_bytes,
         host_temporary=stats.host_temp_size_in_bytes,
         host_aliased=stats.host_alias_size_in_bytes,
-        peak=stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        + stats.temp_size_in_bytes
-        - stats.alias_size_in_bytes,
+        peak=arguments + outputs + temporary - aliased,
     )
+
+
+class Transfers(NamedTuple):
+    """Bytes that one step moves on one device: `to_host` and `to_device`."""
+
+    to_host: int
+    to_device: int
+
+
+def transfers(step: Callable[..., Any], *arguments: Any) -> Transfers:
+    """Counts the bytes that a step moves between the memories of the device and the host.
+
+    It reads the trace, since on CPU, where both are the same memory, the compiled program contains no transfers. A loop
+    of known length counts as often as it runs; of a conditional all branches count.
+
+    Args:
+      step: a function that can be traced, `distribute(...)` or `jax.jit(tx.update)`.
+      *arguments: its arguments, placed arrays or shapes with shardings.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxdist import analysis, offload
+      >>> tx = offload.host(optax.sgd(0.1, momentum=0.9))
+      >>> analysis.transfers(tx.update, jnp.zeros(64), tx.init(jnp.zeros(64)))
+      Transfers(to_host=256, to_device=256)
+    """
+    closed = jax.make_jaxpr(step)(*arguments)
+    return Transfers(*_count(closed.jaxpr))
+
+
+def _count(jaxpr: Any) -> tuple[int, int]:
+    """Returns the bytes to the host and to the device."""
+    down = up = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "device_put":
+            for source, target in zip(equation.invars, equation.outvars, strict=True):
+                was, now = (x.aval.memory_space == jax.memory.Space.Host for x in (source, target))
+                size = target.aval.size * target.aval.dtype.itemsize
+                down += size if now and not was else 0
+                up += size if was and not now else 0
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(equation):
+            inner_down, inner_up = _count(inner.jaxpr)
+            down, up = down + times * inner_down, up + times * inner_up
+    return down, up

@@ -1,5 +1,6 @@
 """Predicts memory and collectives of a step on machines that are not attached, by ahead-of-time compilation."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,13 +45,7 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
       num_slices: the number of such slices, with a data center's network between them. The first axes then span the
         slices: their sizes multiply to this number.
 
-    Returns:
-      The mesh.
-
-    Raises:
-      ValueError: `libtpu` is missing or does not know the topology, or the axes need a different number of devices.
-
-    Example:
+    Examples:
       >>> from jaxdist.analysis import pods
       >>> pods.tpu("v5e:2x2").size  # doctest: +SKIP
       4
@@ -60,7 +55,7 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
             f"cannot describe the TPU topology {topology!r} (num_slices={num_slices}): it must be like 'v5e:4x4' or "
             "'v5p:2x2x4', of at least one slice"
         )
-    _need(("libtpu",), "tpu-plan", topology)
+    _check_installed(("libtpu",), "tpu-plan", topology)
     # Else libtpu asks the metadata server of a cloud machine that this is not.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # A lock reserves a chip for one process; here there is no chip.
@@ -86,19 +81,14 @@ def tpu(topology: str, axes: Mapping[str, int] | None = None, *, num_slices: int
 def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     """Makes a mesh of NVIDIA GPUs that are not attached: steps can be compiled for it, but not run.
 
-    It needs JAX's CUDA plugin (`pip install 'jaxdist[gpu-plan]'`), and no GPU and no driver.
+    It needs JAX's CUDA plugin (`pip install 'jaxdist[gpu-plan]'`), and no GPU and no driver. Devices of a node are
+    neighbors in the mesh.
 
     Args:
       topology: the chip, `"h100"` or `"h200"`, the number of nodes, and the GPUs of a node, as in `"h100:4x8"`.
       axes: the number of devices along each axis, slow links first; by default all along `"data"`.
 
-    Returns:
-      The mesh; devices of a node are neighbors in it.
-
-    Raises:
-      ValueError: the plugin is missing, the chip is unknown, or the axes need a different number of devices.
-
-    Example:
+    Examples:
       >>> from jaxdist.analysis import pods
       >>> pods.gpu("h100:4x8").size  # doctest: +SKIP
       32
@@ -110,7 +100,7 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
             "node, as in 'h100:4x8'"
         )
     chip, nodes, each = found.groups()
-    _need(("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "gpu-plan", topology)
+    _check_installed(("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "gpu-plan", topology)
     # Else the plugin would compare its libraries with a driver, which is missing here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     facts = (resources.files("jaxdist.analysis") / "targets" / f"{chip}.txtpb").read_text()
@@ -119,18 +109,13 @@ def gpu(topology: str, axes: Mapping[str, int] | None = None) -> Mesh:
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
-def _need(modules: Sequence[str], extra: str, topology: str) -> None:
+def _check_installed(modules: Sequence[str], extra: str, topology: str) -> None:
     """Checks that one of the plugins is installed."""
-    if not any(map(_is_installed, modules)):
-        name = modules[0].split(".")[-1]
-        raise ValueError(f"compiling for {topology} needs {name}: pip install 'jaxdist[{extra}]'")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    for module in modules:
+        with contextlib.suppress(ModuleNotFoundError):  # the package around the plugin is missing
+            if find_spec(module) is not None:
+                return
+    raise ValueError(f"compiling for {topology} needs {modules[0].split('.')[-1]}: pip install 'jaxdist[{extra}]'")
 
 
 def _describe(kind: str, spelled: str, **arguments: Any) -> Sequence[Any]:
@@ -159,7 +144,7 @@ def abstract(
     axis: AxisNames = "data",
     batch_specs: PyTree | None = None,
 ) -> tuple[State, PyTree]:
-    """Returns the arguments of a distributed step as shapes with shardings, without allocating anything.
+    """Returns the arguments of a distributed step as shapes with shardings, for `step.lower`; allocates nothing.
 
     Args:
       make_state: makes the state, as for `init_state`; it is only traced.
@@ -168,13 +153,7 @@ def abstract(
       axis: the axis or axes of the workers.
       batch_specs: as for `distribute`.
 
-    Returns:
-      State and batch, of `jax.ShapeDtypeStruct`, for `step.lower(state, batch)`.
-
-    Raises:
-      ValueError: a mark or `axis` names an axis that the mesh lacks.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> from jaxdist.analysis import pods
       >>> mesh = jd.make_mesh({"data": 1})
@@ -186,13 +165,13 @@ def abstract(
     shapes = jax.eval_shape(lambda: init_state(make_state, dict(mesh.shape), axis=axis))
     state = jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh, axis=axis))
     axes = axis_tuple(axis)
-    spec = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
-    return state, jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda x: _with_sharding(x, NamedSharding(mesh, spec)), part),
-        spec,
-        batch,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
+    specs = PartitionSpec(axes[0] if len(axes) == 1 else axes) if batch_specs is None else batch_specs
+
+    def place(spec: PartitionSpec, part: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: _with_sharding(x, NamedSharding(mesh, spec)), part)
+
+    # A spec may apply to a whole part of the batch.
+    return state, jax.tree.map(place, specs, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def plan(
@@ -209,21 +188,17 @@ def plan(
 
     Args:
       step: the result of `distribute(step, mesh)`.
-      make_state: makes the state, as for `init_state`; it is only traced.
-      batch: the whole batch of all workers, arrays or shapes.
+      make_state: as for `abstract`.
+      batch: as for `abstract`.
       mesh: the mesh that `step` was distributed over.
       axis: the axis or axes of the workers.
       batch_specs: as for `distribute`.
       compiler_options: flags of XLA for this compilation, as in `{"xla_gpu_enable_latency_hiding_scheduler": True}`.
 
-    Returns:
-      The memory of one device, the collectives, and the compiled program.
-
     Raises:
-      ValueError: as for `distribute` and `abstract`.
       jax.errors.JaxRuntimeError: the program does not fit (TPU); the message gives the memory that it needs and has.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> from jaxdist.analysis import pods
       >>> mesh = jd.make_mesh({"data": 1})  # pods.tpu("v5e:4x4") where libtpu is installed

@@ -49,10 +49,7 @@ def assert_compressor_laws(
         definition (float16: 6.2e-5 and 65504). Beyond them values must still be finite, and a contraction must lose no
         more than the array.
 
-    Raises:
-      AssertionError: naming the law, the shape and the dtype.
-
-    Example:
+    Examples:
       >>> from jaxdist.compressors import qsgd
       >>> assert_compressor_laws(qsgd(4), shapes=[(), (0,), (37,)])
     """
@@ -90,6 +87,7 @@ def _inputs(shape: Shape, key: PRNGKeyArray) -> Array:
 
 
 def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
+    # By shapes alone: nothing is computed, so all shapes and dtypes are cheap.
     payload, decoded = jax.eval_shape(lambda x, key: _round_trip(compressor, x, key), x, key)
     same = decoded.shape == x.shape and decoded.dtype == x.dtype
     _law("round trip keeps shape and dtype", same, x, f"decoded to {decoded}")
@@ -102,10 +100,12 @@ def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
 def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, stated: tuple[float, float]) -> None:
     """All inputs by all draws in one compiled call."""
     inputs, keys = _inputs(shape, key), jax.random.split(key, DRAWS)
+    # All magnitudes of float32 must stay finite; those for which the laws are stated are drawn separately.
     sized = np.concatenate([_of_magnitudes(shape, *ends) for ends in sorted({MAGNITUDES, stated})])
     # One input after another: all of them by all draws may not fit the memory.
     every = jax.jit(lambda inputs, keys: jax.lax.map(lambda x: _over_keys(compressor, x, keys), inputs))
     decoded = np.asarray(every(jnp.concatenate([inputs, sized]), keys), np.float64)
+    # The last two inputs are zeros, which have no relative error, and NaN, which must only not raise.
     finite = np.isfinite(decoded[len(inputs) - 2])
     _law("zeros decode to finite values", finite.all(), inputs[-2], f"got {decoded[len(inputs) - 2]}")
     for x, draws in zip(inputs[:-2], decoded, strict=False):
@@ -127,16 +127,13 @@ def _over_keys(compressor: Compressor, x: Array, keys: Key[Array, " draws"]) -> 
 
 
 def _check_size(
-    compressor: Compressor,
-    x: np.ndarray,
-    decoded: np.ndarray,
-    stated: tuple[float, float],
-    kind: str = "",
+    compressor: Compressor, x: np.ndarray, decoded: np.ndarray, stated: tuple[float, float], kind: str = ""
 ) -> None:
     """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
     sizes = np.abs(x[x != 0])
     detail = f"{kind} from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else kind
     _law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
+    # Beyond the stated magnitudes ω is not checked, and δ is 0.
     if (sizes < np.float32(stated[0])).any() or (sizes > np.float32(stated[1])).any():
         delta = None if compressor.contraction is None else lambda shape: 0.0
         compressor = compressor._replace(variance=None, contraction=delta)
@@ -152,25 +149,27 @@ def _check_error(
     errors = decoded.reshape(draws, -1) - np.asarray(x, np.float64).reshape(-1)
     energy = float((np.asarray(x, np.float64) ** 2).sum())
     squares = (errors**2).sum(1)
+    # Five standard errors of the mean of the draws, and rounding.
     error, margin = squares.mean(), 5 * squares.std() / draws**0.5 + 1e-6 * energy
 
-    def flushed(bound: float) -> float:
+    def add_flushed(bound: float) -> float:
         """Plus what an entry and its decoded value lose below the smallest normal number."""
         return (bound**0.5 + 2 * x.size**0.5 * float(info.tiny)) ** 2
 
     if compressor.variance is not None:
         omega = float(compressor.variance(x.shape))
+        # Where the code saturates at the largest float, the mean is not compared.
         means = np.where((np.abs(decoded) >= info.max).any(0).reshape(-1), 0.0, errors.mean(0))
         bias = (means**2).sum()
         # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
         spread = max(error, omega * energy) if rare else error
-        unbiased = bias <= flushed(25 * spread / draws + 1e-12 * energy)
+        unbiased = bias <= add_flushed(25 * spread / draws + 1e-12 * energy)
         _law("unbiased", unbiased, x, f"the mean is off by {bias**0.5:.3g}{detail}")
-        within = error <= flushed(omega * energy + margin)
+        within = error <= add_flushed(omega * energy + margin)
         _law("variance", within, x, f"{error:.6g} > ω|x|² = {omega * energy:.6g}{detail}")
     if compressor.contraction is not None:
         bound = (1 - float(compressor.contraction(x.shape))) * energy
-        _law("contraction", error <= flushed(bound + margin), x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}{detail}")
+        _law("contraction", error <= add_flushed(bound + margin), x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}{detail}")
 
 
 def _of_magnitudes(shape: Shape, low: float, high: float) -> np.ndarray:
@@ -211,10 +210,12 @@ def _check_calls(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:
 
 
 def _check_linear(compressor: Compressor, shape: Shape, key: PRNGKeyArray) -> None:
+    # Workers with one key each, or all with the same, as a reducer would give them.
     x = _inputs((WORKERS, *shape), key)[0]
     keys = jnp.broadcast_to(key, WORKERS) if compressor.shared_key else jax.random.split(key, WORKERS)
     payloads, decoded = jax.jit(jax.vmap(lambda x, key: _round_trip(compressor, x, key)))(x, keys)
     averaged = jax.tree.map(lambda leaf: jnp.mean(leaf, 0, dtype=jnp.float32).astype(leaf.dtype), payloads)
+    # The average is rounded to the dtype of the payload.
     narrowest = max((float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(payloads)), default=0.0)
     holds = _same(compressor.decompress(averaged, x[0]), decoded.mean(0), max(1e-5, 4 * narrowest))
     _law("summable", holds, x[0], "the decoded mean of payloads is not the mean of the decoded ones")

@@ -21,16 +21,14 @@ def assert_geometry_laws(geometry: Geometry, models: Sequence[PyTree], *, tolera
     difference in the largest entry (1-strong convexity, in any of the usual norms).
 
     Args:
-      geometry: what is tested.
-      models: two or more models of the set `X`, different ones, some of them at its edge.
+      geometry: the geometry under test.
+      models: two or more different models of the set `X`, some of them at its edge.
       tolerance: how much rounding may break a law.
 
-    Raises:
-      AssertionError: naming the law and the models.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
-      >>> jd.testing.assert_geometry_laws(jd.online.euclidean(), [jnp.zeros(2), jnp.ones(2)])
+      >>> from jaxdist.testing import assert_geometry_laws
+      >>> assert_geometry_laws(jd.online.euclidean(), [jnp.zeros(2), jnp.ones(2)])
     """
     step, divergence = jax.jit(geometry.step), jax.jit(geometry.divergence)
     for n, y in enumerate(models):
@@ -42,12 +40,14 @@ def assert_geometry_laws(geometry: Geometry, models: Sequence[PyTree], *, tolera
         for m, x in enumerate(models):
             found, least = float(divergence(x, y)), _largest(x, y) ** 2 / 2
             _law("divergence is 1-strongly convex", found >= least - tolerance, f"{found} < {least} for {m} from {n}")
+        # Towards another model, and with all signs, so that the step ends inside the set or at its edge.
         gradient = jax.tree.map(lambda a, b: a - b + 0.3 * np.sign(a), *map(_numbers, (y, models[n - 1])))
         best = step(y, gradient, RATE)
         kept = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, best, y)
         _law("step keeps shapes and dtypes", all(jax.tree.leaves(kept)), f"not for model {n}")
         objective = partial(_objective, divergence, y, gradient)
         reached = objective(_numbers(best))
+        # A point on the way to another model of the set, which is convex, is in the set too.
         for m, x in enumerate(models):
             for part in (0.01, 0.3):
                 near = jax.tree.map(lambda a, b, part=part: (1 - part) * a + part * b, *map(_numbers, (best, x)))
@@ -61,6 +61,7 @@ def _numbers(tree: PyTree) -> PyTree:
 
 
 def _objective(divergence: Callable[..., Array], y: PyTree, gradient: Updates, x: PyTree) -> float:
+    # `step` minimizes ⟨g, x⟩ + D(x, y) / rate.
     linear = jax.tree.leaves(jax.tree.map(lambda g, x: float(np.sum(g * x)), gradient, x))
     return sum(linear) + float(divergence(x, y)) / float(RATE)
 

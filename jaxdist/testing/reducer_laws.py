@@ -16,7 +16,7 @@ from ..comm.over import over
 from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
 from ..reducers.feedback import error_feedback
 from ..runtime.simulate import simulate
-from ..state.marks import PerWorker, Sharded, is_mark, named
+from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
 from ..wire.shards import length
 
@@ -91,10 +91,7 @@ def assert_reducer_laws(
       dtypes: of the updates, for the laws on shapes and dtypes; the others are checked in float32.
       key: of the updates.
 
-    Raises:
-      AssertionError: naming the law.
-
-    Example:
+    Examples:
       >>> import jaxdist as jd
       >>> assert_reducer_laws(jd.compressed(jd.top_k(0.5)), steps=2)
     """
@@ -108,13 +105,14 @@ def assert_reducer_laws(
     _check_types(reducer, like, group.single, dtypes)
     batches = [_gaussian(like, group.count, jax.random.fold_in(key, number)) for number in range(steps)]
     scale = max((float(jnp.max(jnp.abs(x), initial=0.0)) for x in jax.tree.leaves(batches)), default=0.0)
-    run_on = _simulated(reducer, group, like)
+    run_on = _make_runner(reducer, group, like)
     run = run_on(batches)
     _law("finite updates give finite means", _finite(run.means), "a mean is not finite")
     zeros = jax.tree.map(jnp.zeros_like, batches[0])
     _law("zeros give finite means", _finite(run_on([zeros]).means), "the mean of zeros is not finite")
     _check_law(reducer, run, lambda: run_on([batches[0]] * DRAWS), tolerance * scale)
     if reducer.law <= Law.EXACT:
+        # A group of one worker, without simulation.
         mine = jax.tree.map(lambda x: x[0], batches[0])
         single, _ = jax.jit(lambda x: reducer.reduce(x, reducer.init(like), group.single, NO_EXTRAS))(mine)
         _close("one worker: mean == own", single.mean, single.own, tolerance * scale)
@@ -124,12 +122,10 @@ def assert_reducer_laws(
     except ValueError:
         return  # error feedback refuses it
     if form.law <= Law.TELESCOPING:
-        run = _simulated(error_feedback(reducer), group, like)(batches)
+        # Over all steps: mean updates - means - residuals of the workers = residuals of the servers.
+        run = _make_runner(error_feedback(reducer), group, like)(batches)
         undelivered = jax.tree.map(
-            lambda x, mean, e: (x.mean(1) - mean).sum(0) - e,
-            run.inputs,
-            run.means,
-            _mean(run.state.residual.value, 0),
+            lambda x, mean, e: (x.mean(1) - mean).sum(0) - e, run.inputs, run.means, _mean(run.state.residual.value, 0)
         )
         _check_held("feedback telescopes", undelivered, run.server[-1], tolerance * scale * steps)
 
@@ -141,6 +137,7 @@ def _check_law(reducer: Reducer, run: _Run, run_many: Callable[[], _Run], tolera
     if reducer.law <= Law.EXACT:
         _close("exact: mean == comm.mean(own)", run.means, _mean(run.owns, 1), tolerance)
     if reducer.law == Law.TELESCOPING:
+        # What all means until each step lack of the mean contributions.
         so_far = jax.tree.map(lambda x: jnp.cumsum(x, axis=0), run.missing())
         for step, held in enumerate(run.server):
             lacking = jax.tree.map(lambda x, step=step: x[step], so_far)
@@ -151,7 +148,7 @@ def _check_law(reducer: Reducer, run: _Run, run_many: Callable[[], _Run], tolera
             # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
             bound = 25 * float(jnp.sum(jnp.square(noise))) / DRAWS**2 + tolerance**2
             bias = float(jnp.sum(jnp.square(noise.mean(0))))
-            _law("unbiased", bias <= bound, f"{named('the leaf', path)} is off by {bias**0.5:.3g} on average")
+            _law("unbiased", bias <= bound, f"{name_leaf('the leaf', path)} is off by {bias**0.5:.3g} on average")
 
 
 def _check_held(name: str, lacking: PyTree, held: Sequence[float], tolerance: float) -> None:
@@ -168,7 +165,7 @@ def _check_held(name: str, lacking: PyTree, held: Sequence[float], tolerance: fl
     _law(name, largest <= held[1] + tolerance, f"an entry lacks {largest:.3g}, and servers hold up to {held[1]:.3g}")
 
 
-def _held(state: State) -> tuple[float, float]:
+def _server_totals(state: State) -> tuple[float, float]:
     """The sum of all entries of the server residuals, and the sum of the largest magnitude of each residual."""
     marked = jax.tree.leaves(state, is_leaf=is_mark)
     residuals = [np.asarray(mark.value, np.float64) for mark in marked if isinstance(mark, Sharded)]
@@ -183,7 +180,7 @@ def _law(name: str, holds: bool, detail: str) -> None:
 def _close(name: str, left: PyTree, right: PyTree, tolerance: float) -> None:
     def far(path, a, b):
         difference = float(jnp.max(jnp.abs(a.astype(b.dtype) - b), initial=0.0))
-        _law(name, difference <= tolerance, f"{named('the leaf', path)} differs by {difference:.3g}")
+        _law(name, difference <= tolerance, f"{name_leaf('the leaf', path)} differs by {difference:.3g}")
 
     jax.tree_util.tree_map_with_path(far, left, right)
 
@@ -241,7 +238,7 @@ def _check_shards(form: Reducer, updates: PyTree, single: Comm) -> None:
     _law("the state of the reduce-scatter form keeps its types", _same(after, before), f"{before} became {after}")
 
 
-def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[PyTree]], _Run]:
+def _make_runner(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[PyTree]], _Run]:
     """Runs the reducer in simulation from its initial state, one step for each batch `[W, *s]`."""
     traces = []
 
@@ -269,7 +266,7 @@ def _simulated(reducer: Reducer, group: _Group, like: PyTree) -> Callable[[list[
             except ValueError as error:
                 raise AssertionError(f"law 'the mean and unmarked state are agreed' broken: {error}") from error
             found.append((state["mean"], state["own"].value))
-            server.append(_held(state["kept"]["reducer"]))
+            server.append(_server_totals(state["kept"]["reducer"]))
         _law("traced once", len(traces) == 1, f"{len(traces)} traces")
         means, owns = _stack(found)
         return _Run(_stack(batches), means, owns, server, state["kept"]["reducer"])

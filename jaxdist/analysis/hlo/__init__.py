@@ -1,1 +1,1 @@
-"""A reader of compiled HLO, and a schedule simulator on top of it."""
+"""Reads compiled HLO: its instructions, their cost, and the trip counts of loops."""

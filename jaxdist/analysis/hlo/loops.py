@@ -27,16 +27,11 @@ _Bindings = tuple[_Value | None, ...] | str
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Returns how often the body of a `while` runs, or `None` if that cannot be derived from the program.
-
-    Args:
-      module: the program.
-      computation: the name of the computation that contains the loop.
-      loop: the `while` instruction.
-    """
+    """Returns how often the body of a `while` in the computation of this name runs; `None` if that is unknown."""
     known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     if known:
         return int(known.group(1))
+    # Otherwise derive it, from how the condition compares the counter and how the body changes it.
     (condition,), (body,) = callees_of(loop, "condition"), callees_of(loop, "body")
     compared = _comparison(module, condition, module.computations[condition].root, _CARRY)
     if compared is None:
@@ -105,30 +100,34 @@ def _value(module: Module, computation: str, name: str, bindings: _Bindings) -> 
     instruction = module.computations[computation].instructions.get(name)
     if instruction is None:
         return None
-    opcode, operands = instruction.opcode, instruction.operands
+    opcode, operands, value = instruction.opcode, instruction.operands, None
     if opcode == "constant":
         integer = re.match(r"[su]\d+\[\]", instruction.result) and re.fullmatch(r"-?\d+", operands[0])
-        return _Value(None, int(operands[0])) if integer else None
-    if opcode == "parameter":
+        value = _Value(None, int(operands[0])) if integer else None
+    elif opcode == "parameter":
         position = int(operands[0])
-        return bindings[position] if not isinstance(bindings, str) and position < len(bindings) else None
-    if opcode == "get-tuple-element":
+        value = bindings[position] if not isinstance(bindings, str) and position < len(bindings) else None
+    elif opcode == "get-tuple-element":
         index = re.search(r"\bindex=(\d+)", instruction.attributes)
-        return _element(module, computation, operands[0], int(index.group(1)), bindings) if index else None
-    if opcode in _SAME_VALUE:
-        return _value(module, computation, operands[0], bindings)
-    if opcode in _CALLS:
+        value = _element(module, computation, operands[0], int(index.group(1)), bindings) if index else None
+    elif opcode in _SAME_VALUE:
+        value = _value(module, computation, operands[0], bindings)
+    elif opcode in _CALLS:
         inner, values = _enter(module, computation, instruction, bindings)
-        return _value(module, inner, module.computations[inner].root, values)
-    if opcode in ("add", "subtract"):
+        value = _value(module, inner, module.computations[inner].root, values)
+    elif opcode in ("add", "subtract"):
         left, right = (_value(module, computation, operand, bindings) for operand in operands)
-        if left is None or right is None:
-            return None
-        if opcode == "add" and left.element is None:
-            left, right = right, left
-        if right.element is None:
-            return _Value(left.element, left.offset + (right.offset if opcode == "add" else -right.offset))
-    return None
+        value = _sum(left, right, 1 if opcode == "add" else -1)
+    return value
+
+
+def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
+    """Adds two values, or subtracts the second with a sign of -1; `None` unless at most one is of the carry."""
+    if left is None or right is None:
+        return None
+    if sign > 0 and left.element is None:
+        left, right = right, left
+    return _Value(left.element, left.offset + sign * right.offset) if right.element is None else None
 
 
 def _element(module: Module, computation: str, name: str, index: int, bindings: _Bindings) -> _Value | None:

@@ -3,14 +3,12 @@
 import functools
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .reader import Computation, Instruction, Module, bits_of, callees_of
+from .reader import Computation, Instruction, Module, Shape, callees_of, shapes
 
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=?]*)\](\{[^}]*\})?")
-_SPACE = re.compile(r"S\((\d+)\)")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert", "reshape", "after-all")
 _FREE += ("add-dependency", "domain", "get-dimension-size", "opt-barrier", "partition-id", "replica-id")
 _SAME_VALUE = ("bitcast", "bitcast-convert", "reshape", "convert", "copy")
@@ -20,39 +18,10 @@ HOST_SPACE = 5  # XLA's number for the memory of the host; 0 is the memory of th
 
 
 class Work(NamedTuple):
-    """The work of an instruction.
+    """The work of an instruction."""
 
-    Attributes:
-      flops: operations in matrix products and convolutions, by the dtype of the first factor.
-      bytes: read from and written to the memory of the device.
-    """
-
-    flops: dict[str, float]
-    bytes: int
-
-
-class Shape(NamedTuple):
-    """One array of a type; `space` is XLA's number of its memory."""
-
-    dtype: str
-    dimensions: tuple[int, ...]
-    space: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the array."""
-        return -(-math.prod(self.dimensions) * bits_of(self.dtype) // 8)
-
-
-def shapes(result: str) -> list[Shape]:
-    """Returns the arrays in the text of a type."""
-    found = []
-    for dtype, dimensions, layout in _ARRAY.findall(result):
-        if dtype not in ("token", "opaque"):
-            sizes = tuple(int(size.strip("<=?") or 1) for size in dimensions.split(",") if size)
-            space = _SPACE.search(layout)
-            found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
-    return found
+    flops: dict[str, float]  # operations in matrix products and convolutions, by the dtype of the first factor
+    bytes: int  # read from and written to the memory of the device
 
 
 def traffic(result: str) -> int:
@@ -88,6 +57,7 @@ class CostModel:
             return {operands[0][0].dtype: flops} if flops else {}
         if instruction.opcode in ("while", "conditional"):
             return {}
+        # Fusions and calls do the work of the computation that they name.
         callees = [c for c in callees_of(instruction, "calls", "to_apply") if c in self._module.computations]
         return self._flops_of_computation(callees[0]) if callees else {}
 
@@ -162,10 +132,14 @@ def _writes(body: Computation, fusion: Instruction) -> int:
 
 def _dot(instruction: Instruction, left: list[Shape], right: list[Shape]) -> float:
     del right
-    # 2 · (entries of the result) · (length of the contracted dimensions).
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-    over = [int(n) for n in contracted.group(1).split(",") if n] if contracted else []
-    return 2.0 * math.prod(shapes(instruction.result)[0].dimensions) * math.prod(left[0].dimensions[n] for n in over)
+    return _product_flops(instruction, left, contracted.group(1) if contracted else "")
+
+
+def _product_flops(instruction: Instruction, left: list[Shape], contracted: str) -> float:
+    """Counts 2 · (entries of the result) · (length of the contracted dimensions)."""
+    lengths = [left[0].dimensions[int(n)] for n in re.findall(r"\d+", contracted)]
+    return 2.0 * math.prod(shapes(instruction.result)[0].dimensions) * math.prod(lengths)
 
 
 def _convolution(instruction: Instruction, left: list[Shape], right: list[Shape]) -> float:
@@ -204,18 +178,13 @@ def _positions(into: int, size: int, out: int, padding: int, stride: int, dilati
     return int(((position >= 0) & (position <= (into - 1) * dilation) & (position % dilation == 0)).sum())
 
 
-def _library_call(instruction: Instruction, left: list[Shape], right: list[Shape]) -> float:
+def _library_call(instruction: Instruction, left: list[Shape] | None = None, right: Any = None) -> float:
     """Counts a product that cuBLAS computes; all other library calls count nothing."""
     del right
     contracted = re.search(r"lhs_contracting_dimensions\W+([\d\",\s]+)", instruction.attributes)
-    if "__cublas$" not in instruction.attributes or contracted is None:
+    if not left or "__cublas$" not in instruction.attributes or contracted is None:
         return 0.0
-    over = [int(n) for n in re.findall(r"\d+", contracted.group(1))]
-    return 2.0 * math.prod(shapes(instruction.result)[0].dimensions) * math.prod(left[0].dimensions[n] for n in over)
+    return _product_flops(instruction, left, contracted.group(1))
 
 
-_PRODUCTS = {
-    "dot": _dot,
-    "convolution": _convolution,
-    "custom-call": lambda call, left=None, right=None: _library_call(call, left, right or []) if left else 0.0,
-}
+_PRODUCTS = {"dot": _dot, "convolution": _convolution, "custom-call": _library_call}

@@ -16,7 +16,8 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\b.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(\S.*)$")
 _OPCODE = re.compile(r"([\w\-]+)\(")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=?]*)\]")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=?]*)\](\{[^}]*\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
 _EXPLICIT = re.compile(r"\{((?:\{[\d,\s]*\}[,\s]*)+)\}")
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
@@ -24,6 +25,15 @@ _MESH = re.compile(
 )
 _MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 _SUB_AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,\s*|$)")
+# Collectives between TPU slices: the program of a slice leaves them to a runtime on the hosts.
+_BETWEEN_KINDS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_SLICE = 100_000  # in that runtime's numbers the first device of slice 1 is 100000; slices count from 1
 _NUMPY_PREFIX = (("bf", "bfloat"), ("f", "float"), ("s", "int"), ("u", "uint"), ("c", "complex"))
 
 
@@ -52,29 +62,43 @@ class Module(NamedTuple):
     devices: int
 
 
+class Shape(NamedTuple):
+    """One array of a type; `space` is XLA's number of its memory."""
+
+    dtype: str
+    dimensions: tuple[int, ...]
+    space: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array."""
+        return -(-math.prod(self.dimensions) * bits_of(self.dtype) // 8)
+
+
+class Between(NamedTuple):
+    """A collective between slices, which the program contains as a `send`."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...] | None  # as positions in a mesh that has one slice after the other
+    pairs: tuple[tuple[int, int], ...]
+    slices: int  # their number, as far as the instruction shows it
+    key: str  # the same for the `send` and the `recv` of one collective
+
+
 def program_text(program: Program) -> str:
     """Returns the optimized HLO of a compiled program; compiles a lowered one, and returns text unchanged."""
     if isinstance(program, str):
         return program
     compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
-    text = compiled.as_text()
-    if text is None:
-        raise ValueError(
-            "this backend does not provide the text of its compiled programs; compile for another platform"
-        )
+    if (text := compiled.as_text()) is None:
+        raise ValueError("this backend does not provide the text of its programs; compile for another platform")
     return text
 
 
 def parse(text: str) -> Module:
-    """Parses HLO text into computations and instructions.
+    """Parses the HLO text of any backend; lines that are not instructions (source tables, comments) are skipped.
 
-    Args:
-      text: what `compiled.as_text()` returns, of any backend.
-
-    Returns:
-      The module. Lines that are not instructions (source tables, comments) are skipped.
-
-    Example:
+    Examples:
       >>> module = parse('''HloModule add, num_partitions=2
       ... ENTRY %main (x: f32[4]) -> f32[4] {
       ...   %x = f32[4]{0} parameter(0)
@@ -88,6 +112,7 @@ def parse(text: str) -> Module:
     instructions: dict[str, Instruction] = {}
     devices = 1
     for raw in text.splitlines():
+        # Comments inside types, as in `/*index=5*/`, would confuse the splitting at commas.
         line = _COMMENT.sub("", raw).rstrip()
         if line.startswith("HloModule"):
             sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", line)
@@ -117,13 +142,7 @@ def opcodes(program: Program) -> dict[str, int]:
     Nothing is left out, not even parameters and tuples, and a loop's body counts once: two programs that do the same
     work have equal histograms.
 
-    Args:
-      program: a compiled or lowered program (`step.lower(...)`, `.compile()`), or its text.
-
-    Returns:
-      Opcode to count, sorted by opcode.
-
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> opcodes(jax.jit(lambda x: x @ x).lower(jnp.ones((2, 2))))["parameter"]
       1
@@ -137,15 +156,20 @@ def opcodes(program: Program) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+def shapes(result: str) -> list[Shape]:
+    """Returns the arrays in the text of a type."""
+    found = []
+    for dtype, dimensions, layout in _ARRAY.findall(result):
+        if dtype not in ("token", "opaque"):
+            sizes = tuple(int(size.strip("<=?") or 1) for size in dimensions.split(",") if size)
+            space = _SPACE.search(layout)
+            found.append(Shape(dtype, sizes, int(space.group(1)) if space else 0))
+    return found
+
+
 def arrays(result: str) -> list[tuple[str, int]]:
     """Returns dtype (by NumPy name) and bytes of every array in the text of a type."""
-    found = []
-    for dtype, dimensions in _ARRAY.findall(result):
-        if dtype in ("token", "opaque"):
-            continue
-        elements = math.prod(int(size.strip("<=?") or 1) for size in dimensions.split(",") if size)
-        found.append((_numpy_name(dtype), -(-elements * bits_of(dtype) // 8)))
-    return found
+    return [(_numpy_name(shape.dtype), shape.nbytes) for shape in shapes(result)]
 
 
 def bits_of(dtype: str) -> int:
@@ -171,21 +195,62 @@ def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in matches)
 
 
-def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the groups of a collective, from any of the spellings that XLA prints.
+def between_slices(instruction: Instruction, devices: int) -> Between | None:
+    """Returns the collective that a `send` or `recv` of XLA:TPU's multi-slice runtime is part of, else `None`.
 
-    These are `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]` with or without a transposition `T(1,0)`, and
+    `devices` is the number of devices of a slice.
+
+    Examples:
+      >>> text = '_xla_host_transfer_rendezvous="a",_xla_megascale_target="{1,2}x{0:1}",'
+      >>> send = Instruction("s", "f32[4]", "send", ("x",), text + '_xla_megascale_transfer_type="ALL_REDUCE"')
+      >>> between_slices(send, 2).groups
+      ((0, 2), (1, 3))
+    """
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    if instruction.opcode not in ("send", "recv") or kind is None or kind[1] not in _BETWEEN_KINDS:
+        return None
+    key = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    name, found = _BETWEEN_KINDS[kind[1]], key[1] if key else instruction.name
+    # The target is spelled in one of three ways: `0->1` pairs, `{{0,1},{2,3}}` groups, or a product of two ranges.
+    moves = re.findall(r"(\d+)->(\d+)", instruction.attributes)
+    if moves:
+        pairs = tuple((_position(source, devices), _position(target, devices)) for source, target in moves)
+        return Between(name, None, pairs, 1 + max(max(pair) for pair in pairs) // devices, found)
+    listed = re.search(r"_xla_megascale_target=\{((?:\{[\d,]+\},?)+)\}", instruction.attributes)
+    if listed:
+        members = [re.findall(r"\d+", group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        groups = tuple(tuple(sorted(_position(number, devices) for number in group)) for group in members)
+        return Between(name, groups, (), 1 + max(map(max, groups)) // devices, found)
+    target = re.search(r'_xla_megascale_target="\{([^}]*)\}x\{([^}]*)\}"', instruction.attributes)
+    if target is None:
+        return None
+    slices, members = _parse_ranges(target[1]), _parse_ranges(target[2])
+    groups = tuple(tuple((number - 1) * devices + member for number in slices) for member in members)
+    return Between(name, groups, (), max(slices), found)
+
+
+def _position(number: str, devices: int) -> int:
+    """Converts the runtime's number of a device to its position in the mesh."""
+    return (int(number) // _SLICE - 1) * devices + int(number) % _SLICE
+
+
+def _parse_ranges(text: str) -> list[int]:
+    """Parses `0:3` (both ends included) and `1,2`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition(":")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the groups of a collective, or `None` if there are none or their spelling is unknown.
+
+    XLA prints `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]` with or without a transposition `T(1,0)`, and
     `mesh['pod'=2,'data'=4] {'data'}` with or without `device_ids=(...)` and parts of axes `'data':(2)2`.
     Positions are taken as positions in the flattened mesh, which is how JAX numbers its partitions.
 
-    Args:
-      attributes: the text behind the operands of an instruction.
-      devices: how many devices take part in the program.
-
-    Returns:
-      The groups, or `None` if there are none or their spelling is unknown.
-
-    Example:
+    Examples:
       >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
       ((0, 2), (1, 3))
       >>> replica_groups("replica_groups=mesh['pod'=2,'data'=2] {'data'}", 4)
@@ -229,12 +294,9 @@ def _groups_of_mesh(
         for label in labels
         if label[0] == axis and (before <= label[1] < before * part or part == sizes[axis] == 1)
     ]
-    order = None
     if reshaped:
-        order = _device_order(reshaped, permutation)
-    elif listed:
-        order = np.array(_integers(listed))
-    return mesh_groups(shape, chosen, order)
+        return mesh_groups(shape, chosen, _device_order(reshaped, permutation))
+    return mesh_groups(shape, chosen, np.array(_integers(listed)) if listed else None)
 
 
 def _device_order(dimensions: str, permutation: str | None) -> np.ndarray:
