@@ -1,0 +1,254 @@
+"""The arithmetic of a round: an island's drift as bytes, and the outer step that every island takes alike.
+
+A reducer is a generator of the arrays that it sends. An island runs it up to its message, puts these arrays into the
+store, and runs it again for every member of the round, with that member's arrays as if they were all that arrived.
+Since one member is decoded at a time, no change of membership compiles anything.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._core.hashing import hash_array
+from .._core.types import Array, PyTree, State, Updates
+from ..comm.groups import alone
+from ..local_sgd.state import LocalStepsState
+from ..local_sgd.synchronize import round_like
+from ..reducers.base import Extras, Law, Messages, Reduced, Reducer
+from ..reducers.feedback import EF21State
+from ..state.marks import is_mark
+from ..state.placement import place_leaf
+from .records import hash_of
+
+ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
+
+
+class Shared(NamedTuple):
+    """What all islands compute alike: global parameters, outer state, and replicated leaves of the reducer's state."""
+
+    anchor: Updates
+    outer: State
+    reducer: list[Array]
+
+
+class RoundMethod(NamedTuple):
+    """A reducer and an outer optimizer: the static part of every program of a round."""
+
+    reducer: Reducer
+    outer: optax.GradientTransformationExtraArgs
+
+
+def shared_of(state: LocalStepsState) -> Shared:
+    """The part of a state of local steps that all islands share."""
+    return Shared(state.anchor, state.outer[0], _common_leaves(state.reducer[0]))
+
+
+def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
+    """Returns the state with another shared part."""
+    return state._replace(
+        anchor=shared.anchor, outer=(shared.outer,), reducer=(_with_replicated(state.reducer[0], shared.reducer),)
+    )
+
+
+def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays that one island sends in a round.
+
+    Raises:
+      ValueError: the reducer sends no message of its own or several, or depends on fixed members.
+    """
+    state = jax.eval_shape(reducer.init, like)
+    problem = None
+    if isinstance(state, EF21State):
+        problem = "ef21 keeps a sum over fixed members, and islands come and go"
+    elif reducer.law == Law.NONE:
+        problem = "islands decode one member at a time and average, and the result of this reducer is no such mean"
+    elif reducer.forms.messages is None:
+        problem = "this reducer has no generator form"
+    if problem is None:
+        try:
+            return jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
+        except ValueError as error:
+            problem = str(error)
+    raise ValueError(f"{problem}; islands take a reducer of one message: {ONE_MESSAGE}")
+
+
+def encode(
+    reducer: Reducer, index: Array | int, drift: Updates, state: State, rate: Array | None = None
+) -> tuple[list[Array], State]:
+    """Returns the arrays that this island sends for its drift, and the reducer's state once they are taken.
+
+    `index` is the number that the keys of its draws are folded with, as that of a worker is.
+    """
+    assert reducer.forms.messages is not None
+    comm = alone()._replace(index=jnp.asarray(index, jnp.int32))
+    generator = reducer.forms.messages(drift, state, comm, Extras(None, rate))
+    sent = next(generator)
+    _, after = _finish(generator, sent, _arrays(sent))
+    return _arrays(sent), after
+
+
+def decode(
+    reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State, rate: Array | None = None
+) -> tuple[Updates, State]:
+    """Returns one member's contribution `D(C(Δ_w))`, and the reducer's state after it: its replicated leaves count."""
+    assert reducer.forms.messages is not None
+    generator = reducer.forms.messages(jax.tree.map(jnp.zeros_like, like), state, alone(), Extras(None, rate))
+    reduced, after = _finish(generator, next(generator), arrays)
+    return reduced.mean, after
+
+
+def _arrays(message: Messages) -> list[Array]:
+    others = [*message.exchange, *message.sum, *message.max, *message.scatter]
+    if others or bool(message.gather) == bool(message.mean):
+        raise ValueError("this reducer sends in several directions")
+    return list(message.gather or message.mean)
+
+
+def _finish(generator: Any, sent: Messages, arrays: Sequence[Any]) -> tuple[Reduced, State]:
+    received = Messages(gather=[x[None] for x in arrays]) if sent.gather else Messages(mean=list(arrays))
+    try:
+        generator.send(received)
+    except StopIteration as stop:
+        return stop.value
+    raise ValueError("this reducer sends more than one message")
+
+
+# The programs of a round. They depend on the method, not on the members, and are compiled once for all islands of a
+# process.
+
+
+@jax.jit
+def measure_drift(anchor: Updates, params: PyTree) -> Updates:
+    """Returns `Δ = a - p`, in float32: a mean of bfloat16 parameters would lose small steps."""
+    return jax.tree.map(lambda a, p: round_like(a, p) - p.astype(a.dtype), anchor, params)
+
+
+@partial(jax.jit, static_argnums=0)
+def encode_drift(
+    method: RoundMethod, index: Array, drift: Updates, state: State, rate: Array | None
+) -> tuple[list[Array], State, Array]:
+    """Returns what `encode` does, and whether all of it is finite."""
+    arrays, after = encode(method.reducer, index, drift, state, rate)
+    kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return arrays, after, jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
+
+
+@partial(jax.jit, static_argnums=0)
+def add_member(
+    method: RoundMethod, total: Updates, arrays: Sequence[Any], weight: Array, state: State, rate: Array | None
+) -> tuple[Updates, list[Array]]:
+    """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round."""
+    contribution, after = decode(method.reducer, total, arrays, state, rate)
+    total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
+    return total, _common_leaves(after)
+
+
+@partial(jax.jit, static_argnums=0)
+def take_outer_step(
+    method: RoundMethod, shared: Shared, total: Updates, weight: Array, reducer: list[Array], rate: Array | None
+) -> Shared:
+    """Takes `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`."""
+    mean = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
+    extras = {} if rate is None else {"learning_rate": rate}
+    steps, outer = method.outer.update(mean, shared.outer, shared.anchor, **extras)
+    return Shared(optax.apply_updates(shared.anchor, steps), outer, reducer)
+
+
+@jax.jit
+def rebase(anchor: Updates, params: PyTree, ahead: Updates) -> PyTree:
+    """Returns the parameters of a model that is `ahead` of a new anchor by what no round has taken yet."""
+    return jax.tree.map(lambda a, p, d: (round_like(a, p) - d).astype(p.dtype), anchor, params, ahead)
+
+
+@jax.jit
+def subtract(x: Updates, y: Updates) -> Updates:
+    """Returns `x - y` of two trees."""
+    return jax.tree.map(jnp.subtract, x, y)
+
+
+@jax.jit
+def zeros_like(tree: PyTree) -> PyTree:
+    """Returns a tree of zeros."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+@jax.jit
+def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
+    """Returns the state at the start of a round, which is also the number of rounds before it."""
+    zeros = {name: jnp.zeros_like(getattr(local, name)) for name in ("since", "rates")}
+    return local._replace(rounds=jnp.full_like(local.rounds, number), **zeros)
+
+
+def compile_programs(method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree) -> None:
+    """Runs every program of a round once, on arrays placed as in a meeting."""
+    shared = shared_of(local)
+    drift = measure_drift(local.anchor, params)
+    arrays, _, _ = encode_drift(method, index, drift, local.reducer[0], None)
+    hosts = [to_host(x) for x in arrays]
+    total, replicated = zeros_like(shared.anchor), shared.reducer
+    for _ in range(2):  # the second member is added to what the first left
+        total, replicated = add_member(method, total, hosts, np.float32(1), local.reducer[0], None)
+    stepped = take_outer_step(method, shared, total, np.float32(1), replicated, None)
+    digest_of(stepped)
+    rebase(stepped.anchor, params, subtract(drift, drift))
+    restart_counts(local, np.int32(0))
+
+
+@jax.jit
+def _hash_leaves(tree: PyTree) -> Array:
+    return jnp.stack([hash_array(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def digest_of(shared: Shared) -> str:
+    """A short name for the bits of the shared state."""
+    return hash_of(to_host(_hash_leaves(shared)).tobytes())
+
+
+def to_host(x: Array) -> np.ndarray:
+    """The values of an array on this process, from all of them if it is split over several."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x if x.is_fully_addressable else x.addressable_data(0))
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def shared_to_host(shared: Shared) -> list[np.ndarray]:
+    """The leaves of the shared state on this process, keys as their bits."""
+    return [to_host(_bits(x)) for x in jax.tree.leaves(shared)]
+
+
+def shared_like(shared: Shared) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `shared_to_host` returns."""
+    return jax.eval_shape(lambda tree: [_bits(x) for x in jax.tree.leaves(tree)], shared)
+
+
+def shared_from_host(arrays: Sequence[np.ndarray], like: Shared) -> Shared:
+    """The shared state of these arrays, placed as `like` is."""
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten([_place(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)])
+
+
+def _bits(x: Array) -> Array:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _place(x: np.ndarray, like: Array) -> Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return place_leaf(jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like)), like.sharding)
+    return jax.device_put(x, like.sharding)
+
+
+def _common_leaves(state: State) -> list[Array]:
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_mark) if not is_mark(leaf)]
+
+
+def _with_replicated(state: State, replicated: Sequence[Array]) -> State:
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_mark)
+    fresh = iter(replicated)
+    return structure.unflatten([leaf if is_mark(leaf) else next(fresh) for leaf in leaves])

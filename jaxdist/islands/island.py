@@ -1,0 +1,386 @@
+"""An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so."""
+
+import zlib
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._core.types import PyTree, State, Updates
+from ..local_sgd.state import LocalStepsState
+from ..state.marks import bind
+from ..state.placement import place_leaf
+from . import records, rounds, run
+from .connection import LONGEST_PAUSE, Connection
+from .errors import AnchorDiffersError, DamagedError, NameTakenError, TooFewIslandsError
+from .exchange import (
+    compile_programs,
+    encode_drift,
+    measure_drift,
+    rebase,
+    restart_counts,
+    shared_of,
+    subtract,
+    to_host,
+    with_shared,
+    zeros_like,
+)
+from .model import find_model, replace_model
+from .options import JoinOptions, Report
+from .records import Commit, Drift, round_name
+from .replay import Replay, _LeftBehindError
+from .rounds import Next
+
+# An island that is late so often is not waited for.
+LATE_IS_SLOW = 3
+DIFFERING_IS_FATAL = 3
+
+
+class _InFlight(NamedTuple):
+    """A drift in the store whose round this island has not seen the end of, and the reducer's state if it counts."""
+
+    round: int
+    body: str
+    drift: Updates
+    reducer: State
+    sent_at: float
+
+
+class Island:
+    """One training job of a run. Made by `join`."""
+
+    def __init__(self, store: Connection, config: Any, options: JoinOptions):
+        self._store, self._config, self._options = store, config, options
+        self._replay = Replay(store, config)
+        self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
+        self._session = 0
+        self._in_flight: _InFlight | None = None
+        self._entered = False
+        self._late = self._differing = 0
+        self._too_few_since: float | None = None
+
+    def due(self, number: int) -> bool:
+        """Whether to meet after step `number`, counted from 0: every `sync_period` steps.
+
+        Examples:
+          >>> import optax, jaxdist as jd
+          >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=3, axis=None)
+          >>> with jd.islands.join(jd.islands.memory(), tx, name="here") as island:
+          ...     [number for number in range(7) if island.due(number)]
+          [2, 5]
+        """
+        return (number + 1) % self._config.sync_period == 0
+
+    def enter(self, state: PyTree) -> PyTree:
+        """Opens the run with this state, or takes the global parameters of the run that is there.
+
+        Compiles what meetings need before it announces itself, so that others never wait for a compilation. A state
+        from a checkpoint keeps its inner optimizer; its residual and its progress since its last round are kept if
+        the run has not gone on since and this progress was not sent.
+
+        Raises:
+          RunMismatchError: the run has another model, reducer, outer optimizer or format; nothing was written.
+          TooFewIslandsError: fewer than `begin_with` islands came within `patience`.
+        """
+        self._store.deadline = self._store.now() + self._options.patience
+        local, params = find_model(state)
+        self._replay.open(local)
+        self._session = run.claim(self._store, self._options.name)
+        if run.newest_anchor(self._store) is None:
+            self._replay.keep(local)
+        local, params = self._take_run(local, params)
+        state = replace_model(state, self._restart_counts(local), params)
+        # A program that compiles in a meeting would make the others wait.
+        compile_programs(self._replay.method, self._index, *find_model(state))
+        self._entered = True
+        self._store.create(self._name("here"), b"{}")
+        self._await_first()
+        return state
+
+    def meet(self, state: PyTree, *, examples: float | int = 1.0) -> tuple[PyTree, Report]:
+        """Exchanges this island's progress with the others'; returns within `round_timeout` and the transfer.
+
+        Args:
+          state: the training state; it contains the state of `local_steps` and the parameters.
+          examples: the weight of this island's drift, such as the number of its examples in the round.
+
+        Returns:
+          The state, with the global parameters after the round and what of its own progress no round has taken, and a
+          `Report`. If the store is out of reach the report says so, and the progress stays: go on training.
+
+        Raises:
+          NameTakenError: a newer process has this name.
+          AnchorDiffersError: the global parameters differ from those of the run again and again.
+          TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
+        """
+        if not self._entered:
+            raise ValueError("call enter(state) before meet, and not meet after leave")
+        return self._meet(state, float(examples), leaving=False)
+
+    def leave(self, state: PyTree | None = None, *, examples: float | int = 1.0) -> tuple[PyTree, Report] | None:
+        """Leaves the run, so that no island waits for this one; with a state, its progress is sent first.
+
+        It waits for no other island. `join` calls it without a state at the end of its `with` block.
+        """
+        if not self._entered:
+            return None
+        result = None if state is None else self._meet(state, float(examples), leaving=True)
+        self._entered = False
+        self._store.deadline = self._store.now() + self._options.round_timeout
+        # Out of reach, the others wait for this island once, for `round_timeout`.
+        with suppress(ConnectionError):
+            self._store.create(self._name("left"), b"{}")
+        return result
+
+    # A meeting
+
+    def _meet(self, state: PyTree, examples: float, *, leaving: bool) -> tuple[PyTree, Report]:
+        store, started = self._store, self._store.now()
+        store.sent = store.received = 0
+        store.deadline = started + self._options.round_timeout
+        local, params = find_model(state)
+        report = Report(self._replay.round)
+        model = _Model(local, params)
+        try:
+            report = self._take_part(model, examples, report, leaving=leaving)
+        except ConnectionError:
+            report = report._replace(offline=True)
+        report = report._replace(
+            round=self._replay.round,
+            wait_seconds=store.now() - started,
+            sent_bytes=store.sent,
+            received_bytes=store.received,
+            digest=self._replay.digest,
+        )
+        return replace_model(state, self._restart_counts(model.local), model.params), report
+
+    def _take_part(self, model: "_Model", examples: float, report: Report, *, leaving: bool) -> Report:
+        """One meeting. It changes `model` a whole round at a time, so that it may stop between any two lines."""
+        if run.newest_session(self._store, self._options.name) != self._session:
+            raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
+        while True:
+            try:
+                return self._exchange(model, examples, report, leaving=leaving)
+            except _LeftBehindError:
+                self._jump(model)
+                report = report._replace(late=True)
+
+    def _exchange(self, model: "_Model", examples: float, report: Report, *, leaving: bool) -> Report:
+        """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
+        report = self._settle(model, report)
+        while not leaving or self._in_flight is None:
+            if self._in_flight is None:
+                if not self._send(model, examples, leaving=leaving):
+                    return report._replace(nonfinite=True)
+                if leaving or self._options.overlap:
+                    break
+            commit = self._await_commit()
+            if commit is None:
+                break
+            report = self._apply(model, commit, report)
+            if report.counted:
+                self._late = 0
+                break
+            # A round that ended without this drift: it is sent again, for the next round, at once.
+            report = self._settle(model, report)
+        return report
+
+    def _settle(self, model: "_Model", report: Report) -> Report:
+        """Applies every round that has ended, and with `overlap` waits for that of the drift that is under way."""
+        if self._in_flight is not None:
+            commit = self._await_commit()
+            if commit is None:
+                return report
+            report = self._apply(model, commit, report)
+        while (commit := self._replay.read_commit(self._replay.round)) is not None:
+            report = self._apply(model, commit, report)._replace(late=True)
+        if report.late:
+            self._late += 1
+        return report
+
+    def _send(self, model: "_Model", examples: float, *, leaving: bool) -> bool:
+        """Puts this island's drift into the store. Returns false if it is not finite: then the anchor is taken."""
+        local = model.local
+        drift = measure_drift(local.anchor, model.params)
+        rate = _mean_rate(local)
+        sent_rate = None if rate is None else np.float32(rate)
+        arrays, after, finite = encode_drift(self._replay.method, self._index, drift, local.reducer[0], sent_rate)
+        if not bool(to_host(finite)):
+            model.params = rebase(local.anchor, model.params, zeros_like(drift))
+            self._store.create(self._name("left"), b"{}")
+            return False
+        name = self._name("drift")
+        hosts = [to_host(x) for x in arrays]
+        place = self._replay.put_body(name, hosts)
+        waited = self._late < LATE_IS_SLOW
+        record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
+        if not self._store.create(name, records.to_json(record)):
+            # Created by a try of ours whose answer was lost, or by an earlier process of this name: that one counts.
+            found = records.parse(Drift, name, self._store.get(name) or b"")
+            place = found.body if found.session == self._session else ""
+        self._in_flight = _InFlight(self._replay.round, place, drift, after, self._store.now())
+        return True
+
+    def _await_commit(self) -> Commit | None:
+        """Returns the commit of the open round, which this island may create; `None` if the deadline comes first."""
+        store, flight, pause = self._store, self._in_flight, 0.002
+        assert flight is not None
+        at_least = self._options.begin_with if self._replay.round == 0 else 1
+        prefix = round_name(self._replay.round, "")
+        while True:
+            seen = rounds.see(name.removeprefix(prefix) for name in store.list(prefix))
+            if self._options.name not in seen.drifts:
+                self._replay.check_not_forgotten(self._replay.round)
+            now = store.now()
+            # The deadline of this meeting ends the wait too: a drift of an earlier meeting has waited long enough.
+            elapsed = float("inf") if now >= store.deadline else now - flight.sent_at
+            action = rounds.decide(
+                seen,
+                self._replay.expected,
+                elapsed=elapsed,
+                round_timeout=self._options.round_timeout,
+                at_least=at_least,
+                quorum=self._options.quorum,
+            )
+            if action is Next.COMMIT:
+                self._commit(seen)
+            if action is not Next.WAIT:
+                commit = self._replay.read_commit(self._replay.round)
+                if commit is not None:
+                    self._too_few_since = None
+                    return commit
+            if now >= store.deadline:
+                self._check_patience(len(seen.drifts), now)
+                return None
+            time_left = store.deadline - now
+            store.sleep(min(pause, max(time_left, 0.0)))
+            pause = min(1.5 * pause, LONGEST_PAUSE, self._options.round_timeout / 50)
+
+    def _commit(self, seen: rounds.Seen) -> None:
+        """Ends the round: reads and checks every drift, then creates the commit, unless another island is faster."""
+        drifts, damaged = {}, set()
+        for name in sorted(seen.drifts):
+            place = round_name(self._replay.round, "drift", name)
+            try:
+                drifts[name] = records.parse(Drift, place, self._store.get(place) or b"")
+                self._replay.body(drifts[name].body, self._replay.round)
+            except DamagedError:
+                damaged.add(name)
+        commit = rounds.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
+        self._store.create(round_name(self._replay.round, "commit"), records.to_json(commit))
+
+    def _apply(self, model: "_Model", commit: Commit, report: Report) -> Report:
+        """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
+        local, flight = model.local, self._in_flight
+        ahead = measure_drift(local.anchor, model.params)
+        if commit.base != self._replay.digest:
+            local = self._take_kept_anchor(local)
+        bodies = {member.name: member.body for member in commit.members}
+        counted = (
+            flight is not None and flight.round == self._replay.round and bodies.get(self._options.name) == flight.body
+        )
+        shared = self._replay.advance(local, commit)
+        if flight is not None and counted:
+            ahead = subtract(ahead, flight.drift)
+            local = local._replace(reducer=(flight.reducer,))
+        model.local = with_shared(local, shared)
+        model.params = rebase(shared.anchor, model.params, ahead)
+        self._in_flight = None
+        if self._replay.round % self._options.keep_every == 0:
+            self._replay.keep(model.local)
+        return report._replace(members=tuple(bodies), missing=commit.missing, counted=counted)
+
+    # Catching up
+
+    def _take_run(self, local: LocalStepsState, params: PyTree) -> tuple[LocalStepsState, PyTree]:
+        """Enters the run where it is; a state that is just as far keeps its progress."""
+        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, _Model(local, params)
+        ahead, kept = measure_drift(local.anchor, params), local.reducer[0]
+        while True:
+            anchor, model.local = self._replay.load_newest(model.local)
+            model.params = rebase(model.local.anchor, params, zeros_like(ahead))
+            self._replay.go_to(anchor)
+            with suppress(_LeftBehindError):
+                while (commit := self._replay.read_commit(self._replay.round)) is not None:
+                    self._apply(model, commit, Report(0))
+                break
+        # The drift of an earlier process of this name will count in the open round: it must not be sent again.
+        is_sent = self._store.get(self._name("drift")) is not None
+        if (own_round, own_digest) == (self._replay.round, self._replay.digest) and not is_sent:
+            model.params = rebase(model.local.anchor, params, ahead)
+        else:
+            # What this residual holds may have been sent since.
+            fresh = self._config.reducer.init(model.local.anchor)
+            kept = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), bind(fresh, None), kept)
+            model.local = with_shared(model.local._replace(reducer=(kept,)), shared_of(model.local))
+        return model.local, model.params
+
+    def _jump(self, model: "_Model") -> None:
+        """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
+        flight, ahead = self._in_flight, measure_drift(model.local.anchor, model.params)
+        anchor, local = self._replay.load_newest(model.local)
+        if flight is not None and (self._options.name, flight.body) in anchor.counted:
+            ahead = subtract(ahead, flight.drift)
+            local = with_shared(local._replace(reducer=(flight.reducer,)), shared_of(local))
+        model.local, model.params = local, rebase(local.anchor, model.params, ahead)
+        self._in_flight = None
+        self._replay.go_to(anchor)
+
+    def _take_kept_anchor(self, local: LocalStepsState) -> LocalStepsState:
+        """Takes the kept global parameters and the rounds since, where this island has others than the run."""
+        self._differing += 1
+        if self._differing >= DIFFERING_IS_FATAL:
+            raise AnchorDiffersError(
+                f"the global parameters of {self._options.name!r} differ from those of the run for the "
+                f"{self._differing}rd time: this hardware or version rounds in another way; use that of the others"
+            )
+        return self._replay.rebuild(local)
+
+    # Small parts
+
+    def _name(self, kind: str) -> str:
+        return round_name(self._replay.round, kind, self._options.name)
+
+    def _restart_counts(self, local: LocalStepsState) -> LocalStepsState:
+        """The counts at the start of a round; in flight or offline, they go on."""
+        if int(to_host(local.rounds)[0]) == self._replay.round:
+            return local
+        return restart_counts(local, np.int32(self._replay.round))
+
+    def _await_first(self) -> None:
+        """Waits for `begin_with` islands before the first round, so that none of them begins alone."""
+        while self._replay.round == 0 and self._options.begin_with > 1:
+            names = self._store.list(round_name(0, ""))
+            seen = rounds.see(name.removeprefix(round_name(0, "")) for name in names)
+            enough = len(seen.here | seen.drifts) >= self._options.begin_with
+            if enough or seen.committed or run.is_forgotten(self._store, 0):
+                return
+            if self._store.now() > self._store.deadline:
+                raise TooFewIslandsError(
+                    f"{len(seen.here)} of begin_with={self._options.begin_with} islands came within "
+                    f"{self._options.patience} s: {', '.join(sorted(seen.here))}; start the others, or lower begin_with"
+                )
+            self._store.sleep(0.05)
+
+    def _check_patience(self, count: int, now: float) -> None:
+        if self._too_few_since is None:
+            self._too_few_since = now
+        if now - self._too_few_since > self._options.patience:
+            raise TooFewIslandsError(
+                f"only {count} islands for {self._options.patience} s, and a round needs quorum="
+                f"{self._options.quorum}: start others, or join with a lower quorum"
+            )
+
+
+class _Model:
+    """What a meeting changes: the state of `local_steps` and the parameters."""
+
+    def __init__(self, local: LocalStepsState, params: PyTree):
+        self.local, self.params = local, params
+
+
+def _mean_rate(local: LocalStepsState) -> float | None:
+    """The mean learning rate of the round, if the steps pass one."""
+    total, since = float(to_host(local.rates)[0]), int(to_host(local.since)[0])
+    return total / since if since and total else None

@@ -1,0 +1,117 @@
+"""`join`: from a store and a transformation to an `Island`."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import optax
+
+from ..local_sgd.base import config_of
+from .connection import Connection
+from .island import Island
+from .options import JoinOptions
+from .store import SharedStore, check_usable, open_store
+
+
+@contextmanager
+def join(
+    url: "str | os.PathLike[str] | SharedStore",
+    tx: optax.GradientTransformation,
+    *,
+    name: str,
+    round_timeout: float | int = 120.0,
+    begin_with: int = 1,
+    quorum: int = 1,
+    patience: float | int = 3600.0,
+    overlap: bool = False,
+    keep_every: int = 20,
+) -> Iterator["Island"]:
+    """Joins a run of several training jobs that meet every `H` steps over a shared folder or a bucket.
+
+    Each job is an *island*: a JAX world with its own fast mesh. Islands may be killed, late, new or slow; the others
+    never restart and never wait beyond `round_timeout`. In a round every island puts its drift `Δ_w = a - p_w`, coded
+    by the reducer, into the store; the first that has nothing left to wait for creates the round's commit, which
+    names the members; and every island takes the same outer step from the same bytes,
+    `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`. There is no server, no open port and no leader.
+
+    *Over the network*, an island and round of `K` members with payload `P`: `P` and about 1 KiB up, `(K-1) P` and
+    about 1 KiB `K` down; with `exact()` `P` is 4 bytes an entry, with `qsgd(4)` half a byte and 4 for every
+    512. An island that joins reads the kept global parameters and the rounds since.
+
+    Every writer of the store is trusted.
+
+    Args:
+      url: a folder that all islands see, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
+      tx: what `local_steps(..., axis=None)` returned: the island is one worker. Of one fragment, without delay and
+        warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
+      name: of this island. A new job under an old name takes its place.
+      round_timeout: seconds to wait for the drifts of others. The one number to set: somewhat more than the usual
+        difference between islands, which `report.wait_seconds` shows.
+      begin_with: how many islands to wait for before the first round ends.
+      quorum: the fewest drifts that make a round.
+      patience: seconds after which too few islands are an error.
+      overlap: send, go on training, and merge at the next meeting what the round gave; own progress is kept.
+      keep_every: rounds between kept global parameters.
+
+    Yields:
+      The `Island`.
+
+    Raises:
+      ValueError: `tx` is not such a transformation, or an argument is out of range.
+      StoreUnusableError: the store cannot create a name if absent, or has no rights.
+      ImportError: a bucket without obstore.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
+      >>> tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2, axis=None)
+      >>> def step(state, target):
+      ...     updates, opt = tx.update(state["params"] - target, state["opt"], state["params"], sync=())
+      ...     return {"params": state["params"] + updates, "opt": opt}
+      >>> with jd.islands.join(jd.islands.memory(), tx, name="here") as island:
+      ...     state = island.enter({"params": jnp.zeros(2), "opt": tx.init(jnp.zeros(2))})
+      ...     for number in range(4):
+      ...         state = jax.jit(step)(state, jnp.ones(2))
+      ...         if island.due(number):
+      ...             state, report = island.meet(state)
+      >>> report.round, report.members, [round(x, 3) for x in state["params"].tolist()]
+      (2, ('here',), [0.344, 0.344])
+
+    References:
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, 2023.
+    """
+    options = JoinOptions(name, float(round_timeout), begin_with, quorum, float(patience), overlap, keep_every)
+    _check(options)
+    config = config_of(tx)
+    problems = {
+        "axis=None": config.axis is None,
+        "fragments=1": config.fragments.number == 1,
+        "delay=0 (overlap=True of join hides the exchange)": not config.delay,
+        "warmup_steps=0": not config.warmup_steps,
+        "merge_alpha=0": not config.merge_alpha,
+        'buffers="maintain"': config.buffers == "maintain",
+        "a number as sync_period": not callable(config.sync_period),
+    }
+    if not all(problems.values()):
+        needed = ", ".join(need for need, kept in problems.items() if not kept)
+        raise ValueError(f"islands need local_steps with {needed}")
+    store = open_store(url)
+    if jax.process_index() == 0:
+        check_usable(store)
+    island = Island(Connection(store), config, options)
+    try:
+        yield island
+    finally:
+        island.leave()
+
+
+def _check(options: JoinOptions) -> None:
+    if not re.fullmatch(r"[\w.-]{1,64}", options.name):
+        raise ValueError(f"the name of an island is 1 to 64 letters, digits, '_', '-' and '.', got {options.name!r}")
+    for name in ("begin_with", "quorum", "keep_every"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    for name in ("round_timeout", "patience"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"{name} must be a positive number of seconds, got {getattr(options, name)}")

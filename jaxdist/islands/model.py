@@ -1,0 +1,67 @@
+"""Finds the parameters and the state of `local_steps` in a training state, and puts new ones in their place."""
+
+from typing import Any
+
+import jax
+
+from .._core.types import PyTree
+from ..local_sgd.state import LocalStepsState
+from ..state.marks import PerWorker, with_value
+
+
+def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
+    """Returns the only `LocalStepsState` of a training state, and the only tree beside it that is like its anchor.
+
+    Raises:
+      ValueError: there is none, or more than one: an average of parameters, for instance, looks like parameters.
+    """
+    local, params = _find(state)
+    return local, params.value if isinstance(params, PerWorker) else params
+
+
+def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:
+    """Returns the state with another `LocalStepsState` and other parameters, each leaf placed as the old one was."""
+    old_local, old_params = _find(state)
+    if isinstance(old_params, PerWorker):
+        params = with_value(old_params, params)
+    fresh = {id(old_local): _place(local, old_local), id(old_params): _place(params, old_params)}
+    nodes, structure = jax.tree.flatten(state, is_leaf=lambda node: id(node) in fresh)
+    return structure.unflatten([fresh.get(id(node), node) for node in nodes])
+
+
+def _place(new: PyTree, old: PyTree) -> PyTree:
+    # The compiled step expects the placement that it returned.
+    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), new, old)
+
+
+def _find(state: PyTree) -> tuple[LocalStepsState, Any]:
+    found = [node for node in _nodes(state) if isinstance(node, LocalStepsState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the state must contain one LocalStepsState, of local_steps(..., axis=None), got {len(found)}"
+        )
+    local = found[0]
+    structure, shapes = jax.tree.structure(local.anchor), [x.shape for x in jax.tree.leaves(local.anchor)]
+
+    def is_model(node: Any) -> bool:
+        tree = node.value if isinstance(node, PerWorker) else node
+        return (
+            jax.tree.structure(tree) == structure
+            and [getattr(x, "shape", None) for x in jax.tree.leaves(tree)] == shapes
+        )
+
+    models = [node for node in _nodes(state, stop=lambda node: is_model(node) or node is local) if is_model(node)]
+    if len(models) != 1:
+        raise ValueError(
+            f"beside the state of local_steps there must be one tree like its parameters, got {len(models)}; keep "
+            "averages of parameters outside of the state that meets"
+        )
+    return local, models[0]
+
+
+def _nodes(tree: PyTree, stop: Any = lambda node: isinstance(node, LocalStepsState)) -> list[Any]:
+    """All nodes of a tree from the top, not those below a node where `stop` holds."""
+    if stop(tree) or jax.tree_util.all_leaves([tree]):
+        return [tree]
+    children = jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
+    return [tree, *(node for child in children for node in _nodes(child, stop))]

@@ -1,0 +1,169 @@
+"""The bytes of a run: bodies (a JSON header and raw arrays, never pickle) and records (JSON), and how names are made.
+
+run.json                      the model and the method that all islands share
+names/NAME/000001             the first process that joined as NAME; the highest number is the one that counts
+anchors/00000020              after 20 rounds: names the body with the global parameters
+rounds/00000020/drift/NAME    what NAME adds in round 20: names the body, gives its weight
+rounds/00000020/here/NAME     NAME will take part in round 20
+rounds/00000020/left/NAME     NAME will not
+rounds/00000020/commit        which drifts count, in which order; created once, by the island that is first
+bodies/HASH                   bytes under their own hash
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import DamagedError
+
+FORMAT = 1
+_MAGIC = b"jaxdist1"
+
+
+class Member(NamedTuple):
+    """A drift that counts: the island, the name of its body, its weight, and its mean learning rate (or `None`)."""
+
+    name: str
+    body: str
+    weight: float
+    rate: float | None
+
+
+class Drift(NamedTuple):
+    """The record of a drift.
+
+    Attributes:
+      session: the process that sent it.
+      body: the hash of its bytes.
+      base: the digest of the global parameters that it starts from.
+      weight: its number of examples.
+      rate: the mean learning rate of its steps; `None` if the steps pass none.
+      waited: whether the next round should wait for this island; false for one that is late again and again.
+      leaving: whether this is its last.
+    """
+
+    session: int
+    body: str
+    base: str
+    weight: float
+    rate: float | None
+    waited: bool
+    leaving: bool
+
+
+class Commit(NamedTuple):
+    """The end of a round.
+
+    Attributes:
+      base: the digest of the global parameters that its drifts start from.
+      members: the drifts that count, in the order in which they are added.
+      missing: islands that were waited for in vain.
+      differing: islands whose global parameters were others.
+      damaged: islands whose bodies were not what their hash says.
+      expected: islands that the next round waits for.
+    """
+
+    base: str
+    members: tuple[Member, ...]
+    missing: tuple[str, ...]
+    differing: tuple[str, ...]
+    damaged: tuple[str, ...]
+    expected: tuple[str, ...]
+
+
+class Anchor(NamedTuple):
+    """A kept state of the run before `round`.
+
+    Attributes:
+      body: the hash of its bytes.
+      digest: that of its arrays.
+      counted: islands and the body of the last drift that a round took of each, the most recent ones last.
+    """
+
+    round: int
+    body: str
+    digest: str
+    counted: tuple[tuple[str, str], ...]
+
+
+def round_name(number: int, *rest: str) -> str:
+    """The name of what belongs to a round, or their prefix."""
+    return "/".join(("rounds", f"{number:08d}", *rest))
+
+
+def anchor_name(number: int) -> str:
+    """The name of the record of the global parameters before a round."""
+    return f"anchors/{number:08d}"
+
+
+def body_name(digest: str) -> str:
+    """The name of stored bytes with this hash."""
+    return f"bodies/{digest}"
+
+
+def to_json(record: Any) -> bytes:
+    """A record, or a dict, as JSON."""
+    fields = record._asdict() if hasattr(record, "_asdict") else record
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parse(kind: type, name: str, body: bytes) -> Any:
+    """A record of this kind from its JSON. Raises `DamagedError` for anything else."""
+    try:
+        fields = json.loads(body)
+        if kind is Commit:
+            fields = {key: value if key == "base" else tuple(value) for key, value in fields.items()}
+            fields["members"] = tuple(Member(*member) for member in fields["members"])
+        if kind is Anchor:
+            fields["counted"] = tuple((name, body) for name, body in fields["counted"])
+        return kind(**fields)  # pyright: ignore
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{name} is not a record of {kind.__name__}: {type(error).__name__}: {error}") from error
+
+
+def hash_of(body: bytes) -> str:
+    """A hash of bytes, 32 hexadecimal digits."""
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:
+    """Arrays as bytes: a header with shapes and dtypes, then their bits.
+
+    The tag, the name of the record that will name this body, keeps equal arrays of two rounds apart: they are deleted
+    at different times.
+    """
+    kinds = [[list(x.shape), str(x.dtype)] for x in arrays]
+    header = json.dumps({"of": tag, "arrays": kinds}, separators=(",", ":")).encode()
+    parts = [np.ascontiguousarray(x).tobytes() for x in arrays]
+    return b"".join([_MAGIC, struct.pack("<I", len(header)), header, *parts])
+
+
+def unpack(name: str, body: bytes, like: Sequence[Any]) -> list[np.ndarray]:
+    """The arrays of a body whose name is its hash; shapes and dtypes must be those of `like`.
+
+    Raises:
+      DamagedError: the bytes are not those that were written, or are arrays of another model.
+    """
+    if hash_of(body) != name:
+        raise DamagedError(f"the body {name} has another hash ({hash_of(body)}): {len(body)} bytes were cut or altered")
+    start = len(_MAGIC) + 4
+    try:
+        length = struct.unpack("<I", body[len(_MAGIC) : start])[0]
+        header = json.loads(body[start : start + length])
+    except (ValueError, struct.error) as error:
+        raise DamagedError(f"the body {name} has no header: {error}") from error
+    wanted = [[list(x.shape), str(np.dtype(x.dtype))] for x in like]
+    if body[: len(_MAGIC)] != _MAGIC or not isinstance(header, dict) or header.get("arrays") != wanted:
+        raise DamagedError(f"the body {name} holds other arrays than this run's: {header} instead of {wanted}")
+    arrays, place = [], start + length
+    for x in like:
+        size = int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize
+        arrays.append(
+            np.frombuffer(body, np.dtype(x.dtype), count=int(np.prod(x.shape)), offset=place).reshape(x.shape)
+        )
+        place += size
+    return arrays

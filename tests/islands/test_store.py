@@ -1,0 +1,202 @@
+"""Stores: create if absent, whole bytes, listings; and what a store that does otherwise is told."""
+
+import contextlib
+import socket
+import threading
+import time
+import urllib.request
+import uuid
+
+import pytest
+
+from jaxdist import islands
+from jaxdist.islands.connection import Connection
+from jaxdist.islands.store import check_usable, open_store
+
+# Set by the fixture: the address of an S3 server.
+S3 = []
+
+
+def s3_bucket(path):
+    options = {"endpoint": S3[0], "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+    urllib.request.urlopen(urllib.request.Request(f"{S3[0]}/islands", method="PUT"))
+    client_options = {"allow_http": True}
+    return islands.bucket(f"s3://islands/{uuid.uuid4().hex}", **options, client_options=client_options)
+
+
+STORES = {
+    "folder": lambda path: islands.folder(path / "run"),
+    "memory": lambda path: islands.memory(),
+    "bucket": lambda path: (pytest.importorskip("obstore"), islands.bucket("memory:///"))[1],
+    "bucket in a folder": lambda path: (
+        pytest.importorskip("obstore"),
+        (path / "bucket").mkdir(),
+        islands.bucket(f"file://{path / 'bucket'}"),
+    )[2],
+    "S3": s3_bucket,
+}
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """An S3 server of this process; moto is not among the packages for development, since it brings fifty others."""
+    pytest.importorskip("obstore")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    S3[:] = ["http://{}:{}".format(*server.get_host_and_port())]
+    yield
+    server.stop()
+
+
+@pytest.fixture(params=STORES)
+def store(request, tmp_path):
+    if request.param == "S3":
+        request.getfixturevalue("s3_server")
+    return STORES[request.param](tmp_path)
+
+
+def test_a_name_is_created_once(store):
+    assert store.create("rounds/1/commit", b"first")
+    assert not store.create("rounds/1/commit", b"second")
+    assert store.get("rounds/1/commit") == b"first"
+
+
+def test_of_many_at_once_one_creates(store):
+    results = []
+    start = threading.Barrier(8)
+
+    def create(number):
+        start.wait()
+        results.append((store.create("a/name", b"%d" % number), b"%d" % number))
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [body for created, body in results if created]
+    assert [store.get("a/name")] == winners
+
+
+def test_names_are_listed_by_prefix_and_deleted(store):
+    for name in ("a/1", "a/2/x", "ab", "b/1"):
+        store.put(name, name.encode())
+    assert store.list("a/") == ["a/1", "a/2/x"]
+    assert store.list("a/2/") == ["a/2/x"]
+    assert store.list("nothing/") == []
+    store.delete("a/1")
+    store.delete("a/1")
+    assert store.get("a/1") is None
+    assert store.list("a/") == ["a/2/x"]
+
+
+def test_bytes_come_back_whole(store):
+    body = bytes(range(256)) * 5000
+    store.put("bodies/x", body)
+    assert store.get("bodies/x") == body
+    store.put("bodies/empty", b"")
+    assert store.get("bodies/empty") == b""
+
+
+def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
+    monkeypatch.setattr("jaxdist.islands.store.PIECE", 6 * 2**20)  # S3 takes parts of at least 5 MiB
+    body = bytes(range(256)) * 2**16
+    store.put("bodies/x", body)
+    assert store.get("bodies/x") == body
+
+
+def test_a_usable_store_passes_and_is_left_clean(store):
+    check_usable(store)
+    assert store.list("probe/") == []
+
+
+def test_a_store_that_overwrites_is_refused():
+    store = islands.memory()
+    lying = store._replace(create=lambda name, body: store.put(name, body) is None)
+    with pytest.raises(islands.StoreUnusableError, match=r"created one name 2 times.*If-None-Match"):
+        check_usable(lying)
+
+
+def test_a_store_without_rights_is_refused():
+    def refuse(name, body):
+        raise PermissionError(13, "denied")
+
+    with pytest.raises(islands.StoreUnusableError, match=r"PermissionError.*check its address and your rights"):
+        check_usable(islands.memory()._replace(create=refuse))
+
+
+def test_a_store_that_does_not_list_is_refused():
+    with pytest.raises(islands.StoreUnusableError, match="does not list"):
+        check_usable(islands.memory()._replace(list=lambda prefix: []))
+
+
+class S3Double:
+    """A server that answers every request with one status, or never."""
+
+    def __init__(self, status):
+        self.requests, self._status, self._socket = 0, status, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._open = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                self._open.append(connection)
+                connection.recv(65536)
+                self.requests += 1
+                if self._status:
+                    answer = f"HTTP/1.1 {self._status} X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                    connection.sendall(answer.encode())
+                    connection.close()
+
+    def bucket(self, **client_options):
+        options = {"endpoint": self.url, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+        return islands.bucket("s3://bucket/run", **options, client_options={"allow_http": True, **client_options})
+
+    def close(self):
+        self._socket.close()
+
+
+@pytest.mark.parametrize("status", [409, 429, 503])
+def test_a_bucket_that_refuses_for_now_is_asked_again_by_the_island_until_its_deadline(status):
+    pytest.importorskip("obstore")
+    with contextlib.closing(S3Double(status)) as server:
+        store, calls = server.bucket(), []
+
+        def create(name, body):
+            calls.append(name)
+            if len(calls) == 3:
+                connection.deadline = 0.0
+            return store.create(name, body)
+
+        connection = Connection(store._replace(create=create))
+        with pytest.raises(ConnectionError, match="the store is out of reach"):
+            connection.create("rounds/1/commit", b"{}")
+        # Not by obstore. After a conflict the store also looks whether the name is there.
+        assert (len(calls), server.requests) == (3, 6 if status == 409 else 3)
+
+
+def test_a_bucket_that_is_silent_holds_an_island_for_one_request():
+    pytest.importorskip("obstore")
+    with contextlib.closing(S3Double(None)) as server:
+        store, started = server.bucket(timeout="300ms"), time.monotonic()
+        with pytest.raises(Exception, match=r"[Tt]imed? ?out|Timeout|error sending request"):
+            store.get("name")
+        assert server.requests <= 1
+        assert time.monotonic() - started < 60
+
+
+def test_urls(tmp_path):
+    open_store(f"file://{tmp_path}/a").put("x", b"1")
+    open_store(str(tmp_path / "b")).put("x", b"2")
+    assert (tmp_path / "a/x").read_bytes() + (tmp_path / "b/x").read_bytes() == b"12"
+    store = islands.memory()
+    assert open_store(store) is store
+
+
+def test_a_bucket_without_obstore_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxdist\[islands\]'"):
+        open_store("s3://bucket/run")

@@ -1,0 +1,88 @@
+"""Islands that train a small model: in threads over one store, or one after another."""
+
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdist as jd
+from jaxdist import islands
+
+H = 4
+GOALS = np.random.default_rng(0).normal(size=(8, 12, 5)).astype(np.float32)
+REDUCERS = {
+    "exact": jd.exact,
+    "rounded": lambda: jd.compressed(jd.compressors.int8()),
+    "4 bits with feedback": lambda: jd.error_feedback(jd.compressed(jd.qsgd(4))),
+    "sparse with feedback": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.1))),
+}
+
+
+class State(NamedTuple):
+    params: Any
+    opt: Any
+
+
+def outer():
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def method(reducer="exact", *, inner=None, sync_period=H, outer=outer):
+    return jd.local_steps(
+        inner or optax.adam(0.05), outer(), sync_period=sync_period, reducer=REDUCERS[reducer](), axis=None
+    )
+
+
+def begin(tx, fill=0.0):
+    params = {"w": jnp.full((12, 5), fill), "b": jnp.ones(3)}
+    return State(params, tx.init(params))
+
+
+def step_of(tx):
+    """A step towards a goal of the island's own."""
+
+    @jax.jit
+    def step(state, goal):
+        gradient = {"w": state.params["w"] - goal, "b": state.params["b"]}
+        updates, opt = tx.update(gradient, state.opt, state.params, sync=())
+        return State(optax.apply_updates(state.params, updates), opt)
+
+    return step
+
+
+def train(store, tx, name, rounds, *, goal=0, step=None, state=None, **options):
+    """Trains for so many rounds as an island; returns the state and the reports."""
+    step, reports = step or step_of(tx), []
+    with islands.join(store, tx, name=name, **{"round_timeout": 30, **options}) as island:
+        state = island.enter(begin(tx) if state is None else state)
+        for number in range(rounds * H):
+            state = step(state, GOALS[goal])
+            if island.due(number):
+                state, report = island.meet(state)
+                reports.append(report)
+    return state, reports
+
+
+def train_together(store, tx, names, rounds, **options):
+    """Several islands in threads, over one store; what they return, by name. An error in one is raised."""
+    found: dict[str, Any] = {}
+
+    def run(number, name):
+        try:
+            found[name] = train(store, tx, name, rounds, goal=number, begin_with=len(names), step=step, **options)
+        except BaseException as error:
+            found[name] = error
+
+    step = step_of(tx)
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
+    return found
