@@ -6,6 +6,7 @@ import sys
 def run() -> int:
     """Runs the command; exits with one line that names the extras if a package is missing."""
     try:
+        # Inside the function, so that a missing package gives a message instead of a traceback.
         from .main import main
     except ModuleNotFoundError as missing:
         raise SystemExit(f"jaxdist: error: {missing.name} is missing: pip install 'jaxdist[cli,train]'") from missing

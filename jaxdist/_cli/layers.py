@@ -10,46 +10,29 @@ import jax
 from jax.extend import core
 
 from .._core.jaxprs import inner_jaxprs
-from .._core.layers import Entry, leaf_entries
 from .._core.types import PyTree
 from ..analysis.measured import seconds_of
-from ..schedule.buckets import assign_buckets
-from ..schedule.forward_order import FORMS
-from ..schedule.profile import Profile, merged, profile_of
+from ..schedule.buckets import FORMS, Entry, assign_buckets, leaf_entries
+from ..schedule.profile import Profile, merge_layers, profile_of
 from ..schedule.timeline import Timeline, step_timeline
 
 
 class Layer(NamedTuple):
-    """A top-level entry of the parameters.
+    """A top-level entry of the parameters."""
 
-    Attributes:
-      name: its key, as in `schedule.forward_order`.
-      bytes: the size of its parameters, and so of its gradient.
-      flops: operations of its forward pass: matrix products and convolutions.
-    """
-
-    name: Entry
-    bytes: int
-    flops: float
+    name: Entry  # its key, as in `schedule.forward_order`
+    bytes: int  # the size of its parameters, and so of its gradient
+    flops: float  # operations of its forward pass: matrix products and convolutions
 
 
 def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Layer]:
     """Finds the layers in the order of the forward pass from a trace, without computing anything.
 
     A layer begins at the first use of one of its parameters; the computation from there to the beginning of the next
-    layer is its work.
+    layer is its work. Layers that the loss does not use come last: their gradients are sent too.
 
-    Args:
-      loss: `loss(params, batch)`.
-      params: arrays, or their shapes.
-      batch: the batch of one worker.
-
-    Returns:
-      One `Layer` for each top-level entry. Unused ones come last: their gradients are sent too.
-
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
-      >>> from jaxdist._cli.layers import layers_of
       >>> params = {"out": jnp.zeros((8, 2)), "in": jnp.zeros((4, 8))}
       >>> layers = layers_of(lambda params, x: (x @ params["in"] @ params["out"]).sum(), params, jnp.zeros((3, 4)))
       >>> [(layer.name, layer.bytes, layer.flops) for layer in layers]
@@ -59,6 +42,7 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
     sizes: dict[Entry, int] = {}
     for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
         sizes[name] = sizes.get(name, 0) + math.prod(leaf.shape) * leaf.dtype.itemsize
+    # The leaves of the parameters are the first inputs of the traced loss, in their order.
     jaxpr = jax.make_jaxpr(loss)(params, batch).jaxpr
     owner = {var: name for var, name in zip(jaxpr.invars, names)}
     flops: dict[Entry, float] = {}
@@ -78,27 +62,19 @@ def layers_of(loss: Callable[..., Any], params: PyTree, batch: Any) -> list[Laye
 
 
 def profile_from_rate(layers: list[Layer], *, flops: float | int) -> Profile:
-    """Makes the profile of layers whose backward pass takes twice the forward pass.
-
-    Args:
-      layers: from `layers_of`, for the batch of one worker.
-      flops: operations per second of a worker.
-    """
+    """Makes the profile of layers whose backward pass takes twice the forward pass."""
     forward = [layer.flops / flops for layer in layers]
+    # Each matrix product has two in its backward pass: for the input and for the weights.
     backward = [2 * seconds for seconds in forward]
     return profile_of(forward=forward, backward=backward, sizes=[layer.bytes for layer in layers])
 
 
 def group_layers(layers: Sequence[Layer], bucket_bytes: int) -> list[list[int]]:
-    """Groups neighbors whose gradients are sent together, starting with the last layer, which is ready first.
+    """Groups neighbors whose gradients are sent together, up to `bucket_bytes`, starting with the last layer.
 
-    Args:
-      layers: in forward order.
-      bucket_bytes: the size of a full group.
-
-    Returns:
-      The numbers of the layers of each group, in forward order.
+    The last layer is ready first. Layers and groups are in forward order.
     """
+    # Gradients become ready from the last layer to the first.
     backward = assign_buckets([layer.bytes for layer in reversed(layers)], bucket_bytes=bucket_bytes)
     return [[len(layers) - 1 - i for i in reversed(group)] for group in backward]
 
@@ -106,20 +82,15 @@ def group_layers(layers: Sequence[Layer], bucket_bytes: int) -> list[list[int]]:
 def step_of(layers: list[Layer], profile: Profile, *, groups: Sequence[Any], **options: Any) -> Timeline:
     """Simulates the step of `partitioned(exact(), layers=groups, ...)` on a link, layer by layer.
 
-    Args:
-      layers: in forward order.
-      profile: the profile of these layers.
-      groups: names of layers, and tuples of names that are sent together.
-      options: those of `step_timeline`.
-
-    Returns:
-      The timeline. A message is attributed to the first layer of its group.
+    A group is the name of a layer, or a tuple of names that are sent together; a message is attributed to the first
+    layer of its group.
     """
     number = {layer.name: i for i, layer in enumerate(layers)}
     members = [[number[name] for name in (group if isinstance(group, tuple) else (group,))] for group in groups]
-    run = step_timeline(merged(profile, members), **options)
+    run = step_timeline(merge_layers(profile, members), **options)
     done = [time for group, time in zip(members, run.done, strict=True) for _ in group]
     messages = [message._replace(layer=members[message.layer][0]) for message in run.messages]
+    # The forward pass is not interrupted: each layer begins where the one before it ends.
     ends = list(accumulate(profile.forward, initial=run.forward[0][0]))
     return Timeline(tuple(done), tuple(messages), tuple(pairwise(ends)), run.makespan)
 
@@ -139,7 +110,9 @@ def _flops(eqn: Any) -> float:
         # A multiplication and an addition for each product.
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
     if eqn.primitive.name == "conv_general_dilated":
+        # Each output entry is the inner product of its window with one output channel of the kernel.
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    # A loop's body is traced once.
     repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
     return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn) for inside in part.jaxpr.eqns)

@@ -1,87 +1,102 @@
 """Parses the arguments of `jaxdist` and runs the command that they name."""
 
+import inspect
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import tyro
 
-from ..asynchronous.errors import ActorLost, NonFiniteGradient, Stalled
-from ..processes.launch import command as launcher
+from .. import __version__
+from ..asynchronous.errors import ActorLostError, NonFiniteGradientError, StalledError
+from ..processes.launch import __main__ as launcher
 from .commands.advise import AdviseOptions, run_advise
-from .commands.compare import run_compare
+from .commands.compare import CompareOptions, run_compare
 from .commands.doctor import DoctorOptions, run_doctor
+from .commands.islands import IslandsOptions, run_islands
 from .commands.plan import PlanOptions, run_plan
+from .commands.reducers import ReducersOptions, run_reducers
 from .commands.replay import ReplayOptions, run_replay
 from .commands.topology import TopologyOptions, run_topology
-from .commands.train import run_train
+from .commands.train import TrainOptions, run_train
 from .commands.tune import TuneOptions, run_tune
-from .options import CompareOptions, TrainOptions
+from .spellings import grammar
 
-# name: (options, the function that runs the command and may return an exit code, its purpose)
+PURPOSE = "Distributed training, cheap in bytes. `jaxdist --version` shows the versions that run."
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Starts several processes of a script on this machine: see jaxdist launch --help."""
+
+
+# name: (options, whose docstring is the purpose in --help; the function that runs them and may return an exit code)
 COMMANDS = {
-    "train": (TrainOptions, run_train, "Trains one model on all devices and compares it with plain all-reduce."),
-    "compare": (
-        CompareOptions,
-        run_compare,
-        "Trains with several reducers on the same data and plots loss against bytes.",
-    ),
-    "advise": (
-        AdviseOptions,
-        run_advise,
-        "Recommends a method for given links: bytes, predicted step times, break-even.",
-    ),
-    "replay": (
-        ReplayOptions,
-        run_replay,
-        "Runs asynchronous methods on a virtual clock: real gradients, simulated time.",
-    ),
-    "plan": (
-        PlanOptions,
-        run_plan,
-        "Predicts memory, bytes and time of a run on TPUs or GPUs that are not available here.",
-    ),
-    "tune": (TuneOptions, run_tune, "Finds message sizes for the gradient, for a link that is given or measured."),
-    "doctor": (
-        DoctorOptions,
-        run_doctor,
-        "Lists devices and software, and checks that collectives give right numbers.",
-    ),
-    "topology": (TopologyOptions, run_topology, "Shows a graph over the workers, and how fast it mixes."),
+    "train": (TrainOptions, run_train),
+    "compare": (CompareOptions, run_compare),
+    "reducers": (ReducersOptions, run_reducers),
+    "advise": (AdviseOptions, run_advise),
+    "replay": (ReplayOptions, run_replay),
+    "plan": (PlanOptions, run_plan),
+    "tune": (TuneOptions, run_tune),
+    "doctor": (DoctorOptions, run_doctor),
+    "topology": (TopologyOptions, run_topology),
+    "islands": (IslandsOptions, run_islands),
 }
-EXPECTED = (ValueError, OSError, ModuleNotFoundError, ActorLost, Stalled, NonFiniteGradient)
+EXPECTED = (ValueError, OSError, ModuleNotFoundError, ActorLostError, StalledError, NonFiniteGradientError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line and returns its exit code.
 
-    Args:
-      arguments: the arguments after `jaxdist`; None for those of this process.
-
-    Returns:
-      The exit code: 0, 1 for a plan that does not fit or a fault that `doctor` finds, or 2 for arguments that cannot
-      work, with one line on stderr that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
+    That is 0, 1 for a plan that does not fit or a fault that `doctor` finds, or 2 for arguments that cannot work, with
+    one line on stderr that says why. With `JAXDIST_TRACEBACK=1` in the environment they raise instead.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    # Its arguments include those of a script, which only its own parser can leave alone.
     if list(given[:1]) == ["launch"]:
         return launcher.main(given[1:])
-    description = "Distributed training, cheap in bytes. `launch` starts processes: see `jaxdist launch --help`."
-    chosen = tyro.cli(_subcommands(), prog="jaxdist", description=description, args=given)
-    run = next(run for options, run, _ in COMMANDS.values() if isinstance(chosen, options))
+    if list(given) == ["--version"]:
+        print(f"jaxdist {__version__}, jax {version('jax')}, Python {platform.python_version()}")
+        return 0
     try:
+        if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+            grammar.refuse_name("command", given[0], given[0], [*COMMANDS, "launch"])
+        settings: dict[str, Any] = {
+            "prog": "jaxdist",
+            "description": PURPOSE,
+            "config": (tyro.conf.FlagCreatePairsOff,),
+        }
+        chosen = tyro.cli(_subcommands(given), args=given, **settings)
+        run = next(run for options, run in COMMANDS.values() if isinstance(chosen, options))
         return run(chosen) or 0
+    except KeyboardInterrupt:
+        # Where nothing is worth saving, as during the baseline.
+        print("jaxdist: interrupted", file=sys.stderr)
+        return 130
     except EXPECTED as problem:
         if os.environ.get("JAXDIST_TRACEBACK"):
             raise
+        # Scripts expect one line: line breaks of the message are folded.
         print(f"jaxdist: error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
 
 
-def _subcommands() -> Any:
-    """The union of all options, annotated with the names of their commands."""
+def _subcommands(given: Sequence[str]) -> Any:
+    """The union of all options, annotated with the names of their commands.
+
+    The help of a command has its examples, which the list of commands leaves out.
+    """
     union: Any = None
-    for name, (options, _, purpose) in COMMANDS.items():
-        command = Annotated[options, tyro.conf.subcommand(name, description=purpose)]
+    # `launch` has a parser of its own, and is here for the list of commands.
+    for name, options in [*((name, options) for name, (options, _) in COMMANDS.items()), ("launch", LaunchOptions)]:
+        # Behind an indentation, tyro keeps the line breaks.
+        text = inspect.cleandoc(options.__doc__ or "")
+        description = text if name in given[:1] else text.partition("\n")[0]
+        command = Annotated[options, tyro.conf.subcommand(name, description=description)]
         union = command if union is None else union | command
     return union

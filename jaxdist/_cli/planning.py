@@ -14,13 +14,11 @@ import numpy as np
 from ..analysis import cost, pods
 from ..analysis.base import dtype_name
 from ..analysis.cost import Chip
-from ..analysis.hlo.simulate_schedule import Span
 from ..analysis.memory import memory
-from ..analysis.overlap import Overlap, overlap
+from ..analysis.overlap import Overlap, Span, overlap
 from ..runtime.distribute import distribute
 from .models.base import TrainingMethod, Workload, check_batch, parameters_of
-from .training.offloaded import Offload
-from .training.one_worker import one_worker
+from .training.one_worker import Offload, one_worker
 
 AXIS = "data"
 HOST = "pinned_host"
@@ -53,49 +51,28 @@ class CollectiveUse(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Memory, bytes and time of a step. Times and bytes are NaN for a program that the compiler refused.
-
-    Attributes:
-      target: the spelling of the target.
-      devices: the number of devices of the target.
-      chip: their kind.
-      parameters: the size of the model.
-      fits: true if the program fits the memory of a device.
-      device_bytes: bytes on each device, by purpose.
-      host_bytes: bytes in host memory for each device, by purpose.
-      peak: peak memory of a device.
-      wire_bytes: bytes that one worker sends in a step; on average for methods that synchronize every few steps.
-      collectives: the collectives of the step that sends most.
-      links: the same by class of links.
-      seconds: the step at best, on average if steps differ.
-      compute_seconds: computation in it.
-      exposed_seconds: waiting for collectives, on average.
-      flops: operations of one device in matrix products.
-      spans: the timeline of the step that sends most.
-      advice: options to turn on.
-      compile_seconds: time to trace and compile.
-      warnings: parts of the program that could not be read.
-    """
+    """Memory, bytes and time of a step. Times and bytes are NaN for a program that the compiler refused."""
 
     target: str
     devices: int
     chip: Chip
-    parameters: int
-    fits: bool
-    device_bytes: Mapping[str, float]
-    host_bytes: Mapping[str, float]
-    peak: float
-    advice: tuple[str, ...]
-    compile_seconds: float
+    parameters: int  # the size of the model
+    fits: bool  # true if the program fits the memory of a device
+    device_bytes: Mapping[str, float]  # bytes on each device, by purpose
+    host_bytes: Mapping[str, float]  # bytes in host memory for each device, by purpose
+    peak: float  # peak memory of a device
+    advice: tuple[str, ...]  # options to turn on
+    compile_seconds: float  # time to trace and compile
+    # bytes that one worker sends in a step; on average for methods that synchronize every few steps
     wire_bytes: float = math.nan
-    collectives: tuple[CollectiveUse, ...] = ()
-    links: tuple[LinkUse, ...] = ()
-    seconds: float = math.nan
-    compute_seconds: float = math.nan
-    exposed_seconds: float = math.nan
-    flops: float = math.nan
-    spans: tuple[Span, ...] = ()
-    warnings: tuple[str, ...] = ()
+    collectives: tuple[CollectiveUse, ...] = ()  # the collectives of the step that sends most
+    links: tuple[LinkUse, ...] = ()  # their use of each class of links
+    seconds: float = math.nan  # the step at best, on average if steps differ
+    compute_seconds: float = math.nan  # computation in it
+    exposed_seconds: float = math.nan  # waiting for collectives, on average
+    flops: float = math.nan  # operations of one device in matrix products
+    spans: tuple[Span, ...] = ()  # the timeline of the step that sends most
+    warnings: tuple[str, ...] = ()  # parts of the program that could not be read
 
 
 def check_target(target: str, num_slices: int = 1) -> str:
@@ -111,11 +88,7 @@ def check_target(target: str, num_slices: int = 1) -> str:
 
 
 def mesh_of(target: str, num_slices: int = 1) -> tuple[Chip, jax.sharding.Mesh]:
-    """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh with one axis over its devices.
-
-    Raises:
-      ValueError: the target is unknown, or its compiler is not installed.
-    """
+    """The chip of a target such as `"v5e:16x16"` or `"h100:4x8"`, and a mesh with one axis over its devices."""
     name = check_target(target, num_slices)
     if name in pods.GPUS:
         return cost.CHIPS[name], pods.gpu(target)
@@ -135,20 +108,8 @@ def plan(
 ) -> Planned:
     """Compiles the step of `train.prepare` for a target and reads memory, bytes and time from the program.
 
-    Args:
-      target: `"v5e:16x16"`, `"h100:4x8"`; see `TARGETS`.
-      workload: the model and the data.
-      method: how workers learn from each other.
-      offload: where the optimizer state is kept; a disk is refused, since nothing is compiled for it.
-      batch_size: examples in a step, all workers together; by default one for each.
-      num_slices: number of TPU slices.
-      compiler_options: flags of XLA.
-
-    Returns:
-      A `Planned`; `fits` is false for a program that does not fit.
-
-    Raises:
-      ValueError: the target is unknown, its compiler not installed, or the method cannot work.
+    The optimizer state may not be on a disk, since nothing is compiled for that. The default batch is one example for
+    each worker. A plan with `fits=False` is returned for a program that does not fit.
     """
     chip, mesh = mesh_of(target, num_slices)
     batch_size = mesh.size if batch_size is None else batch_size
@@ -158,10 +119,12 @@ def plan(
     worker = one_worker(workload, method, offload, axis=AXIS)
     rows = workload.batch(0, 0, batch_size)
     start = time.perf_counter()
+    # Shapes with shardings: nothing of this size is allocated here.
     shapes, batch = pods.abstract(partial(worker.make_state, 0), rows, mesh, axis=AXIS)
     arguments = _argument_bytes(shapes, batch)
     known = {"target": target if num_slices == 1 else f"{num_slices} x {target}", "devices": mesh.size, "chip": chip}
     known |= {"parameters": parameters_of(workload)}
+    # Lowering stays outside of the `try`: its errors are mistakes in the step, not a lack of memory.
     lowered = distribute(worker.step, mesh, axis=AXIS).lower(shapes, batch)
     try:
         compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
@@ -179,6 +142,7 @@ def plan(
     lows, highs = ([getattr(found, name) for name in averaged] for found in (least, most))
     means = [low + (high - low) / period for low, high in zip(lows, highs)]
     used = memory(compiled)
+    # Donated arguments are the outputs: only temporary buffers come on top.
     device = arguments["device"] | {"temporaries": float(used.temporary)}
     host = arguments[HOST] | {"temporaries": float(used.host_temporary)}
     fits = used.peak <= chip.memory
@@ -208,6 +172,7 @@ def _argument_bytes(state: Any, batch: Any) -> dict[str, dict[str, float]]:
             itemsize = leaf.dtype.itemsize if hasattr(leaf.dtype, "itemsize") else np.dtype(np.uint32).itemsize
             size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
             place = HOST if leaf.sharding.memory_kind == HOST else "device"
+            # Bytes of one device: a sharded leaf counts as its shard.
             found[place][name] += float(size)
     return found
 
@@ -226,7 +191,9 @@ def _plan_refused(
 ) -> Planned:
     """The plan of a program that the compiler refused because it does not fit."""
     found = _USED.search(message)
+    # The arguments are known without the compiler: a lower bound.
     total = sum(arguments["device"].values())
+    # The TPU compiler says how much it would have used; other messages do not.
     peak = float(found.group(1)) * _UNITS[found.group(2)] if found else total
     device = arguments["device"] | {"temporaries": max(0.0, peak - total)}
     return Planned(
@@ -264,6 +231,7 @@ def _group_links(found: Overlap, cluster: cost.Cluster) -> tuple[LinkUse, ...]:
     for op in found.ops:
         for crossing in cost.crossings(op.collective, cluster):
             total = totals.setdefault(crossing.link, [0.0, 0.0])
+            # A collective inside a loop runs `count` times.
             total[0] += crossing.bytes * op.collective.count
             total[1] += crossing.seconds * op.collective.count
     return tuple(LinkUse(link, *total) for link, total in totals.items())
@@ -286,12 +254,14 @@ def advise(
             lines.append("--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too")
         elif can_shard and method.stage < 3:
             lines.append("--zero 3 shards the parameters too")
+        # Below a twentieth of the memory, moving it would slow the step and gain little.
         if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
             lines.append("--offload host keeps the optimizer state in host memory")
         if device.get("temporaries", 0) > state:
             lines.append("temporaries are the larger part: fewer examples on each device (--batch), or more devices")
         if not lines:
             lines.append("more devices, or devices with more memory")
+    # Less than a fifth of the step is not worth another method.
     elif found is not None and found.exposed_seconds > 0.2 * found.seconds:
         if method.reducer is not None and method.stage == 0:
             cure = "a --reducer with fewer bytes, or --sync diloco:H=50"

@@ -15,81 +15,55 @@ from .._core.types import State
 from ..runtime.json_log import json_line
 from .training.train import Record, Run
 
+KEPT = 2  # checkpoints of a run: one to continue from, and one in case that is damaged
 LAST_SHARE = 10  # the final loss is the mean over the last tenth of the steps
 
 
 class Evaluation(NamedTuple):
-    """An evaluation during training.
+    """An evaluation during training."""
 
-    Attributes:
-      step: the number of steps before it.
-      total_wire_bytes: bytes sent by one worker until then.
-      held_out: the metrics.
-    """
-
-    step: int
-    total_wire_bytes: float
-    held_out: dict[str, float]
+    step: int  # the number of steps before it
+    total_wire_bytes: float  # bytes sent by one worker until then
+    held_out: dict[str, float]  # the metrics
 
 
 class RunResult(NamedTuple):
-    """A finished run.
-
-    Attributes:
-      name: the spelling of the method.
-      records: one for each step.
-      held_out: the metrics of the last evaluation, `"loss"` first.
-      wire_bytes: bytes sent by one worker in a step, on average.
-      compile_seconds: time to trace and compile.
-      evaluations: the evaluations before the end.
-    """
+    """A finished run."""
 
     name: str
-    records: tuple[Record, ...]
-    held_out: dict[str, float]
-    wire_bytes: float
-    compile_seconds: float
-    evaluations: tuple[Evaluation, ...] = ()
+    records: tuple[Record, ...]  # one for each step
+    held_out: dict[str, float]  # the metrics of the last evaluation, `"loss"` first
+    wire_bytes: float  # bytes sent by one worker in a step, on average
+    compile_seconds: float  # time to trace and compile
+    evaluations: tuple[Evaluation, ...] = ()  # the evaluations before the end
 
 
 class Summary(NamedTuple):
-    """A `RunResult` in numbers, compared with the baseline; comparisons are None without one.
-
-    Attributes:
-      name: the spelling of the method.
-      steps: the number of steps.
-      wire_bytes_per_step: bytes sent by one worker.
-      times_fewer_bytes: the baseline's bytes divided by these.
-      train_loss: mean over the last tenth of the steps.
-      held_out_loss: loss on data that were never trained on.
-      difference: `held_out_loss` minus the baseline's: above zero is worse.
-      step_milliseconds: median wall-clock time.
-      units_per_second: median throughput.
-      compile_seconds: time to trace and compile.
-      held_out: all metrics of the evaluation.
-    """
+    """A `RunResult` in numbers, compared with the baseline; comparisons are None without one."""
 
     name: str
     steps: int
-    wire_bytes_per_step: float
-    times_fewer_bytes: float | None
-    train_loss: float
-    held_out_loss: float
-    difference: float | None
-    step_milliseconds: float
+    wire_bytes_per_step: float  # bytes sent by one worker
+    times_fewer_bytes: float | None  # the baseline's bytes divided by these
+    train_loss: float  # mean over the last tenth of the steps
+    held_out_loss: float  # loss on data that were never trained on
+    difference: float | None  # `held_out_loss` minus the baseline's: above zero is worse
+    step_milliseconds: float  # median wall-clock time
     units_per_second: float
-    compile_seconds: float
-    held_out: dict[str, float]
+    compile_seconds: float  # time to trace and compile
+    held_out: dict[str, float]  # all metrics of the evaluation
 
 
 def summarize(result: RunResult, baseline: RunResult | None = None) -> Summary:
     """Summarizes a run; the baseline is a run of plain all-reduce with the same seed and steps."""
     losses = np.array([record.loss for record in result.records])
     seconds = float(np.median([record.seconds for record in result.records]))
+    # Single steps are noisy: the final loss is a mean, the speed a median.
     last = max(1, len(losses) // LAST_SHARE)
     ratio = None
     if baseline is not None:
-        ratio = baseline.wire_bytes / result.wire_bytes if result.wire_bytes else 1.0  # a single worker sends nothing
+        # A single worker sends nothing.
+        ratio = baseline.wire_bytes / result.wire_bytes if result.wire_bytes else 1.0
     return Summary(
         name=result.name,
         steps=len(losses),
@@ -121,12 +95,12 @@ def header(run: Run, **settings: Any) -> dict[str, Any]:
 
 
 def write_line(log: TextIO, line: dict[str, Any]) -> None:
-    """Appends one JSON object."""
+    """Writes a record as one line of JSON."""
     log.write(json_line(line))
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Reads the lines of a log."""
+    """The records of a log in JSON lines, the first one first."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
@@ -135,24 +109,26 @@ def running_mean(values: Sequence[float], window: int) -> np.ndarray:
 
     At the start the window shrinks on both sides (the first loss is kept as it is); at the end it loses its right side.
     """
+    # A difference of two prefix sums is the sum over a window.
     sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, np.float64)]))
     places = np.arange(len(sums) - 1)
     left = np.minimum(window // 2, places)
     right = np.minimum(left, places[::-1])
-    with np.errstate(invalid="ignore"):  # a run that overflowed: NaN from there on
+    # A run that overflowed has NaN from there on.
+    with np.errstate(invalid="ignore"):
         return (sums[places + right + 1] - sums[places - left]) / (left + right + 1)
 
 
-def save(directory: str | Path, state: State) -> Path:
-    """Writes a state in place of an older one, and returns the absolute path of the folder."""
-    return checkpoint.save(directory, state, step=0).parent
+def save(directory: str | Path, state: State, step: int = 0) -> Path:
+    """Writes the state after this many steps, and returns the absolute path of the folder."""
+    return checkpoint.save(directory, state, step=step, keep=KEPT).parent
 
 
 @contextmanager
 def background_saver(directory: str | Path) -> Iterator[Callable[[State, int], None]]:
     """Saves during training: yields `save(state, steps)`, with the number of steps that led to the state."""
-    with checkpoint.writing(directory) as writer:
-        yield lambda state, steps: writer.save(state, 0, data={"steps": steps})
+    with checkpoint.writing(directory, keep=KEPT) as writer:
+        yield lambda state, steps: writer.save(state, steps, data={"steps": steps})
 
 
 def restore(directory: str | Path, like: State) -> State:

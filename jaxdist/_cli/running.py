@@ -2,24 +2,64 @@
 
 import contextlib
 import os
+import signal
+import webbrowser
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import jax
+import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..processes.preemption import preemption_requested
+from ..processes.initialize import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
-from .models.base import Workload
-from .options import Options
-from .plotting.figures import in_bytes
+from .figures import in_bytes
+from .models.base import Workload, parameters_of
 from .spellings import parse
 from .training import train
 
+# Options without a default value; their help shows no {None}|STR and no (default: None).
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
+Integer = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 SIMULATED_DEVICES = 4
+
+
+class StoppedError(Exception):
+    """Training was asked to stop, and saved."""
+
+    def __init__(self, step: int, state: train.TrainState) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step, self.state = step, state
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that both commands have."""
+
+    optimizer: str = "adamw:1e-3"
+    """An optax optimizer, as in sgd:0.1,momentum=0.9."""
+    workload: Literal["text", "digits"] = "text"
+    """text: Python's own source; digits: handwritten ones."""
+    model: Text = None
+    """gpt:demo for text (or tiny, small, medium, large; also gpt:demo,layers=4), convnet:32 for digits."""
+    steps: int = 200
+    """Number of training steps."""
+    batch: int = 32
+    """Examples in a step, all workers together."""
+    seed: int = 0
+    """Draws the parameters and the batches."""
+    devices: Integer = None
+    """Number of workers. Default: all devices, or 4 simulated on a CPU."""
+    text: File = None
+    """A file or a folder of your own to train on."""
+    show: bool = False
+    """Open the figure at the end."""
 
 
 def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.sharding.Mesh]:
@@ -29,9 +69,12 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
+    # Either variable is the user's own choice of devices.
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not chosen:
-        with contextlib.suppress(ValueError):  # JAX runs already: use its devices
+        # If JAX runs already, its devices are used.
+        with contextlib.suppress(ValueError):
+            # A CPU counts as one device until it is divided, which must happen before JAX starts.
             use_cpu_devices(devices or SIMULATED_DEVICES)
     count = options.devices or jax.device_count()
     if count > jax.device_count():
@@ -49,16 +92,49 @@ def new_console() -> Console:
 def print_paths(console: Console, **paths: Path) -> None:
     """Prints each path behind its name, without wrapping."""
     for name, path in paths.items():
-        console.print(f"{name} {path}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {shorten(path)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def print_figure(console: Console, options: Options, figure: Path) -> None:
+    """Prints the path of a figure, and opens it with `--show`."""
+    print_paths(console, figure=figure)
+    if options.show:
+        webbrowser.open(figure.absolute().as_uri())
+
+
+def shorten(path: Path) -> Path:
+    """The path from the working directory, if it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def prepare_runs(
     names: Sequence[str], options: Options, workload: Workload, mesh: jax.sharding.Mesh, **settings: Any
 ) -> Iterator[tuple[str, train.Run]]:
     """Checks all spellings now; compiles one run after the other later, so that only one state is in memory."""
+    # A wrong spelling fails here, before minutes of training with the others.
     methods = [(name, parse.parse_method(name, options.optimizer)) for name in names]
     settings |= {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
-    return ((name, train.prepare(workload, **method._asdict(), **settings)) for name, method in methods)
+    return ((name, _compile(name, workload, **method._asdict(), **settings)) for name, method in methods)
+
+
+def _compile(name: str, workload: Workload, *, mesh: jax.sharding.Mesh, **settings: Any) -> train.Run:
+    """Prepares a run, and shows for how long it has compiled."""
+    with show_compiling(new_console(), name, mesh.size):
+        return train.prepare(workload, mesh=mesh, **settings)
+
+
+@contextlib.contextmanager
+def show_compiling(console: Console, name: str, workers: int) -> Iterator[None]:
+    """Shows what is compiled with a clock; without a terminal a single line."""
+    line = f"compiling {name} for {workers} workers ..."
+    if not console.is_terminal:
+        console.print(line, highlight=False)
+        yield
+        return
+    columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(line, total=None)
+        yield
 
 
 def train_to_end(
@@ -72,37 +148,42 @@ def train_to_end(
     evaluate_every: int | None = None,
     save: Callable[[train.TrainState, int], None] | None = None,
     save_every: int | None = None,
+    after: Callable[[train.TrainState, int], train.TrainState] | None = None,
 ) -> tuple[results.RunResult, train.TrainState]:
     """Trains with a progress bar and logs every step.
 
-    With `save`, it saves every `save_every` steps, and at a signal such as SIGTERM, after which it exits.
+    With `save`, it saves every `save_every` steps, and at SIGTERM or the first Ctrl-C, after which it raises
+    StoppedError. `after` is that of `train.steps`.
     """
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
     settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
     results.write_line(log, results.header(run, **settings))
+    # --steps is the total of all starts of a run.
     if run.first >= options.steps:
         raise ValueError(f"the resumed run has already done {run.first} steps: --steps must be larger")
     records, evaluations, state = [], [], run.state
     columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
-    with Progress(*columns, console=console) as progress:
+    interrupts = contextlib.nullcontext() if save is None else _interrupt_as_preemption(run.first)
+    with interrupts, Progress(*columns, console=console) as progress:
         bar = progress.add_task(name, total=options.steps, completed=run.first, now="")
-        for record, state in train.steps(run, options.steps - run.first, first=run.first):
+        for record, state in train.steps(run, options.steps - run.first, first=run.first, after=after):
             records.append(record)
             results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
             speed, size = record.units_per_second, in_bytes(record.wire_bytes)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
             if save is not None:
+                # All processes agree on the step at which they stop.
                 stop = preemption_requested(record.step)
                 if stop or (save_every and record.step % save_every == 0):
                     save(state, record.step)
                 if stop:
-                    console.print(f"received a signal: saved and left after step {record.step} of {options.steps}")
-                    raise SystemExit(0)
+                    raise StoppedError(record.step, state)
             if evaluate_every and record.step % evaluate_every == 0:
                 found = results.Evaluation(record.step, record.total_wire_bytes, run.evaluate(state))
                 evaluations.append(found)
                 results.write_line(log, {"kind": "evaluation", "reducer": name, **found._asdict()})
+        # The mean over the run: steps of one method may send different amounts.
         sent = records[-1].total_wire_bytes / options.steps
         held_out = run.evaluate(state)
         result = results.RunResult(name, tuple(records), held_out, sent, run.compile_seconds, tuple(evaluations))
@@ -110,19 +191,39 @@ def train_to_end(
     return result, state
 
 
-def title_of(options: Options, run: train.Run) -> str:
+@contextlib.contextmanager
+def _interrupt_as_preemption(step: int) -> Iterator[None]:
+    """Turns the first Ctrl-C into SIGTERM; the second one ends the process at once."""
+    # From this call on SIGTERM is a request to stop.
+    preemption_requested(step)
+
+    def request_stop(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, request_stop)
+    try:
+        yield
+    finally:
+        # A second Ctrl-C also ends the save that is still being written.
+        if signal.getsignal(signal.SIGINT) is request_stop:
+            signal.signal(signal.SIGINT, before)
+
+
+def title_of(options: Options, workload: Workload, workers: int) -> str:
     """The line above plots and tables: model, data, size and settings."""
-    size = f"{run.parameters / 1e6:.2f} M parameters"
+    size = f"{parameters_of(workload) / 1e6:.2f} M parameters"
+    # Only `compare` has several seeds.
     last = options.seed + getattr(options, "seeds", 1) - 1
     seeds = f"seed {options.seed}" if last == options.seed else f"seeds {options.seed} to {last}"
     what = {"text": "byte-level GPT", "digits": "convolutional net on digits"}[options.workload]
     if options.workload == "text":
         what += f" on {options.text or 'the standard library of Python'}"
-    return f"{what}, {size}, {run.workers} workers, batch {options.batch}, {options.optimizer}, {seeds}"
+    return f"{what}, {size}, {workers} workers, batch {options.batch}, {options.optimizer}, {seeds}"
 
 
 def unit_of(workload: Workload) -> str:
-    """The unit of the loss."""
+    """The unit of the loss of a workload."""
     return "nats per byte" if workload.name == "text" else "nats"
 
 

@@ -1,31 +1,30 @@
-"""The tables that commands print. Needs rich, of the extra `cli`."""
+"""The tables of single runs, of seeds and of sync periods: on the terminal, and as CSV, markdown and LaTeX."""
 
-from collections.abc import Sequence
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from .plotting.figures import in_bytes
+from .figures import in_bytes, new_table
 from .results import RunResult, summarize
 from .training.suites import Cell, SeedSpread, pareto_front
 
 CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
-SEEDS_CAPTION = "Mean over the seeds and half of their range. *: no other has both fewer bytes and a lower loss."
+SEEDS_CAPTION = (
+    "Mean over the seeds and half of their range; differences are taken seed by seed.\n"
+    "*: no other has both fewer bytes and a lower loss."
+)
 PERIODS_CAPTION = (
     "H: steps between two rounds. Held-out loss of the last global parameters.\n"
     "Bytes: sent by one worker in a step, on average."
 )
-
-
-def new_table(first: str, numbers: Sequence[str], *, caption: str | None = None, **style: Any) -> Table:
-    """A table without rows: a column of names, and columns of numbers aligned to the right."""
-    style = {"box": None, "header_style": "bold", "padding": (0, 1)} | style
-    table = Table(caption=caption, caption_justify="left", **style)
-    table.add_column(first, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", vertical="bottom")
-    return table
+SUFFIXES = (".csv", ".md", ".tex")
+_LATEX = str.maketrans({mark: f"\\{mark}" for mark in "_%&#$"} | {"±": r"$\pm$", "*": r"$\ast$"})
+Record = Mapping[str, Any]
 
 
 def runs_table(finished: Sequence[RunResult], baseline: RunResult | None) -> Table:
@@ -73,11 +72,95 @@ def periods_table(cells: Sequence[Cell]) -> Table:
 
 def _compare_loss(spread: SeedSpread, baseline: SeedSpread) -> list[str]:
     """Bytes, how many times fewer than the baseline's, held-out loss, and its difference from the baseline's."""
-    ratio = baseline.wire_bytes / spread.wire_bytes if spread.wire_bytes else 1.0
-    loss = _with_range(spread.held_out["loss"])
-    return [in_bytes(spread.wire_bytes), f"{ratio:,.1f}x", loss, f"{spread.difference.mean():+.4f}"]
+    ratio, loss = _times_fewer(spread, baseline), _with_range(spread.held_out["loss"])
+    return [in_bytes(spread.wire_bytes), f"{ratio:,.1f}x", loss, _with_range(spread.difference, sign="+")]
 
 
-def _with_range(values: np.ndarray) -> str:
+def _times_fewer(spread: SeedSpread, baseline: SeedSpread) -> float:
+    # One worker sends nothing, with any reducer.
+    return baseline.wire_bytes / spread.wire_bytes if spread.wire_bytes else 1.0
+
+
+def _with_range(values: np.ndarray, *, sign: str = "") -> str:
     spread = f" ±{(values.max() - values.min()) / 2:.4f}" if len(values) > 1 else ""
-    return f"{values.mean():.4f}{spread}"
+    return f"{values.mean():{sign}.4f}{spread}"
+
+
+def run_records(finished: Sequence[RunResult], baseline: RunResult | None) -> list[Record]:
+    """The numbers of `runs_table`, for a program: bytes, seconds and losses as they were measured."""
+    summaries = [summarize(result, baseline)._asdict() for result in finished]
+    return [_flatten(summary, summary.pop("held_out")) for summary in summaries]
+
+
+def _flatten(summary: dict[str, Any], held_out: Mapping[str, float]) -> Record:
+    # The summary has the loss already.
+    return summary | {f"held_out_{key}": value for key, value in held_out.items()}
+
+
+def seed_records(spreads: Sequence[SeedSpread], baseline: SeedSpread) -> list[Record]:
+    """The numbers of `seeds_table`, for a program; every metric has its mean, deviation and range over the seeds."""
+    return [_record_of(spread, baseline) for spread in spreads]
+
+
+def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:
+    metrics = {f"held_out_{key}": values for key, values in spread.held_out.items()}
+    record: dict[str, Any] = {"name": spread.name, "seeds": len(spread.difference)}
+    record |= {"wire_bytes_per_step": spread.wire_bytes, "times_fewer_bytes": _times_fewer(spread, baseline)}
+    for key, values in (metrics | {"difference": spread.difference}).items():
+        # The deviation of a sample: of a single seed it is unknown.
+        deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
+        spans = {"mean": values.mean(), "std": deviation, "min": values.min(), "max": values.max()}
+        record |= {f"{key}_{name}": float(value) for name, value in spans.items()}
+    return record | {"step_milliseconds": spread.milliseconds}
+
+
+def period_records(cells: Sequence[Cell]) -> list[Record]:
+    """The numbers of `periods_table`, for a program."""
+    baseline = cells[0].spread
+    return [{"method": cell.method, "H": cell.period, **_record_of(cell.spread, baseline)} for cell in cells]
+
+
+def check_table(path: Path | None) -> None:
+    """Raises ValueError, before anything is trained, if a table cannot be written in the form of this suffix."""
+    if path is not None and path.suffix not in SUFFIXES:
+        raise ValueError(f"--table must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+
+
+def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:
+    """Writes a table by the suffix of `path`: the numbers as CSV, or the rows as shown in markdown or LaTeX."""
+    check_table(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0])
+            writer.writeheader()
+            writer.writerows(records)
+        return path
+    headings = [str(column.header) for column in table.columns]
+    rows = [[str(cell).strip() for cell in row] for row in zip(*(column.cells for column in table.columns))]
+    aligned_right = [column.justify == "right" for column in table.columns]
+    to_text = _to_markdown if path.suffix == ".md" else _to_latex
+    path.write_text(to_text(headings, rows, aligned_right, str(table.caption or "")))
+    return path
+
+
+def _to_markdown(headings: list[str], rows: list[list[str]], aligned_right: list[bool], caption: str) -> str:
+    # A star would begin emphasis, and a bar the next cell.
+    escaped = [[cell.replace("|", r"\|").replace("*", r"\*") for cell in row] for row in (headings, *rows)]
+    rule = ["---:" if right else "---" for right in aligned_right]
+    lines = [f"| {' | '.join(row)} |" for row in (escaped[0], rule, *escaped[1:])]
+    return "\n".join([*lines, "", caption.replace("*", r"\*"), ""])
+
+
+def _to_latex(headings: list[str], rows: list[list[str]], aligned_right: list[bool], caption: str) -> str:
+    columns = "".join("r" if right else "l" for right in aligned_right)
+    comments = [f"% {line}" for line in ["\\usepackage{booktabs}", *caption.splitlines()]]
+    lines = [" & ".join(map(_escape_latex, row)) + r" \\" for row in (headings, *rows)]
+    body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:]]
+    return "\n".join([*comments, *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _escape_latex(cell: str) -> str:
+    # Outside of formulas a minus would be a hyphen.
+    signed = re.match(r"[+-](?=\d)", cell)
+    return (f"${signed[0]}$" if signed else "") + cell[signed.end() if signed else 0 :].translate(_LATEX)

@@ -12,12 +12,12 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import analysis
-from jaxdist._cli import advice
 from jaxdist._cli import main as cli
+from jaxdist._cli.commands import advise as advice
 from jaxdist._cli.models import digits
-from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
-from jaxdist.analysis import codec_timing, cost
+from jaxdist.analysis import cost, measured
 from jaxdist.analysis.measured import fit
 
 COMPUTE = 0.01
@@ -30,7 +30,7 @@ def workload():
 
 def predict(workload, names, link, workers=4):
     settings = {"optimizer": "adam:1e-3", "workers": workers, "batch_size": 4 * workers, "compute": COMPUTE}
-    return advice.predict(workload, names, link=rules.parse_link(link), **settings)
+    return advice.predict(workload, names, link=parse.parse_link(link), **settings)
 
 
 def test_bytes_are_those_of_the_compiled_step(workload):
@@ -66,7 +66,7 @@ def test_at_the_break_even_both_take_as_long(workload):
 def test_a_gather_is_decoded_as_often_as_there_are_workers():
     def decoded(workers):
         def decode(x, nought):
-            return jnp.sin(codec_timing._simulate_comm(workers, nought).all_gather(x)).sum(0)
+            return jnp.sin(measured._simulate_comm(workers, nought).all_gather(x)).sum(0)
 
         compiled = jax.jit(decode).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.int32(0)).compile()
         return (compiled.cost_analysis() or {})["transcendentals"]
@@ -110,7 +110,7 @@ def test_two_processes_measure_their_link():
     command = [
         sys.executable,
         "-c",
-        "from jaxdist._cli import main; raise SystemExit(main())",
+        "from jaxdist._cli.main import main; raise SystemExit(main())",
         "advise",
         "--workload",
         "digits",
@@ -164,6 +164,6 @@ def test_advise_refuses(arguments, message, capsys):
 
 
 def test_never_and_always():
-    assert rules.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
+    assert parse.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
     twice = advice.Prediction("twice", 20.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     assert advice.recommend([twice._replace(name="exact", wire_bytes=10.0), twice._replace(step=2.0)]).name == "exact"

@@ -1,15 +1,16 @@
 """Several reducers over several seeds: what is kept, what beats what, and the drawing."""
 
+import csv
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist._cli import losses, results
 from jaxdist._cli import main as cli
-from jaxdist._cli import results
 from jaxdist._cli.models import digits
-from jaxdist._cli.plotting import losses
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import suites, train
 
@@ -76,10 +77,20 @@ def test_another_seed_of_a_compiled_run_is_the_run_of_that_seed(mesh):
 def test_compare_over_seeds(tmp_path, capsys):
     arguments = ["compare", "--workload", "digits", "--model", "convnet:2", "--steps", "2", "--batch", "8"]
     arguments += ["--reducers", "exact", "f16", "--devices", "2", "--seeds", "2", "--out", str(tmp_path)]
+    arguments += ["--table", str(tmp_path / "new" / "table.csv")]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert "* f16" in printed
+    # Both differences have an interval: that of the baseline from itself is zero.
+    assert "+0.0000 ±0.0000" in printed
+    assert printed.count("±") == 6
+    exact, f16 = csv.DictReader((tmp_path / "new" / "table.csv").read_text().splitlines())
+    assert (f16["name"], f16["seeds"], exact["difference_max"]) == ("f16", "2", "0.0")
+    assert 1.9 < float(f16["times_fewer_bytes"]) < 2
+    low, mean, high, deviation = (float(f16[f"difference_{name}"]) for name in ("min", "mean", "max", "std"))
+    assert mean == pytest.approx((low + high) / 2)
+    assert deviation == pytest.approx((high - low) / 2**0.5)
     lines = results.read_log(tmp_path / "log.jsonl")
     assert [(line["reducer"], line["seed"]) for line in lines if line["kind"] == "run"] == [
         ("exact", 0),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import diagnosis
+from jaxdist._cli.commands import doctor as diagnosis
 from jaxdist._cli.main import main
 
 

@@ -8,13 +8,13 @@ import pytest
 
 import jaxdist as jd
 from jaxdist._cli import planning
+from jaxdist._cli.commands import plan as plans
 from jaxdist._cli.main import main
 from jaxdist._cli.models import base as layering
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import PLAIN, Workload
-from jaxdist._cli.plotting import plans
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import offloaded, train
+from jaxdist._cli.training import one_worker, train
 from jaxdist.analysis import Span, base, cost
 
 MODEL = "gpt:tiny"
@@ -88,7 +88,7 @@ def test_rounds_are_spread_over_their_steps(four, workload):
 
 def test_the_host_holds_what_was_offloaded(four, workload):
     method = parse.parse_method("exact", "adam:1e-3")
-    found = planning.plan("own", workload, method, batch_size=4, offload=offloaded.parse_offload("host"))
+    found = planning.plan("own", workload, method, batch_size=4, offload=one_worker.parse_offload("host"))
     assert found.host_bytes["optimizer state"] == pytest.approx(2 * 4 * found.parameters, rel=0.01)
     assert found.device_bytes["parameters"] == 4 * found.parameters
 

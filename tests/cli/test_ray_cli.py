@@ -27,7 +27,7 @@ def test_options_of_the_other_engine_are_refused(arguments, message, capsys):
 @pytest.mark.slow
 def test_train_on_processes(tmp_path):
     pytest.importorskip("ray")
-    command = [sys.executable, "-c", "import sys; from jaxdist._cli import main; sys.exit(main())", "train"]
+    command = [sys.executable, "-c", "import sys; from jaxdist._cli.main import main; sys.exit(main())", "train"]
     command += ["--engine", "ray", "--rule", "ad_psgd", "--workers", "3", "--steps", "30", "--workload", "digits"]
     command += ["--model", "convnet:1", "--batch", "4", "--optimizer", "sgd:0.05", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

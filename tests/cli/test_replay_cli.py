@@ -66,11 +66,14 @@ def test_equal_seeds_write_equal_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "ringmastr:3"], "unknown rule 'ringmastr:3'; known: bsp, backup_workers:SPARE"),
+        (
+            ["--rule", "ringmastr:3"],
+            "unknown rule 'ringmastr:3'; did you mean ringmaster? known: bsp, backup_workers:SPARE",
+        ),
         (["--rule", "ringmaster"], "missing a required argument: 'max_delay'"),
         (["--rule", "ringmaster:0"], "max_delay must be at least 1, got 0"),
         (["--rule", "backup_workers:4"], "spare must be less than the 4 workers, got 4"),
-        (["--rule", "hop:ringg"], "unknown graph 'ringg'; known: ring, directed-ring"),
+        (["--rule", "hop:ringg"], "unknown graph 'ringg'; did you mean ring? known: ring, directed-ring"),
         (["--rule", "hop:ring,backup=1"], "backup=1 needs token queues"),
         (["--rule", "hop", "--gradient", "f16"], "sends models, and no gradients"),
         (["--rule", "prague:2", "--gradient", "f16"], "sends models, and no gradients"),

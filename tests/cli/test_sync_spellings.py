@@ -6,10 +6,9 @@ import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist._cli import losses, results
 from jaxdist._cli import main as cli
-from jaxdist._cli import results
 from jaxdist._cli.models import digits
-from jaxdist._cli.plotting import losses
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import suites, train
 
@@ -39,7 +38,10 @@ def trained(any_period):
 @pytest.mark.parametrize(
     ("spelling", "message"),
     [
-        ("dilco:H=50", r"unknown sync 'dilco:H=50'; known: local_sgd, post_local_sgd, slowmo, diloco"),
+        (
+            "dilco:H=50",
+            r"unknown sync 'dilco:H=50'; did you mean diloco\? known: local_sgd, post_local_sgd, slowmo, diloco",
+        ),
         ("diloco", r"give the number of steps between two rounds by name, as in diloco:H=50"),
         ("diloco:50", r"by name, as in diloco:H=50"),
         ("diloco:H=0", r"H must be a positive whole number, got 0"),
@@ -128,7 +130,7 @@ def test_train_with_sync_leaves_the_right_figures(tmp_path, capsys):
 
 def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
     assert cli.main(["train", *TINY, "--sync", "qsgd:4", "--out", str(tmp_path)]) == 2
-    assert "unknown sync 'qsgd:4'; known: local_sgd" in capsys.readouterr().err
+    assert "unknown sync 'qsgd:4'; did you mean palsgd? known: local_sgd" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -15,6 +15,6 @@ def test_topology_prints_and_draws(name, tmp_path, capsys):
 
 def test_topology_says_what_there_is(capsys):
     assert cli.main(["topology", "rink"]) == 2
-    assert "unknown topology 'rink'; known: ring, directed-ring" in capsys.readouterr().err
+    assert "unknown graph 'rink'; did you mean ring? known: ring, directed-ring" in capsys.readouterr().err
     assert cli.main(["topology", "torus", "--workers", "7"]) == 2
     assert "use ring" in capsys.readouterr().err

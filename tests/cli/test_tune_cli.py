@@ -11,7 +11,7 @@ import jaxdist as jd
 from jaxdist._cli import layers
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import gpt
-from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.spellings import parse
 
 TINY = ["tune", "--model", "gpt:tiny,context=8,width=16,layers=3", "--batch", "8", "--workers", "4"]
 
@@ -103,7 +103,7 @@ def test_what_is_recommended_is_what_was_simulated(capsys, tmp_path, overhead):
     reducers = SimpleNamespace(partitioned=lambda _, **options: options)
     options = eval(what, {"jd": SimpleNamespace(exact=lambda: {}, reducers=reducers)})
     options = options or {"layers": [tuple(layer.name for layer in costs)]}
-    link = {"bandwidth": 62.5e6 / 1.5, "overhead": rules.parse_link(f"1gbit,{overhead}").latency, "latency": 3e-5}
+    link = {"bandwidth": 62.5e6 / 1.5, "overhead": parse.parse_link(f"1gbit,{overhead}").latency, "latency": 3e-5}
     profile = layers.profile_from_rate(costs, flops=1e9)
     played = layers.step_of(costs, profile, groups=options.pop("layers"), **options, **link)
     assert 1e3 * played.makespan == pytest.approx(promised, abs=0.006)

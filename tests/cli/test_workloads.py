@@ -5,9 +5,8 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import results
-from jaxdist._cli.models import digits, gpt, partition, text
-from jaxdist._cli.plotting import losses
+from jaxdist._cli import losses, results
+from jaxdist._cli.models import digits, gpt, text
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 
@@ -220,34 +219,18 @@ def test_running_mean_is_centred():
 def test_plots_survive_runs_that_explode(tmp_path):
     runs = [_result("exact", [5.0, 4.0, 3.0] * 4), _result("bad", [5.0, 1e30, float("inf"), float("nan")] * 3, 0.0)]
     for path in (
-        losses.draw_compare(runs, tmp_path / "compare.png", title="two runs"),
+        losses.draw_compare([*([run] for run in runs), runs], tmp_path / "compare.png", title="two runs"),
         losses.draw_train(runs[1], runs[0], tmp_path / "train.png", title="one run"),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_workers_with_images_of_their_own():
-    labels = np.arange(1000) % 10
-    parts = partition.dirichlet_partition(labels, 16, concentration=0.1)
-    assert len(np.unique(np.concatenate(parts))) == 16 * 62  # no example twice
-    largest = [np.bincount(labels[part]).max() / 62 for part in parts]
-    assert np.median(largest) > 0.5
-    alike = partition.dirichlet_partition(labels, 16, concentration=1000.0)
-    assert np.median([np.bincount(labels[part]).max() / 62 for part in alike]) < 0.25
-
-
 def test_rows_of_a_batch_go_to_their_worker():
     work = digits.digits_workload(4, workers=4, concentration=0.1)
     train = digits.splits()[0]
-    parts = partition.dirichlet_partition(train.labels, 4, concentration=0.1)
+    parts = digits.equal_parts(train.labels, 4, concentration=0.1)
     labels = work.batch(0, 3, 32).labels.reshape(4, 8)
     for mine, part in zip(labels, parts, strict=True):
         assert set(mine) <= set(train.labels[part])
     with pytest.raises(ValueError, match="multiple of the 4 workers, got 6"):
         work.batch(0, 0, 6)
-
-
-@pytest.mark.parametrize(("workers", "concentration", "message"), [(0, 1.0, "workers"), (4, 0.0, "concentration")])
-def test_partitions_that_cannot_be(workers, concentration, message):
-    with pytest.raises(ValueError, match=message):
-        partition.dirichlet_partition(np.arange(8), workers, concentration=concentration)

@@ -1,19 +1,64 @@
 """`jaxdist compare`: several methods on the same data."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 import jax
+import tyro
 
 from ...runtime.mesh import make_mesh
-from .. import results, tables
-from ..options import CompareOptions
-from ..plotting import losses
-from ..running import new_console, path_in, prepare_runs, print_paths, set_up, title_of, train_to_end, unit_of
+from .. import losses, results, tables
+from ..running import (
+    File,
+    Options,
+    new_console,
+    path_in,
+    prepare_runs,
+    print_figure,
+    print_paths,
+    set_up,
+    title_of,
+    train_to_end,
+    unit_of,
+)
 from ..training import suites, train
+
+DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
+
+
+@dataclass(frozen=True)
+class CompareOptions(Options):
+    """Trains with several reducers on the same data and plots loss against bytes.
+
+    Examples:
+      jaxdist compare
+      jaxdist compare --reducers exact f16 diloco:H=50/ef:qsgd:4 --workload digits
+      jaxdist compare --reducers exact my_reducers:diana:qsgd:2 --seeds 3 --table diana.tex
+      jaxdist compare --suite compression --workload digits --seeds 3
+      jaxdist compare --suite local --workers 4 8 --steps 1024
+    """
+
+    reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
+    """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
+    suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
+    """Instead of --reducers: compression (all of them), or local (all of --sync)."""
+    workers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = (4, 8)
+    """For --suite local, instead of --devices."""
+    periods: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = suites.PERIODS
+    """For --suite local: the values of H."""
+    seeds: int = 1
+    """Repeats everything with this many seeds, counted from --seed."""
+    table: File = None
+    """Write the table to this file too: .csv with all numbers, .md or .tex."""
+    out: Path = Path("runs/compare")
+    """Folder of log.jsonl and the figure."""
 
 
 def run_compare(chosen: CompareOptions) -> None:
-    """Runs the comparison that was chosen."""
+    """Compares reducers, or synchronization periods of local steps, as the suite of `chosen` says."""
+    tables.check_table(chosen.table)
     if chosen.suite == "local":
         _compare_periods(chosen)
     else:
@@ -36,39 +81,53 @@ def _compare_reducers(chosen: CompareOptions) -> None:
         for name, run in runs:
             finished.append([])
             for seed in range(chosen.seed, chosen.seed + chosen.seeds):
+                # Other seeds reuse the compiled step.
                 seeded = run if seed == chosen.seed else run.with_seed(seed)
                 options = replace(chosen, seed=seed)
                 finished[-1].append(train_to_end(name, seeded, options, workload, log, console)[0])
-    title = title_of(chosen, run)
+    title = title_of(chosen, workload, mesh.size)
     labels = {"title": title, "unit": unit_of(workload)}
+    if chosen.suite:
+        plot = losses.draw_seeds(_collect(finished), chosen.out / "pareto.png", **labels)
+    else:
+        plot = losses.draw_compare(finished, chosen.out / "compare.png", **labels)
     if chosen.suite or chosen.seeds > 1:
-        spreads = [suites.collect_seeds(seeds, finished[0]) for seeds in finished]
-        plot = losses.draw_seeds(spreads, chosen.out / "pareto.png", **labels)
-        table = tables.seeds_table(spreads)
+        spreads = _collect(finished)
+        table, records = tables.seeds_table(spreads), tables.seed_records(spreads, spreads[0])
     else:
         single = [seeds[0] for seeds in finished]
-        plot = losses.draw_compare(single, chosen.out / "compare.png", **labels)
-        table = tables.runs_table(single, single[0])
+        table, records = tables.runs_table(single, single[0]), tables.run_records(single, single[0])
     console.print(f"\n{title}", style="dim", highlight=False)
     console.print(table)
-    print_paths(console, plot=plot, log=log_path)
+    print_paths(console, log=log_path)
+    if chosen.table is not None:
+        print_paths(console, table=tables.write_table(table, records, chosen.table))
+    print_figure(console, chosen, plot)
+
+
+def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.SeedSpread]:
+    # Differences are taken seed by seed, which cancels what the data and the initial parameters cause.
+    return [suites.collect_seeds(seeds, finished[0]) for seeds in finished]
 
 
 def _compare_periods(chosen: CompareOptions) -> None:
     """Compares each method at each `H`, for each number of workers: `--suite local`."""
     console = new_console()
     suites.check_sweep(chosen.periods, chosen.workers, chosen.seeds)
+    # A CPU can be split only once, before JAX starts: into the devices of the largest comparison.
     workload, _ = set_up(chosen, devices=max(chosen.workers))
     if max(chosen.workers) > jax.device_count():
         raise ValueError(
             f"--workers {max(chosen.workers)} requested, but only {jax.device_count()} devices are available"
         )
     log_path = path_in(chosen.out, "log.jsonl")
+    # Evaluations at the ends of rounds: the global parameters change only there.
     interval = suites.evaluation_interval(chosen.steps, chosen.periods)
     with log_path.open("w") as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
             settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed}
+            console.print(f"compiling each method for {workers} workers ...", highlight=False)
             cells: list[suites.Cell] = []
             sweep = suites.prepare_sweep(workload, chosen.optimizer, chosen.periods, **settings)
             for method, period, name, run in sweep:
@@ -77,10 +136,14 @@ def _compare_periods(chosen: CompareOptions) -> None:
                     run_of_seed = (name, run.with_seed(seed), replace(chosen, seed=seed), workload, log, console)
                     finished.append(train_to_end(*run_of_seed, evaluate_every=interval)[0])
                 cells.append(suites.collect_cell(method, period, finished, cells[0] if cells else None, run))
-            title = title_of(chosen, run)
+            title = title_of(chosen, workload, workers)
             labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
             plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
             console.print(f"\n{title}", style="dim", highlight=False)
-            console.print(tables.periods_table(cells))
-            print_paths(console, plot=plot)
+            table = tables.periods_table(cells)
+            console.print(table)
+            if chosen.table is not None:
+                path = chosen.table.with_stem(f"{chosen.table.stem}-{workers}")
+                print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))
+            print_figure(console, chosen, plot)
     print_paths(console, log=log_path)

@@ -2,47 +2,57 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 from rich.console import Console
 
+from ...analysis import Span
 from .. import planning
+from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, write
 from ..models import gpt
-from ..options import SYNC
-from ..plotting.figures import in_bytes
-from ..plotting.plans import PARTS, draw_plan
-from ..running import new_console, path_in
+from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
-from ..tables import new_table
-from ..training import offloaded
+from ..training.one_worker import parse_offload
 
-REDUCER = "Default: exact.\n" + parse.describe_reducers()
+PARTS = {"parameters": COLORS[1], "optimizer state": COLORS[6], "batch": COLORS[3], "temporaries": "#B8B8B8"}
+COMPUTE, HIDDEN, EXPOSED, OTHER = COLORS[1], COLORS[3], COLORS[4], COLORS[7]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of `jaxdist plan`."""
+    """Predicts memory, bytes and time of a run on TPUs or GPUs that are not available here.
+
+    Examples:
+      jaxdist plan --target v5e:16x16 --model gpt:1b --zero 3
+      jaxdist plan --target h100:4x8 --model gpt:7b --zero 3 --offload host --batch 64
+    """
 
     target: Annotated[str, tyro.conf.arg(help=f"The target to compile for: {planning.TARGETS}.")]
     model: str = "gpt:1b"
     """gpt:SIZE[,key=value...]: 125m, 350m, 1b, 3b, 7b, 13b, 70b, or a size of jaxdist train; gpt:1b,context=4096."""
-    reducer: Annotated[str | None, tyro.conf.arg(help=REDUCER)] = None
-    sync: Annotated[str | None, tyro.conf.arg(help=SYNC)] = None
+    reducer: Text = None
+    """Encodes what workers send: see jaxdist reducers. Default: exact."""
+    sync: Text = None
+    """Local steps, synchronized every H: diloco:H=50; see jaxdist reducers."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO: 1 and 2 shard the optimizer state over the workers, 3 the parameters too."""
-    offload: Literal["host"] | None = None
+    offload: Annotated[Literal["host"] | None, tyro.conf.arg(metavar="host", help_behavior_hint="")] = None
     """Where to keep the optimizer state: host for host memory."""
     optimizer: str = "adamw:1e-3"
     """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9."""
-    batch: int | None = None
+    batch: Integer = None
     """Examples in a step, all workers together; by default one for each worker."""
     slices: int = 1
     """Number of TPU slices, with a data-center network between them."""
-    xla: tuple[str, ...] = ()
+    xla: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...", help_behavior_hint="")] = ()
     """Compiler flags, as in xla_gpu_enable_latency_hiding_scheduler=True."""
     out: Path = Path("runs/plan")
     """Folder of plan.png."""
@@ -63,6 +73,7 @@ def run_plan(chosen: PlanOptions) -> int:
             "two_shot:qsgd:4, two_shot:int8, and with --zero 1 or 2 also ef:two_shot:qsgd:4"
         )
     flags = {name: grammar.parse_literal(value) for name, _, value in (flag.partition("=") for flag in chosen.xla)}
+    # Before the first use of JAX, which starts its backends.
     _hide_accelerators()
     workload = parse.parse_workload("text", chosen.model)
     with console.status(f"compiling for {chosen.target}"):
@@ -70,7 +81,7 @@ def run_plan(chosen: PlanOptions) -> int:
             chosen.target,
             workload,
             method,
-            offload=offloaded.parse_offload(chosen.offload),
+            offload=parse_offload(chosen.offload),
             batch_size=chosen.batch,
             num_slices=chosen.slices,
             compiler_options=flags or None,
@@ -91,13 +102,16 @@ def run_plan(chosen: PlanOptions) -> int:
     for warning in found.warnings:
         console.print(f"note: {warning}", style="dim", highlight=False)
     picture = draw_plan(found, path_in(chosen.out, "plan.png"), title=title)
-    console.print(f"compiled in {found.compile_seconds:.0f} s, picture {picture}", highlight=False, soft_wrap=True)
+    console.print(f"compiled in {found.compile_seconds:.0f} s", highlight=False)
+    print_paths(console, figure=picture)
+    # Scripts can search for the smallest target that fits.
     return 0 if found.fits else 1
 
 
 def _hide_accelerators() -> None:
     """Keeps JAX and libtpu from searching for machines that are not available, which prints warnings."""
-    with contextlib.suppress(RuntimeError):  # JAX runs already
+    # An error means that JAX runs already.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     # libtpu would ask the cloud's metadata server for these.
     names = {"ACCELERATOR_TYPE": "v5litepod-16", "WORKER_HOSTNAMES": "localhost", "WORKER_ID": "0"}
@@ -157,3 +171,116 @@ def _print_times(console: Console, found: planning.Planned, tokens: int) -> None
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def draw_plan(planned: planning.Planned, path: str | Path, *, title: str) -> Path:
+    """Draws memory as stacked bars, and the lanes of a step: all of it, and a sixteenth enlarged."""
+    figure = new_figure(title, 11.5, 5.0)
+    if not planned.spans:
+        _draw_memory(figure.subplots(), planned)
+        return write(figure, path)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 2.6))
+    left, right = halves
+    _draw_memory(left.subplots(), planned)
+    whole, close = right.subplots(2, 1)
+    end = max(span.end for span in planned.spans)
+    _draw_lanes(whole, planned.spans, (0.0, end))
+    waiting = f", {planned.exposed_seconds / planned.seconds:.0%} of it waiting for the network"
+    seconds = EngFormatter(unit="s", places=0 if planned.seconds >= 1e-3 else 1)(planned.seconds)
+    label(whole, f"one step at best: {seconds}{waiting}", size=10)
+    # Away from the start, where no collective has begun.
+    middle = 0.3 * end
+    _draw_lanes(close, planned.spans, (middle, middle + end / 16))
+    label(close, "a sixteenth of it", size=10, xlabel="time since the step began")
+    return write(figure, path)
+
+
+def _draw_memory(axes: Axes, planned: planning.Planned) -> None:
+    bars = [("device", planned.device_bytes)] + ([("host", planned.host_bytes)] if planned.host_bytes else [])
+    # The line of the limit must be in view, whether the program fits or not.
+    tallest = max(planned.chip.memory, *(sum(sizes.values()) for _, sizes in bars))
+    # Parts below this height have no room for text.
+    readable = 0.045 * tallest
+    for place, (_, sizes) in enumerate(bars):
+        bottom = 0.0
+        for name, color in PARTS.items():
+            size = sizes.get(name, 0.0)
+            if not size:
+                continue
+            axes.bar(place, size, 0.56, bottom, color=color, label=name if place == 0 else None)
+            if size > readable:
+                style = {"ha": "center", "va": "center", "fontsize": 8, "color": "w" if color == COLORS[1] else "k"}
+                axes.text(place, bottom + size / 2, f"{name}\n{in_bytes(size)}", **style)
+            bottom += size
+    limit = planned.chip.memory
+    axes.axhline(limit, color=EXPOSED, linewidth=1.5, linestyle=(0, (4, 2)))
+    note = f"{in_bytes(limit)} of a {planned.chip.name}"
+    axes.annotate(note, (-0.5, limit), (0, 4), textcoords="offset points", color=EXPOSED, fontsize=9)
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars])
+    count_bytes(axes.yaxis)
+    verdict = "fits" if planned.fits else "does not fit"
+    limits = {"xlim": (-0.55, len(bars) - 0.45), "ylim": (0, 1.12 * tallest)}
+    label(axes, f"memory: {in_bytes(planned.peak)}, {verdict}", size=10, **limits)
+    open_axes(axes)
+    small = [name for name, size in planned.device_bytes.items() if 0 < size <= readable]
+    if small:
+        sizes = ", ".join(f"{name} {in_bytes(planned.device_bytes[name])}" for name in small)
+        text = f"too small to see: {sizes}" if len(small) < 3 else sizes
+        axes.set_xlabel(text, fontsize=7.5, color=GREY, wrap=True)
+
+
+def _draw_lanes(axes: Axes, spans: Sequence[Span], window: Interval) -> None:
+    """Draws the part of each lane inside the window; of the links' lanes, exposed time in another color."""
+    computing = merge_intervals([(span.start, span.end) for span in spans if span.lane == "compute"])
+    lanes = ["compute", *sorted({span.lane for span in spans} - {"compute", "memory"})]
+    for row, lane in enumerate(lanes):
+        # Operations of one lane may overlap: their union is drawn.
+        busy = _clip(merge_intervals([(span.start, span.end) for span in spans if span.lane == lane]), window)
+        if lane in ("compute", "host"):
+            layers = [(busy, COMPUTE if lane == "compute" else OTHER)]
+        else:
+            # Exposed is what no computation covers; it is drawn over the whole.
+            layers = [(busy, HIDDEN), (subtract_intervals(busy, _clip(computing, window)), EXPOSED)]
+        for intervals, color in layers:
+            widths = [(start, end - start) for start, end in intervals]
+            axes.broken_barh(widths, (row - 0.36, 0.72), color=color, linewidth=0)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set(xlim=window, ylim=(len(lanes) - 0.45, -0.55))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
+    open_axes(axes, left=False)
+    for x, text, color in ((0.875, "hidden", HIDDEN), (0.995, "waited for", EXPOSED)):
+        axes.text(x, 1.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color=color)
+
+
+def merge_intervals(intervals: Sequence[Interval]) -> list[Interval]:
+    """The union of intervals, sorted and without overlaps."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def subtract_intervals(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The parts of `intervals` that `others` do not cover; both merged."""
+    rest, n = [], 0
+    for start, end in intervals:
+        while n < len(others) and others[n][1] <= start:
+            n += 1
+        # Walk over the others that overlap this interval; `n` stays, since they may overlap the next one too.
+        at, later = start, n
+        while later < len(others) and others[later][0] < end:
+            if others[later][0] > at:
+                rest.append((at, others[later][0]))
+            at = max(at, others[later][1])
+            later += 1
+        if at < end:
+            rest.append((at, end))
+    return rest
+
+
+def _clip(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
+    low, high = window
+    return [(max(start, low), min(end, high)) for start, end in intervals if end > low and start < high]

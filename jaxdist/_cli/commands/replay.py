@@ -1,73 +1,77 @@
 """`jaxdist replay`: asynchronous methods on a virtual clock."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from ...asynchronous import replay
-from ..plotting.figures import in_bytes
-from ..plotting.replays import draw_replays
-from ..running import new_console, path_in, print_paths
-from ..spellings import grammar, parse, rules
-from ..spellings.tables import RULES
-from ..tables import new_table
+from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, write
+from ..running import File, Number, Text, new_console, path_in, print_paths
+from ..spellings import parse
 from ..training import asynchronous
+from ..training.asynchronous import staleness
 
 EVALUATIONS = 60
+WAITING = "#D9D9D9"
 NOTE = "Staleness: versions between reading a model and using its gradient.\nSent: models and gradients of all workers."
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """The options of `jaxdist replay`."""
+    """Runs asynchronous methods on a virtual clock: real gradients, simulated time.
 
-    rule: Annotated[tuple[str, ...], tyro.conf.arg(help="One or several to compare:\n" + grammar.describe(RULES))] = (
-        "bsp",
-        "asgd",
-        "ringmaster:8",
-    )
+    Examples:
+      jaxdist replay --rule bsp asgd ringmaster:3 --workers 64 --slow 4x
+      jaxdist replay --rule asgd --gradient ef:top_k:0.01 --link 100mbit,20ms
+    """
+
+    rule: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = ("bsp", "asgd", "ringmaster:8")
+    """One or several to compare: jaxdist reducers lists them."""
     workers: int = 8
     """Number of workers."""
     seconds: float = 120.0
     """Duration in virtual time."""
     law: str = "exponential:1"
     """Seconds that gradients take: constant:1, exponential:1, shifted_exponential:0.5,0.5, lognormal:1,0.3."""
-    slow: str | None = None
+    slow: Text = None
     """Worker 0 is slower, as in 4x."""
-    random_slow: str | None = None
+    random_slow: Text = None
     """Each gradient is slower with some probability, as in 6x,0.1."""
-    failures: str | None = None
+    failures: Text = None
     """Mean seconds until a worker fails and until it is back, as in 100,5."""
-    recorded: Path | None = None
+    recorded: File = None
     """Instead of --law, a JSON file of measured seconds of gradients, with a list for each worker."""
-    link: str | None = None
+    link: Text = None
     """Bandwidth and latency of the links, as in 100mbit,20ms. By default messages take no time."""
     optimizer: str = "sgd:0.05"
     """Any optax optimizer; it runs on the server or, for bsp, on every worker."""
-    gradient: str | None = None
+    gradient: Text = None
     """The code of gradients on the wire, as in qsgd:4 or ef:top_k:0.01."""
     workload: Literal["text", "digits"] = "digits"
     """As for jaxdist train."""
-    model: str | None = None
+    model: Text = None
     """As for jaxdist train; the default is convnet:8 for digits."""
     batch: int = 32
     """Examples in a gradient."""
-    skew: float | None = None
+    skew: Number = None
     """For digits, different labels for each worker: 0.1 is one to three each, 100 nearly the same for all."""
     seed: int = 0
     """Draws parameters, batches and durations: equal seeds give every rule the same."""
-    target: float | None = None
+    target: Number = None
     """Report when the held-out loss first reaches this value in three evaluations in a row."""
     timing_only: bool = False
     """Train no model; only simulate times and bytes."""
-    events: Path | None = None
+    events: File = None
     """A file for all events, one JSON object per line."""
     out: Path = Path("runs/replay")
     """Folder of replay.png."""
@@ -81,14 +85,16 @@ def run_replay(chosen: ReplayOptions) -> None:
     if not chosen.rule:
         raise ValueError("--rule needs at least one name")
     optimizer = parse.parse_optimizer(chosen.optimizer)
-    made = [(name, rules.parse_rule(name, optimizer, chosen.gradient)) for name in chosen.rule]
+    made = [(name, parse.parse_rule(name, optimizer, chosen.gradient)) for name in chosen.rule]
+    # All options are parsed before the first simulation, so that a wrong one costs no time.
     slowdowns = {"slow": chosen.slow, "random_slow": chosen.random_slow, "failures": chosen.failures}
-    law = rules.parse_durations(chosen.law, **slowdowns, recorded=chosen.recorded)
+    law = parse.parse_durations(chosen.law, **slowdowns, recorded=chosen.recorded)
+    # A smaller model than that of `train`: a replay computes every gradient of every worker on one device.
     model = chosen.model or ("convnet:8" if chosen.workload == "digits" else None)
     workload = parse.parse_workload(chosen.workload, model)
     data = {"batch": chosen.batch, "seed": chosen.seed, "workers": chosen.workers, "skew": chosen.skew}
     task = asynchronous.make_task(workload, **data)
-    settings = {"workers": chosen.workers, "durations": law, "links": rules.parse_links(chosen.link)}
+    settings = {"workers": chosen.workers, "durations": law, "links": parse.parse_links(chosen.link)}
     settings |= {"seed": chosen.seed, "timing_only": chosen.timing_only}
     if not chosen.timing_only:
         # Rounded down to ticks, so that the last evaluation is at the end or before.
@@ -108,13 +114,12 @@ def run_replay(chosen: ReplayOptions) -> None:
     )
     console.print(f"\n{title}", style="dim", highlight=False)
     console.print(rules_table(finished, chosen.target))
-    print_paths(console, plot=draw_replays(finished, path_in(chosen.out, "replay.png"), title=title))
+    print_paths(console, figure=draw_replays(finished, path_in(chosen.out, "replay.png"), title=title))
     if chosen.events is not None:
         print_paths(console, events=chosen.events)
 
 
 def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Console) -> replay.Result:
-    """Runs to the end in pieces, with a progress bar."""
     state = clock.init()
     columns = [TextColumn(f"{name:<18}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[now]}")]
     with Progress(*columns, console=console) as progress:
@@ -134,13 +139,88 @@ def rules_table(finished: list[tuple[str, replay.Result]], target: float | None)
     table = new_table("rule", headings, caption=NOTE, pad_edge=False)
     for name, run in finished:
         gradients = run.trace.gradients
-        old = asynchronous.staleness(name, run.trace)
+        old = staleness(name, run.trace)
         cells = [f"{len(run.trace.steps):,}", f"{len(gradients):,}", f"{np.sum(~gradients.accepted):,}"]
+        # A rule that has used no gradient has no staleness.
         cells += [f"{old.mean():.1f}", f"{old.max()}"] if len(old) else ["-", "-"]
         cells += [f"{run.computing.mean():.0%}", in_bytes(float(run.sent.sum()))]
         cells += [f"{run.losses[-1]:.4f}" if len(run.losses) else "-"]
         if target is not None:
+            # Three evaluations in a row: a single one below the target may be noise.
             reached = replay.time_to_target(run, target, persist=3)
             cells += [f"{reached:{',.0f' if reached >= 100 else '.3g'}} s" if np.isfinite(reached) else "-"]
         table.add_row(name, *cells)
     return table
+
+
+def draw_replays(
+    runs: Sequence[tuple[str, replay.Result]], path: str | Path, *, title: str, clock: str = "virtual"
+) -> Path:
+    """Draws runs on the same clock side by side."""
+    rows = len(runs)
+    figure = new_figure(title, 13.5, max(4.6, 1.3 * rows + 1.2))
+    grid = figure.add_gridspec(rows, 3, width_ratios=(1.5, 1, 1))
+    # One loss panel for all rules, and for each rule a row with its staleness and its time.
+    loss, bins = figure.add_subplot(grid[:, 0]), _staleness_bins(runs)
+    evaluated = any(len(run.losses) for _, run in runs)
+    for row, (name, run) in enumerate(runs):
+        color, last = color_of(row), row == rows - 1
+        if evaluated:
+            loss.plot(run.times, run.losses, color=color, linewidth=1.8, label=f"{name}   {run.losses[-1]:.3f}")
+        else:
+            ticks, count = run.trace.steps.tick, len(run.trace.steps)
+            # From zero steps at time 0 to the last count at the end.
+            seconds = np.concatenate([[0], ticks / run.ticks_per_second, [run.seconds]])
+            steps = np.minimum(np.arange(count + 2), count)
+            loss.step(seconds, steps, color=color, linewidth=1.8, label=f"{name}   {count:,}", where="post")
+        _draw_staleness(figure.add_subplot(grid[row, 1]), run, name, color, bins, last=last)
+        _draw_time(figure.add_subplot(grid[row, 2]), run, color, last=last)
+    drawn, ylabel = ("loss", "held-out loss") if evaluated else ("steps", "steps of the model")
+    label(loss, f"{drawn} over {clock} time", xlabel=f"{clock} seconds", ylabel=ylabel)
+    loss.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    open_axes(loss)
+    loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)
+    figure.axes[1].set_title("staleness of gradients used", loc="left")
+    figure.axes[2].set_title("computes, waits (grey), gone (hatched)", loc="left")
+    return write(figure, path)
+
+
+def _staleness_bins(runs: Sequence[tuple[str, replay.Result]]) -> list[int]:
+    """The starts of the bins, 0, 1, 2, 4, 8, ..., up to the largest staleness of all runs, and one past the last."""
+    # All runs share the bins, so that their panels can be compared.
+    most = max((int(staleness(name, run.trace).max(initial=0)) for name, run in runs), default=0)
+    return [0, *(1 << power for power in range(most.bit_length() + 1))]
+
+
+def _draw_staleness(axes: Axes, run: replay.Result, name: str, color: str, bins: list[int], *, last: bool) -> None:
+    found = staleness(name, run.trace)
+    shares = np.histogram(found, bins)[0] / max(len(found), 1)
+    axes.bar(np.arange(len(shares)), shares, color=color, width=0.9)
+    axes.set(yticks=[0, 0.5, 1], ylim=(0, 1))
+    open_axes(axes)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    text = f"{name}\nmean {found.mean():.1f}, most {found.max()}" if len(found) else f"{name}\nnone"
+    axes.text(1, 0.98, text, transform=axes.transAxes, ha="right", va="top", color=color, fontsize=9)
+    # At most nine labels.
+    every = 1 + len(shares) // 9
+    names = [f"{low}+" if low > 1 else f"{low}" for low in bins[:-1:every]]
+    axes.set_xticks(np.arange(0, len(shares), every), names if last else [])
+    if last:
+        axes.set_xlabel("versions between reading and use")
+
+
+def _draw_time(axes: Axes, run: replay.Result, color: str, *, last: bool) -> None:
+    workers = np.arange(len(run.computing))
+    busy = run.computing + run.down
+    # With many workers, gaps between their bars would only blur the picture.
+    bar: dict[str, Any] = {"height": 0.85 if len(workers) <= 32 else 1.0}
+    axes.barh(workers, run.computing, color=color, **bar)
+    axes.barh(workers, run.down, left=run.computing, color="white", edgecolor=GREY, hatch="////", linewidth=0, **bar)
+    axes.barh(workers, 1 - busy, left=busy, color=WAITING, **bar)
+    axes.set(xlim=(0, 1), ylim=(len(workers) - 0.5, -0.5), ylabel="worker")
+    open_axes(axes)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.tick_params(labelbottom=last)
+    if last:
+        axes.set_xlabel("part of the time")

@@ -1,24 +1,121 @@
-"""`jaxdist train`: one run beside plain all-reduce, on devices or on processes."""
+"""`jaxdist train`: one run beside plain all-reduce, on devices or, with `--engine ray`, a rule on real processes."""
 
+import platform
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from .. import results, tables
-from ..options import TrainOptions
-from ..plotting import losses
-from ..plotting.figures import in_bytes
-from ..running import new_console, path_in, prepare_runs, print_paths, set_up, title_of, train_to_end, unit_of
+from ... import checkpoint, islands
+from ...asynchronous import ray_engine, replay
+from ...asynchronous.protocol import Rule
+from .. import losses, results, tables
+from ..figures import in_bytes
+from ..running import (
+    Integer,
+    Number,
+    Options,
+    StoppedError,
+    Text,
+    new_console,
+    path_in,
+    prepare_runs,
+    print_figure,
+    print_paths,
+    set_up,
+    shorten,
+    show_compiling,
+    title_of,
+    train_to_end,
+    unit_of,
+)
 from ..spellings import parse
-from ..training import offloaded
-from .processes import refuse_process_options, train_processes
+from ..training import asynchronous, train
+from ..training.one_worker import parse_offload
+from .replay import draw_replays, rules_table
+
+MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
+ISLAND_OPTIONS = ("name", "round_timeout", "begin_with")
+PROCESS_OPTIONS = ("rule", "workers", "seconds", "slow", "gradient", "on_death", "address")
+EVALUATION_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class TrainOptions(Options):
+    """Trains one model on all devices and compares it with plain all-reduce.
+
+    Examples:
+      jaxdist train
+      jaxdist train --reducer ef:top_k:0.01 --text my-notes/ --steps 500
+      jaxdist train --sync diloco:H=50 --save-every 50 --resume
+      jaxdist train --sync diloco:H=50 --islands s3://bucket/run-7 --name eu-1
+      jaxdist train --engine ray --rule ad_psgd --workers 3
+    """
+
+    reducer: Text = None
+    """Encodes what workers send. Default: ef:power_sgd:4, or exact after --sync, --zero."""
+    sync: Text = None
+    """Local steps, synchronized every H: diloco:H=50; see jaxdist reducers."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO: 1, 2 shard the optimizer state, 3 parameters too."""
+    offload: Text = None
+    """Keep the optimizer state in host memory (host), or in nvme:FOLDER."""
+    baseline: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """Leave out the run with plain all-reduce."""
+    save_every: Integer = None
+    """Save every this many steps too, in the background."""
+    resume: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
+    """Continue from the checkpoint in --out, until --steps in total."""
+    islands: Text = None
+    """With --sync: meet other jobs in this folder or bucket, as one worker."""
+    name: Text = None
+    """With --islands: the name of this job. Default: the host's."""
+    round_timeout: Number = None
+    """With --islands: seconds to wait for others in a round (default: 120)."""
+    begin_with: Integer = None
+    """With --islands: how many to wait for at the start (default: 1)."""
+    engine: Literal["mesh", "ray"] = "mesh"
+    """mesh: one program; ray: one process per worker."""
+    rule: Text = None
+    """With ray: how workers exchange, as in ssp:3; see jaxdist reducers."""
+    workers: Integer = None
+    """With ray: number of processes."""
+    seconds: Number = None
+    """With ray: duration, instead of --steps, which are updates."""
+    slow: Text = None
+    """With ray: gradients of worker 0 take that much longer, as in 5x."""
+    gradient: Text = None
+    """With ray: the code of gradients, as in qsgd:4 or ef:top_k:0.01."""
+    on_death: Annotated[
+        Literal["restart", "continue"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="(default: restart)")
+    ] = None
+    """With ray: restart a dead worker, or continue."""
+    address: Text = None
+    """With ray: a cluster, as in auto or 10.0.0.1:6379; default: a new one."""
+    out: Path = Path("runs/train")
+    """Folder of log.jsonl, loss.png and checkpoint/."""
 
 
 def run_train(chosen: TrainOptions) -> None:
-    """Trains by the engine that was chosen."""
+    """Trains on a mesh of this process, or with Ray in a process per worker."""
     if chosen.engine == "ray":
         train_processes(chosen)
     else:
         refuse_process_options(chosen)
-        _train_on_mesh(chosen)
+        try:
+            if chosen.islands:
+                _train_on_island(chosen)
+            else:
+                _train_on_mesh(chosen)
+        # Raised through the block of the saver, which waits for the checkpoint.
+        except StoppedError as stopped:
+            where = f"the checkpoint is in {shorten(chosen.out.absolute() / 'checkpoint')}, --resume continues from it"
+            print(f"jaxdist: stopped after step {stopped.step} of {chosen.steps}: {where}", file=sys.stderr)
 
 
 def _train_on_mesh(chosen: TrainOptions) -> None:
@@ -27,40 +124,122 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     console = new_console()
     options = (chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer)
     spelling = parse.join_options(*options, default="ef:power_sgd:4")
-    offload = offloaded.parse_offload(chosen.offload)
+    offload = parse_offload(chosen.offload)
     if chosen.save_every is not None and chosen.save_every < 1:
         raise ValueError(f"--save-every must be at least 1, got {chosen.save_every}")
     if chosen.resume and (chosen.offload or "").startswith("nvme"):
         raise ValueError("--resume is for checkpoints: a run with --offload nvme:FOLDER resumes from that folder")
+    # Plain all-reduce needs no comparison with itself, unless its state is elsewhere.
     names = ["exact"] if chosen.baseline and (spelling != "exact" or offload) else []
+    # Plain all-reduce with its state on the device is the baseline of an offloaded run too.
     baselines = prepare_runs(names, chosen, workload, mesh)
     runs = prepare_runs([spelling], chosen, workload, mesh, offload=offload)
     finished, log_path, folder = [], path_in(chosen.out, "log.jsonl"), (chosen.out / "checkpoint").absolute()
     with log_path.open("a" if chosen.resume else "w") as log, results.background_saver(folder) as save:
         for name, run in baselines:
             try:
+                # The state is dropped at once: the next run needs the memory.
                 finished.append(train_to_end(name, run, chosen, workload, log, console)[0])
             finally:
                 run.close()
         for name, run in runs:
             try:
-                run = results.resume_run(folder, run) if chosen.resume else run
+                if chosen.resume:
+                    if checkpoint.latest(folder) is None:
+                        console.print(f"no checkpoint in {shorten(folder)}: starting from step 0", highlight=False)
+                    run = results.resume_run(folder, run)
                 settings = {"save": save, "save_every": chosen.save_every}
                 result, state = train_to_end(name, run, chosen, workload, log, console, **settings)
+                # In the background too: leaving the outer block waits for it.
                 save(state, chosen.steps)
                 finished.append(result)
             finally:
                 run.close()
     baseline = finished[0] if names else None
-    labels = {"title": title_of(chosen, run), "unit": unit_of(workload)}
+    labels = {"title": title_of(chosen, workload, mesh.size), "unit": unit_of(workload)}
     plot = losses.draw_train(finished[-1], baseline, chosen.out / "loss.png", **labels)
     console.print(tables.runs_table(finished, baseline))
     _print_savings(console, finished[-1], baseline)
-    print_paths(console, plot=plot, log=log_path, checkpoint=folder)
+    print_paths(console, log=log_path, checkpoint=folder)
+    print_figure(console, chosen, plot)
+
+
+def _train_on_island(chosen: TrainOptions) -> None:
+    """Trains as one of several jobs that meet in a store, and leaves a log, a plot and a checkpoint."""
+    _check_island(chosen)
+    workload, mesh = set_up(chosen)
+    console = new_console()
+    # Checked as without islands, so that mistakes have the same messages.
+    spelling = parse.join_options(chosen.sync, 0, chosen.reducer, chosen.optimizer, default="exact")
+    method = parse.parse_sync(spelling, chosen.optimizer, island=train.AXIS)
+    name = chosen.name or platform.node()
+    # Each island draws batches of its own; all of them take the parameters of the run.
+    settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": zlib.crc32(name.encode(), chosen.seed)}
+    log_path, folder = path_in(chosen.out, "log.jsonl"), (chosen.out / "checkpoint").absolute()
+    options = {"round_timeout": chosen.round_timeout, "begin_with": chosen.begin_with}
+    joined = islands.join(
+        chosen.islands or "",
+        method.optimizer,
+        name=name,
+        **{option: value for option, value in options.items() if value is not None},
+    )
+    with (
+        log_path.open("a" if chosen.resume else "w") as log,
+        results.background_saver(folder) as save,
+        joined as island,
+    ):
+        with show_compiling(console, spelling, mesh.size):
+            run = train.prepare(workload, None, method.optimizer, **settings, island=True)
+        if chosen.resume:
+            run = results.resume_run(folder, run)
+        run = run._replace(state=island.enter(run.state))
+        reports: list[islands.Report] = []
+
+        def meet(state: train.TrainState, step: int) -> train.TrainState:
+            if not island.due(step):
+                return state
+            state, report = island.meet(state)
+            reports.append(report)
+            results.write_line(log, {"kind": "round", **report._asdict()})
+            return state
+
+        saving = {"save": save, "save_every": chosen.save_every}
+        try:
+            result, state = train_to_end(spelling, run, chosen, workload, log, console, **saving, after=meet)
+        except StoppedError as stopped:
+            # The others need not wait for this island, and what it has learned is not lost.
+            island.leave(stopped.state)
+            raise
+        save(state, chosen.steps)
+    labels = {"title": f"island {name}, {title_of(chosen, workload, mesh.size)}", "unit": unit_of(workload)}
+    plot = losses.draw_train(result, None, chosen.out / "loss.png", **labels)
+    console.print(tables.runs_table([result], None))
+    _print_rounds(console, reports)
+    print_paths(console, log=log_path, checkpoint=folder)
+    print_figure(console, chosen, plot)
+
+
+def _check_island(chosen: TrainOptions) -> None:
+    given = [name for name in ("zero", "offload") if getattr(chosen, name)]
+    if given:
+        raise ValueError(f"{_join_flags(given)}: not with --islands")
+    if chosen.sync is None:
+        raise ValueError("--islands needs --sync, as in --sync diloco:H=50: islands meet every H steps")
+
+
+def _print_rounds(console: Console, reports: list[islands.Report]) -> None:
+    if not reports:
+        return
+    sent, waited = (sum(values) / len(reports) for values in zip(*((r.sent_bytes, r.wait_seconds) for r in reports)))
+    members = ", ".join(reports[-1].members) or "no island"
+    console.print(
+        f"{len(reports)} meetings, {sum(report.counted for report in reports)} of them counted; the last round took "
+        f"{members}. Mean of a meeting: {in_bytes(sent)} sent, {waited:.2f} s.",
+        highlight=False,
+    )
 
 
 def _print_savings(console: Console, result: results.RunResult, baseline: results.RunResult | None) -> None:
-    """Prints the closing line."""
     if baseline is None:
         return
     summary = results.summarize(result, baseline)
@@ -70,3 +249,76 @@ def _print_savings(console: Console, result: results.RunResult, baseline: result
         f" each worker) on the same data; its held-out loss differs by {summary.difference:+.4f}.",
         highlight=False,
     )
+
+
+def refuse_process_options(chosen: TrainOptions) -> None:
+    """Raises ValueError if an option is given that only `--engine ray`, or only `--islands`, has."""
+    # Their defaults are None, so that a value that equals the engine's own default is noticed too.
+    given = [name for name in PROCESS_OPTIONS if getattr(chosen, name) is not None]
+    if given:
+        raise ValueError(f"{_join_flags(given)}: only with --engine ray")
+    given = [name for name in ISLAND_OPTIONS if getattr(chosen, name) is not None]
+    if given and chosen.islands is None:
+        raise ValueError(f"{_join_flags(given)}: only with --islands")
+
+
+def train_processes(chosen: TrainOptions) -> None:
+    """Trains by a rule, and leaves a log, a plot and a checkpoint."""
+    given = [name for name in (*MESH_OPTIONS, *ISLAND_OPTIONS) if getattr(chosen, name)]
+    if given:
+        raise ValueError(f"{_join_flags(given)}: not with --engine ray, which has --rule")
+    if chosen.rule is None or chosen.workers is None:
+        raise ValueError("--engine ray needs --rule and --workers, as in --rule ad_psgd --workers 3")
+    for name in ("steps", "batch", "workers", "seconds"):
+        if getattr(chosen, name) is not None and not getattr(chosen, name) > 0:
+            raise ValueError(f"--{name} must be positive, got {getattr(chosen, name)}")
+    rule = parse.parse_rule(chosen.rule, parse.parse_optimizer(chosen.optimizer), chosen.gradient)
+    workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
+    task = asynchronous.make_task(workload, batch=chosen.batch, seed=chosen.seed, workers=chosen.workers)
+    console = new_console()
+    run = _run_processes(chosen, chosen.workers, rule, task, console)
+    settings = {"rule": chosen.rule, "optimizer": chosen.optimizer, "workload": workload.name, "model": chosen.model}
+    settings |= {"workers": chosen.workers, "batch": chosen.batch, "seed": chosen.seed, "slow": chosen.slow}
+    log_path = path_in(chosen.out, "log.jsonl")
+    with log_path.open("w") as log:
+        results.write_line(log, {"kind": "run", "engine": "ray", **settings})
+        for seconds, loss in zip(run.times.tolist(), run.losses.tolist()):
+            results.write_line(log, {"kind": "evaluation", "rule": chosen.rule, "seconds": seconds, "loss": loss})
+        asynchronous.write_events(chosen.rule, run, log)
+        counts = {"steps": len(run.trace.steps), "gradients": len(run.trace.gradients), "seconds": run.seconds}
+        sent = {"held_out_loss": run.losses[-1].item(), "sent": run.sent.tolist(), "computing": run.computing.tolist()}
+        results.write_line(log, {"kind": "summary", "rule": chosen.rule, **counts, **sent, "down": run.down.tolist()})
+    folder = results.save(chosen.out / "checkpoint", {"params": run.params}, len(run.trace.steps))
+    slow = f", worker 0 slowed {chosen.slow}" if chosen.slow else ""
+    title = f"{workload.name}, {chosen.workers} processes{slow}, {chosen.optimizer}, seed {chosen.seed}"
+    console.print(f"\n{title}", style="dim", highlight=False)
+    console.print(rules_table([(chosen.rule, run)], None))
+    plot = draw_replays([(chosen.rule, run)], chosen.out / "loss.png", title=title, clock="wall")
+    print_paths(console, log=log_path, checkpoint=folder)
+    print_figure(console, chosen, plot)
+
+
+def _join_flags(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _run_processes(
+    chosen: TrainOptions, workers: int, rule: Rule, task: replay.Task, console: Console
+) -> replay.Result:
+    slow = {0: parse.parse_factor("--slow", chosen.slow)[0]} if chosen.slow else {}
+    settings: dict[str, Any] = {"on_death": chosen.on_death or "restart", "address": chosen.address, "slow": slow}
+    settings |= {"steps": chosen.steps} if chosen.seconds is None else {"seconds": chosen.seconds}
+    settings |= {"workers": workers, "seed": chosen.seed, "evaluate_every": EVALUATION_SECONDS}
+    columns = [TextColumn(f"{chosen.rule:<15}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[now]}")]
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(rule.name, total=chosen.seconds or chosen.steps, now="starting processes")
+
+        def show_status(status: ray_engine.Status) -> None:
+            # Every worker starts once; the other starts replaced one that died.
+            died = sum(status.starts.values()) - len(status.starts)
+            now = f"{status.seconds:.0f} s, {status.steps:,} steps"
+            now += f", loss {status.loss:.3f}" if status.loss is not None else ""
+            now += f", {died} replaced" if died else ""
+            progress.update(bar, completed=status.seconds if chosen.seconds else status.steps, now=now)
+
+        return ray_engine.run(rule, task, progress=show_status, **settings)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
@@ -13,14 +15,14 @@ from ... import schedule
 from ...reducers.base import Reducer
 from ...reducers.exact import exact
 from ...reducers.partitioned import partitioned
+from ...schedule.profile import Profile
+from ...schedule.timeline import Timeline
 from .. import layers
+from ..figures import GREY, label, new_figure, new_table, open_axes, write
 from ..layers import Layer
 from ..models.base import Workload
-from ..options import Options
-from ..plotting.plans import draw_timelines
-from ..running import new_console, path_in, print_paths, set_up
-from ..spellings import parse, rules
-from ..tables import new_table
+from ..running import File, Number, Options, Text, new_console, path_in, print_paths, set_up
+from ..spellings import parse
 from ..training import train
 
 ONE, EACH, TUNED = "one message (exact)", "a message for each layer", "layers together or in parts, tuned"
@@ -30,13 +32,13 @@ PART = 8 * 4  # bytes: partitions are whole multiples of 8 entries
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of `jaxdist tune`."""
+    """Finds message sizes for the gradient, for a link that is given or measured."""
 
     workload: Literal["text", "digits"] = "text"
     """text or digits, as for jaxdist train."""
-    model: str | None = None
+    model: Text = None
     """As for jaxdist train."""
-    text: Path | None = None
+    text: File = None
     """A file or a folder of your own to train on."""
     batch: int = 32
     """Examples in a step, all workers together."""
@@ -48,7 +50,7 @@ class TuneOptions:
     """Latency from one worker to the next; a ring all-reduce has 2(W-1) hops. The latencies of messages overlap."""
     overhead: str = "50us"
     """Time of each message beside its bytes: launch and negotiation."""
-    flops: float | None = None
+    flops: Number = None
     """Floating-point operations per second of one worker. The default is measured on a device of this machine."""
     measured: bool = False
     """Time real steps on the devices of this machine instead of a simulated link."""
@@ -78,11 +80,12 @@ def run_tune(chosen: TuneOptions) -> None:
 
 def _tune_link(chosen: TuneOptions) -> None:
     """Tunes on a simulated link; prints the schedules, the best possible ones, and the winner."""
-    hop, launch = (rules.parse_link(f"{chosen.bandwidth},{seconds}") for seconds in (chosen.latency, chosen.overhead))
+    hop, launch = (parse.parse_link(f"{chosen.bandwidth},{seconds}") for seconds in (chosen.latency, chosen.overhead))
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
     costs, batch = _trace_layers(workload, chosen)
     rate = chosen.flops
     if rate is None:
+        # A device of this machine is measured in place of one of the cluster.
         rate = layers.measure_rate(workload.loss, workload.init(jax.random.key(0)), batch, costs)
     profile = layers.profile_from_rate(costs, flops=rate)
     # A ring all-reduce sends each byte of the gradient 2 (W-1) / W times, over 2 (W-1) hops.
@@ -101,6 +104,7 @@ def _tune_link(chosen: TuneOptions) -> None:
         seed=chosen.seed,
         start=_starting_points(costs, schedule.starting_point(profile, **link, latency=latency)["partition_bytes"]),
     )
+    # The simulation is deterministic, so the winner can be run again for its timeline.
     one, each, tuned = (_to_options(costs, x) for x in (_one_message(costs), _each_layer(costs), best.settings))
     runs = {ONE: simulate(one), EACH: simulate(each), TUNED: simulate(tuned)}
     # Each message of `pipelined` waits for the one before it to arrive.
@@ -110,6 +114,7 @@ def _tune_link(chosen: TuneOptions) -> None:
     inside, least = (
         schedule.optimum(profile, bandwidth=link["bandwidth"], barrier=barrier) for barrier in (True, False)
     )
+    # The backward pass ends with its last gradient; the next forward pass cannot begin earlier.
     compute = max(profile.ready) + sum(profile.forward)
     rows: list[tuple[str, dict[str, Any], float]] = [
         (ONE, {}, runs[ONE].makespan),
@@ -142,7 +147,7 @@ def _tune_link(chosen: TuneOptions) -> None:
             console, "across steps", crossing, f"jd.overlap.pipelined(loss, tx, defer={deferred}, layers={order})"
         )
     names, shown = [str(layer.name) for layer in costs], {name: runs[name] for name in (ONE, TUNED)}
-    print_paths(console, plot=draw_timelines(profile, shown, path_in(chosen.out, "timeline.png"), names=names))
+    print_paths(console, figure=draw_timelines(profile, shown, path_in(chosen.out, "timeline.png"), names=names))
 
 
 def _tune_steps(chosen: TuneOptions) -> None:
@@ -194,12 +199,12 @@ def _tune_steps(chosen: TuneOptions) -> None:
 
 
 def _time_steps(run: train.Run, steps: int) -> float:
-    """Seconds of a step."""
     state, number = run.state, 0
 
     def run_step() -> None:
         nonlocal state, number
         state, metrics = run.step(state, run.batch(number))
+        # Dispatch is asynchronous: without this only the launch would be timed.
         jax.block_until_ready(metrics)
         number += 1
 
@@ -207,7 +212,6 @@ def _time_steps(run: train.Run, steps: int) -> float:
 
 
 def _trace_layers(workload: Workload, chosen: TuneOptions) -> tuple[list[Layer], Any]:
-    """The layers, and the batch of one worker."""
     params = jax.eval_shape(workload.init, jax.random.key(0))
     batch = workload.batch(0, 0, chosen.batch // chosen.workers)
     return layers.layers_of(workload.loss, params, batch), batch
@@ -216,6 +220,7 @@ def _trace_layers(workload: Workload, chosen: TuneOptions) -> tuple[list[Layer],
 def _to_options(costs: Sequence[Layer], settings: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of `partitioned` for the settings of a trial."""
     groups = layers.group_layers(costs, settings["bucket_bytes"])
+    # A group of one layer is spelled as its name.
     names = tuple(tuple(costs[i].name for i in group) if len(group) > 1 else costs[group[0]].name for group in groups)
     sizes = {name: -(-settings[name] // PART) * PART for name in ("partition_bytes", "credit_bytes")}
     return {**sizes, "order": "fifo", "layers": names}
@@ -260,10 +265,44 @@ def _add_schedule(
 
 
 def _spell_reducer(options: Mapping[str, Any]) -> str:
-    """The code that makes the reducer."""
     arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return f"jd.reducers.partitioned({EXACT}, {arguments})"
 
 
 def _print_winner(console: Console, where: str, seconds: float, code: str) -> None:
     console.print(f"{where}, {1e3 * seconds:,.2f} ms: {code}", highlight=False, soft_wrap=True, markup=False)
+
+
+def draw_timelines(profile: Profile, runs: Mapping[str, Timeline], path: str | Path, *, names: Sequence[str]) -> Path:
+    """Draws each schedule as two bars, the device's and the link's, with a color for each layer."""
+    figure = new_figure("", 11.5, 1.2 + 1.3 * len(runs))
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    # From the input, dark, to the output, yellow: the layers that are needed first are dark.
+    colors = [colormaps["viridis"](i / max(1, len(names) - 1)) for i in range(len(names))]
+    order = sorted(range(len(names)), key=lambda layer: (profile.ready[layer], -layer))
+    longest = max(run.makespan for run in runs.values())
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        # The backward pass: each layer's bar begins where the one before it became ready.
+        before = 0.0
+        for layer in order:
+            _draw_bar(axes, 1, before, profile.ready[layer], colors[layer])
+            before = profile.ready[layer]
+        for layer, (start, end) in enumerate(run.forward):
+            _draw_bar(axes, 1, start, end, colors[layer])
+        for message in run.messages:
+            _draw_bar(axes, 0, message.start, message.end, colors[message.layer])
+        axes.axvline(1e3 * run.makespan, color=GREY, linewidth=1)
+        axes.set_yticks([1, 0], ["device", "link"])
+        limits = {"xlim": (0, 1.02e3 * longest), "ylim": (-0.5, 1.5)}
+        label(axes, f"{name}: {1e3 * run.makespan:,.1f} ms", size=10, **limits)
+        open_axes(axes, left=False)
+    panels[-1].set_xlabel("milliseconds from the start of the backward pass to the end of the next forward pass")
+    shown = sorted({0, len(names) // 2, len(names) - 1})
+    handles = [panels[0].barh(0, 0, color=colors[layer], label=names[layer]) for layer in shown]
+    panels[0].legend(handles=handles, loc="lower right", ncols=len(shown), frameon=False, bbox_to_anchor=(1, 1))
+    return write(figure, path)
+
+
+def _draw_bar(axes: Axes, row: int, start: float, end: float, color: Any) -> None:
+    # A white hairline separates neighbors.
+    axes.barh(row, 1e3 * (end - start), left=1e3 * start, height=0.8, color=color, edgecolor="white", linewidth=0.3)

@@ -1,6 +1,7 @@
-"""Images that need no download: scikit-learn's 1797 handwritten digits of 8 by 8 pixels."""
+"""Images that need no download: scikit-learn's 1797 handwritten digits of 8 by 8 pixels, alike or divided by label."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jaxtyping import Array, Float
 from sklearn.datasets import load_digits
 
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
+from ...runtime.dirichlet_split import dirichlet_split
 from .base import PLAIN, LayerRunner, Workload
-from .partition import dirichlet_partition, own_batches
 
 HELD_OUT_IMAGES = 360
 _SPLIT_SEED = 0
@@ -40,8 +41,10 @@ class ConvNet(nn.Module):
 
 def splits() -> tuple[Digits, Digits]:
     """Training and held-out images, in a fixed split."""
-    raw = load_digits()
+    raw: Any = load_digits()
+    # One split for all seeds, so that held-out losses can be compared.
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(raw.target))
+    # Pixels are whole numbers from 0 to 16.
     images = (raw.images[order, :, :, None] / 16).astype(np.float32)
     labels = raw.target[order].astype(np.int32)
     cut = len(order) - HELD_OUT_IMAGES
@@ -49,21 +52,15 @@ def splits() -> tuple[Digits, Digits]:
 
 
 def digits_workload(width: int = 32, *, workers: int = 1, concentration: float | None = None) -> Workload:
-    """A small convolutional network on scikit-learn's digits.
-
-    A batch is drawn with replacement from `(seed, step)`.
+    """A small convolutional network on scikit-learn's digits; batches are drawn with replacement from `(seed, step)`.
 
     Args:
       width: channels of the first convolution; the model has about `80 * width**2` parameters.
       workers: with `concentration`, the number of workers; each then has its own fixed set of images.
-      concentration: similarity of the workers' labels, as in `dirichlet_partition`: 0.1 is very different. None: every
+      concentration: similarity of the workers' labels, as in `dirichlet_split`: 0.1 is very different. None: every
         batch is drawn from all images.
 
-    Returns:
-      A `Workload` that also reports `accuracy`.
-
-    Example:
-      >>> from jaxdist._cli.models.digits import digits_workload
+    Examples:
       >>> digits_workload().batch(0, 0, 16).images.shape
       (16, 8, 8, 1)
     """
@@ -73,7 +70,7 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
     model = ConvNet(width)
     draw_own = None
     if concentration is not None:
-        draw_own = own_batches(dirichlet_partition(train.labels, workers, concentration=concentration))
+        draw_own = own_batches(equal_parts(train.labels, workers, concentration=concentration))
 
     def init(key: PRNGKeyArray) -> PyTree:
         return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
@@ -95,9 +92,41 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
             rows = draw_own(seed, step, size)
         return Digits(train.images[rows], train.labels[rows])
 
-    def held_out(size: int) -> list[Digits]:
+    def evaluation_batches(size: int) -> list[Digits]:
+        # Whole batches only: one shape is one compilation.
         whole = max(1, HELD_OUT_IMAGES // size)
         slices = [slice(n * size, (n + 1) * size) for n in range(whole)]
         return [Digits(held_out_images.images[rows], held_out_images.labels[rows]) for rows in slices]
 
-    return Workload("digits", init, loss, metrics, batch, held_out, unit="images", units_per_example=1)
+    return Workload("digits", init, loss, metrics, batch, evaluation_batches, unit="images", units_per_example=1)
+
+
+def equal_parts(labels: np.ndarray, workers: int, *, concentration: float) -> list[np.ndarray]:
+    """The parts of `dirichlet_split` without the examples that are left over: all workers have as many.
+
+    Examples:
+      >>> [len(part) for part in equal_parts(np.arange(100) % 10, 8, concentration=0.1)]
+      [12, 12, 12, 12, 12, 12, 12, 12]
+    """
+    return [part[: len(labels) // workers] for part in dirichlet_split(labels, workers, concentration=concentration)]
+
+
+def own_batches(parts: list[np.ndarray]) -> Callable[[int, int, int], np.ndarray]:
+    """Makes `rows(seed, step, size)`: `[size]` indices, drawn with replacement from each worker's own examples.
+
+    The first `size / workers` belong to worker 0, and so on, as `distribute` and `simulate` divide them.
+
+    Examples:
+      >>> import numpy as np
+      >>> own_batches([np.array([7]), np.array([9])])(0, 0, 4).tolist()
+      [7, 7, 9, 9]
+    """
+
+    def rows(seed: int, step: int, size: int) -> np.ndarray:
+        if size % len(parts):
+            raise ValueError(f"a batch must be a multiple of the {len(parts)} workers, got {size}")
+        # A function of seed and step alone: every method that is compared draws the same rows.
+        rng = np.random.default_rng((seed, step))
+        return np.concatenate([rng.choice(part, size // len(parts)) for part in parts])
+
+    return rows

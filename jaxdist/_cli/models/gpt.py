@@ -1,7 +1,7 @@
 """A byte-level GPT: 256 tokens, no tokenizer, nothing to download."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,21 +16,13 @@ Tokens = UInt8[Array | np.ndarray, "batch length"] | Int[Array | np.ndarray, "ba
 
 
 class GPTConfig(NamedTuple):
-    """The sizes of a `GPT`.
+    """The sizes of a `GPT`."""
 
-    Attributes:
-      layers: number of transformer blocks.
-      width: size of the residual stream; a multiple of `heads`.
-      heads: attention heads.
-      context: the largest number of tokens that a prediction can see.
-      vocabulary: number of tokens; 256 for bytes.
-    """
-
-    layers: int = 3
-    width: int = 128
-    heads: int = 4
-    context: int = 64
-    vocabulary: int = 256
+    layers: int = 3  # number of transformer blocks
+    width: int = 128  # size of the residual stream; a multiple of `heads`
+    heads: int = 4  # attention heads
+    context: int = 64  # the largest number of tokens that a prediction can see
+    vocabulary: int = 256  # number of tokens; 256 for bytes
 
 
 SIZES = {
@@ -65,12 +57,14 @@ class TransformerBlock(nn.Module):
         h = nn.LayerNorm(use_bias=False, name="attention_norm")(x)
         qkv = nn.Dense(3 * config.width, use_bias=False, kernel_init=nn.initializers.normal(0.02), name="qkv")(h)
         q, k, v = jnp.split(qkv.reshape(*qkv.shape[:2], config.heads, -1), 3, axis=-1)
+        # Attention: softmax(q kᵀ / √d) v, over this position and those before it.
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         causal = jnp.tril(jnp.ones((1, 1, length, length), dtype=bool))
         weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min))
         h = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
         x = x + nn.Dense(config.width, use_bias=False, kernel_init=into_stream, name="attention_out")(h)
 
+        # x + W₂ gelu(W₁ norm(x) + b₁) + b₂
         h = nn.LayerNorm(use_bias=False, name="mlp_norm")(x)
         h = nn.Dense(4 * config.width, kernel_init=nn.initializers.normal(0.02), name="mlp_in")(h)
         return x + nn.Dense(config.width, kernel_init=into_stream, name="mlp_out")(nn.gelu(h))
@@ -85,6 +79,7 @@ class GPT(nn.Module):
         config = self.config
         self.tokens = nn.Embed(config.vocabulary, config.width, embedding_init=nn.initializers.normal(0.1))
         for layer in range(config.layers):
+            # flax names parameters after attributes: block_0, block_1, ...
             setattr(self, f"block_{layer}", TransformerBlock(config))
         self.final_norm = nn.LayerNorm(use_bias=False)
         self.out = nn.Dense(config.vocabulary, use_bias=False, kernel_init=nn.initializers.normal(0.02))
@@ -109,14 +104,7 @@ class GPT(nn.Module):
 def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
     """Draws the parameters of a `GPT`.
 
-    Args:
-      config: the sizes.
-      key: a typed key.
-
-    Returns:
-      A pytree of float32 arrays.
-
-    Example:
+    Examples:
       >>> import jax
       >>> from jaxdist._cli.models import gpt
       >>> params = gpt.init(gpt.GPTConfig(layers=1, width=16, heads=2, context=8), jax.random.key(0))
@@ -129,32 +117,31 @@ def init(config: GPTConfig, key: PRNGKeyArray) -> PyTree:
 
 
 def loss(config: GPTConfig, params: PyTree, batch: Tokens, *, layers: LayerRunner = PLAIN) -> Float[Array, ""]:
-    """Mean cross-entropy, in nats per byte, of every byte given the ones before it.
+    """Mean cross-entropy, in nats per byte, of every byte given the ones before it; uniform predictions have log 256.
 
-    Args:
-      config: the sizes that `params` were drawn with.
-      params: from `init`; or with the blocks in `"blocks"`, as `layers.alike` takes them.
-      batch: `[batch, length + 1]` tokens with `length <= config.context`: inputs and targets overlap.
-      layers: how the embedding, the blocks and the head are applied.
-
-    Returns:
-      The mean over all positions; `log(256) = 5.545` for uniform predictions.
+    `batch` is `[batch, length + 1]` tokens, since inputs and targets overlap, with `length <= config.context`. The
+    blocks of `params` may be in `"blocks"`, as `layers.alike` takes them.
     """
     if batch.shape[1] > config.context + 1:
         raise ValueError(
             f"a context of {config.context} takes at most {config.context + 1} tokens, got {batch.shape[1]}"
         )
+    # Bytes until here: a quarter of the transfer to the devices.
     tokens = jnp.asarray(batch, jnp.int32)
 
     def bind_end(method: Callable, *names: str) -> Callable[[Array], Array]:
         f = layers.one(lambda params, x: GPT(config).apply({"params": params}, x, method=method))
         return lambda x: f({name: params[name] for name in names}, x)
 
-    def apply_block(params: PyTree, x: Array) -> Array:
+    # `Any`, since flax types `apply` as all that it could return.
+    def apply_block(params: PyTree, x: Array) -> Any:
         return TransformerBlock(config).apply({"params": params}, x)
 
     x = bind_end(GPT.embed, "tokens", "positions")(tokens[:, :-1])
+    # Stacked by the caller, for a loop, or one entry for each block.
     blocks = params.get("blocks") or [params[f"block_{number}"] for number in range(config.layers)]
+    # All blocks have one shape, so that ZeRO-3 can gather them in a loop.
     x = layers.alike(apply_block, blocks, x)
+    # The softmax in float32, whatever the dtype of the parameters.
     logits = bind_end(GPT.head, "final_norm", "out")(x).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))

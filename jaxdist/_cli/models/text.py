@@ -22,19 +22,12 @@ HELD_OUT_SHARE = 10  # one file in ten; the last tenth of a single file
 
 
 class Corpus(NamedTuple):
-    """Bytes for training and for evaluation, from different files if there are several.
+    """Bytes for training and for evaluation, from different files if there are several."""
 
-    Attributes:
-      train: `[n]` uint8.
-      held_out: `[m]` uint8.
-      train_files: names of the files in `train`, in order.
-      held_out_files: names of the files in `held_out`, in order.
-    """
-
-    train: np.ndarray
-    held_out: np.ndarray
-    train_files: tuple[str, ...]
-    held_out_files: tuple[str, ...]
+    train: np.ndarray  # `[n]` uint8
+    held_out: np.ndarray  # `[m]` uint8
+    train_files: tuple[str, ...]  # names of the files in `train`, in order
+    held_out_files: tuple[str, ...]  # names of the files in `held_out`, in order
 
 
 def standard_library() -> dict[str, bytes]:
@@ -63,6 +56,7 @@ def files_under(path: str | Path) -> dict[str, bytes]:
     visible = (
         p for p in path.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
     )
+    # A zero byte is the usual sign of a binary file.
     files = {name: content for name, content in _read(path, visible).items() if b"\0" not in content}
     if not files:
         raise ValueError(f"no text files under {path}")
@@ -71,11 +65,13 @@ def files_under(path: str | Path) -> dict[str, bytes]:
 
 def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     """Reads files in the order of their names, up to `MAX_BYTES`, without empty ones."""
+    # Sorted, since the order of a directory differs between file systems.
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     files, size = {}, 0
     for name, path in named:
         content = path.read_bytes()
         size += len(content)
+        # Whole files in a fixed order: equal files give equal text on every machine.
         if size > MAX_BYTES:
             break
         if content:
@@ -89,23 +85,18 @@ def corpus(path: str | Path | None = None) -> Corpus:
     The split is by a hash of each file's name, so that it is stable when files are added; of a single file the last
     tenth is held out.
 
-    Args:
-      path: a file or a folder; None for the standard library's source.
-
-    Returns:
-      The two splits and the names of their files.
-
-    Example:
-      >>> from jaxdist._cli.models.text import corpus
+    Examples:
       >>> text = corpus()
       >>> text.train.size > 9 * text.held_out.size / 2, set(text.train_files) & set(text.held_out_files)
       (True, set())
     """
     files = standard_library() if path is None else files_under(path)
+    # Unlike `hash`, a checksum is the same in every process.
     held_out = [name for name in files if zlib.crc32(name.encode()) % HELD_OUT_SHARE == 0]
     train = [name for name in files if name not in set(held_out)]
     if train and held_out:
         return Corpus(_bytes(files, train), _bytes(files, held_out), tuple(train), tuple(held_out))
+    # A single file, or an unlucky few, cannot be divided by name.
     whole = _bytes(files, list(files))
     cut = whole.size - whole.size // HELD_OUT_SHARE
     return Corpus(whole[:cut], whole[cut:], tuple(files), tuple(files))
@@ -123,17 +114,11 @@ def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
 def text_workload(
     config: gpt.GPTConfig = gpt.SIZES["demo"], *, path: str | Path | None = None, held_out_examples: int = 256
 ) -> Workload:
-    """A byte-level GPT on the standard library's source, or on another text.
+    """A byte-level GPT on the standard library's source, or on a file or folder at `path`.
 
     A batch is `[size, context + 1]` uint8, at positions drawn from `(seed, step)`.
 
-    Args:
-      config: the model's sizes. Start with the default: it runs a few steps a second on two cores.
-      path: a file or a folder to read instead; it must hold more than ten windows of `context + 1` bytes.
-      held_out_examples: number of windows in an evaluation; more is steadier and slower.
-
-    Example:
-      >>> from jaxdist._cli.models.text import text_workload
+    Examples:
       >>> work = text_workload()
       >>> batch = work.batch(0, 7, 4)
       >>> batch.shape, batch.dtype, bool((batch == work.batch(0, 7, 4)).all())
@@ -148,10 +133,11 @@ def text_workload(
         )
 
     def batch(seed: int, step: int, size: int) -> np.ndarray:
+        # Any byte may start a window, also one that crosses from one file into the next.
         starts = np.random.default_rng((seed, step)).integers(0, text.train.size - length + 1, size)
         return windows(text.train, starts, length)
 
-    def held_out(size: int) -> list[np.ndarray]:
+    def evaluation_batches(size: int) -> list[np.ndarray]:
         # Evenly spread over the held-out files without overlap, in whole batches.
         available = min(held_out_examples, text.held_out.size // length)
         starts = np.linspace(0, text.held_out.size - length, available).astype(np.int64)
@@ -165,7 +151,7 @@ def text_workload(
         loss=loss,
         metrics=lambda params, batch, layers=PLAIN: {"loss": loss(params, batch, layers=layers)},
         batch=batch,
-        held_out=held_out,
+        held_out=evaluation_batches,
         unit="tokens",
         units_per_example=config.context,
     )

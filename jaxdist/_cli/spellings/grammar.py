@@ -1,13 +1,22 @@
 """The grammar of spellings: a call without brackets, `name:value,key=value`, checked against a signature."""
 
 import ast
+import difflib
+import importlib
 import inspect
+import re
+import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 LONGEST = 1000  # characters of a spelling, several times those of any that makes sense
 # Arguments that the parsers fill in themselves, or that a command line has no use for.
 HIDDEN = frozenset({"axis", "compressor", "inner", "optimizer", "reducer", "seed"})
+
+# Both parts are names, so that `power_sgd:4` and `diloco:H=50` have another form.
+_IMPORTED = re.compile(r"\s*([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?")
 
 
 class Spelling(NamedTuple):
@@ -27,11 +36,11 @@ def check_length(text: str) -> str:
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Splits `name:1,2,key=3` into name, values and keywords; anything but a number or boolean stays a string.
 
-    Example:
-      >>> from jaxdist._cli.spellings.grammar import parse_call
+    Examples:
       >>> parse_call("sgd:0.1,momentum=0.9,nesterov=True")
       ('sgd', [0.1], {'momentum': 0.9, 'nesterov': True})
     """
+    # The length first: messages repeat the text, and `literal_eval` recurses over it.
     name, _, rest = check_length(text).partition(":")
     values, keywords = [], {}
     for part in rest.split(",") if rest else []:
@@ -47,64 +56,131 @@ def parse_literal(text: str) -> Any:
     """Evaluates a Python literal, such as a number or a boolean; returns any other text as it is."""
     try:
         return ast.literal_eval(text.strip())
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # the last two: nested too deep
+    # The last two: nested too deep.
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return text.strip()
 
 
-def call(kind: str, text: str, factory: Callable[..., Any], values: list[Any], keywords: dict[str, Any]) -> Any:
-    """Calls a factory with parsed arguments.
+def call(
+    kind: str,
+    text: str,
+    factory: Callable[..., Any],
+    values: list[Any],
+    keywords: dict[str, Any],
+    *,
+    hidden: Collection[str] = HIDDEN,
+) -> Any:
+    """Calls a factory with parsed arguments; raises ValueError, with what it takes, if it refuses them.
 
-    Args:
-      kind: the noun for error messages.
-      text: the spelling, for error messages.
-      factory: the function to call.
-      values: its positional arguments.
-      keywords: its keyword arguments.
-
-    Returns:
-      The result of the factory.
-
-    Raises:
-      ValueError: the factory does not take these arguments, or rejects them; the message shows what it takes.
+    `kind` (a noun) and `text` (the spelling) are for the message, which leaves out the `hidden` arguments.
     """
     signature = inspect.signature(factory)
     try:
+        # Binding first separates wrong arguments from values that the factory refuses.
         bound = signature.bind(*values, **keywords)
     except TypeError as problem:
-        raise ValueError(f"{kind} {text!r}: {problem}; it takes {usage(factory) or 'no arguments'}") from None
+        raise ValueError(
+            f"{kind} {text!r}: {problem}; it takes {usage(factory, hidden=hidden) or 'no arguments'}"
+        ) from None
     # Factories check ranges, not types: "four" would otherwise fail inside with an unclear message.
     for name, value in bound.arguments.items():
         wanted = None if isinstance(value, dict) else signature.parameters[name].annotation
+        # `type` and not `isinstance`: True is an instance of int.
         if (wanted is int and type(value) is not int) or (wanted is float and type(value) not in (int, float)):
             number = "a whole number" if wanted is int else "a number"
             raise ValueError(f"{kind} {text!r}: {name} must be {number}, got {value!r}")
     try:
         return factory(*values, **keywords)
     except (ValueError, TypeError) as problem:
+        # The factory's own message explains the value; the spelling before it says where it came from.
         raise ValueError(f"{kind} {text!r}: {problem}") from problem
 
 
 def look_up(kind: str, text: str, table: Mapping[str, Spelling], name: str) -> Callable[..., Any]:
     """Returns the factory of `name`; raises ValueError with all spellings of the table if there is none."""
     if name not in table:
-        raise ValueError(f"unknown {kind} {text!r}; known: {', '.join(spell(*each) for each in table.items())}")
+        refuse_name(kind, text, name, table, listed=", ".join(spell(*each) for each in table.items()))
     return table[name].factory
 
 
-def usage(factory: Callable[..., Any], *, named: bool = False, given: Collection[str] = ()) -> str:
-    """The arguments of a factory as they are spelled: `RANK[,start_step=0]`.
+def refuse_name(kind: str, text: str, name: str, names: Collection[str], *, listed: str = "") -> NoReturn:
+    """Raises ValueError for an unknown name, with the nearest of the names; `listed` shows them in another way.
 
-    Args:
-      factory: a function; arguments that cannot be spelled, such as functions, are left out.
-      named: spell required arguments by name too: `switch_step=N`.
-      given: arguments to leave out.
+    Examples:
+      >>> refuse_name("reducer", "topk:0.1", "topk", ("sign", "top_k"))
+      Traceback (most recent call last):
+      ValueError: unknown reducer 'topk:0.1'; did you mean top_k? known: sign, top_k
     """
+    near = difflib.get_close_matches(name.lower(), names, 1)
+    suggestion = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"unknown {kind} {text!r}; {suggestion}known: {listed or ', '.join(names)}")
+
+
+class Imported(NamedTuple):
+    """The spelling `module:name:value,key=value` of a thing outside of this package, in its three parts."""
+
+    module: str
+    name: str
+    arguments: str
+
+
+def split_import(text: str) -> Imported | None:
+    """Splits `module:name:arguments`; None for a text of another form.
+
+    Examples:
+      >>> split_import("my.reducers:diana:0.1"), split_import("power_sgd:4")
+      (Imported(module='my.reducers', name='diana', arguments='0.1'), None)
+    """
+    found = _IMPORTED.fullmatch(check_length(text))
+    return found and Imported(found[1], found[2], found[3] or "")
+
+
+def import_name(kind: str, text: str, spelled: Imported, names: Collection[str]) -> Any:
+    """Imports what `module:name` spells, from the working directory or the path.
+
+    Raises ValueError if there is no such module or name, or if the module fails. `kind` and `text` are for the message,
+    `names` are those that the module's name may have been meant for.
+    """
+    # As for `python -m`; an installed command has its own folder there.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module = spelled.module
+    try:
+        found = importlib.import_module(module)
+    except Exception as problem:
+        if isinstance(problem, ModuleNotFoundError) and f"{module}.".startswith(f"{problem.name}."):
+            # `eff:top_k:0.1` has the form of a module too.
+            if difflib.get_close_matches(module.lower(), names, 1):
+                refuse_name(kind, text, module, names)
+            advice = f"import it as {module.removesuffix('.py')}" if module.endswith(".py") else "set PYTHONPATH"
+            raise ValueError(
+                f"{kind} {text!r}: no module {module!r} in {Path.cwd()} or on the path; run in its folder, or {advice}"
+            ) from None
+        line = traceback.extract_tb(problem.__traceback__)[-1]
+        raise ValueError(
+            f"{kind} {text!r}: {module} fails at {line.filename}:{line.lineno}: {type(problem).__name__}: {problem}"
+        ) from problem
+    if not hasattr(found, spelled.name):
+        own = [name for name, value in vars(found).items() if getattr(value, "__module__", None) == module]
+        refuse_name(kind, text, spelled.name, own, listed=f"{', '.join(own) or 'nothing'} in {found.__file__}")
+    return getattr(found, spelled.name)
+
+
+def usage(
+    factory: Callable[..., Any], *, named: bool = False, given: Collection[str] = (), hidden: Collection[str] = HIDDEN
+) -> str:
+    """The arguments of a factory as they are spelled: `RANK[,start_step=0]`, without those `given` and `hidden`.
+
+    Arguments that cannot be spelled, such as functions, are left out; with `named` required ones have their name too.
+    """
+    # Functions and arrays have no spelling: only numbers, booleans and names are listed.
     required, optional = [], []
     for parameter in inspect.signature(factory).parameters.values():
         name, kinds = parameter.name, _alternatives(parameter.annotation)
-        if name in HIDDEN or name in given or parameter.kind is parameter.VAR_KEYWORD:
+        if name in hidden or name in given or parameter.kind is parameter.VAR_KEYWORD:
             continue
         if parameter.default is parameter.empty:
+            # A sync spells all of its arguments by name, like H.
             by_name = named or parameter.kind is parameter.KEYWORD_ONLY
             required.append(f"{name}=N" if by_name else name.upper())
         elif isinstance(parameter.default, (bool, int, float, str)):
@@ -117,7 +193,6 @@ def usage(factory: Callable[..., Any], *, named: bool = False, given: Collection
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union or a `Literal`."""
     if get_origin(annotation) is Literal or get_args(annotation):
         return get_args(annotation)
     return (annotation,)
@@ -126,9 +201,8 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 def spell(name: str, entry: Spelling) -> str:
     """The spelling of a table's entry with its arguments.
 
-    Example:
+    Examples:
       >>> from jaxdist import compressors
-      >>> from jaxdist._cli.spellings.grammar import Spelling, spell
       >>> spell("top_k", Spelling(compressors.top_k, "the largest entries"))
       'top_k:DENSITY[,method=threshold|sampled|exact]'
     """
@@ -136,8 +210,3 @@ def spell(name: str, entry: Spelling) -> str:
     if arguments.startswith("["):
         return f"{name}[:{arguments[1:]}"
     return f"{name}:{arguments}" if arguments else name
-
-
-def describe(table: Mapping[str, Spelling]) -> str:
-    """The entries of a table, one per line, for `--help`."""
-    return "\n".join(f"{spell(name, entry)}: {entry.purpose}" for name, entry in table.items())

@@ -1,57 +1,82 @@
-"""Parses what a command line names: reducers, optimizers, methods of training and models.
+"""Parses what a command line names: reducers, optimizers, methods of training, models, rules, durations and links.
 
 A spelling is a call without brackets (see `grammar`): `power_sgd:4`, `ef:qsgd:4,bucket=256`, `diloco:H=50/ef:qsgd:4`.
+`module:name` is a reducer of the user's own, as in `ef:my_reducers:diana:qsgd:4,rate=0.1`.
 """
 
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import optax
 
 from ... import compressors, reducers
+from ...analysis import cost
+from ...asynchronous import durations, links, rules
+from ...asynchronous.protocol import Rule
 from ...compressors.base import Compressor
 from ...reducers.base import Reducer
+from ...transforms.all_reduce import all_reduce
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
 from . import grammar
 from .grammar import call, parse_call
-from .tables import COLLECTIVES, FEEDBACK, OPTIMIZERS, REDUCERS, SYNCS
+from .tables import AVERAGING, COLLECTIVES, FEEDBACK, LAWS, OPTIMIZERS, REDUCERS, RULES, SYNCS
 
 MODELS = {"text": "gpt", "digits": "convnet"}
 ZERO = "zero"
+# What the first part of a spelled reducer may have been meant for.
+_NAMES = (*REDUCERS, *OPTIMIZERS, *FEEDBACK, *COLLECTIVES, *SYNCS)
+_RATES = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-def describe_reducers() -> str:
-    """All reducers, and the optimizers that replace them, one per line, for `--help`."""
-    prefixes = [f"{name}:REDUCER: {entry.purpose}" for name, entry in FEEDBACK.items()]
-    prefixes += [f"{name}:CODE: {entry.purpose}" for name, entry in COLLECTIVES.items()]
-    chained = "CODE+CODE: the second code encodes the values that the first one sends, as in top_k:0.01+qsgd:4"
-    return "\n".join([grammar.describe(REDUCERS), *prefixes, chained, grammar.describe(OPTIMIZERS)])
+def list_spellings() -> dict[str, dict[str, tuple[str, str]]]:
+    """The catalogue of `jaxdist reducers`: the spelling and the purpose of every name, by the option that takes it."""
+    around = {name: (f"{name}:REDUCER", entry.purpose) for name, entry in FEEDBACK.items()}
+    around |= {name: (f"{name}:CODE", entry.purpose) for name, entry in COLLECTIVES.items()}
+    around["+"] = ("CODE+CODE", "the second code encodes what the first one sends, as in top_k:0.01+qsgd:4")
+    return {
+        "--reducer": _spell_all(REDUCERS),
+        "--reducer, around another": around,
+        "--reducer, instead of --optimizer": _spell_all(OPTIMIZERS),
+        "--sync": {name: (_spell_sync(name, entry), entry.purpose) for name, entry in SYNCS.items()},
+        "--rule": _spell_all(RULES),
+    }
 
 
-def describe_syncs() -> str:
-    """The methods that synchronize every H steps, one per line, for `--help`."""
-    lines = []
-    for name, entry in SYNCS.items():
-        arguments = grammar.usage(entry.factory, named=True, given=("sync_period", _rate_argument(entry.factory)))
-        comma = "," if arguments and not arguments.startswith("[") else ""
-        lines.append(f"{name}:H=N{comma}{arguments.replace('[', '[,') if not comma else arguments}: {entry.purpose}")
-    return "\n".join(lines)
+def _spell_all(table: Mapping[str, grammar.Spelling]) -> dict[str, tuple[str, str]]:
+    return {name: (grammar.spell(name, entry), entry.purpose) for name, entry in table.items()}
+
+
+def _spell_sync(name: str, entry: grammar.Spelling) -> str:
+    arguments = grammar.usage(entry.factory, named=True, given=("sync_period", _rate_argument(entry.factory)))
+    if arguments.startswith("["):
+        return f"{name}:H=N[,{arguments[1:]}"
+    return f"{name}:H=N,{arguments}" if arguments else f"{name}:H=N"
 
 
 def parse_reducer(text: str) -> Reducer:
     """Makes the reducer that `text` spells: `[ef:|ef21:|loco:][ring:|two_shot:]name[:value,...]`.
 
-    Example:
-      >>> from jaxdist._cli.spellings.parse import parse_reducer
+    Examples:
       >>> parse_reducer("ef:power_sgd:2").law.name
       'EXACT'
     """
+    made = _parse_reducer_or_optimizer(text)
+    if isinstance(made, optax.GradientTransformation):
+        raise ValueError(
+            f"reducer {text!r}: an optimizer that communicates has no place around or inside another method"
+        )
+    return made
+
+
+def _parse_reducer_or_optimizer(text: str) -> Reducer | optax.GradientTransformation:
     prefix, _, rest = grammar.check_length(text).partition(":")
+    # Feedback and collectives are prefixes: what follows is a spelling of its own.
     if prefix in FEEDBACK:
         if not rest:
             raise ValueError(f"reducer {text!r}: name what the feedback goes around, as in {prefix}:top_k:0.01")
@@ -60,43 +85,75 @@ def parse_reducer(text: str) -> Reducer:
         return call("reducer", text, FEEDBACK[prefix].factory, [parse_reducer(rest)], {})
     if prefix in COLLECTIVES:
         return call("reducer", text, COLLECTIVES[prefix].factory, [parse_code(rest)], {})
+    # A reducer of all leaves is complete; a code of one array is wrapped.
     made = _parse_chain(text)
     return reducers.compressed(made) if isinstance(made, Compressor) else made
 
 
 def parse_code(text: str) -> Compressor:
-    """Makes the compressor that `text` spells; `top_k:0.01+qsgd:4` encodes the values of the first with the second.
-
-    Example:
-      >>> from jaxdist._cli.spellings.parse import parse_code
-      >>> parse_code("qsgd:4").summable
-      False
-    """
+    """Makes the compressor that `text` spells; `top_k:0.01+qsgd:4` encodes the values of the first with the second."""
     return _check_code(text, _parse_chain(text))
 
 
-def _parse_chain(text: str) -> Reducer | Compressor:
+def _parse_chain(text: str) -> Reducer | Compressor | optax.GradientTransformation:
     """Parses codes that are joined by `+`, from the last one inwards."""
     # A plus before a letter joins codes; one before a digit belongs to a number such as 1e+3.
-    first, *others = re.split(r"\+(?=[a-z])", grammar.check_length(text))
+    first, *others = re.split(r"\+(?=[A-Za-z_])", grammar.check_length(text))
     made = _parse_name(first)
     if not others:
         return made
     *codes, last = [_check_code(text, code) for code in (made, *map(_parse_name, others))]
+    # a+b+c is chained(a, chained(b, c)).
     for code in reversed(codes):
         last = call("reducer", text, compressors.chained, [code, last], {})
     return last
 
 
-def _parse_name(text: str) -> Reducer | Compressor:
+def _parse_name(text: str) -> Reducer | Compressor | optax.GradientTransformation:
     name, values, keywords = parse_call(text)
-    if name not in REDUCERS:
-        known = ", ".join([*REDUCERS, *OPTIMIZERS])
-        raise ValueError(f"unknown reducer {text!r}; known: {known}, reducers also as ef:NAME or ef21:NAME")
-    return call("reducer", text, REDUCERS[name].factory, values, keywords)
+    if name in REDUCERS:
+        return call("reducer", text, REDUCERS[name].factory, values, keywords)
+    # A misspelt method or prefix arrives here too.
+    if spelled := grammar.split_import(text):
+        return _import_method(text, spelled)
+    if re.match(r"[\w.:]*\w\(", text):
+        raise ValueError(f"reducer {text!r}: give arguments after a colon, as in power_sgd:4,min_compression_rate=2")
+    listed = ", ".join([*REDUCERS, *OPTIMIZERS]) + ", reducers also as ef:NAME or ef21:NAME, your own as MODULE:NAME"
+    grammar.refuse_name("reducer", text, name, _NAMES, listed=listed)
 
 
-def _check_code(text: str, made: Reducer | Compressor) -> Compressor:
+def _import_method(text: str, spelled: grammar.Imported) -> Reducer | Compressor | optax.GradientTransformation:
+    """Imports a reducer, a compressor or an optimizer that communicates, or calls the function that makes it."""
+    made = grammar.import_name("reducer", text, spelled, _NAMES)
+    if callable(made):
+        _, values, keywords = parse_call(f"{spelled.name}:{spelled.arguments}")
+        made = call("reducer", text, made, *_parse_inner(made, values, keywords), hidden=())
+    elif spelled.arguments:
+        raise ValueError(f"reducer {text!r}: {spelled.name} is no function; leave out {spelled.arguments!r}")
+    if not isinstance(made, (Reducer, Compressor, optax.GradientTransformation)):
+        raise ValueError(
+            f"reducer {text!r}: {spelled.name} gives {type(made).__name__}; return a jaxdist.reducers.Reducer, a "
+            "jaxdist.compressors.Compressor, or an optax transformation that communicates"
+        )
+    return made
+
+
+def _parse_inner(
+    factory: Callable[..., Any], values: list[Any], keywords: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Parses the arguments that the factory annotates as a reducer or a compressor: `inner=qsgd:4`."""
+    parsers: dict[Any, Callable[[str], Any]] = {Reducer: parse_reducer, Compressor: parse_code}
+    # Annotations are text after `from __future__ import annotations`.
+    parameters = inspect.signature(factory, eval_str=True).parameters
+    inner = {name: parsers[each.annotation] for name, each in parameters.items() if each.annotation in parsers}
+    # Values come in the order of the signature; `call` refuses those that are too many.
+    names = [*parameters][: len(values)]
+    parsed = [inner[name](str(value)) if name in inner else value for name, value in zip(names, values)]
+    keywords = {name: inner[name](str(value)) if name in inner else value for name, value in keywords.items()}
+    return [*parsed, *values[len(names) :]], keywords
+
+
+def _check_code(text: str, made: Any) -> Compressor:
     if not isinstance(made, Compressor):
         raise ValueError(f"{text!r} is not a code for one array, such as qsgd:4")
     return made
@@ -104,7 +161,9 @@ def _check_code(text: str, made: Reducer | Compressor) -> Compressor:
 
 def list_optimizers() -> list[str]:
     """The names of optax's optimizers: the public functions whose first argument is a learning rate."""
-    return [name for name in sorted(dir(optax)) if _first_argument(getattr(optax, name)) == "learning_rate"]
+    # A name with an underscore is private or deprecated.
+    names = [name for name in sorted(dir(optax)) if not name.startswith("_")]
+    return [name for name in names if _first_argument(getattr(optax, name)) == "learning_rate"]
 
 
 def _first_argument(thing: Any) -> str | None:
@@ -112,17 +171,13 @@ def _first_argument(thing: Any) -> str | None:
 
 
 def parse_optimizer(text: str) -> optax.GradientTransformation:
-    """Makes any optax optimizer from `name:learning_rate[,key=value...]`.
-
-    Example:
-      >>> from jaxdist._cli.spellings.parse import parse_optimizer
-      >>> _ = parse_optimizer("adamw:3e-4,b2=0.95")
-    """
+    """Makes any optax optimizer from `name:learning_rate[,key=value...]`, as in `adamw:3e-4,b2=0.95`."""
     name, values, keywords = parse_call(text)
     if name not in list_optimizers():
-        raise ValueError(f"unknown optimizer {text!r}; optax has {', '.join(list_optimizers())}")
+        grammar.refuse_name("optimizer", text, name, list_optimizers())
     if not values and "learning_rate" not in keywords:
         raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
+    # Text would fail only when the first step is traced.
     rate = keywords["learning_rate"] if "learning_rate" in keywords else values[0]
     if type(rate) not in (int, float):
         raise ValueError(f"optimizer {text!r}: the learning rate must be a number, got {rate!r}")
@@ -130,41 +185,31 @@ def parse_optimizer(text: str) -> optax.GradientTransformation:
 
 
 def learning_rate(text: str) -> float:
-    """The learning rate in the spelling of an optimizer.
-
-    Example:
-      >>> from jaxdist._cli.spellings.parse import learning_rate
-      >>> learning_rate("sgd:0.1,momentum=0.9")
-      0.1
-    """
+    """The learning rate in the spelling of an optimizer: 0.1 for `sgd:0.1,momentum=0.9`."""
     _, values, keywords = parse_call(text)
     return float(keywords["learning_rate"] if "learning_rate" in keywords else values[0])
 
 
 def is_sync(text: str) -> bool:
-    """Returns whether a spelling begins with the name of a method that synchronizes every `H` steps.
-
-    Example:
-      >>> from jaxdist._cli.spellings.parse import is_sync
-      >>> is_sync("diloco:H=50/qsgd:4"), is_sync("qsgd:4")
-      (True, False)
-    """
+    """Returns whether a spelling begins with the name of a method that synchronizes every `H` steps."""
     return text.partition(":")[0].partition("/")[0].strip() in SYNCS
 
 
-def parse_sync(text: str, optimizer: str) -> TrainingMethod:
+def parse_sync(text: str, optimizer: str, *, island: str | None = None) -> TrainingMethod:
     """Makes the method that `text` spells: `name:H=N[,key=value...][/REDUCER]`, with a name of `SYNCS`.
 
-    Args:
-      text: the spelling; the reducer carries the difference that a round sends.
-      optimizer: the spelling of the optimizer of each worker; methods that need its learning rate read it from here.
+    The reducer encodes the difference that a round sends. Methods that need the learning rate of the local steps read
+    it from `optimizer`, the spelling of each worker's optimizer. With `island`, a mesh axis, all devices of that axis
+    are one worker: they average their gradients in every step, and rounds are for `jaxdist.islands`.
     """
     spelling, slash, reducer = grammar.check_length(text).partition("/")
     name, values, keywords = parse_call(spelling)
     if name not in SYNCS:
-        raise ValueError(f"unknown sync {text!r}; known: {', '.join(SYNCS)}, each with H=, as in diloco:H=50")
+        listed = ", ".join(SYNCS) + ", each with H=, as in diloco:H=50"
+        grammar.refuse_name("sync", text, name, SYNCS, listed=listed)
     factory = SYNCS[name].factory
     takes = inspect.signature(factory).parameters
+    # `H` is the papers' name for every method, whatever the factory calls it.
     period = keywords.pop("H", None)
     if values or period is None:
         raise ValueError(f"sync {text!r}: give the number of steps between two rounds by name, as in {name}:H=50")
@@ -176,11 +221,21 @@ def parse_sync(text: str, optimizer: str) -> TrainingMethod:
             raise ValueError(f"sync {text!r}: {name} has a fixed encoding and takes no reducer")
         given["reducer"] = parse_reducer(reducer)
     inner = parse_optimizer(optimizer)
+    if island is not None:
+        if not {"inner", "axis"} <= set(takes):
+            raise ValueError(
+                f"sync {text!r}: {name} has its own inner optimizer; islands take diloco, slowmo, local_sgd"
+            )
+        inner = optax.chain(all_reduce(reducers.exact(), axis=island), inner)
+        given["axis"] = None
+    # The rate of the local steps is that of --optimizer: it need not be spelled twice.
     if rate := _rate_argument(factory):
         given[rate] = learning_rate(optimizer)
+    # Methods around any optimizer take the one of --optimizer; the others have their own inside.
     if "inner" in takes:
         factory = functools.partial(factory, inner)
-    return TrainingMethod(None, call("sync", text, factory, [], given | keywords), period)
+    # Parameters of an island are replicated: the step that is compiled takes no part in rounds.
+    return TrainingMethod(None, call("sync", text, factory, [], given | keywords), None if island else period)
 
 
 def _rate_argument(factory: Callable[..., Any]) -> str:
@@ -193,13 +248,7 @@ def _rate_argument(factory: Callable[..., Any]) -> str:
 def parse_method(text: str, optimizer: str) -> TrainingMethod:
     """Makes the method that `text` spells.
 
-    Args:
-      text: a reducer, a stage of ZeRO (`zero:STAGE[/REDUCER]`), a method that synchronizes every `H` steps (see
-        `parse_sync`), or an optimizer that communicates.
-      optimizer: the spelling of the optimizer of each worker.
-
-    Example:
-      >>> from jaxdist._cli.spellings.parse import parse_method
+    Examples:
       >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period, parse_method("zero:3", "adamw:1e-3").stage
       (50, 3)
       >>> parse_method("demo:1e-3", "sgd:0.1").reducer is None
@@ -209,11 +258,13 @@ def parse_method(text: str, optimizer: str) -> TrainingMethod:
         return parse_sync(text, optimizer)
     if text.partition(":")[0].strip() == ZERO:
         return _parse_zero(text, optimizer)
+    # Parsed even if the method replaces it, so that a wrong --optimizer never passes unnoticed.
     after = parse_optimizer(optimizer)
     name, values, keywords = parse_call(text)
-    if name not in OPTIMIZERS:
-        return TrainingMethod(parse_reducer(text), after)
-    return TrainingMethod(None, call("optimizer", text, OPTIMIZERS[name].factory, values, keywords))
+    if name in OPTIMIZERS:
+        return TrainingMethod(None, call("optimizer", text, OPTIMIZERS[name].factory, values, keywords))
+    made = _parse_reducer_or_optimizer(text)
+    return TrainingMethod(made, after) if isinstance(made, Reducer) else TrainingMethod(None, made)
 
 
 def _parse_zero(text: str, optimizer: str) -> TrainingMethod:
@@ -227,9 +278,8 @@ def _parse_zero(text: str, optimizer: str) -> TrainingMethod:
 def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: str, *, default: str) -> str:
     """Joins `--sync`, or `--zero`, and `--reducer` to one spelling of a method; without any of them the default.
 
-    Example:
+    Examples:
       >>> from functools import partial
-      >>> from jaxdist._cli.spellings.parse import join_options
       >>> join = partial(join_options, optimizer="adam:1e-3", default="exact")
       >>> join("diloco:H=50", 0, "ef:qsgd:4"), join(None, 2, "two_shot:qsgd:4"), join(None, 0, "f16")
       ('diloco:H=50/ef:qsgd:4', 'zero:2/two_shot:qsgd:4', 'f16')
@@ -237,7 +287,8 @@ def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: st
     if sync is not None and zero:
         raise ValueError(f"--zero {zero} shards state that is equal on all workers, and with --sync it is not")
     if sync is not None and not is_sync(sync):
-        parse_sync(sync, optimizer)  # raises, with the known names
+        # Raises, with the known names.
+        parse_sync(sync, optimizer)
     first = f"{ZERO}:{zero}" if zero else sync
     if first is None:
         return default if reducer is None else reducer
@@ -245,16 +296,11 @@ def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: st
 
 
 def parse_workload(name: str, model: str | None = None, *, path: str | Path | None = None) -> Workload:
-    """Makes a workload from its name and its model's spelling.
-
-    Args:
-      name: `"text"` or `"digits"`.
-      model: `gpt:SIZE[,key=value...]` for text, `convnet:WIDTH` for digits; None for the default.
-      path: a file or folder to read instead of the default text.
-    """
+    """Makes a workload from its name and its model: `gpt:SIZE[,key=value...]` for text, `convnet:WIDTH` for digits."""
     if name not in MODELS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(MODELS)}")
     model = model or MODELS[name]
+    # gpt reads bytes and convnet images: a model of the other workload is a mistake.
     kind, values, keywords = parse_call(model)
     if kind != MODELS[name]:
         raise ValueError(f"the workload {name!r} has the model {MODELS[name]!r}, got {model!r}")
@@ -273,11 +319,93 @@ def parse_workload(name: str, model: str | None = None, *, path: str | Path | No
 def gpt_config(size: str = "demo", **sizes: int) -> gpt.GPTConfig:
     """Returns a named size of the GPT, with the given fields changed."""
     if size not in gpt.SIZES:
-        raise ValueError(f"unknown size {size!r}; known: {', '.join(gpt.SIZES)}")
+        grammar.refuse_name("size", size, size, gpt.SIZES)
     unknown = set(sizes) - set(gpt.GPTConfig._fields)
     if unknown:
-        raise ValueError(f"unknown field {sorted(unknown)[0]!r}; known: {', '.join(gpt.GPTConfig._fields)}")
+        field = sorted(unknown)[0]
+        grammar.refuse_name("field", field, field, gpt.GPTConfig._fields)
     for field, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{field} must be a positive whole number, got {value!r}")
     return gpt.SIZES[size]._replace(**sizes)
+
+
+def parse_rule(text: str, optimizer: optax.GradientTransformation, gradient: str | None = None) -> Rule:
+    """Makes the rule that `text` spells; `gradient` is the code of its gradients, with `ef:` for error feedback."""
+    name, values, keywords = parse_call(text)
+    factory = grammar.look_up("rule", text, RULES, name)
+    rule = call("rule", text, functools.partial(factory, optimizer=optimizer), values, keywords)
+    if gradient is None:
+        return rule
+    if name in AVERAGING:
+        raise ValueError(f"rule {text!r} sends models, and no gradients that a code could shrink: leave out --gradient")
+    # Rules without a server reduce their gradients instead of sending them.
+    kind = "gradient" if rule.server is not None else "reduced"
+    # The rule keeps the residuals itself: `ef:` is no reducer here.
+    code = parse_code(gradient.removeprefix("ef:"))
+    return rules.compressed(rule, {kind: code}, feedback=(kind,) if gradient.startswith("ef:") else ())
+
+
+def parse_factor(option: str, text: str, *others: str) -> list[float]:
+    """Parses the value of an option: `4x`, or `6x,0.1` where `others` has the names of both numbers and an example."""
+    first, *rest = grammar.check_length(text).split(",")
+    try:
+        numbers = [float(first.strip().removesuffix("x")), *map(float, rest)]
+    except ValueError:
+        raise ValueError(f"{option} must be a factor such as 4x, got {text!r}") from None
+    if others and len(numbers) != 2:
+        names, example = others
+        raise ValueError(f"{option} must be {names}, as in {example}, got {text!r}")
+    return numbers
+
+
+def parse_durations(
+    law: str,
+    *,
+    slow: str | None = None,
+    random_slow: str | None = None,
+    failures: str | None = None,
+    recorded: Path | None = None,
+) -> durations.Durations:
+    """Makes the distribution of the time that gradients take, from the options of the command."""
+    name, values, keywords = parse_call(law)
+    factory = grammar.look_up("law", law, LAWS, name)
+    made = call("law", law, factory, values, keywords) if recorded is None else durations.from_file(recorded)
+    if slow is not None:
+        # Slowdowns and failures compose, each around the distribution so far.
+        made = durations.one_slow(made, worker=0, factor=parse_factor("--slow", slow)[0])
+    if random_slow is not None:
+        factor, probability = parse_factor("--random-slow", random_slow, "a factor and a probability", "6x,0.1")
+        made = durations.random_slow(made, factor=factor, probability=probability)
+    if failures is not None:
+        up, down = parse_factor("--failures", failures, "the mean seconds up and down", "100,5")
+        made = durations.failures(made, up=up, down=down)
+    return made
+
+
+def parse_link(text: str) -> cost.Link:
+    """Makes the link that `BANDWIDTH[,LATENCY]` spells.
+
+    Examples:
+      >>> parse_link("100mbit,20ms")
+      Link(name='100mbit,20ms', latency=0.02, bandwidth=12500000.0)
+    """
+    rate, _, latency = grammar.check_length(text).partition(",")
+    bandwidth, seconds = _parse_quantity(rate, _RATES), _parse_quantity(latency or "0s", _SECONDS)
+    if not bandwidth or seconds is None:
+        raise ValueError(f"a link is a bandwidth and a latency, such as 100mbit,20ms or 10gbit,50us, got {text!r}")
+    return cost.Link(text, seconds, bandwidth)
+
+
+def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
+    return float(match[1]) * units[match[2]] if match and match[2] in units and match[1] != "." else None
+
+
+def parse_links(text: str | None) -> links.Links:
+    """Makes the links of a simulation; None spells messages that take no time."""
+    if text is None:
+        return links.instant()
+    # α-β: a message of n bytes takes latency + n / bandwidth.
+    link = parse_link(text)
+    return links.alpha_beta(float(link.latency), float(link.bandwidth))

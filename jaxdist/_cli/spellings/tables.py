@@ -12,7 +12,7 @@ from ...asynchronous import durations, rules
 from ...asynchronous.protocol import Rule
 from ...topology.base import Topology
 from ...topology.varying import relabeled_ring
-from .grammar import Spelling
+from .grammar import Spelling, refuse_name
 
 FEEDBACK = {
     "ef": Spelling(reducers.error_feedback, "keeps what was not sent and adds it to the next gradient"),
@@ -49,6 +49,8 @@ REDUCERS = {
     "alq": Spelling(reducers.alq, "levels adapted to the gradients"),
     "amq": Spelling(reducers.amq, "levels that are powers of a fitted number"),
     "majority": Spelling(reducers.majority_vote, "workers vote on each sign; use a small learning rate"),
+    "median": Spelling(reducers.median, "the middle value of each entry; a few bad workers cannot move it far"),
+    "trimmed_mean": Spelling(reducers.trimmed_mean, "the mean without the TRIM largest and smallest values"),
     "intsgd": Spelling(reducers.intsgd, "sums of integers of 8 or 32 bits with an adaptive scale"),
     "integer_sum": Spelling(reducers.integer_sum, "sums of integers, scaled by the largest entry"),
     "power_sgd": Spelling(reducers.power_sgd, "low-rank factors of each matrix; use with ef:"),
@@ -91,6 +93,7 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
     "one-peer-exponential": topology.one_peer_exponential,
     "random-matchings": topology.random_matchings,
     "relabelled-ring": topology.relabeled_ring,
+    # MATCHA activates random matchings of a base graph: each base has its own name.
     "matcha-ring": lambda workers: topology.matcha(topology.ring(workers)),
     "matcha-complete": lambda workers: topology.matcha(topology.complete(workers)),
     "shift-one": topology.shift_one,
@@ -103,7 +106,7 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
 def find_graph(name: str) -> Callable[[int], Topology]:
     """Returns the factory of a topology; raises ValueError if the name is unknown."""
     if name not in GRAPHS:
-        raise ValueError(f"unknown graph {name!r}; known: {', '.join(GRAPHS)}")
+        refuse_name("graph", name, name, GRAPHS)
     return GRAPHS[name]
 
 
@@ -124,9 +127,10 @@ def _prague(
     groups: Literal["smart", "random", "static"] = "smart",
     *,
     max_lag: float = 4,
+    node_size: int | None = None,
     optimizer: optax.GradientTransformation,
 ) -> Rule:
-    return rules.prague(optimizer, group_size=group_size, groups=groups, max_lag=max_lag)
+    return rules.prague(optimizer, group_size=group_size, groups=groups, max_lag=max_lag, node_size=node_size)
 
 
 def _even_ring(workers: int) -> Topology:
@@ -192,6 +196,7 @@ RULES = {
     "palsgd": Spelling(rules.palsgd, "local_sgd with pulls toward the last average"),
     "any_batch": Spelling(rules.any_batch, "rounds of WINDOW seconds, with however many gradients are ready"),
     "task_allocation": Spelling(rules.task_allocation, "synchronous, with shares by measured speed"),
+    "ata": Spelling(rules.ata, "task_allocation that leaves out workers known to be slow"),
 }
 LAWS = {
     name: Spelling(getattr(durations, name), "")

@@ -1,6 +1,7 @@
 """Asynchronous training of a workload: the task of each worker, and the staleness and events of a finished run."""
 
 import json
+from functools import partial
 from typing import Any, TextIO
 
 import jax
@@ -9,35 +10,33 @@ import numpy as np
 
 from ...asynchronous import replay
 from ..models.base import Workload
-from ..models.digits import Digits, splits
-from ..models.partition import dirichlet_partition
+from ..models.digits import Digits, equal_parts, splits
 from ..spellings.grammar import parse_call
 
 
 def make_task(workload: Workload, *, batch: int, seed: int, workers: int, skew: float | None = None) -> replay.Task:
     """Makes the task of the workers, with batches drawn from (seed, worker, job), evaluated on the held-out data.
 
-    Args:
-      workload: the model and the data.
-      batch: examples in a gradient.
-      seed: draws the parameters.
-      workers: how many there are; only needed with `skew`.
-      skew: for digits, the concentration of each worker's labels; None: all workers draw from all data.
+    With `skew`, for digits, each worker has its own mixture of labels, with this concentration.
     """
-    parts = None
+
+    def draw_alike(seed: int, worker: int, job: int) -> Any:
+        # One step number for each pair of job and worker.
+        return workload.batch(seed, (job << 24) | worker, batch)
+
+    def draw_own(train: Digits, parts: list[np.ndarray], seed: int, worker: int, job: int) -> Digits:
+        # Each worker draws from its own part alone, which makes the data of the workers differ.
+        rows = np.random.default_rng((seed, worker, job)).choice(parts[worker], batch)
+        return Digits(train.images[rows], train.labels[rows])
+
+    draw_batch = draw_alike
     if skew is not None:
         if workload.name != "digits":
             raise ValueError(f"--skew is for the workload 'digits', got {workload.name!r}")
         train, _ = splits()
-        parts = dirichlet_partition(train.labels, workers, concentration=skew)
+        draw_batch = partial(draw_own, train, equal_parts(train.labels, workers, concentration=skew))
 
-    def draw_batch(seed: int, worker: int, job: int) -> Any:
-        if parts is None:
-            # One step number for each pair of job and worker.
-            return workload.batch(seed, (job << 24) | worker, batch)
-        rows = np.random.default_rng((seed, worker, job)).choice(parts[worker], batch)
-        return Digits(train.images[rows], train.labels[rows])
-
+    # Held-out batches and the compiled metrics are made once, for all evaluations of all rules.
     held_out = workload.held_out(256)
     metrics = jax.jit(workload.metrics)
 
@@ -55,4 +54,5 @@ def staleness(name: str, trace: replay.Trace) -> np.ndarray:
 def write_events(name: str, run: replay.Result, log: TextIO) -> None:
     """Writes each event as a line of JSON, with the rule's name first."""
     for line in replay.event_lines(run.trace):
+        # Spliced as text: the lines are JSON already, and there are many.
         log.write(json.dumps({"rule": name})[:-1] + ", " + line[1:] + "\n")

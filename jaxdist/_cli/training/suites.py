@@ -25,20 +25,9 @@ COMPRESSION: dict[str, tuple[str, ...]] = {
         "ef:random_k:0.05",
         "gspar:0.1",
     ),
-    "low rank": (
-        "power_sgd:2",
-        "ef:power_sgd:1",
-        "ef:power_sgd:2",
-        "ef:power_sgd:4",
-        "ef:power_sgd:2,one_sided=True",
-    ),
+    "low rank": ("power_sgd:2", "ef:power_sgd:1", "ef:power_sgd:2", "ef:power_sgd:4", "ef:power_sgd:2,one_sided=True"),
     "sums": ("two_shot:qsgd:8", "two_shot:qsgd:4", "ef:two_shot:sign", "loco:int4", "intsgd:8", "integer_sum:8"),
-    "optimizers": (
-        "demo:1e-3",
-        "dion:3e-2,rank=4",
-        "one_bit_adam:1e-3,freeze_step=50",
-        "qadam:1e-3,warmup_steps=50",
-    ),
+    "optimizers": ("demo:1e-3", "dion:3e-2,rank=4", "one_bit_adam:1e-3,freeze_step=50", "qadam:1e-3,warmup_steps=50"),
 }
 PERIODS = (1, 8, 32, 128)
 # The spelling of each method with a place for H, and the shortest H that it takes. The baseline comes first.
@@ -54,43 +43,25 @@ METHODS: dict[str, tuple[str, int]] = {
 
 
 class SeedSpread(NamedTuple):
-    """The numbers of one reducer over several seeds.
+    """The numbers of one reducer over several seeds."""
 
-    Attributes:
-      name: the spelling.
-      family: the key in `COMPRESSION`; empty outside the suite.
-      wire_bytes: bytes sent by one worker in a step.
-      held_out: each metric of the evaluation, with one value for each seed.
-      difference: held-out loss minus the baseline's of the same seed.
-      milliseconds: the median step of all seeds.
-    """
-
-    name: str
-    family: str
-    wire_bytes: float
-    held_out: dict[str, np.ndarray]
-    difference: np.ndarray
-    milliseconds: float
+    name: str  # the spelling
+    family: str  # the key in `COMPRESSION`; empty outside the suite
+    wire_bytes: float  # bytes sent by one worker in a step
+    held_out: dict[str, np.ndarray]  # each metric of the evaluation, with one value for each seed
+    difference: np.ndarray  # held-out loss minus the baseline's of the same seed
+    milliseconds: float  # the median step of all seeds
 
 
 class Cell(NamedTuple):
-    """One method at one `H`.
+    """One method at one `H`."""
 
-    Attributes:
-      method: a key of `METHODS`.
-      period: `H`; 0 for the baseline.
-      spread: the numbers over the seeds.
-      steps: the steps of the evaluations during training.
-      losses: held-out loss at each of them, mean over the seeds.
-      units: tokens or images in a step.
-    """
-
-    method: str
-    period: int
-    spread: SeedSpread
-    steps: np.ndarray
-    losses: np.ndarray
-    units: int
+    method: str  # a key of `METHODS`
+    period: int  # `H`; 0 for the baseline
+    spread: SeedSpread  # the numbers over the seeds
+    steps: np.ndarray  # the steps of the evaluations during training
+    losses: np.ndarray  # held-out loss at each of them, mean over the seeds
+    units: int  # tokens or images in a step
 
 
 def list_reducers() -> tuple[str, ...]:
@@ -103,6 +74,7 @@ def collect_seeds(results: Sequence[RunResult], baseline: Sequence[RunResult]) -
     name = results[0].name
     held_out = {key: np.array([result.held_out[key] for result in results]) for key in results[0].held_out}
     exact = np.array([result.held_out["loss"] for result in baseline])
+    # The median ignores the first steps, which are slower.
     seconds = [record.seconds for result in results for record in result.records]
     return SeedSpread(
         name=name,
@@ -116,6 +88,7 @@ def collect_seeds(results: Sequence[RunResult], baseline: Sequence[RunResult]) -
 
 def pareto_front(spreads: Sequence[SeedSpread], key: str = "loss") -> list[SeedSpread]:
     """The reducers that no other beats in both bytes and the mean of `key`, from the fewest bytes to the most."""
+    # From the fewest bytes up, a reducer is on the front if its cost is the lowest so far.
     best, kept = np.inf, []
     for spread in sorted(spreads, key=lambda spread: (spread.wire_bytes, _cost(spread, key))):
         if _cost(spread, key) < best:
@@ -152,15 +125,10 @@ def shown_period(periods: Sequence[int]) -> int:
 
 
 def list_sweep(periods: Sequence[int]) -> list[tuple[str, int, str]]:
-    """TrainingMethod, `H` and spelling of all runs.
-
-    Example:
-      >>> from jaxdist._cli.training.suites import list_sweep
-      >>> list_sweep([8])[:2]
-      [('exact', 0, 'exact'), ('Local SGD', 8, 'local_sgd:H=8')]
-    """
+    """Name, `H` and spelling of all runs: `("exact", 0, "exact")`, `("Local SGD", 8, "local_sgd:H=8")`, ..."""
     found = []
     for method, (template, least) in METHODS.items():
+        # The baseline has no period; fragments need one that is at least their number.
         possible = [period for period in sorted(periods) if period >= least] if least else [0]
         found += [(method, period, template.format(H=period)) for period in possible]
     return found
@@ -171,20 +139,15 @@ def prepare_sweep(
 ) -> Iterator[tuple[str, int, str, Run]]:
     """Prepares one run after the other; a method without fragments is compiled once for all `H`.
 
-    Args:
-      workload: the model and the data.
-      optimizer: the spelling of each worker's optimizer.
-      periods: the values of `H`.
-      **settings: `mesh`, `batch_size`, `seed` of `prepare`.
-
-    Yields:
-      `(method, H, spelling, Run)`.
+    Yields `(method, H, spelling, Run)`; `settings` are `mesh`, `batch_size` and `seed` of `prepare`.
     """
     shared: tuple[str, Run] | None = None
     for method, period, spelling in list_sweep(periods):
         if shared and shared[0] == method and shared[1].program.any_period:
+            # H is an argument of the compiled step: only the state is made anew.
             run = shared[1].with_period(period)
         else:
+            # Fragments are synchronized at steps that are fixed when the program is traced.
             any_period = bool(period) and "fragments" not in spelling
             run = prepare(workload, **parse_method(spelling, optimizer)._asdict(), any_period=any_period, **settings)
             shared = (method, run)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from ... import analysis
-from ..._core.types import PyTree
+from ..._core.types import Metrics, PyTree
 from ...local_sgd.state import global_params
 from ...reducers.base import Reducer
 from ...reducers.with_stats import with_stats
@@ -19,32 +19,24 @@ from ...runtime.mesh import global_batch
 from ...state.placement import init_state
 from ...transforms.stats import stats
 from ..models.base import TrainingMethod, Workload, check_batch, parameters_of
-from .offloaded import Offload
-from .one_worker import OneWorker, one_worker
+from .one_worker import Offload, OneWorker, one_worker
 from .one_worker import TrainState as TrainState
 
 AXIS = "data"
 
 
 class _Program(NamedTuple):
-    """What all runs of one compiled step share.
-
-    Attributes:
-      compiled: the step; with `any_period` its batch is `(batch, H)`.
-      worker: the functions of one worker.
-      most, least: bytes that a worker sends in the step, with the branches that send most and least.
-      counted: true if the state counts the bytes.
-    """
+    """What all runs of one compiled step share."""
 
     workload: Workload
-    worker: OneWorker
+    worker: OneWorker  # the functions of one worker
     mesh: jax.sharding.Mesh
     batch_size: int
-    compiled: Callable[..., tuple[TrainState, dict[str, Any]]]
+    compiled: Callable[..., tuple[TrainState, dict[str, Any]]]  # the step; with `any_period` its batch is `(batch, H)`
     any_period: bool
-    most: float
-    least: float
-    counted: bool
+    most: float  # bytes that a worker sends in the step, with the branches that send most and least
+    least: float  # bytes that a worker sends in the step, with the branches that send most and least
+    counted: bool  # true if the state counts the bytes
     evaluate: Callable[[TrainState], dict[str, float]]
     compile_seconds: float
 
@@ -56,30 +48,22 @@ class _Program(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A workload, a reducer and an optimizer, compiled for a mesh.
+    """A workload, a reducer and an optimizer, compiled for a mesh."""
 
-    Attributes:
-      program: the compiled step, shared by runs of other seeds and periods.
-      state: the initial state.
-      seed: draws the parameters and the batches.
-      sync_period: `H`; None if the workers take no local steps.
-      first: number of steps already done, by an earlier run whose state was on disk.
-    """
-
-    program: _Program
-    state: TrainState
-    seed: int
-    sync_period: int | None
-    first: int
+    program: _Program  # the compiled step, shared by runs of other seeds and periods
+    state: TrainState  # the initial state
+    seed: int  # draws the parameters and the batches
+    sync_period: int | None  # `H`; None if the workers take no local steps
+    first: int  # number of steps already done, by an earlier run whose state was on disk
 
     @property
     def workers(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return self.program.mesh.shape[AXIS]
 
     @property
     def parameters(self) -> int:
-        """Size of the model."""
+        """The number of parameters of the model."""
         return parameters_of(self.program.workload)
 
     @property
@@ -89,16 +73,12 @@ class Run(NamedTuple):
 
     @property
     def compile_seconds(self) -> float:
-        """Time to trace and compile."""
+        """Seconds that XLA took to compile the step."""
         return self.program.compile_seconds
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one worker sends in a step, read from the compiled program.
-
-        The mean over a round for methods that synchronize every `H` steps; the maximum if the program decides from step
-        to step.
-        """
+        """Bytes that one worker sends in a step: the mean over a round, or the most if the program decides."""
         most, least = self.program.most, self.program.least
         # Each fragment is synchronized once in a round; the other steps send the least.
         return most if self.sync_period is None else least + (most - least) / self.sync_period
@@ -106,10 +86,13 @@ class Run(NamedTuple):
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes a compiled step, which donates the state, and applies an optimizer on disk."""
         if self.program.any_period:
+            # A program for any period has one. A traced int32, so that another H needs no other program.
+            assert self.sync_period is not None
             return self.program.compiled(state, (batch, np.int32(self.sync_period)))
         state, metrics = self.program.compiled(state, batch)
         streamed = self.program.worker.streamed
         if streamed is not None:
+            # The compiled step has left the mean gradients in the state, for the optimizer on disk.
             state = state._replace(params=streamed.apply(state.params, state.opt_state.means))
         return state, metrics
 
@@ -121,7 +104,7 @@ class Run(NamedTuple):
         """The metrics, as means over the held-out split."""
         return self.program.evaluate(state)
 
-    def sent(self, state: TrainState, count: int) -> float:
+    def bytes_sent(self, state: TrainState, count: int) -> float:
         """Bytes that one worker has sent in the first `count` steps; counted in the state if they differ."""
         return float(stats(state.opt_state)["bytes"]) if self.program.counted else count * self.wire_bytes
 
@@ -134,29 +117,20 @@ class Run(NamedTuple):
         return self.program.start(self.seed, sync_period)
 
     def close(self) -> None:
-        """Releases the files of the run."""
+        """Closes the files of an optimizer on disk."""
         if self.program.worker.streamed is not None:
             self.program.worker.streamed.close()
 
 
 class Record(NamedTuple):
-    """The measurements of one step.
+    """The measurements of one step."""
 
-    Attributes:
-      step: its number, from 1.
-      loss: mean over all workers, before the step's update.
-      seconds: wall-clock time of the step, with placing the batch and waiting for the result.
-      units_per_second: tokens or images per second.
-      wire_bytes: bytes sent by one worker in this step.
-      total_wire_bytes: bytes sent by one worker until now.
-    """
-
-    step: int
-    loss: float
-    seconds: float
-    units_per_second: float
-    wire_bytes: float
-    total_wire_bytes: float
+    step: int  # its number, from 1
+    loss: float  # mean over all workers, before the step's update
+    seconds: float  # wall-clock time of the step, with placing the batch and waiting for the result
+    units_per_second: float  # tokens or images per second
+    wire_bytes: float  # bytes sent by one worker in this step
+    total_wire_bytes: float  # bytes sent by one worker until now
 
 
 def prepare(
@@ -171,26 +145,24 @@ def prepare(
     stage: Literal[0, 1, 2, 3] = 0,
     any_period: bool = False,
     offload: Offload | None = None,
+    island: bool = False,
 ) -> Run:
     """Builds and compiles a run. Runs that are compared differ only in how workers exchange gradients or models.
 
     Args:
-      workload: the model and the data.
       reducer: averages the gradients; None if the optimizer communicates.
-      optimizer: any optax transformation of the mean gradients.
       mesh: a mesh with an axis `"data"`.
-      batch_size: examples in a step, all workers together; a multiple of the number of workers.
-      seed: draws the parameters and the batches.
-      sync_period: `H`, if workers take local steps and synchronize every `H` steps: parameters are then per-worker, and
-        the last global parameters are evaluated.
-      stage: of ZeRO: 1 and 2 shard the optimizer state over the workers, 3 the parameters too, gathered layer by layer.
-        The reducer then needs a reduce-scatter form.
+      batch_size: examples in a step, all workers together.
+      sync_period: as in `TrainingMethod`; the last global parameters are evaluated.
+      stage: as in `TrainingMethod`; 3 gathers the parameters layer by layer. The reducer needs a reduce-scatter form.
       any_period: makes `H` an argument of the compiled step, for `with_period`. The optimizer must take `sync_period=`
         in its update, as `local_steps` with a single fragment does.
       offload: keep the optimizer state in host memory or on disk. A folder with the state of an earlier run of the same
         model is resumed.
+      island: leaves the rounds of the optimizer out of the step, for `jaxdist.islands`; as with `sync_period`, the last
+        global parameters are evaluated.
 
-    Example:
+    Examples:
       >>> import jaxdist as jd, optax
       >>> from jaxdist._cli.models import digits
       >>> from jaxdist._cli.training import train
@@ -200,17 +172,22 @@ def prepare(
       [1, 2]
     """
     check_batch(batch_size, mesh.shape[AXIS])
+    # The same function serves `plan`, so that it compiles the very step that is trained.
     worker = one_worker(workload, TrainingMethod(reducer, optimizer, sync_period, stage), offload, axis=AXIS)
     start = time.perf_counter()
+    # The first batch has the shapes of all: each run compiles once, ahead of its steps.
     state, rows = _first_state(worker, mesh, seed), _place(workload.batch(seed, 0, batch_size), mesh)
     if any_period:
         specs = jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
         distributed = distribute(partial(_step_with_period, worker), mesh, axis=AXIS, batch_specs=specs)
         compiled = distributed.lower(state, (rows, np.int32(1))).compile()
     else:
-        compiled = distribute(worker.step, mesh, axis=AXIS).lower(state, rows).compile()
+        step = partial(worker.step, sync=()) if island else worker.step
+        compiled = distribute(step, mesh, axis=AXIS).lower(state, rows).compile()
     compile_seconds = time.perf_counter() - start
+    # A program with branches sends a different number of bytes from step to step.
     most, least = (float(analysis.collectives(compiled, branch=branch).wire_bytes) for branch in ("max", "min"))
+    # Only a count in the state tells which branch each step took.
     counted = most > least and "bytes" in stats(state.opt_state)
     if most > least and not counted and not sync_period:
         if reducer is None:
@@ -218,8 +195,9 @@ def prepare(
         # Compiles again, with a reducer that counts.
         sizes = {"mesh": mesh, "batch_size": batch_size, "seed": seed}
         return prepare(workload, with_stats(reducer), optimizer, **sizes, stage=stage, offload=offload)
+    # With ZeRO-3 an evaluation gathers the parameters layer by layer, as the step does.
     evaluated = workload._replace(metrics=worker.metrics)
-    evaluation = _make_evaluation(evaluated, mesh, batch_size, local=sync_period is not None)
+    evaluation = _make_evaluation(evaluated, mesh, batch_size, local=island or sync_period is not None)
     sizes = (workload, worker, mesh, batch_size)
     program = _Program(*sizes, compiled, any_period, most, least, counted, evaluation, compile_seconds)
     return program.start(seed, sync_period, state)
@@ -230,32 +208,30 @@ def _first_state(worker: OneWorker, mesh: jax.sharding.Mesh, seed: int) -> Train
     return state if worker.streamed is None else state._replace(params=worker.streamed.init(state.params))
 
 
-def _step_with_period(
-    worker: OneWorker, state: TrainState, batch: tuple[Any, Any]
-) -> tuple[TrainState, dict[str, Any]]:
+def _step_with_period(worker: OneWorker, state: TrainState, batch: tuple[Any, Any]) -> tuple[TrainState, Metrics]:
     return worker.step(state, batch[0], sync_period=batch[1])
 
 
-def steps(run: Run, count: int, *, first: int = 0) -> Iterator[tuple[Record, TrainState]]:
+def steps(
+    run: Run, count: int, *, first: int = 0, after: Callable[[TrainState, int], TrainState] | None = None
+) -> Iterator[tuple[Record, TrainState]]:
     """Trains, and yields each step's record and state.
 
-    The step donates its state: a state that was yielded is invalid after the next step.
-
-    Args:
-      run: from `prepare`; `run.state` is the initial state, and is invalid afterwards.
-      count: number of steps.
-      first: number of steps already done, so that a resumed run gets the batches that follow.
-
-    Yields:
-      `(Record, TrainState)`.
+    The step donates its state: `run.state`, and each state that was yielded, is invalid after the next step. A resumed
+    run has done `first` steps already, and gets the batches that follow. `after(state, step)`, with steps counted from
+    0, returns the state that the next step takes; its time does not count.
     """
-    state, before = run.state, run.sent(run.state, first)
+    state, before = run.state, run.bytes_sent(run.state, first)
     for step in range(first, first + count):
         start = time.perf_counter()
         state, metrics = run.step(state, run.batch(step))
+        # Reading the loss waits for the step, so that the clock does not stop before it.
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - start
-        total = run.sent(state, step + 1)
+        # After the clock: reading a count from the device is not a part of the step.
+        total = run.bytes_sent(state, step + 1)
+        if after is not None:
+            state = after(state, step)
         yield Record(step + 1, loss, seconds, run.units_per_step / seconds, total - before, total), state
         before = total
 
@@ -269,6 +245,7 @@ def _make_evaluation(
     def evaluate_worker(state: TrainState, batch: Any) -> dict[str, Any]:
         return jax.lax.pmean(workload.metrics(_global_params(state) if local else state.params, batch), AXIS)
 
+    # Compiled at the first evaluation, and once for each shape of a batch.
     metrics = evaluate(evaluate_worker, mesh, axis=AXIS)
 
     def place_batches() -> Iterator[Any]:
@@ -279,6 +256,7 @@ def _make_evaluation(
                 yield _place(jax.tree.map(lambda x, rows=rows: x[:rows], batch), mesh)
 
     def mean_over_batches(state: TrainState) -> dict[str, float]:
+        # All batches have one size, so the mean of their means is that of the examples.
         results = [metrics(state, batch) for batch in place_batches()]
         if not results:
             raise ValueError(f"fewer held-out examples than the {workers} workers")
@@ -291,7 +269,8 @@ def _global_params(state: TrainState) -> PyTree:
     """The last global parameters of workers that take local steps, or the mean if they are only ever paired."""
     try:
         return global_params(state.opt_state)
-    except ValueError:  # NoLoCo has no global parameters
+    # NoLoCo has no global parameters.
+    except ValueError:
         return jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), state.params)
 
 

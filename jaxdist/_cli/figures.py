@@ -1,13 +1,15 @@
-"""What all figures share: colors, empty panels, axes of bytes, labels, and the file."""
+"""What all figures and tables share: colors, empty panels, axes of bytes, labels, and the file."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
+from rich.table import Table
 
 # Okabe and Ito's palette, safe for all kinds of color vision; black is the first run: the baseline.
 COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31")
@@ -16,12 +18,12 @@ MARKERS = "osD^vPX*"
 
 
 def color_of(number: int) -> str:
-    """The color of the curve with this number."""
+    """The color of a run; 0 is the baseline. Colors repeat after the palette."""
     return COLORS[number % len(COLORS)]
 
 
 def marker_of(number: int) -> str:
-    """The marker of the series with this number."""
+    """The marker of a run in a scatter plot."""
     return MARKERS[number % len(MARKERS)]
 
 
@@ -42,7 +44,9 @@ def two_panels(title: str) -> tuple[Figure, Sequence[Axes]]:
     return figure, panels
 
 
-def open_axes(axes: Axes, *, grid: str = "", color: str = "#E6E6E6", left: bool = True) -> None:
+def open_axes(
+    axes: Axes, *, grid: Literal["", "both", "x", "y"] = "", color: str = "#E6E6E6", left: bool = True
+) -> None:
     """Removes the frame at the top and the right (and the left, for lanes), and draws a light grid."""
     axes.spines[["top", "right", *([] if left else ["left"])]].set_visible(False)
     if not left:
@@ -52,9 +56,16 @@ def open_axes(axes: Axes, *, grid: str = "", color: str = "#E6E6E6", left: bool 
         axes.set_axisbelow(True)
 
 
+def label(axes: Axes, title: str, *, size: int | None = None, **properties: Any) -> None:
+    """Writes a title at the left, and sets properties such as `xlabel`."""
+    axes.set_title(title, loc="left", fontsize=size)
+    axes.set(**properties)
+
+
 def scale_by_log_bytes(axes: Axes, label: str) -> None:
     """Makes the x axis a logarithmic one of bytes."""
     axes.set_xscale("log")
+    # Within one decade matplotlib would label the minor ticks too, over each other.
     axes.xaxis.set_minor_formatter(NullFormatter())
     count_bytes(axes.xaxis)
     axes.set_xlabel(label)
@@ -65,9 +76,10 @@ def count_bytes(axis: Axis) -> None:
     axis.set_major_formatter(EngFormatter(unit="B"))
 
 
-def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: str) -> None:
+def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: Any) -> None:
     """Draws the mean over seeds as a point and their range as a bar."""
     mean = values.mean()
+    # matplotlib takes the lengths below and above the point, not the ends.
     bar = [[mean - values.min()], [values.max() - mean]]
     axes.errorbar(x, mean, yerr=bar, markersize=markersize, linewidth=0.9, **style)
 
@@ -77,12 +89,16 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     low, high = axes.get_ylim()
     gap = 0.062 * (high - low)
     order = sorted(range(len(ends)), key=lambda n: ends[n][0])
+    # A diverged run ends at NaN or infinity: its label goes to the top.
     heights = np.clip([np.nan_to_num(ends[n][0], nan=high, posinf=high) for n in order], low, high)
+    # From the lowest label up, each moves until it clears the one below.
     for n in range(1, len(heights)):
         heights[n] = max(heights[n], heights[n - 1] + gap)
     overflow = heights[-1] - high
     if overflow > 0:
+        # Back down as one block, which keeps the gaps.
         heights -= overflow
+    # x in fractions of the panel, y in data: labels stay at the edge, near the ends of their curves.
     place = {"xycoords": ("axes fraction", "data"), "xytext": (8, 0), "textcoords": "offset points", "va": "center"}
     for n, height in zip(order, heights, strict=True):
         _, text, color = ends[n]
@@ -99,3 +115,13 @@ def write(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     figure.savefig(path, dpi=150)
     return path
+
+
+def new_table(first: str, numbers: Sequence[str], *, caption: str | None = None, **style: Any) -> Table:
+    """A table without rows: a column of names, and columns of numbers aligned to the right."""
+    style = {"box": None, "header_style": "bold", "padding": (0, 1)} | style
+    table = Table(caption=caption, caption_justify="left", **style)
+    table.add_column(first, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", vertical="bottom")
+    return table

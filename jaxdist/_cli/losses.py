@@ -1,4 +1,4 @@
-"""Loss against bytes: one run beside its baseline, several runs, several seeds, and several sync periods."""
+"""Loss against bytes, as figures: a run beside its baseline, several runs, seeds, and sync periods."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,44 +8,49 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from ..results import RunResult, running_mean
-from ..training.suites import Cell, SeedSpread, pareto_front, shown_period
 from . import figures
 from .figures import COLORS, GREY, color_of, in_bytes, marker_of
+from .results import RunResult, running_mean
+from .training.suites import Cell, SeedSpread, pareto_front, shown_period
 
 
-def draw_compare(results: Sequence[RunResult], path: str | Path, *, title: str, unit: str = "nats per byte") -> Path:
-    """Draws the training loss of several runs against bytes sent and against steps; the first run is black.
+def draw_compare(
+    methods: Sequence[Sequence[RunResult]], path: str | Path, *, title: str, unit: str = "nats per byte"
+) -> Path:
+    """Draws the training loss of several methods against bytes sent and against steps; the first one is black.
 
-    Args:
-      results: the runs.
-      path: the PNG to write.
-      title: a line above the panels.
-      unit: the unit of the loss.
-
-    Returns:
-      The path.
+    Each method has a run for every seed: a line is their mean, and the band around it their range.
     """
     figure, (by_bytes, by_step) = figures.two_panels(title)
     ends = []
-    for number, result in enumerate(results):
-        color, loss = color_of(number), _smooth(result)
-        sent = [record.total_wire_bytes for record in result.records]
+    for number, seeds in enumerate(methods):
+        color, losses = color_of(number), np.array([_smooth(result) for result in seeds])
+        # Seeds may differ in bytes too, where the data decide what is sent.
+        sent = np.mean([[record.total_wire_bytes for record in result.records] for result in seeds], axis=0)
+        loss, steps = losses.mean(axis=0), [record.step for record in seeds[0].records]
+        # A single worker sends nothing, which a logarithmic axis cannot show.
         if sent[-1] > 0:
-            by_bytes.plot(sent, loss, color=color, linewidth=1.8)
+            _draw_band(by_bytes, sent, losses, color)
             by_bytes.plot(sent[-1], loss[-1], "o", color=color, markersize=6)
-        by_step.plot([record.step for record in result.records], loss, color=color, linewidth=1.8)
-        ends.append((loss[-1], f"{result.name}   {in_bytes(result.wire_bytes)} a step", color))
+        _draw_band(by_step, steps, losses, color)
+        per_step = float(np.mean([result.wire_bytes for result in seeds]))
+        ends.append((loss[-1], f"{seeds[0].name}   {in_bytes(per_step)} a step", color))
     figures.scale_by_log_bytes(by_bytes, "sent by each worker so far")
-    by_bytes.set_ylabel(f"training loss ({unit})")
-    by_bytes.set_title("loss against bytes", loc="left")
-    by_step.set_xlabel("step")
-    by_step.set_title("loss against steps", loc="left")
+    figures.label(by_bytes, "loss against bytes", ylabel=f"training loss ({unit})")
+    figures.label(by_step, "loss against steps", xlabel="step")
     by_step.tick_params(labelleft=False)
-    _limit_to_start(by_bytes, results)
+    _limit_to_start(by_bytes, [result for seeds in methods for result in seeds])
+    # One scale for both panels: the right one has no labels of its own.
     by_step.set_ylim(by_bytes.get_ylim())
     figures.label_ends(by_step, ends)
     return figures.write(figure, path)
+
+
+def _draw_band(axes: Axes, x: np.ndarray | Sequence[int], losses: np.ndarray, color: str) -> None:
+    """Draws the mean of the rows of `losses` as a line, and their range behind it."""
+    axes.plot(x, losses.mean(axis=0), color=color, linewidth=1.8)
+    if len(losses) > 1:
+        axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.18, linewidth=0)
 
 
 def draw_train(
@@ -57,6 +62,7 @@ def draw_train(
     ends = []
     for run, color in runs:
         steps = [record.step for record in run.records]
+        # Single losses as a faint background of their running mean.
         by_loss.plot(steps, [record.loss for record in run.records], color=color, linewidth=0.6, alpha=0.25)
         label = f"{run.name}, held-out loss {run.held_out['loss']:.3f}"
         by_loss.plot(steps, _smooth(run), color=color, linewidth=1.8, label=label)
@@ -64,14 +70,10 @@ def draw_train(
         by_bytes.plot(steps, sent, color=color, linewidth=1.8)
         ends.append((sent[-1], f"{run.name}   {in_bytes(sent[-1])}", color))
     by_loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)
-    by_loss.set_xlabel("step")
-    by_loss.set_ylabel(f"training loss ({unit})")
-    by_loss.set_title("loss", loc="left")
+    figures.label(by_loss, "loss", xlabel="step", ylabel=f"training loss ({unit})")
     _limit_to_start(by_loss, [run for run, _ in runs])
     figures.count_bytes(by_bytes.yaxis)
-    by_bytes.set_ylim(0, None)
-    by_bytes.set_xlabel("step")
-    by_bytes.set_title("sent by each worker so far", loc="left")
+    figures.label(by_bytes, "sent by each worker so far", xlabel="step", ylim=(0, None))
     figures.label_ends(by_bytes, ends)
     return figures.write(figure, path)
 
@@ -94,16 +96,8 @@ def draw_seeds(spreads: Sequence[SeedSpread], path: str | Path, *, title: str, u
     """Draws the held-out loss, and every other metric, against the bytes of a step.
 
     A point is the mean over the seeds, its bar the range. A line joins the reducers on the Pareto front.
-
-    Args:
-      spreads: the reducers; the first is the baseline, with a dotted line at its level.
-      path: the PNG to write.
-      title: a line above the panels.
-      unit: the unit of the loss.
-
-    Returns:
-      The path.
     """
+    # The loss comes first: every workload has one.
     keys = sorted(spreads[0].held_out, key=lambda key: key != "loss")
     height = max(8.2, 0.235 * len(spreads) + 1.2)
     figure = figures.new_figure(title, 7.2 * len(keys) + 2.4, height)
@@ -121,9 +115,11 @@ def _draw_metric(axes: Axes, spreads: Sequence[SeedSpread], key: str, families: 
     best = pareto_front(spreads, key)
     sizes, means = [spread.wire_bytes for spread in best], [spread.held_out[key].mean() for spread in best]
     axes.plot(sizes, means, color=GREY, linewidth=1.0)
+    # A dotted line at the baseline separates better reducers from worse ones.
     axes.axhline(spreads[0].held_out[key].mean(), color=GREY, linewidth=0.8, linestyle=":")
     for number, spread in enumerate(spreads):
         values, family = spread.held_out[key], families.index(spread.family)
+        # A diverged run has no place on the axis.
         if not np.isfinite(values).all():
             continue
         figures.draw_range(axes, spread.wire_bytes, values, color=color_of(family), marker=marker_of(family))
@@ -147,21 +143,11 @@ def _number_reducers(axes: Axes, spreads: Sequence[SeedSpread], families: list[s
 
 
 def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: str, counted: str) -> Path:
-    """Draws the held-out loss against all bytes that a worker sent, and against tokens for one `H`.
-
-    Args:
-      cells: one method at one `H` each; the baseline first.
-      path: the PNG to write.
-      title: a line above the panels.
-      unit: the unit of the loss.
-      counted: what a step consumes, `"tokens"` or `"images"`.
-
-    Returns:
-      The path.
-    """
+    """Draws the held-out loss against all bytes that a worker sent, and against tokens for one `H`."""
     figure, (by_bytes, by_tokens) = figures.two_panels(title)
     colors = {method: color_of(n) for n, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
     periods = sorted({cell.period for cell in cells if cell.period})
+    # Color is the method, shape the period: the baseline, without a period, is a star.
     markers = {0: "*"} | {period: marker_of(n) for n, period in enumerate(periods)}
     for method, color in colors.items():
         own = [cell for cell in cells if cell.method == method]
@@ -173,8 +159,7 @@ def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: s
             figures.draw_range(by_bytes, total, values, **style)
     by_bytes.axhline(cells[0].spread.held_out["loss"].mean(), color=GREY, linewidth=0.8, linestyle=":")
     figures.scale_by_log_bytes(by_bytes, "sent by each worker in the whole run")
-    by_bytes.set_ylabel(f"held-out loss ({unit})")
-    by_bytes.set_title("loss against bytes", loc="left")
+    figures.label(by_bytes, "loss against bytes", ylabel=f"held-out loss ({unit})")
     names = {period: f"H = {period}" if period else "every step, gradients" for period in markers}
     handles = [Line2D([], [], color=GREY, marker=markers[n], linestyle="", label=names[n]) for n in markers]
     by_bytes.legend(handles=handles, framealpha=0.9, edgecolor="none", fontsize=8, labelcolor=GREY)
@@ -184,8 +169,7 @@ def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: s
     for cell in curves:
         by_tokens.plot(cell.steps * cell.units, cell.losses, color=colors[cell.method], linewidth=1.8)
     by_tokens.xaxis.set_major_formatter(EngFormatter())
-    by_tokens.set_xlabel(f"{counted}, all workers together")
-    by_tokens.set_title(f"loss against {counted}, H = {period}", loc="left")
+    figures.label(by_tokens, f"loss against {counted}, H = {period}", xlabel=f"{counted}, all workers together")
     by_tokens.tick_params(labelleft=False)
     for axes in (by_bytes, by_tokens):
         axes.set_ylim(_limits_of_ends(cells))
@@ -196,6 +180,7 @@ def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: s
 def _limits_of_ends(cells: Sequence[Cell]) -> tuple[float, float]:
     """From the best loss to the ends of nine in ten; worse runs leave the panel."""
     ends = np.array([cell.spread.held_out["loss"].mean() for cell in cells])
+    # Diverged runs must not set the limits.
     ends = ends[np.isfinite(ends)]
     starts = cells[0].losses[np.isfinite(cells[0].losses)]
     low, high = ends.min(), max(np.quantile(ends, 0.9), starts.max(initial=-np.inf))

@@ -1,1 +1,0 @@
-"""The figures that the commands draw."""

@@ -1,0 +1,175 @@
+"""A researcher's reducer on the command line: found, called, refused by name, and compared over seeds in tables."""
+
+import csv
+import re
+import sys
+
+import optax
+import pytest
+from paths import REPOSITORY
+
+from jaxdist._cli import main as cli
+from jaxdist._cli import results, tables
+from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import train
+
+MODULE = """
+import optax
+import jaxdist as jd
+from jaxdist.compressors import Compressor
+from jaxdist.reducers import Reducer
+
+ready = jd.compressed(jd.qsgd(4))
+number = 3
+
+def code(bits: int) -> Compressor:
+    return jd.qsgd(bits)
+
+def around(inner: Reducer, rate: float = 0.1) -> Reducer:
+    return jd.error_feedback(inner)
+
+def optimizer(learning_rate: float) -> optax.GradientTransformation:
+    return optax.chain(jd.all_reduce(jd.exact()), optax.sgd(learning_rate))
+"""
+TINY = ["--workload", "digits", "--model", "convnet:2", "--batch", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with modules of its own in it; they are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_reducers.py").write_text(MODULE)
+    (tmp_path / "broken_reducers.py").write_text("import jaxdist\n\nnothing = 1 / 0\n")
+    (tmp_path / "needy_reducers.py").write_text("import a_package_that_is_missing\n")
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.endswith("_reducers"):
+            del sys.modules[name]
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("own_reducers:ready", "qsgd:4"),
+        ("own_reducers:code:2", "qsgd:2"),
+        ("ef:own_reducers:code:bits=4", "ef:qsgd:4"),
+        ("two_shot:own_reducers:code:4", "two_shot:qsgd:4"),
+        ("top_k:0.1+own_reducers:code:4", "top_k:0.1+qsgd:4"),
+        ("own_reducers:around:power_sgd:2,rate=0.5", "ef:power_sgd:2"),
+        ("own_reducers:around:inner=f16", "ef:f16"),
+    ],
+)
+def test_module_and_name_are_a_spelling(folder, text, same):
+    assert repr(parse.parse_reducer(text)) == repr(parse.parse_reducer(same))
+
+
+def test_methods_take_reducers_of_ones_own(folder):
+    assert parse.parse_method("zero:2/own_reducers:ready", "sgd:0.1").stage == 2
+    assert parse.parse_method("diloco:H=4/ef:own_reducers:code:4", "sgd:0.1").sync_period == 4
+    method = parse.parse_method("own_reducers:optimizer:0.1", "sgd:0.1")
+    assert method.reducer is None
+    assert isinstance(method.optimizer, optax.GradientTransformation)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere:diana", "no module 'nowhere' in {folder} or on the path; run in its folder, or set PYTHONPATH"),
+        ("own_reducers.py:ready", "no module 'own_reducers.py' .*or import it as own_reducers$"),
+        ("own_reducers:codes:4", "did you mean code\\? known: code, around, optimizer in {folder}/own_reducers.py"),
+        ("own_reducers:number", "number gives int; return a jaxdist.reducers.Reducer"),
+        ("own_reducers:ready:3", "ready is no function; leave out '3'"),
+        ("own_reducers:around", "missing a required argument: 'inner'; it takes INNER\\[,rate=0.1\\]"),
+        ("own_reducers:code:four", "bits must be a whole number, got 'four'"),
+        ("own_reducers:code:4,5", "too many positional arguments; it takes BITS"),
+        ("ef:own_reducers:optimizer:0.1", "an optimizer that communicates has no place around or inside"),
+        ("own_reducers:code(4)", "give arguments after a colon, as in power_sgd:4"),
+        ("broken_reducers:any", "broken_reducers fails at {folder}/broken_reducers.py:3: ZeroDivisionError"),
+        ("needy_reducers:any", "needy_reducers fails at .*No module named 'a_package_that_is_missing'"),
+        ("eff:top_k:0.1", "did you mean ef\\?"),
+    ],
+)
+def test_a_wrong_spelling_says_what_to_do(folder, text, message):
+    with pytest.raises(ValueError, match=message.format(folder=re.escape(str(folder)))) as told:
+        parse.parse_method(text, "sgd:0.1")
+    assert repr(text.removeprefix("ef:"))[1:-1] in str(told.value)
+
+
+@pytest.mark.slow
+def test_the_reducer_of_the_guide_is_compared_over_seeds(folder, capsys):
+    """What docs/how-to/add-a-reducer.md says: its first block as a file, and its command."""
+    page = (REPOSITORY / "docs/how-to/add-a-reducer.md").read_text()
+    (folder / "my_reducers.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    assert "my_reducers:diana:qsgd:2,rate=0.1" in page
+    names = ["--reducers", "exact", "my_reducers:diana:qsgd:2,rate=0.1", "--seeds", "2", "--steps", "2"]
+    assert cli.main(["compare", *TINY, *names, "--devices", "2", "--table", "tables/diana.csv"]) == 0
+    printed = capsys.readouterr().out
+    assert "table: tables/diana.csv" in printed
+    assert (folder / "runs/compare/compare.png").read_bytes().startswith(b"\x89PNG")
+    exact, diana = read_csv(folder / "tables/diana.csv")
+    assert (diana["name"], diana["seeds"]) == ("my_reducers:diana:qsgd:2,rate=0.1", "2")
+    assert 8 < float(exact["wire_bytes_per_step"]) / float(diana["wire_bytes_per_step"]) < 16
+
+
+def test_advise_takes_reducers_of_ones_own(folder, capsys):
+    arguments = [*TINY, "--link", "10mbit,1ms", "--workers", "2", "--compute", "10", "--table", "advice.tex"]
+    assert cli.main(["advise", *arguments, "--reducers", "exact", "own_reducers:code:4"]) == 0
+    assert "own_reducers:code:4" in capsys.readouterr().out
+    text = (folder / "advice.tex").read_text()
+    assert text.startswith("% \\usepackage{booktabs}\n% Bytes: sent by one worker")
+    assert "\nown\\_reducers:code:4 & " in text
+
+
+@pytest.fixture
+def table():
+    made = tables.new_table("reducer", ("bytes a step", "against exact"), caption="*: best")
+    made.add_row("  exact", "1 kB", "+0.0000")
+    made.add_row("* ef:top_k:0.1", "5 %", "-0.1000 ±0.0200")
+    return made
+
+
+def test_markdown_has_the_rows_as_shown(table, tmp_path):
+    text = tables.write_table(table, [], tmp_path / "new" / "a.md").read_text()
+    assert text.splitlines() == [
+        "| reducer | bytes a step | against exact |",
+        "| --- | ---: | ---: |",
+        "| exact | 1 kB | +0.0000 |",
+        "| \\* ef:top_k:0.1 | 5 % | -0.1000 ±0.0200 |",
+        "",
+        "\\*: best",
+    ]
+
+
+def test_latex_escapes_names_and_signs(table, tmp_path):
+    lines = tables.write_table(table, [], tmp_path / "a.tex").read_text().splitlines()
+    assert lines[2:] == [
+        "\\begin{tabular}{lrr}",
+        "\\toprule",
+        "reducer & bytes a step & against exact \\\\",
+        "\\midrule",
+        "exact & 1 kB & $+$0.0000 \\\\",
+        "$\\ast$ ef:top\\_k:0.1 & 5 \\% & $-$0.1000 $\\pm$0.0200 \\\\",
+        "\\bottomrule",
+        "\\end{tabular}",
+    ]
+
+
+def test_the_form_of_a_table_is_checked_before_training(folder, capsys):
+    assert cli.main(["compare", "--table", "table.xlsx"]) == 2
+    assert "--table must end in .csv, .md, .tex, got 'table.xlsx'" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_a_single_seed_has_the_numbers_of_its_summary(tmp_path):
+    record = train.Record(1, 2.0, 0.1, 10.0, 100.0, 100.0)
+    result = results.RunResult("f16", (record,), {"loss": 1.5, "accuracy": 0.5}, 100.0, 1.0)
+    path = tables.write_table(tables.runs_table([result], None), tables.run_records([result], None), tmp_path / "a.csv")
+    (row,) = read_csv(path)
+    assert (row["name"], row["held_out_loss"], row["held_out_accuracy"]) == ("f16", "1.5", "0.5")
+    assert (row["wire_bytes_per_step"], row["difference"]) == ("100.0", "")
