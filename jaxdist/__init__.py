@@ -6,6 +6,7 @@ from . import checkpoint as checkpoint
 from . import comm as comm
 from . import compressors as compressors
 from . import decentralized as decentralized
+from . import islands as islands
 from . import local_sgd as local_sgd
 from . import offload as offload
 from . import online as online
@@ -16,7 +17,6 @@ from . import recipes as recipes
 from . import reducers as reducers
 from . import runtime as runtime
 from . import schedule as schedule
-from . import testing as testing
 from . import topology as topology
 from . import transforms as transforms
 from . import zero as zero
