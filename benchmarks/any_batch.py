@@ -24,7 +24,7 @@ from jaxdist.online import (
     path_length,
     static_regret,
 )
-from jaxdist.schedule import anytime_window, processed, shifted_exponential
+from jaxdist.schedule import anytime_window, count_processed, shifted_exponential
 
 WORKERS, BATCH, MOST, SECONDS, POOL = 10, 10, 28, 400.0, 256
 TALK = 0.1  # seconds of one round of consensus, or of an all-reduce
@@ -60,7 +60,7 @@ def clock(rng, anytime, rounds, persistent):
         share = slow if persistent else shifted_exponential(rng, (WORKERS,), least=1.0, excess=1.5)
         counts = np.full(WORKERS, BATCH)
         if anytime:
-            counts = processed(np.broadcast_to(share[:, None] / BATCH, (WORKERS, MOST)), window)
+            counts = count_processed(np.broadcast_to(share[:, None] / BATCH, (WORKERS, MOST)), window)
         seconds = (window if anytime else float(share.max())) + rounds * TALK
         now += seconds
         if now > SECONDS:

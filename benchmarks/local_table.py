@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist._cli.plotting.figures import in_bytes
+from jaxdist._cli.figures import in_bytes
 from jaxdist._cli.results import read_log
 
 HEAD = "| method | bytes a step | fewer bytes | held-out loss | against synchronous |"

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from jaxdist._cli.models.digits import Digits, splits
-from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.asynchronous.durations import constant
@@ -32,7 +32,7 @@ WORKERS, FACTOR, TARGET, PERSIST = 3, 5.0, 0.5, 2
 
 
 def make_rule(name: str, rate: float) -> Any:
-    return rules.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
+    return parse.parse_rule(name, parse.parse_optimizer(f"sgd:{rate}"))
 
 
 def best_rate(name: str, task: replay.Task) -> float:

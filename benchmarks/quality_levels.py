@@ -59,7 +59,6 @@ def methods(bits: int, bucket: int, every: int) -> dict[str, Callable[[], jd.red
         "alq, coordinate": alq(solver="coordinate"),
         "ALQ with blocks": alq(solver="coordinate", **blocks),
         "ALQ-N with blocks": alq(solver="coordinate", norm_power=0, **blocks),
-        "ALQ by gradients with blocks": alq(solver="gradient", **blocks),
         "ALQ of the paper": alq(solver="coordinate", **paper),
         "ALQ-N of the paper": alq(solver="coordinate", norm_power=0, **paper),
         "amq": amq(),

@@ -10,6 +10,9 @@ Where all draw from the same data, a convolutional net of 5 thousand parameters 
 good enough. Where data differ (a Dirichlet partition of concentration 0.1), the model is softmax regression on sixteen
 pixels, which cannot fit all images, so that it matters whose images count how much; runs go on for a fixed time, and
 what counts is the loss then, also on the images of the slow worker alone.
+
+Where links bind (an all-reduce takes as long as a gradient, or seven times as long), the rules are those that send
+less, send later or wait for neighbors only; a code follows a rule after a slash.
 """
 
 import argparse
@@ -30,9 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist._cli.models.digits import Digits, splits
-from jaxdist._cli.models.partition import dirichlet_partition
-from jaxdist._cli.spellings import parse, rules
+from jaxdist._cli.models.digits import Digits, equal_parts, splits
+from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import Rule, durations, links, replay
 
@@ -45,27 +47,11 @@ TUNING_SEED = 100
 PIECES = {"task_allocation": 4}  # gradients of a quarter of the images, which take a quarter of the time
 DRAWN = "16, one slow"
 FAST, SLOW = (1e-5, 1.25e9), (5e-5, 1.25e8)  # seconds and bytes a second: 10 and 1 Gbit/s
+# An all-reduce of 22 kB among 16 workers takes 5 and 35 ms over 100 and 10 Mbit/s.
+EQUAL, BINDING = (5e-5, 1.25e7), (5e-5, 1.25e6)
 
 
-class Scene(NamedTuple):
-    """A cluster and its data."""
-
-    workers: int
-    slow: str
-    link: tuple[float, float] = FAST
-    skew: float | None = None
-
-
-SCENES = {
-    "16, even": Scene(16, "none"),
-    "16, one slow": Scene(16, "one"),
-    "16, random": Scene(16, "random"),
-    "16, one slow, 1 Gbit/s": Scene(16, "one", SLOW),
-    "8, one slow": Scene(8, "one"),
-    "8, random": Scene(8, "random"),
-    "8, one slow, data differ": Scene(8, "one", skew=0.1),
-}
-# As for `jaxdist replay`; {n} is the number of workers, {m} that of the pieces of a step.
+# As for `jaxdist replay`; {n} is the number of workers, {m} that of the pieces of a step, {rate} the learning rate.
 METHODS = (
     "bsp",
     "pipe_sgd",
@@ -82,6 +68,46 @@ METHODS = (
     "hop:hypercube,tokens=8,backup=1,skip=8",
     "prague:4",
 )
+LINK_METHODS = (
+    "bsp",
+    "bsp/qsgd:4",
+    "bsp/ef:top_k:0.01",
+    "pipe_sgd",
+    "pipe_sgd/qsgd:4",
+    "pipe_sgd/ef:top_k:0.01",
+    "delay_by_one",
+    "d_psgd:ring",
+    "d_psgd:relabelled-ring",
+    "d_psgd:ring,order=combine_then_adapt",
+    "ad_psgd:ring",
+    "local_sgd:sync_period=16",
+    "lasgd:sync_period=16",
+    "palsgd:learning_rate={rate},sync_period=16,probability=0",
+    "palsgd:learning_rate={rate},sync_period=16",
+)
+
+
+class Scene(NamedTuple):
+    """A cluster, its data and the rules that are compared on it."""
+
+    workers: int
+    slow: str
+    link: tuple[float, float] = FAST
+    skew: float | None = None
+    methods: tuple[str, ...] = METHODS
+
+
+SCENES = {
+    "16, even": Scene(16, "none"),
+    "16, one slow": Scene(16, "one"),
+    "16, random": Scene(16, "random"),
+    "16, one slow, 1 Gbit/s": Scene(16, "one", SLOW),
+    "8, one slow": Scene(8, "one"),
+    "8, random": Scene(8, "random"),
+    "8, one slow, data differ": Scene(8, "one", skew=0.1),
+    "16, even, 100 Mbit/s": Scene(16, "none", EQUAL, methods=LINK_METHODS),
+    "16, even, 10 Mbit/s": Scene(16, "none", BINDING, methods=LINK_METHODS),
+}
 
 
 class Problem(NamedTuple):
@@ -121,7 +147,7 @@ def network(workers: int, size: int) -> Problem:
 def regression(workers: int, skew: float, size: int) -> Problem:
     """Softmax regression on images of four by four pixels, of which each worker has its own."""
     train, held = splits()
-    parts = dirichlet_partition(train.labels, workers, concentration=skew)
+    parts = equal_parts(train.labels, workers, concentration=skew)
     mine = Digits(train.images[parts[0]], train.labels[parts[0]])
 
     def init(key: Any) -> Any:
@@ -173,9 +199,15 @@ def to_target(result: replay.Result) -> float:
     return replay.time_to_target(result, TARGET, persist=PERSIST)
 
 
-def tune_rate(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
+def rule_of(name: str, scene: Scene, rate: float) -> Rule:
+    spelled, _, code = name.partition("/")
+    pieces = scene.workers * PIECES.get(name.partition(":")[0], 1)
+    return parse.parse_rule(spelled.format(n=scene.workers, m=pieces, rate=rate), by_rate(), code or None)
+
+
+def tune_rate(name: str, scene: Scene) -> tuple[float, dict[float, float]]:
     """The rate that reaches the target first, or is lowest in the end where data differ: all rates side by side."""
-    clocks = {rate: clock_of(rule, scene, rate, TUNING_SEED) for rate in RATES}
+    clocks = {rate: clock_of(rule_of(name, scene, rate), scene, rate, TUNING_SEED) for rate in RATES}
     states = {rate: clock.init() for rate, clock in clocks.items()}
     found: dict[float, float] = {}
     now = 0.0
@@ -196,8 +228,9 @@ def tune_rate(rule: Rule, scene: Scene) -> tuple[float, dict[float, float]]:
     return min(found, key=lambda rate: (found[rate], rate), default=RATES[-1]), found
 
 
-def run(name: str, rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
+def run(name: str, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
     """One run: to the target, or for a fixed time where data differ."""
+    rule = rule_of(name, scene, rate)
     clock = clock_of(rule, scene, rate, seed)
     state, now, result = clock.init(), 0.0, None
     while result is None or (result.losses[-1] < DIVERGED and now < (HORIZON if scene.skew is None else FIXED)):
@@ -207,7 +240,7 @@ def run(name: str, rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str
         if scene.skew is None and np.isfinite(to_target(result)):
             break
     reached, gradients = to_target(result), result.trace.gradients
-    staleness = asynchronous.staleness(name, result.trace)
+    staleness = asynchronous.staleness(name.partition("/")[0], result.trace)
     counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
     size = BATCH // PIECES.get(rule.name, 1)
     problem, model = problem_of(scene.workers, scene.skew, size), result.params["model"]
@@ -232,10 +265,8 @@ def run(name: str, rule: Rule, scene: Scene, rate: float, seed: int) -> dict[str
 def measure(name: str, scene_name: str, seeds: int) -> dict[str, Any]:
     """The best rate on the tuning seed, then the seeds that count."""
     scene = SCENES[scene_name]
-    spelled = name.format(n=scene.workers, m=scene.workers * PIECES.get(name.partition(":")[0], 1))
-    rule = rules.parse_rule(spelled, by_rate())
-    rate, tuning = tune_rate(rule, scene)
-    runs = [run(spelled, rule, scene, rate, seed) for seed in range(seeds)]
+    rate, tuning = tune_rate(name, scene)
+    runs = [run(name, scene, rate, seed) for seed in range(seeds)]
     curve = runs[0].pop("curve")
     row = {"scene": scene_name, "rule": name, "rate": rate, "tuning": tuning}
     row |= {key: [one[key] for one in runs] for key in runs[0]}
@@ -256,7 +287,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="rules side by side")
     parser.add_argument("--scenes", nargs="*", default=list(SCENES))
-    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--methods", nargs="*", help="of these; default: all of each scene")
     parser.add_argument("--out", type=Path, required=True, help="the folder; rows of what is not asked for stay")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -264,13 +295,18 @@ def main() -> None:
     rows = {(row["scene"], row["rule"]): row for row in (json.loads(file.read_text()) if file.exists() else [])}
     with concurrent.futures.ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
         # Rule by rule, since a scene's last rule would leave the other processes idle.
-        asked = [(name, scene) for scene in given.scenes for name in given.methods]
+        asked = [
+            (name, scene)
+            for scene in given.scenes
+            for name in SCENES[scene].methods
+            if given.methods is None or name in given.methods
+        ]
         waiting = {pool.submit(measure, name, scene, given.seeds): (name, scene) for name, scene in asked}
         for done in concurrent.futures.as_completed(waiting):
             row = plain(done.result())
             rows[row["scene"], row["rule"]] = row
             print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
-            order = [(scene, name) for scene in SCENES for name in METHODS]
+            order = [(scene, name) for scene in SCENES for name in SCENES[scene].methods]
             text = ",\n".join(json.dumps(rows[key]) for key in order if key in rows)
             file.write_text(f"[\n{text}\n]\n")
 

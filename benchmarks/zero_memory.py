@@ -19,11 +19,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from zero_offloaded import offloaded
+from zero_offloaded import make_offloaded_step
+from zero_stages import stage_step
 
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
-from jaxdist._cli.training.stages import stage_step
 from jaxdist.analysis import pods
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
@@ -35,8 +35,8 @@ STEPS = {
     "1 unrolled": lambda config, **k: stage_step(config, 1, unrolled=True, **k),
     "2 unrolled": lambda config, **k: stage_step(config, 2, unrolled=True, **k),
     "3": lambda config, **k: stage_step(config, 3, **k),
-    "offload": lambda config, master: offloaded(config),
-    "offload parameters too": lambda config, master: offloaded(config, params_on_host=True),
+    "offload": lambda config, master: make_offloaded_step(config),
+    "offload parameters too": lambda config, master: make_offloaded_step(config, params_on_host=True),
 }
 
 

@@ -11,11 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
+import zero_stages as stages
 
 import jaxdist as jd
 from jaxdist._cli.models import gpt
 from jaxdist._cli.models.base import LayerRunner
-from jaxdist._cli.training import stages
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 RATE, FIRST, SECOND = 1e-3, 0.9, 0.999

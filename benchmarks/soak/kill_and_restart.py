@@ -158,7 +158,7 @@ def soak(methods, kills, seed, work):
             job.end()
         finally:
             job.launcher.terminate()
-        told = re.findall(r"WorkerLost: process (\d) was killed by SIGKILL", job.said())
+        told = re.findall(r"ProcessFailedError: process (\d) was killed by SIGKILL", job.said())
         for one, process in zip(found[first:], told, strict=True):
             one["told"] = int(process)
     return {"kills": found, **compare_states(folders, methods, kills)}
