@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import zlib
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,8 +45,21 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         for item in items:
-            if "slow" in item.keywords:
+            # `item.keywords` would contain the folders' names too.
+            if item.get_closest_marker("slow") or not _in_sample(item):
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def _in_sample(item):
+    """Whether a case runs by default: of `@pytest.mark.sampled(n)` one in n, chosen by its parameters' names alone.
+
+    So tests with equal parameters run the same cases, and share what they compile.
+    """
+    marker = item.get_closest_marker("sampled")
+    if marker is None:
+        return True
+    name = item.callspec.id if hasattr(item, "callspec") else item.name
+    return zlib.crc32(name.encode()) % marker.args[0] == 0
 
 
 def pytest_collection_finish():

@@ -1,22 +1,33 @@
 """The documentation runs, and every public name has its place in the reference."""
 
-import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import isclass, isfunction
 from pathlib import Path
 from pkgutil import walk_packages
+from textwrap import dedent
 
 import jax
 import pytest
 from paths import REPOSITORY
+from public_names import documented, public_names, resolve, tables
 
 import jaxdist
 
 ROOT = REPOSITORY
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+# What fits beside the navigation on a laptop. Blocks of output, `text`, wrap instead.
+COLUMNS = 84
+# Pages that a newcomer follows line by line: what they show is what the blocks print, on this machine too.
+TRANSCRIPTS = ("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md")
+SHOWN = re.compile(r"^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DECIMAL = re.compile(r"\d+\.\d+")
 
 
 def page_id(page: Path) -> str:
@@ -24,57 +35,122 @@ def page_id(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
-    """The line number and the text of each Python block; `pycon` and `shell` blocks are not run."""
+    """The line number and the text of each Python block; `py`, `pycon` and `shell` blocks are not run."""
     text = page.read_text()
     found = BLOCK.finditer(text)
-    return [(text.count("\n", 0, match.start(2)), match[2]) for match in found]
+    # A block inside a tab is indented.
+    return [(text.count("\n", 0, match.start(2)), dedent(match[2])) for match in found]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=page_id)
-def test_page_runs(page):
+def test_page_runs(page, capsys):
     namespace = {"__name__": "__main__"}
     # With the settings of a reader, not with the stricter ones of our tests.
     with jax.numpy_rank_promotion("allow"):
         for line, code in blocks(page):
             # Line numbers of the page, so that a traceback points into it.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            printed = capsys.readouterr().out
+            if printed and page_id(page) in TRANSCRIPTS:
+                assert_alike(printed, shown_after(page, line + code.count("\n")))
 
 
-def exported(source: Path) -> set[str]:
-    """The names that a file gives to others: its own definitions, and `from .x import y as y`."""
-    names = set()
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            names |= {alias.name for alias in node.names if alias.asname == alias.name}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-    return {name for name in names if not name.startswith("_")}
+def shown_after(page: Path, line: int) -> str:
+    """The block of output that follows the block of code that ends before this line."""
+    rest = "\n".join(page.read_text().split("\n")[line:])
+    found = SHOWN.match(rest)
+    assert found, f"show what the block prints, at {page}:{line + 1}"
+    return found[1]
 
 
-def public_names() -> dict[str, set[str]]:
-    """Each public module and what it exports."""
-    package = Path(jaxdist.__file__).parent
-    modules = {"jaxdist": exported(package / "__init__.py")}
-    for path in sorted(package.iterdir()):
-        source = path / "__init__.py" if path.is_dir() else path
-        if source.exists() and source.suffix == ".py" and not path.stem.startswith("_"):
-            modules[f"jaxdist.{path.stem}"] = exported(source)
-    return modules
+def assert_alike(printed: str, shown: str) -> None:
+    """Words and whole numbers, such as bytes, are equal; losses are close, whatever the compiler and its version."""
+    assert DECIMAL.sub("#", printed) == DECIMAL.sub("#", shown)
+    found, wanted = ([float(number) for number in DECIMAL.findall(text)] for text in (printed, shown))
+    assert found == pytest.approx(wanted, rel=0.05, abs=0.01)
 
 
-def documented() -> dict[str, str]:
-    """Each `::: name` of the reference and the page that it stands on."""
-    return {
-        name: page.name
-        for page in sorted(ROOT.glob("docs/reference/*.md"))
-        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
-    }
+def test_a_transcript_that_is_out_of_date_fails():
+    assert_alike("step 0: loss 0.500, 18,277 bytes\n", "step 0: loss 0.508, 18,277 bytes\n")
+    for stale in ("step 0: loss 0.600, 18,277 bytes\n", "step 0: loss 0.500, 18,278 bytes\n", "loss 0.500\n"):
+        with pytest.raises(AssertionError):
+            assert_alike("step 0: loss 0.500, 18,277 bytes\n", stale)
 
 
-def resolve(name: str):
-    """`jaxdist.reducers.exact` -> the function, not the module of that name."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
+def test_powersgd_on_a_flax_model_takes_forty_lines():
+    """From the installation to the bytes that a worker sends: the first block of the page, and what it shows."""
+    page = ROOT / "docs/how-to/use-flax.md"
+    line, code = blocks(page)[0]
+    assert sum(bool(text.strip()) for text in code.splitlines()) <= 40
+    assert "power_sgd" in code
+    assert "nnx.Module" in code
+    assert re.search(r"^one worker sends +[\d,]+$", shown_after(page, line + code.count("\n")), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_two_processes_print_what_the_page_shows(tmp_path):
+    page = ROOT / "docs/how-to/run-on-many-processes.md"
+    (tmp_path / "train.py").write_text(blocks(page)[0][1])
+    shown = re.search(r"^jaxdist launch -n 2 train.py\n```\n\n```text\n(.*?)^```$", page.read_text(), re.M | re.S)[1]
+    # One device in each process, as on a machine without the settings of our tests.
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "train.py"]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    # gloo announces its peers.
+    printed = [line for line in run.stdout.splitlines(keepends=True) if "[Gloo]" not in line]
+    assert_alike("".join(printed), shown)
+
+
+def run_readme(program: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that the program prints, with the settings of a reader."""
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_diff_of_the_readme_runs_before_and_after_and_prints_what_it_says(capsys):
+    page = (ROOT / "README.md").read_text()
+    lines = re.search(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    before, after = ("\n".join(line[1:] for line in lines if not line.startswith(sign)) for sign in "+-")
+    assert [code.rstrip() for _, code in blocks(ROOT / "README.md")] == [after]
+    signs = [line[0] for line in lines if line[:1] in ("+", "-") and line[1:]]
+    assert (signs.count("+"), signs.count("-")) == (8, 2)  # "Eight lines in, two out"
+
+    shown = re.search(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    printed = run_readme(after, capsys)
+    assert printed[3:] == shown[3:]
+    losses = [[float(line.split()[-1]) for line in output[:3]] for output in (printed, shown)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+    assert len(run_readme(before, capsys)) == 3
+    exact = run_readme(after.replace("jd.error_feedback(jd.power_sgd(rank=4))", "jd.exact()"), capsys)
+    assert f"sends {exact[-1].split()[-1]} bytes" in page.replace("\n", " ")
+
+
+def long_lines(page: Path) -> Iterator[str]:
+    """The lines of code blocks that a reader would have to scroll to the side."""
+    text = page.read_text()
+    for match in FENCED.finditer(text):
+        indent, language, code = match.groups()
+        first = text.count("\n", 0, match.start(3)) + 1
+        for number, line in enumerate(code.splitlines(), first):
+            if language != "text" and len(line) - len(indent) > COLUMNS:
+                yield f"{page.relative_to(ROOT)}:{number}"
+
+
+def test_code_needs_no_scrolling():
+    found = [line for page in sorted(ROOT.glob("docs/**/*.md")) for line in long_lines(page)]
+    assert not found, f"at most {COLUMNS} columns: ruff format --line-length {COLUMNS} -"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/how-to/*.md")), ids=page_id)
+def test_a_guide_shows_what_it_prints(page):
+    text = page.read_text()
+    assert any("print(" in code for _, code in blocks(page)), "print a result"
+    # The output follows its block, at most one sentence later.
+    assert re.search(r"print\((?:(?!```).)*?^```\n\n(?:[^\n`]+\n+){0,2}```text\n", text, re.MULTILINE | re.DOTALL)
 
 
 def test_every_public_name_is_on_a_reference_page():
@@ -89,6 +165,20 @@ def test_every_public_name_is_on_a_reference_page():
     assert not missing, f"add `::: name` to a page of docs/reference for {', '.join(missing)}"
 
 
+def test_the_table_of_the_reference_has_every_public_name():
+    table = tables()
+    missing = [
+        f"{module}.{name}"
+        for module, names in public_names().items()
+        for name in names
+        if not re.search(rf"^\| \[`{name}`\](\[jaxdist\.\S+\]|\(#jaxdist\w+\)) \|", table, re.MULTILINE)
+    ]
+    assert not missing
+    page = (ROOT / "docs/reference/index.md").read_text()
+    assert "<!-- tables of public names -->" in page
+    assert "docs/public_names.py" in (ROOT / "mkdocs.yml").read_text()
+
+
 def test_every_reference_entry_has_a_docstring():
     objects = {name: resolve(name) for name in documented()}
     bare = [name for name, value in objects.items() if not value.__doc__ and (isfunction(value) or isclass(value))]
@@ -98,7 +188,9 @@ def test_every_reference_entry_has_a_docstring():
 def exceptions(base: type = BaseException) -> Iterator[type]:
     """The exception classes of the package, of those modules that are imported."""
     for kind in base.__subclasses__():
-        if kind.__module__.startswith("jaxdist."):
+        # A private one never leaves its module, and the command line catches its own.
+        private = kind.__name__.startswith("_") or kind.__module__.startswith("jaxdist._cli.")
+        if kind.__module__.startswith("jaxdist.") and not private:
             yield kind
         yield from exceptions(kind)
 

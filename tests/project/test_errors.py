@@ -10,48 +10,57 @@ import pkgutil
 import pytest
 
 import jaxdist
-from jaxdist import transforms
-from jaxdist._core.errors import Portable
+from jaxdist import islands, transforms
+from jaxdist._core.checks import Portable
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
-from jaxdist.offload.nvme import errors as store_errors
-from jaxdist.processes import CollectiveError, errors, heartbeat
-from jaxdist.processes.launch import ProcessFailed
+from jaxdist.offload.nvme import store as store_errors
+from jaxdist.processes import CollectiveError, cluster, heartbeat
+from jaxdist.processes.launch import ProcessFailedError
 
 FILE = pathlib.Path("run", "5", "state")
 RAISED = [
+    islands.AnchorDiffersError("odd"),
+    islands.DamagedError("cut"),
+    islands.IslandError("no"),
+    islands.NameTakenError("a"),
+    islands.RunMismatchError("other"),
+    islands.StoreUnusableError("no"),
+    islands.TooFewIslandsError("one"),
     CollectiveError("data", ("sum", "max")),
-    ProcessFailed(1, -9, FILE, ["the last line"]),
+    ProcessFailedError(1, -9, FILE, ["the last line"]),
     checkpoint_errors.CheckpointDamagedError(FILE, 5, "is missing"),
     checkpoint_errors.CheckpointFullError(FILE, 5, errno.ENOSPC),
     checkpoint_errors.CheckpointPeerError("process 1 could not save step 5", 1),
     checkpoint_errors.CheckpointUnreadableError(FILE, 5, errno.EIO),
     checkpoint_errors.NoCheckpointLeftError(FILE, 5, "is missing"),
-    errors.AgreementError("no", (1, 2)),
-    errors.MismatchError("no", (1,)),
-    errors.MissingProcessError("no", (1,)),
-    errors.PortError("no"),
-    heartbeat.StepTimeout("late", 1, 7),
-    heartbeat.ProcessLost("gone", 1, 7),
-    ray_engine.Stalled({-1: (0, 1)}, (2,), 3.0),
-    ray_engine.ActorLost(-1, "is gone"),
-    replay.Deadlock({-1: (0, 1)}, 3.0, (2,)),
-    replay.NonFiniteGradient(1, 7),
-    replay.TooManyEvents("at 3 s"),
+    cluster.AgreementError("no", (1, 2)),
+    cluster.MismatchError("no", (1,)),
+    cluster.MissingProcessError("no", (1,)),
+    cluster.PortError("no"),
+    heartbeat.StepTimeoutError("late", 1, 7),
+    heartbeat.ProcessLostError("gone", 1, 7),
+    ray_engine.StalledError({-1: (0, 1)}, (2,), 3.0),
+    ray_engine.ActorLostError(-1, "is gone"),
+    replay.DeadlockError({-1: (0, 1)}, 3.0, (2,)),
+    replay.NonFiniteGradientError(1, 7),
+    replay.TooManyEventsError("at 3 s"),
     store_errors.StoreDamagedError("short", FILE, 5),
     store_errors.StoreError("refused", FILE, 5),
     store_errors.StoreFullError("no room", FILE, 5),
-    transforms.TooManySkips(4),
+    transforms.TooManySkipsError(4),
 ]
 
 
 def found():
-    """The exception classes that the modules of the package define."""
+    """The exception classes that the modules of the package define; the command line catches its own."""
     kinds = set()
     for module in pkgutil.walk_packages(jaxdist.__path__, "jaxdist."):
-        if not module.name.endswith("__main__"):
+        if not module.name.startswith("jaxdist._cli.") and not module.name.endswith("__main__"):
             for one in vars(importlib.import_module(module.name)).values():
-                if isinstance(one, type) and issubclass(one, BaseException) and one.__module__.startswith("jaxdist."):
+                if not (isinstance(one, type) and issubclass(one, BaseException)) or one.__name__.startswith("_"):
+                    continue
+                if one.__module__.startswith("jaxdist."):
                     kinds.add(one)
     return kinds
 

@@ -1,6 +1,7 @@
 """The house rules that a parser can check; `import-linter` checks the order of the rooms."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import jaxdist
 PACKAGE = Path(jaxdist.__file__).parent
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 PUBLIC_NAMES = 48
+# Workers and programs are things: "a worker that waits", not "whoever waits"; a file "is" in a folder.
+PEOPLE = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|anybody|lies|lie|stands|stand)\b", re.IGNORECASE)
 
 
 def functions(tree: ast.AST, outer: tuple[str, ...] = ()):
@@ -70,4 +73,27 @@ def test_rooms_import_no_private_modules_of_other_rooms():
                 room = target[1] if len(target) > 1 else ""
                 if room != (*here, "")[1] and any(part.startswith("_") for part in target[2:]):
                     found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not found
+
+
+def test_docstrings_do_not_speak_of_things_as_of_people():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    texts = {
+        f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}": ast.get_docstring(node) or ""
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    }
+    assert {place: PEOPLE.findall(text) for place, text in texts.items() if PEOPLE.search(text)} == {}
+
+
+def test_error_messages_do_not_either():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{text.lineno}"
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise)
+        for text in ast.walk(node)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and PEOPLE.search(text.value)
+    ]
     assert not found

@@ -82,6 +82,7 @@ AGREED = {
     "zero_redundancy by leaves": Line(lambda: jd.zero_redundancy(optax.adafactor(0.1))),
     "skip_nonfinite": Line(lambda: jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), adam()))),
     "loss_scale": Line(lambda: jd.transforms.dynamic_loss_scale(optax.chain(jd.all_reduce(jd.exact()), adam()))),
+    "all_reduce late": Line(lambda: optax.chain(jd.all_reduce(feedback(), delay=1), adam())),
     "accumulate": Line(lambda: jd.accumulate(optax.chain(jd.all_reduce(jd.exact()), adam()), 2)),
     "per_worker": Line(
         lambda: optax.chain(jd.transforms.per_worker(optax.trace(0.9)), jd.all_reduce(jd.exact()), optax.sgd(0.1))
@@ -118,6 +119,12 @@ LOCAL = {
     "d_psgd": gossiping(jd.decentralized.d_psgd),
     "matcha": gossiping(jd.decentralized.d_psgd, jd.topology.matcha(RING)),
     "sgp": gossiping(jd.decentralized.sgp, jd.topology.one_peer_exponential(WORKERS)),
+    "osgp": gossiping(jd.decentralized.osgp, jd.topology.one_peer_exponential(WORKERS)),
+    "slowmo around sgp": apart(
+        lambda: jd.local_sgd.slowmo(
+            jd.gossip(momentum(), RING, method=jd.decentralized.sgp()), sync_period=2, learning_rate=0.1
+        )
+    ),
     "relay_sgd": gossiping(jd.decentralized.relay_sgd, PATH),
     "choco": gossiping(lambda: jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)),
     "dcd_psgd": gossiping(lambda: jd.decentralized.dcd_psgd(jd.qsgd(8))),

@@ -5,9 +5,12 @@ the bytes that one worker sends in one step.
 """
 
 import math
+import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,9 +42,8 @@ class Case(NamedTuple):
       wire: kind and dtype of every message in the compiled program.
       tolerance: between mesh and simulation, relative to the largest update; 0: the same bits.
       levels: of the group of workers.
-      unused: `find_unused_parameters(W)`, bytes of what is asked for and then dropped by the compiler: the gather of
-      an `own` that
-        nobody reads.
+      unused: `unused(W)`, bytes of what is asked for and then dropped by the compiler: the gather of an `own` that
+        nothing reads.
     """
 
     make: Callable[[], jd.reducers.Reducer]
@@ -50,6 +52,11 @@ class Case(NamedTuple):
     tolerance: float = 1e-6
     levels: int = 1
     unused: Callable[[int], float] = lambda w: 0.0
+
+
+def turn(name: str, count: int) -> int:
+    """Which of `count` variants a line gets by default: from its name, so that a new line changes no other."""
+    return zlib.crc32(name.encode()) % count
 
 
 def kept(density: float, size: int) -> int:
@@ -151,7 +158,9 @@ CODES = {
     "qsgd 2": Code(lambda: jc.qsgd(2, bucket=8), qsgd_bytes(2, 8)),
     "qsgd 3": Code(lambda: jc.qsgd(3, bucket=16), qsgd_bytes(3, 16)),
     "qsgd 4": Code(lambda: jc.qsgd(4), qsgd_bytes(4, 512)),
-    "qsgd 4 threefry": Code(lambda: jc.qsgd(4, noise=jc.uniform_threefry), qsgd_bytes(4, 512)),
+    "qsgd 4 threefry": Code(
+        lambda: jc.qsgd(4, noise=partial(jax.random.uniform, dtype=jnp.float32)), qsgd_bytes(4, 512)
+    ),
     "qsgd 8 l2": Code(lambda: jc.qsgd(8, norm="l2"), qsgd_bytes(8, 512)),
     "nuqsgd": Code(lambda: jc.nuqsgd(4), qsgd_bytes(4, 8192)),
     "nuqsgd without zero": Code(lambda: jc.nuqsgd(3, bucket=16, zero_level=False), qsgd_bytes(3, 16)),
@@ -244,6 +253,11 @@ CASES = {
         tolerance=2**-8,
     ),
     "exact": Case(jd.exact, all_reduced(4 * TOTAL), [REDUCE]),
+    "exact with a regime": Case(
+        lambda: jd.reducers.with_regime(jd.exact(), epoch_steps=1, interval_steps=1),
+        all_reduced(4 * TOTAL + 4),
+        [REDUCE] * 2,
+    ),
     "float16": Case(
         lambda: by_code("float16"), all_reduced(HALVES["float16"]), [("all-reduce", "float16")], tolerance=2**-8
     ),
@@ -333,6 +347,8 @@ CASES = {
     ),
     "feedback of two_shot": Case(lambda: jd.error_feedback(two_shots("scaled_sign")), shots("scaled_sign"), SHOTS),
     "majority_vote": Case(jd.reducers.majority_vote, lambda w: 2 * (w - 1) * -(-TOTAL // (8 * w)), SHOTS, tolerance=0),
+    "median": Case(jd.reducers.median, gathered(4 * TOTAL), [("all-gather", "float32")]),
+    "trimmed_mean": Case(lambda: jd.reducers.trimmed_mean(1), gathered(4 * TOTAL), [("all-gather", "float32")]),
     "ring": Case(
         lambda: jd.reducers.ring(CODES["qsgd 8 l2"].make()),
         lambda w: 2 * (w - 1) * CODES["qsgd 8 l2"].bytes(-(-TOTAL // w)),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.comm import over
-from jaxdist.state import padded
+from jaxdist.state import length_with_padding
 from jaxdist.state.marks import Sharded, map_marked
 
 
@@ -38,7 +38,7 @@ def _cut(state):
     def one(marks, leaf):
         for mark in marks:
             if isinstance(mark, Sharded):
-                length = padded(mark, comm.size)
+                length = length_with_padding(mark, comm.size)
                 leaf = jnp.pad(leaf.ravel(), (0, length - leaf.size)).reshape(comm.size, -1)[comm.index]
         return leaf
 

@@ -94,7 +94,7 @@ def steps(process, mesh):
 
 
 def batches(process, mesh):
-    def put(rows, dtype=np.float32, width=3, **options):
+    def put(rows, dtype: type = np.float32, width=3, **options):
         return jd.global_batch({"x": np.zeros((rows, width), dtype)}, mesh, **options)
 
     attempt("axis of global_batch", lambda: put(4, axis="workers"))
