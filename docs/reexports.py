@@ -1,23 +1,6 @@
-"""Extensions of griffe for the reference pages.
-
-`FunctionsBeforeModules` lets them find `jaxdist.reducers.exact`, a function whose module has the same name;
-`ExamplesAsCode` renders doctests as code.
-"""
-
-import re
+"""An extension of griffe that lets the reference pages find `jaxdist.reducers.exact`, the function, not its module."""
 
 from griffe import Alias, AliasResolutionError, Extension
-
-
-class ExamplesAsCode(Extension):
-    """Turns `Example:` into the section name of Google style, so that `[1][0]` in a doctest is no link."""
-
-    def on_package(self, *, pkg, **kwargs):
-        """Renames the section in every docstring of the package."""
-        for member in _objects_below(pkg):
-            if member.docstring is not None:
-                text = re.sub(r"^( *)Example:$", r"\1Examples:", member.docstring.value, flags=re.MULTILINE)
-                member.docstring.value = text
 
 
 class FunctionsBeforeModules(Extension):
@@ -34,13 +17,6 @@ class FunctionsBeforeModules(Extension):
         # Only now: names are looked up through modules, and a function has nothing below it.
         for module, name, function in found:
             module.members[name] = Alias(name, function, parent=module)
-
-
-def _objects_below(parent):
-    for member in parent.members.values():
-        if not member.is_alias:
-            yield member
-            yield from _objects_below(member)
 
 
 def _modules_below(package):

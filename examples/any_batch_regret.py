@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import jaxdist as jd
 from jaxdist.online import anytime_minibatch, ball, euclidean, mirror_descent, static_regret
-from jaxdist.schedule import anytime_window, processed, shifted_exponential
+from jaxdist.schedule import anytime_window, count_processed, shifted_exponential
 
 WORKERS, BATCH, MOST, SECONDS, POOL = 8, 10, 28, 400.0, 256
 GEOMETRY = euclidean(ball(8.0))
@@ -39,7 +39,7 @@ def rounds(anytime, rng):
     while True:
         share = shifted_exponential(rng, (WORKERS, 1), least=1.0, excess=1.5)  # seconds for a fixed batch
         if anytime:
-            yield window, processed(np.broadcast_to(share / BATCH, (WORKERS, MOST)), window)
+            yield window, count_processed(np.broadcast_to(share / BATCH, (WORKERS, MOST)), window)
         else:
             yield float(share.max()), np.full(WORKERS, BATCH)
 

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/explanation: `python docs/images/draw.py [NAME ...]`; all of them take about two minutes.
+"""Draws the figures of the documentation: `python docs/images/draw.py [NAME ...]`; all of them take about two minutes.
 
 Every curve is computed by the library on one CPU device, from fixed seeds. Needs matplotlib (`pip install '.[cli]'`).
 """
@@ -288,7 +288,7 @@ def zero():
 
 
 def hiding():
-    from jaxdist.schedule import merged, profile_of, starting_point, step_timeline, timeline
+    from jaxdist.schedule import merge_layers, profile_of, starting_point, step_timeline, timeline
 
     forward = [0, *[3e-3] * 12, 4e-3]
     backward = [2 * seconds for seconds in forward]
@@ -297,7 +297,7 @@ def hiding():
     layers = len(forward)
     figure, axes = plt.subplots(figsize=(9, 3.6))
     cases = [
-        ("one message after the backward pass", step_timeline(merged(profile, [range(layers)]), **link)),
+        ("one message after the backward pass", step_timeline(merge_layers(profile, [range(layers)]), **link)),
         ("one message per layer, in the order of the backward pass", step_timeline(profile, **link)),
         ("priority queue across steps", timeline(profile, **starting_point(profile, **link), **link)),
     ]
@@ -475,9 +475,110 @@ def architecture():
     save(figure, "architecture")
 
 
+def sent(reducer, workers, size):
+    """The bytes that one worker sends for a `[size, size]` gradient in float32; the step is traced, not run."""
+    ledger = []
+
+    def step(state, batch):
+        comm = jd.comm.count_sent(jd.comm.over("data"), ledger)
+        _, reducer_state = reducer.reduce(batch[0], state["reducer"], comm)
+        return {"reducer": reducer_state}, {}
+
+    def make_state():
+        return jd.init_state(lambda: {"reducer": reducer.init(jnp.zeros((size, size)))}, workers)
+
+    rows = jax.ShapeDtypeStruct((workers, size, size), jnp.float32)
+    jax.eval_shape(jd.simulate(step, workers), jax.eval_shape(make_state), rows)
+    return jd.comm.total_bytes(ledger)
+
+
+def home():
+    """The step and the wire, narrow enough for a phone; once for light and once for dark pages."""
+    c, workers, size = jd.compressors, 8, 1024
+    methods = [
+        ("exact()", jd.exact()),
+        ("two_shot(int8())", jd.two_shot(c.int8())),
+        ("two_shot(qsgd(4))", jd.two_shot(jd.qsgd(4))),
+        ("two_shot(scaled_sign())", jd.two_shot(c.scaled_sign())),
+        ("compressed(top_k(0.01))", jd.compressed(jd.top_k(0.01))),
+        ("power_sgd(rank=4)", jd.power_sgd(rank=4)),
+    ]
+    kilobytes = [sent(reducer, workers, size) / 1e3 for _, reducer in methods]
+    light = {
+        "ink": "#24292f",
+        "edge": "#8a94a3",
+        "fill": "#eef2f8",
+        "strong": "#dcefe6",
+        "bar": BLUE,
+        "best": "#2f9e6e",
+    }
+    dark = {
+        "ink": "#e2e4e9",
+        "edge": "#7b8494",
+        "fill": "#2b3040",
+        "strong": "#1f4437",
+        "bar": "#6f9bd8",
+        "best": "#57c898",
+    }
+    for name, colors in (("home", light), ("home_dark", dark)):
+        with mpl.rc_context({"text.color": colors["ink"], "xtick.color": colors["ink"], "ytick.color": colors["ink"]}):
+            figure = draw_home(colors, methods, kilobytes, f"{workers} workers, a gradient of {size} × {size}")
+            figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, transparent=True)
+            plt.close(figure)
+
+
+def draw_home(colors, methods, kilobytes, what):
+    """Draws the chain of a step above the bytes that one worker sends with different reducers."""
+    figure = plt.figure(figsize=(5.2, 5.8))
+    # Only the bars leave room on their left, for the names of the reducers.
+    top, bottom = figure.add_axes([0.01, 0.5, 0.98, 0.5]), figure.add_axes([0.36, 0.01, 0.63, 0.385])
+    top.axis("off")
+    top.set(xlim=(0, 10), ylim=(0.3, 9.6))
+    top.text(0, 9.0, "The step of one worker", fontsize=11, fontweight="bold")
+    stages = [
+        (7.0, "local_value_and_grad", "this worker's gradient", "fill"),
+        (4.6, "all_reduce(reducer)", "the mean over all workers", "strong"),
+        (2.2, "clip, then AdamW", "any optax transformations", "fill"),
+    ]
+    for y, name, result, fill in stages:
+        box = FancyBboxPatch((0.1, y - 0.1), 5.0, 1.5, boxstyle="round,pad=0.08", fc=colors[fill], ec=colors["edge"])
+        top.add_patch(box)
+        top.text(2.6, y + 0.92, name, ha="center", va="center", fontsize=10, fontweight="bold")
+        top.text(2.6, y + 0.28, result, ha="center", va="center", fontsize=8.5)
+    arrow = {"arrowstyle": "-|>", "color": colors["edge"], "lw": 1.4}
+    for start, end in ((6.75, 6.2), (4.35, 3.8), (1.95, 1.3)):
+        top.annotate("", (2.6, end), (2.6, start), arrowprops=arrow)
+    top.text(2.6, 0.75, "new parameters", ha="center", va="center", fontsize=8.5)
+    for number in range(3):
+        y = 7.2 - 2.0 * number
+        other = FancyBboxPatch((8.1, y), 1.7, 1.0, boxstyle="round,pad=0.08", fc=colors["fill"], ec=colors["edge"])
+        top.add_patch(other)
+        top.text(8.95, y + 0.5, f"worker {number + 1}", ha="center", va="center", fontsize=8.5)
+        top.annotate(
+            "", (8.0, y + 0.5), (5.25, 5.3), arrowprops={**arrow, "arrowstyle": "<|-|>", "color": colors["best"]}
+        )
+    top.text(6.4, 2.5, "the wire: only\npayloads cross it", ha="left", va="center", fontsize=8.5, color=colors["best"])
+    bottom.set_facecolor("none")
+    best = min(kilobytes)
+    for row, sent_kilobytes in enumerate(kilobytes):
+        bottom.barh(row, sent_kilobytes, height=0.66, color=colors["best" if sent_kilobytes == best else "bar"])
+        label = f"{sent_kilobytes:,.0f} kB" + (f", {kilobytes[0] / sent_kilobytes:.0f}× less" if row else "")
+        bottom.text(sent_kilobytes * 1.08, row, label, va="center", fontsize=8.5)
+    bottom.set(xscale="log", xlim=(best / 4, kilobytes[0] * 12), yticks=range(len(methods)))
+    bottom.set_yticklabels([name for name, _ in methods], family="monospace", fontsize=8.5)
+    figure.text(0.01, 0.455, "The bytes it sends", fontsize=11, fontweight="bold")
+    figure.text(0.01, 0.415, f"{what}; log scale", fontsize=8.5)
+    bottom.tick_params(length=0)
+    bottom.xaxis.set_visible(False)
+    bottom.spines[:].set_visible(False)
+    bottom.grid(visible=False)
+    bottom.invert_yaxis()
+    return figure
+
+
 FIGURES = {
     f.__name__: f
-    for f in (architecture, compression, low_rank, local_updates, decentralized, zero, hiding, asynchronous)
+    for f in (home, architecture, compression, low_rank, local_updates, decentralized, zero, hiding, asynchronous)
 }
 
 if __name__ == "__main__":
