@@ -2,7 +2,7 @@
 # Every check of the project, in the order of their cost. pre-commit, `make test` and CI all run this script.
 #
 #   scripts/check.sh                 all of them
-#   scripts/check.sh lint types      some of them: markers format lint imports types docs tests
+#   scripts/check.sh lint types      some of them: markers format lint spelling imports types docs tests
 #
 # BIN           where the tools lie (default: .venv/bin, or the PATH where that is missing)
 # WORKERS       pytest processes; each simulates eight devices (default 2)
@@ -30,19 +30,23 @@ run() {
         *) return "$found" ;;
       esac
       ;;
-    format) ruff format --check . ;;
+    format)
+      ruff format --check .
+      find docs -name '*.md' -exec ruff format --check --line-length 84 {} +
+      ;;
     lint) ruff check . ;;
+    spelling) codespell jaxdist tests docs examples benchmarks ./*.md ;;
     # Read the sources, not a wheel that is installed: what is being edited is what must hold.
     imports) PYTHONPATH=. lint-imports ;;
     types) pyright --pythonpath "$(command -v python)" ;;
-    docs) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "${SITE_DIR:-site}" ;;
+    docs) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "${SITE_DIR:-site}" ;;
     # The tests and the doctests of the installed package, so that a wheel is tested as a user gets it. A file stays with
     # one process: its tests share what they compile.
     # shellcheck disable=SC2086
     tests) pytest -q -n "${WORKERS:-2}" --dist loadfile --doctest-modules ${PYTEST_ARGS:-} tests --pyargs jaxdist ;;
-    *) echo "no check is called $1: markers format lint imports types docs tests" >&2; return 2 ;;
+    *) echo "no check is called $1: markers format lint spelling imports types docs tests" >&2; return 2 ;;
   esac
 }
 
-[ $# -gt 0 ] || set -- markers format lint imports types docs tests
+[ $# -gt 0 ] || set -- markers format lint spelling imports types docs tests
 for check in "$@"; do run "$check"; done
