@@ -36,7 +36,7 @@ def see(names: Iterable[str]) -> Seen:
     return Seen(committed, *(frozenset(found[kind]) for kind in ("drift", "here", "left")))
 
 
-def waited_for(seen: Seen, expected: Iterable[str]) -> frozenset[str]:
+def missing_islands(seen: Seen, expected: Iterable[str]) -> frozenset[str]:
     """Islands whose drifts this round waits for: those that the last commit expects, and those that are here."""
     return (frozenset(expected) | seen.here) - seen.left - seen.drifts
 
@@ -59,7 +59,7 @@ def decide(
     """
     if seen.committed:
         return Next.READ
-    complete = not waited_for(seen, expected) and len(seen.drifts) >= at_least
+    complete = not missing_islands(seen, expected) and len(seen.drifts) >= at_least
     if len(seen.drifts) >= quorum and (complete or elapsed >= round_timeout):
         return Next.COMMIT
     return Next.WAIT
@@ -81,7 +81,7 @@ def make_commit(
     return Commit(
         base=base,
         members=tuple(Member(name, drift.body, drift.weight, drift.rate) for name, drift in members.items()),
-        missing=tuple(sorted(waited_for(seen, expected))),
+        missing=tuple(sorted(missing_islands(seen, expected))),
         differing=tuple(sorted(set(sound) - set(members))),
         damaged=tuple(sorted(damaged)),
         expected=tuple(sorted(name for name, drift in drifts.items() if drift.waited and not drift.leaving)),

@@ -12,7 +12,7 @@ from .loss_biased_sampling import LossTable as LossTable
 from .loss_biased_sampling import loss_biased_sampling as loss_biased_sampling
 from .noloco import noloco as noloco
 from .palsgd import palsgd as palsgd
-from .palsgd import pulled as pulled
+from .palsgd import random_pull as random_pull
 from .participation import participation as participation
 from .recipes import diloco as diloco
 from .recipes import hidden_matrix as hidden_matrix

@@ -20,15 +20,15 @@ from .fragments import SyncPeriod
 from .recipes import diloco
 
 
-class PulledState(NamedTuple):
-    """The state of `pulled`, all of it per worker inside `local_steps`; a pull does not change that of `inner`."""
+class RandomPullState(NamedTuple):
+    """The state of `random_pull`, all of it per worker inside `local_steps`; a pull does not change that of `inner`."""
 
     count: Int[Array, ""]
     key: Key[Array, ""]
     inner: State
 
 
-def pulled(
+def random_pull(
     inner: optax.GradientTransformation,
     *,
     probability: float | int,
@@ -59,7 +59,7 @@ def pulled(
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
-      >>> tx = jd.local_sgd.pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
+      >>> tx = jd.local_sgd.random_pull(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
       >>> x, state, seen = jnp.array(3.0), tx.init(jnp.array(3.0)), set()
       >>> for _ in range(20):  # a pull is 0.1 · 0.5 / 0.5 · (1 - 3), a step -0.1 · 4 / 0.5
       ...     update, state = tx.update(jnp.array(4.0), state, x, anchor=jnp.array(1.0), learning_rate=0.1)
@@ -76,11 +76,11 @@ def pulled(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params) -> State:
-        return PulledState(jnp.zeros((), jnp.int32), jax.random.key(seed), inner.init(params))
+        return RandomPullState(jnp.zeros((), jnp.int32), jax.random.key(seed), inner.init(params))
 
     def update_fn(
         updates, state, params=None, *, anchor=None, learning_rate=None, **extra_args
-    ) -> tuple[Updates, PulledState]:
+    ) -> tuple[Updates, RandomPullState]:
         if params is None:
             raise ValueError(NO_PARAMS)
         passed = extra_args if learning_rate is None else {"learning_rate": learning_rate, **extra_args}
@@ -88,11 +88,13 @@ def pulled(
         count = next_count(state.count)
         # Without pulls this is `inner`, which needs neither anchor nor learning rate.
         if not probability:
-            return steps, PulledState(count, state.key, inner_state)
+            return steps, RandomPullState(count, state.key, inner_state)
         if anchor is None:
-            raise ValueError("pulled needs anchor=, which local_steps passes; use local_steps(pulled(inner), outer)")
+            raise ValueError(
+                "random_pull needs anchor=, which local_steps passes; use local_steps(random_pull(inner), outer)"
+            )
         if learning_rate is None:
-            raise ValueError("pulled scales its pulls by the learning rate; pass learning_rate= to the update")
+            raise ValueError("random_pull scales its pulls by the learning rate; pass learning_rate= to the update")
         # Not shared: each worker draws for itself.
         key = step_key(state.key, state.count, over(axis), shared=False)
         started = state.count >= start_step
@@ -102,7 +104,7 @@ def pulled(
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
         steps = jax.tree.map(partial(_pull_or_scale, pulls, strength, scale), steps, params, anchor)
-        return steps, PulledState(count, state.key, tree_where(pulls, state.inner, inner_state))
+        return steps, RandomPullState(count, state.key, tree_where(pulls, state.inner, inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -128,7 +130,7 @@ def palsgd(
     reducer: Reducer | None = None,
     axis: AxisNames = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """PALSGD: DiLoCo whose inner steps are replaced with probability `p` by a pull toward the anchor, as in `pulled`.
+    """PALSGD: DiLoCo whose inner steps are, with probability `p`, a pull toward the anchor, as in `random_pull`.
 
     Workers stay closer together than in `diloco`, so that rounds can be longer.
 
@@ -153,7 +155,7 @@ def palsgd(
       Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv:2504.18454,
       2025.
     """
-    pulls = pulled(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis)
+    pulls = random_pull(inner, probability=probability, pull=pull, start_step=warmup_steps, seed=seed, axis=axis)
     tx = diloco(
         pulls,
         sync_period=sync_period,

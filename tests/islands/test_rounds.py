@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.islands.records import Drift
-from jaxdist.islands.rounds import Next, Seen, decide, make_commit, see, waited_for
+from jaxdist.islands.rounds import Next, Seen, decide, make_commit, missing_islands, see
 
 NAMES = st.frozensets(st.sampled_from("abcdef"))
 SEEN = st.builds(Seen, st.booleans(), NAMES, NAMES, NAMES)
@@ -43,7 +43,7 @@ def test_a_commit_ends_the_round_and_no_round_is_smaller_than_the_quorum(found, 
     assert (action is Next.READ) == found.committed
     if action is Next.COMMIT:
         assert len(found.drifts) >= quorum
-        assert elapsed >= 10 or not waited_for(found, expected)
+        assert elapsed >= 10 or not missing_islands(found, expected)
     if not found.committed and elapsed >= 10 and len(found.drifts) >= quorum:
         assert action is Next.COMMIT
 

@@ -9,7 +9,7 @@ import pytest
 from local_run import run, targets
 
 import jaxdist as jd
-from jaxdist.local_sgd import pulled
+from jaxdist.local_sgd import random_pull
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -48,7 +48,7 @@ def loop(drawn, pulls, rate, probability, pull, period):
 def test_forty_steps_equal_a_loop_with_the_same_coins():
     drawn = targets(40)
     rates = np.full(40, 0.05, np.float32)
-    inner = pulled(optax.sgd(0.05, momentum=0.9), probability=0.3, pull=0.5, seed=3)
+    inner = random_pull(optax.sgd(0.05, momentum=0.9), probability=0.3, pull=0.5, seed=3)
     found, _, _ = run(jd.local_steps(inner, NESTEROV, sync_period=8), drawn, learning_rate=rates)
     pulls = coins(40, 4, 0.3, seed=3)
     assert 20 < pulls.sum() < 80
@@ -69,7 +69,7 @@ def test_a_step_is_right_on_average():
     """Over 20,000 workers: with no pull the gradient's step `γ g`, and `γ η (x - a)` more with one."""
     rate, probability, gradient, x, a = 0.1, 0.2, 4.0, 2.0, 0.5
     for pull in (0.0, 0.5):
-        tx = pulled(optax.sgd(rate), probability=probability, pull=pull)
+        tx = random_pull(optax.sgd(rate), probability=probability, pull=pull)
 
         def one(_, tx=tx):
             params = jnp.float32(x)
@@ -128,11 +128,11 @@ def test_simulation_equals_the_mesh(name):
 
 
 def test_what_is_missing_is_named():
-    tx = pulled(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
+    tx = random_pull(optax.sgd(0.1), probability=0.5, pull=0.5, axis=None)
     x = jnp.zeros(2)
     with pytest.raises(ValueError, match="needs anchor=, which local_steps passes"):
         tx.update(x, tx.init(x), x, learning_rate=0.1)
     with pytest.raises(ValueError, match="pass learning_rate= to the update"):
         tx.update(x, tx.init(x), x, anchor=x)
     with pytest.raises(ValueError, match=r"probability must be in \[0, 1\), got 1"):
-        pulled(optax.sgd(0.1), probability=1, pull=0.5)
+        random_pull(optax.sgd(0.1), probability=1, pull=0.5)

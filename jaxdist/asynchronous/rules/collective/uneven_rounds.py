@@ -71,7 +71,7 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     if not 0 < window < float("inf"):
         raise ValueError(f"window must be positive and finite, got {window}")
     start, step = optimizer_on_values(optimizer, _step_with_mean, shared=True)
-    zeros = _shared_zeros()
+    zeros = _make_zeros()
 
     def begin_round(site: Site, params: Any, opt_state: Any, version: int, *records: StepRecord) -> Reaction:
         state = _AnyBatchState(site, params, opt_state, version, zeros(params))
@@ -102,7 +102,7 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     )
 
 
-def _shared_zeros() -> Callable[[Any], Any]:
+def _make_zeros() -> Callable[[Any], Any]:
     return numeric(lambda params: jax.tree.map(jnp.zeros_like, params), shared=True)
 
 
@@ -195,11 +195,11 @@ def task_allocation(
     if batch < 1:
         raise ValueError(f"batch must be at least the number of workers, got {batch}")
     if seconds is None:
-        return _allocation_rule("task_allocation", batch, optimizer, _measured_shares, _moving_average, measures=True)
+        return _allocation_rule("task_allocation", batch, optimizer, _adaptive_shares, _moving_average, measures=True)
     given = tuple(map(float, seconds))
     # Refuses durations that cannot be before the first round.
     allocate_tasks(given, batch)
-    shares = partial(_given_shares, given)
+    shares = partial(_static_shares, given)
     return _allocation_rule("task_allocation", batch, optimizer, shares, _moving_average, measures=False)
 
 
@@ -251,14 +251,14 @@ def ata(batch: int, optimizer: optax.GradientTransformation, *, confidence: Numb
 # Shares of the next round: `(batch, seconds, tasks, version) -> shares`, from what all workers know.
 
 
-def _measured_shares(batch: int, seconds: tuple, tasks: tuple, version: int) -> tuple[int, ...]:
+def _adaptive_shares(batch: int, seconds: tuple, tasks: tuple, version: int) -> tuple[int, ...]:
     workers = len(tasks)
     if batch < workers:
         raise ValueError(f"batch must be at least 1 microbatch for each of the {workers} workers, got {batch}")
     return _allocate(seconds if version else (1.0,) * workers, batch, 1)
 
 
-def _given_shares(given: tuple[float, ...], batch: int, seconds: tuple, tasks: tuple, version: int) -> tuple[int, ...]:
+def _static_shares(given: tuple[float, ...], batch: int, seconds: tuple, tasks: tuple, version: int) -> tuple[int, ...]:
     if len(given) != len(tasks):
         raise ValueError(f"seconds must be those of the {len(tasks)} workers, got {len(given)} numbers")
     return _allocate(given, batch, 0)
@@ -317,7 +317,7 @@ def _allocation_rule(
 ) -> Rule:
     """Makes a rule of rounds of B microbatches; `measures` if workers exchange the durations of their own."""
     start, step = optimizer_on_values(optimizer, _step_scaled, shared=True)
-    cfg = _AllocationConfig(batch, start, step, _shared_zeros(), allocate, weigh, measures)
+    cfg = _AllocationConfig(batch, start, step, _make_zeros(), allocate, weigh, measures)
     return collective_rule(
         name,
         partial(_init_allocation, cfg),
