@@ -10,7 +10,7 @@ import optax
 import pytest
 from local_run import run as simulated
 from local_run import targets
-from reference.uneven import ata as reference_ata
+from reference.unequal_speeds import ata as reference_ata
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules

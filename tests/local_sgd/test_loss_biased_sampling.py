@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference.uneven import biased_local_sgd, loss_table
+from reference.unequal_speeds import biased_local_sgd, loss_table
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
