@@ -52,6 +52,7 @@ RULES = {
     "lasgd": rules.lasgd(SGD),
     "palsgd": rules.palsgd(SGD, learning_rate=0.1, sync_period=2, probability=0.3),
     "any_batch": rules.any_batch(2.0, SGD),
+    "any_batch_gossip": rules.any_batch_gossip(2.0, topology.ring, SGD),
     "task_allocation": rules.task_allocation(5, SGD),
 }
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from reference import gossip as reference
+from reference import mirror_descent as mirror_reference
 from reference import peers
 
 import jaxdist as jd
@@ -228,6 +229,90 @@ def test_no_failure_changes_what_d_psgd_computes(graph, order):
         np.testing.assert_allclose(role.params["w"].reshape(-1), wanted[done[i] - 1, i], rtol=2e-5, atol=1e-6)
         if graph != "delay":
             assert len({k for _, k in role.outbox}) <= 4  # what others have used is not kept
+
+
+# Any batches.
+
+FOUR_SPEEDS = durations.constant([1, 1, 3, 10])  # 3, 3, 1 and 0 gradients in a window of 3.5 seconds
+
+
+def counts_of(run, workers):
+    """`[rounds, workers]`: the gradients in each round, from the trace."""
+    found = np.zeros((1 + run.trace.gradients.read.max(), workers))
+    np.add.at(found, (run.trace.gradients.read, run.trace.gradients.worker), 1)
+    return found
+
+
+def any_batches(rule, workers=4, **settings):
+    """The models of all workers, their rounds, and the numbers of gradients in each."""
+    clock = replay.simulator(rule, MATRIX, workers=workers, **settings)
+    state = clock.advance(clock.init(), seconds=60)
+    peers = [role.peers for role in state.roles[:workers]]
+    return (
+        [x.params["w"].reshape(-1) for x in peers],
+        [x.version for x in peers],
+        counts_of(clock.result(state), workers),
+    )
+
+
+@pytest.mark.parametrize("weights", ["batch", "uniform"])
+@pytest.mark.parametrize(
+    ("graph", "law"),
+    [
+        ("ring", FOUR_SPEEDS),
+        ("random_matchings", FOUR_SPEEDS),
+        ("one_peer_exponential", durations.failures(durations.exponential(1.0), up=9, down=2)),
+    ],
+    ids=["ring", "matchings", "failures"],
+)
+def test_any_batch_mirror_descent_is_the_papers(graph, law, weights):
+    mirror = jd.online.mirror_descent(jd.online.euclidean(), 0.05, axis=None)
+    topology = getattr(jd.topology, graph)(4)
+    rule = rules.any_batch_gossip(3.5, topology, mirror, weights=weights)
+    models, rounds, counts = any_batches(rule, durations=law, links=links.alpha_beta(0.1), seed=3)
+    assert min(rounds) > 8
+    if law is FOUR_SPEEDS:
+        assert counts[:8].tolist() == [[3, 3, 1, 0]] * 8
+    goals = np.broadcast_to(GOALS.reshape(4, -1), (max(rounds), 4, 30))
+    wanted = mirror_reference.mirror_descent(
+        np.zeros(30),
+        goals,
+        counts[: max(rounds)],
+        matrices=lambda k: jd.topology.matrix(topology, k),
+        rounds=1,
+        rate=lambda t: 0.05,
+        step=mirror_reference.euclidean,
+        weights=weights,
+        order="adapt_then_combine",
+    )
+    for i, model in enumerate(models):
+        np.testing.assert_allclose(model, wanted[rounds[i] - 1, i], rtol=2e-5, atol=1e-6)
+
+
+def test_on_a_complete_graph_it_is_any_batch():
+    settings = {"durations": FOUR_SPEEDS, "workers": 4, "seconds": 36}
+    gossip = replay.run(rules.any_batch_gossip(3.5, jd.topology.complete, SGD), MATRIX, **settings)
+    exact = replay.run(rules.any_batch(3.5, SGD), MATRIX, **settings)
+    np.testing.assert_allclose(gossip.params["w"], exact.params["w"], rtol=1e-5, atol=1e-6)
+    assert counts_of(gossip, 4)[:9].tolist() == counts_of(exact, 4)[:9].tolist()
+
+
+def test_uniform_weights_count_slow_workers_alike():
+    """With data that differ, weights by batch count gradients alike, and uniform ones workers."""
+    law, goals = durations.constant([1, 1, 1, 3]), GOALS.reshape(4, -1)
+    found = {}
+    for weights in ("batch", "uniform"):
+        rule = rules.any_batch_gossip(3.5, jd.topology.complete, optax.sgd(0.2), weights=weights)
+        found[weights] = np.mean(any_batches(rule, durations=law)[0], axis=0)
+    distances = {name: np.abs(x - goals.mean(0)).max() for name, x in found.items()}
+    assert distances["uniform"] < 0.05 < distances["batch"]
+    np.testing.assert_allclose(found["batch"], np.average(goals, axis=0, weights=[3, 3, 3, 1]), atol=0.05)
+
+
+def test_any_batch_gossip_sends_models_and_weights():
+    rule = rules.any_batch_gossip(3.5, jd.topology.ring, SGD)
+    run = replay.run(rule, MATRIX, durations=FOUR_SPEEDS, workers=4, seconds=7.1)
+    assert run.links[0, 1] == 2 * (4 * 30 + 4)
 
 
 # Groups.

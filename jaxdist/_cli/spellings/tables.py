@@ -168,8 +168,18 @@ def _d_psgd(
     return rules.d_psgd(find_graph(graph), optimizer, order=order)
 
 
+def _any_batch_gossip(
+    window: float,
+    graph: str = "ring",
+    *,
+    optimizer: optax.GradientTransformation,
+    weights: Literal["batch", "uniform"] = "batch",
+) -> Rule:
+    return rules.any_batch_gossip(window, find_graph(graph), optimizer, weights=weights)
+
+
 # Rules of asynchronous training. Those that average models send no gradients that could be compressed.
-AVERAGING = ("hop", "prague", "ad_psgd", "d_psgd", "delay_by_one")
+AVERAGING = ("hop", "prague", "ad_psgd", "d_psgd", "delay_by_one", "any_batch_gossip")
 RULES = {
     "bsp": Spelling(rules.bsp, "synchronous: an all-reduce that waits for the slowest worker"),
     "backup_workers": Spelling(rules.backup_workers, "synchronous, without the SPARE slowest gradients of each step"),
@@ -195,6 +205,7 @@ RULES = {
     "lasgd": Spelling(rules.lasgd, "local steps, averaged in the background without waiting"),
     "palsgd": Spelling(rules.palsgd, "local_sgd with pulls toward the last average"),
     "any_batch": Spelling(rules.any_batch, "rounds of WINDOW seconds, with however many gradients are ready"),
+    "any_batch_gossip": Spelling(_any_batch_gossip, "any_batch, averaged with neighbors only"),
     "task_allocation": Spelling(rules.task_allocation, "synchronous, with shares by measured speed"),
     "ata": Spelling(rules.ata, "task_allocation that leaves out workers known to be slow"),
 }

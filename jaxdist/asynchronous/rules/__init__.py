@@ -18,6 +18,7 @@ from .collective.uneven_rounds import task_allocation as task_allocation
 from .compressed import compressed as compressed
 from .peers.ad_psgd import ad_psgd as ad_psgd
 from .peers.ad_psgd import hierarchical_ad_psgd as hierarchical_ad_psgd
+from .peers.any_batch import any_batch_gossip as any_batch_gossip
 from .peers.d_psgd import d_psgd as d_psgd
 from .peers.exchange import Exchange as Exchange
 from .peers.exchange import choco_exchange as choco_exchange

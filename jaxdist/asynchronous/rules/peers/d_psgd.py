@@ -23,7 +23,7 @@ ORDERS = ("adapt_then_combine", "combine_then_adapt")
 PARAMS, USED, AGAIN = "params", "used", "again"
 
 
-class _Rounds(NamedTuple):
+class Rounds(NamedTuple):
     """For each round of a worker its sources, their weights, and its destinations; `order` as in a topology."""
 
     sources: tuple[tuple[int, ...], ...]
@@ -36,11 +36,11 @@ class _Rounds(NamedTuple):
         return self.order[iteration % len(self.order)]
 
 
-class _DPSGDState(NamedTuple):
+class GossipState(NamedTuple):
     """A worker's neighbors, model and iteration, and the models that it has received and sent."""
 
     site: Site
-    rounds: _Rounds
+    rounds: Rounds
     params: Any
     opt_state: Any
     version: int
@@ -95,9 +95,9 @@ def d_psgd(graph: Graph, optimizer: optax.GradientTransformation, *, order: Orde
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, _combine))
-    cfg = _Config(graph, order == "adapt_then_combine", numeric(_combine), *on_values)
-    return Rule("d_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, _waits_for))
+    on_values = optimizer_on_values(optimizer, partial(combine_and_adapt, combine))
+    cfg = _Config(graph, order == "adapt_then_combine", numeric(combine), *on_values)
+    return Rule("d_psgd", Role(partial(_init, cfg), partial(_receive, cfg), params_of, waits_for))
 
 
 class _Config(NamedTuple):
@@ -110,7 +110,9 @@ class _Config(NamedTuple):
     step: Callable[..., Any]
 
 
-def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
+def combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
+    """`Σ_j W_ij x_j`, for one's own tree and those of the sources with their weights."""
+
     def combine_leaves(own: Any, *theirs: Any) -> Any:
         # x_i + Σ_j W_ij (x_j - x_i): weights such as 1/3 are rounded, and a plain sum would let equal models drift.
         change = sum(((x - own) * weight for x, weight in zip(theirs, weights, strict=True)), start=0.0)
@@ -120,18 +122,18 @@ def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
-    rounds = _rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
-    return _begin_iteration(cfg, _DPSGDState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
+    rounds = rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
+    return _begin_iteration(cfg, GossipState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
 
 
 @no_type_check
-def _begin_iteration(cfg: _Config, state: _DPSGDState) -> Reaction:
-    state, sends = (state, ()) if cfg.adapt_first else _send_model(state, state.params)
+def _begin_iteration(cfg: _Config, state: GossipState) -> Reaction:
+    state, sends = (state, ()) if cfg.adapt_first else send_model(state, state.params)
     return state, (*sends, Compute(state.params, state.version))
 
 
 @no_type_check
-def _send_model(state: _DPSGDState, model: Any) -> Reaction:
+def send_model(state: GossipState, model: Any) -> Reaction:
     """Sends the model of this iteration to all destinations."""
     k, rounds = state.version, state.rounds
     destinations = rounds.destinations[rounds.at(k)]
@@ -140,58 +142,81 @@ def _send_model(state: _DPSGDState, model: Any) -> Reaction:
 
 
 @no_type_check
-def _receive(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> Reaction:
-    kind = message.kind
-    if kind == protocol.COMPUTED:
+def _receive(cfg: _Config, state: GossipState, sender: int, message: Message) -> Reaction:
+    if message.kind == protocol.COMPUTED:
         return _on_gradient(cfg, state, message.value)
-    if kind == PARAMS:
-        return _on_model(cfg, state, sender, message)
-    if kind == USED:
-        return state._replace(outbox=_drop_used(state.outbox, sender, message.tag)), ()
-    if kind == AGAIN:
-        return state, tuple([s for s in _repeat_models(state) if s.to == sender and s.message.tag >= message.tag])
-    if kind == protocol.RECOVERED:
-        sources = sorted({j for sources in state.rounds.sources for j in sources})
-        requests = tuple(Send(j, Message(AGAIN, None, 0, state.version)) for j in sources)
-        restart = (Compute(state.params, state.version),) if state.computing else ()
-        return state, (*restart, *_repeat_models(state), *requests)
-    raise unknown_message("a worker of d_psgd", message)
+    if message.kind == protocol.RECOVERED:
+        state, actions = receive_from_peer(state, sender, message)
+        return state, ((Compute(state.params, state.version),) if state.computing else ()) + actions
+    state, replies = receive_from_peer(state, sender, message)
+    state, actions = _try_advance(cfg, state)
+    return state, replies + actions
 
 
 @no_type_check
-def _on_gradient(cfg: _Config, state: _DPSGDState, gradient: Any) -> Reaction:
+def receive_from_peer(state: GossipState, sender: int, message: Message) -> Reaction:
+    """Takes a model, an acknowledgment or a request for models, or asks for what was missed during a failure."""
+    kind = message.kind
+    if kind == PARAMS:
+        # To reach this iteration the sender has used all earlier models of this worker.
+        state = state._replace(outbox=_drop_used(state.outbox, sender, message.tag - 1))
+        if message.tag < state.version:
+            # It was repeated, so the sender may have missed the acknowledgment.
+            return state, (Send(sender, Message(USED, None, 0, state.version - 1)),)
+        return state._replace(inbox=state.inbox | {(message.tag, sender): message.value}), ()
+    if kind == USED:
+        return state._replace(outbox=_drop_used(state.outbox, sender, message.tag)), ()
+    if kind == AGAIN:
+        return state, tuple([s for s in repeat_models(state) if s.to == sender and s.message.tag >= message.tag])
+    if kind == protocol.RECOVERED:
+        sources = sorted({j for sources in state.rounds.sources for j in sources})
+        requests = tuple(Send(j, Message(AGAIN, None, 0, state.version)) for j in sources)
+        return state, (*repeat_models(state), *requests)
+    raise unknown_message("a worker that gossips", message)
+
+
+@no_type_check
+def _on_gradient(cfg: _Config, state: GossipState, gradient: Any) -> Reaction:
     if not cfg.adapt_first:
         return _try_advance(cfg, state._replace(computing=False, result=gradient))
     # x_i + u_i, without neighbors
     adapted, opt_state = cfg.step(state.params, state.opt_state, gradient, ())
     state = state._replace(computing=False, result=adapted, opt_state=opt_state)
-    state, sends = _send_model(state, adapted)
+    state, sends = send_model(state, adapted)
     state, actions = _try_advance(cfg, state)
     return state, (*sends, *actions)
 
 
 @no_type_check
-def _on_model(cfg: _Config, state: _DPSGDState, sender: int, message: Message) -> Reaction:
-    # To reach this iteration the sender has used all earlier models of this worker.
-    state = state._replace(outbox=_drop_used(state.outbox, sender, message.tag - 1))
-    if message.tag < state.version:
-        # It was repeated, so the sender may have missed the acknowledgment.
-        return state, (Send(sender, Message(USED, None, 0, state.version - 1)),)
-    return _try_advance(cfg, state._replace(inbox=state.inbox | {(message.tag, sender): message.value}))
-
-
-@no_type_check
-def _try_advance(cfg: _Config, state: _DPSGDState) -> Reaction:
+def _try_advance(cfg: _Config, state: GossipState) -> Reaction:
     """Begins the next iteration if the gradient and all models of this one are known."""
-    k, rounds = state.version, state.rounds
-    sources = rounds.sources[rounds.at(k)]
-    if state.computing or any((k, j) not in state.inbox for j in sources):
+    k, found = state.version, models_of_iteration(state)
+    if found is None:
         return state, ()
-    others, weights = [state.inbox[k, j] for j in sources], rounds.weights[rounds.at(k)]
+    weights, others = found
     if cfg.adapt_first:
         params, opt_state = cfg.combine(state.result, weights, *others), state.opt_state
     else:
         params, opt_state = cfg.step(state.params, state.opt_state, state.result, weights, *others)
+    state, used = end_iteration(state, params, opt_state)
+    state, actions = _begin_iteration(cfg, state)
+    return state, (GradientRecord(state.site.index, k, k), StepRecord(k + 1, k), *actions, *used)
+
+
+@no_type_check
+def models_of_iteration(state: GossipState) -> tuple[tuple[float, ...], list[Any]] | None:
+    """Returns the weights and models of this iteration's sources; `None` while it computes or one is missing."""
+    k, rounds = state.version, state.rounds
+    sources = rounds.sources[rounds.at(k)]
+    if state.computing or any((k, j) not in state.inbox for j in sources):
+        return None
+    return rounds.weights[rounds.at(k)], [state.inbox[k, j] for j in sources]
+
+
+@no_type_check
+def end_iteration(state: GossipState, params: Any, opt_state: Any) -> Reaction:
+    """Goes to the next iteration with this model, and acknowledges the models that were used."""
+    k, rounds = state.version, state.rounds
     state = state._replace(
         params=params,
         opt_state=opt_state,
@@ -200,14 +225,14 @@ def _try_advance(cfg: _Config, state: _DPSGDState) -> Reaction:
         result=None,
         inbox={key: model for key, model in state.inbox.items() if key[0] > k},
     )
-    state, actions = _begin_iteration(cfg, state)
     # The next model acknowledges this one; sources that do not receive it get an explicit acknowledgment.
     next_destinations = rounds.destinations[rounds.at(k + 1)]
-    used = [Send(j, Message(USED, None, 0, k)) for j in sources if j not in next_destinations]
-    return state, (GradientRecord(state.site.index, k, k), StepRecord(k + 1, k), *actions, *used)
+    sources = rounds.sources[rounds.at(k)]
+    return state, tuple(Send(j, Message(USED, None, 0, k)) for j in sources if j not in next_destinations)
 
 
-def _repeat_models(state: _DPSGDState) -> Actions:
+def repeat_models(state: GossipState) -> Actions:
+    """Sends everything once more that its receivers may not have used."""
     models = sorted(state.outbox.items(), key=lambda entry: entry[0])
     return tuple(Send(to, Message(PARAMS, model, 0, k)) for (to, k), model in models)
 
@@ -218,13 +243,14 @@ def _drop_used(outbox: dict, receiver: int, last: int) -> dict:
     return {key: model for key, model in outbox.items() if key[0] != receiver or key[1] > last}
 
 
-def _waits_for(state: _DPSGDState) -> tuple[int, ...]:
+def waits_for(state: GossipState) -> tuple[int, ...]:
+    """The sources whose models of this iteration are missing."""
     sources = state.rounds.sources[state.rounds.at(state.version)]
     return () if state.computing else tuple(j for j in sources if (state.version, j) not in state.inbox)
 
 
 @functools.lru_cache(maxsize=16)
-def _rounds_of_workers(topology: Topology) -> tuple[_Rounds, ...]:
+def rounds_of_workers(topology: Topology) -> tuple[Rounds, ...]:
     """Returns the rounds of each worker."""
     if not is_doubly_stochastic(topology):
         raise ValueError(
@@ -239,5 +265,5 @@ def _rounds_of_workers(topology: Topology) -> tuple[_Rounds, ...]:
             sources.append(tuple(source for source, to, _ in pairs if to == worker))
             weights.append(tuple(weight for _, to, weight in pairs if to == worker))
             destinations.append(tuple(to for source, to, _ in pairs if source == worker))
-        found.append(_Rounds(tuple(sources), tuple(weights), tuple(destinations), topology.order))
+        found.append(Rounds(tuple(sources), tuple(weights), tuple(destinations), topology.order))
     return tuple(found)
