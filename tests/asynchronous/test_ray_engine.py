@@ -46,6 +46,7 @@ RULES = {
     "backup": made(lambda: rules.backup_workers(2, optax.sgd(0.05))),
     "ad_psgd": made(lambda: rules.ad_psgd(topology.ring, optax.sgd(0.05))),
     "hop": made(lambda: rules.hop(topology.ring, optax.sgd(0.05), tokens=3)),
+    "any_batch_gossip": made(lambda: rules.any_batch_gossip(0.2, topology.ring, optax.sgd(0.05), weights="uniform")),
 }
 
 
@@ -102,7 +103,7 @@ def test_a_killed_worker_changes_nothing_but_the_time(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ad_psgd", "hop"])
+@pytest.mark.parametrize("name", ["ad_psgd", "hop", "any_batch_gossip"])
 def test_peers_go_on_when_one_of_them_is_killed(cluster, name):
     killer = Killer(1)
     run = ray_engine.run(RULES[name], TASK, workers=2, seconds=20, progress=killer)
