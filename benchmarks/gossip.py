@@ -3,8 +3,9 @@
     python benchmarks/gossip.py --out benchmarks/reports/NAME
 
 Sixteen simulated workers train a convolutional net on handwritten digits; each has its own images, mostly of one to
-three digits (a Dirichlet partition of concentration 0.1). The learning rate of each method is the best of `RATES` on a
-separate seed; the others count. The accuracy is that of the mean of the workers' models, on held-out images.
+three digits (a Dirichlet partition of concentration 0.1; `--concentration 0.01` leaves about one digit to each). The
+learning rate of each method is the best of `RATES` on a separate seed; the others count. The accuracy is that of the
+mean of the workers' models, on held-out images.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import jaxdist as jd
 from jaxdist import topology
 from jaxdist._cli.models.digits import digits_workload
 
-WORKERS, CONCENTRATION, TUNING_SEED = 16, 0.1, 100
+WORKERS, TUNING_SEED = 16, 100
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 GRAPHS = {
     "ring": topology.ring(WORKERS),
@@ -57,6 +58,15 @@ def of_the_neighborhood(loss: Any, graph: Any) -> Any:
     return jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=1.0)
 
 
+def sharp_of_the_neighborhood(loss: Any, graph: Any) -> Any:
+    return jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=1.0, radius=0.05)
+
+
+def compressed_quasi_global() -> Any:
+    choco = jd.decentralized.choco(jd.qsgd(4), step_size=0.5)
+    return jd.decentralized.quasi_global_momentum(nesterov=True, method=choco)
+
+
 def sharp(loss: Any, graph: Any) -> Any:
     return jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0.05)
 
@@ -71,6 +81,9 @@ METHODS = {
     "quasi-global momentum": Entry(quasi_global),
     "Q-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp),
     "NGC": Entry(quasi_global, graphs=("ring",), gradients=of_the_neighborhood),
+    "N-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp_of_the_neighborhood),
+    "quasi-global momentum, 4 bits": Entry(compressed_quasi_global, graphs=("ring",)),
+    "Q-SADDLe, 4 bits": Entry(compressed_quasi_global, graphs=("ring",), gradients=sharp),
     "CGA": Entry(
         jd.decentralized.d_psgd,
         graphs=("ring",),
@@ -171,9 +184,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--graphs", nargs="*", default=list(GRAPHS))
+    parser.add_argument("--concentration", type=float, default=0.1, help="of the Dirichlet partition")
     parser.add_argument("--out", type=Path, help="the folder of the report")
     given = parser.parse_args()
-    workload = digits_workload(given.width, workers=WORKERS, concentration=CONCENTRATION)
+    workload = digits_workload(given.width, workers=WORKERS, concentration=given.concentration)
     sizes = {"steps": given.steps, "batch": given.batch}
     rows = []
     for momentum in (0.0, 0.9):
@@ -189,7 +204,7 @@ def main() -> None:
         )
     for name in given.methods:
         entry = METHODS[name]
-        for graph in entry.graphs:
+        for graph in [graph for graph in entry.graphs if graph in given.graphs]:
             tx = jd.gossip(by_rate(entry.momentum), GRAPHS[graph], method=entry.method())
             gradient = entry.gradients(workload.loss, GRAPHS[graph])
             rows.append(measure(name, graph, trainer(tx, workload, gradient, local=True, **sizes), given.seeds))

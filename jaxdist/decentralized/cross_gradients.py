@@ -21,7 +21,12 @@ from .method import check_undirected, workers_of
 
 
 def neighborhood_value_and_grad(
-    loss: Callable[..., Any], topology: Topology, *, data_share: float | int = 0.0, axis: AxisNames = "data"
+    loss: Callable[..., Any],
+    topology: Topology,
+    *,
+    data_share: float | int = 0.0,
+    radius: float | int = 0.0,
+    axis: AxisNames = "data",
 ) -> Callable[..., tuple[Any, Updates]]:
     """Neighborhood gradient clustering: each worker also differentiates its neighbors' models on its own data.
 
@@ -31,7 +36,8 @@ def neighborhood_value_and_grad(
 
     The first sum corrects for models that differ, the second for data that differ. The function has the arguments of
     `loss` and returns `(value, g)`, with the value of the local parameters; pass `g` to `gossip`. It takes `degree + 1`
-    gradients.
+    gradients. With a radius each `∇F_i(x_j)` is taken where `F_i` is highest nearby, as `sharpness_aware` does, and
+    this is N-SADDLe: twice the gradients, and no more bytes.
 
     *On the wire*: one model for each neighbor, and with `α > 0` a gradient back. Beside
     `d_psgd(order="combine_then_adapt")`, which sends the same models, the compiler merges both: `α = 0` is free.
@@ -40,6 +46,7 @@ def neighborhood_value_and_grad(
       loss: `loss(params, batch, *rest) -> scalar`.
       topology: static, with symmetric weights.
       data_share: `α` in [0, 1], 0 or 1 in the paper: 1 for data that differ strongly.
+      radius: `ρ` at least 0; 0 is the gradient itself, and SADDLe's is 0.05 or 0.1.
       axis: the mesh axis of the workers.
 
     Examples:
@@ -50,14 +57,16 @@ def neighborhood_value_and_grad(
 
     References:
       Aketi, Kodge, Roy, "Neighborhood Gradient Clustering: An Efficient Decentralized Learning Method for Non-IID Data
-      Distributions", arXiv:2209.14390, 2022.
+      Distributions", arXiv:2209.14390, 2022. N-SADDLe: Choudhary, Aketi, Roy, arXiv:2405.13961, 2024.
     """
     if not 0 <= data_share <= 1:
         raise ValueError(f"data_share must be in [0, 1], got {data_share}")
+    if not radius >= 0:
+        raise ValueError(f"radius must be at least 0, got {radius}")
     check_undirected(topology, "neighborhood_value_and_grad")
 
     def value_and_grad(params: PyTree, *data: Any) -> tuple[Any, Updates]:
-        cross = partial(_cross_gradients, exchange_back=data_share > 0)
+        cross = partial(_cross_gradients, radius=radius, exchange_back=data_share > 0)
         comm, value, own, neighbors = cross(loss, topology, axis, params, data)
         # W_ii ∇F_i(x_i) belongs to both sums, with shares that add up to 1.
         own_weight = weight_of(comm, topology.rounds[0].self_weights)
@@ -114,7 +123,8 @@ def sharpness_aware(
     """The gradient where the loss is highest nearby: `∇F(x + ρ g / |g|)` with `g = ∇F(x)`, on each worker separately.
 
     Flat minima suffer less from the perturbations of gossip and compression. With
-    `gossip(method=quasi_global_momentum(...))` this is Q-SADDLe, and around `neighborhood_value_and_grad` N-SADDLe.
+    `gossip(method=quasi_global_momentum(...))` this is Q-SADDLe; N-SADDLe is `neighborhood_value_and_grad(radius=)`,
+    since around that one models would travel twice.
 
     The arguments and results are those of `value_and_grad`, with the value of the parameters themselves.
 
@@ -169,6 +179,7 @@ def _cross_gradients(
     params: PyTree,
     data: Sequence[Any],
     *,
+    radius: float | int = 0.0,
     exchange_back: bool,
 ) -> tuple[Comm, Any, Updates, list[tuple[Permutation, Updates, Updates | None]]]:
     """Returns the workers, the local value and gradient, and two cross-gradients for each message of the topology.
@@ -179,6 +190,7 @@ def _cross_gradients(
     comm = workers_of(topology, axis)
     params = to_varying(params, axis)
     differentiate = local_value_and_grad(loss, axis=axis)
+    differentiate = sharpness_aware(differentiate, radius=radius) if radius else differentiate
     value, own = differentiate(params, *data)
     neighbors = []
     for message in topology.rounds[0].messages:

@@ -1,6 +1,7 @@
 """Methods for data that differ between workers: D², gradient tracking, quasi-global momentum and Adam."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import optax
 
 from .._core.checks import check_range
 from .._core.trees import minus, plus, tree_where, wide
-from .._core.types import Array, PyTree, Updates
+from .._core.types import Array, PyTree, State, Updates
 from ..topology.base import Topology
 from ..topology.spectrum import lazy, smallest_eigenvalue
 from ..transforms.common import LearningRate, moving_average, rate_at, zeros_like
@@ -21,7 +22,7 @@ from .method import (
     mix,
     mixing_delta,
 )
-from .plain import Order, check_order
+from .plain import Order, check_order, d_psgd
 
 # The smallest eigenvalue must be above -1/3. An even ring has exactly -1/3, and there noise accumulates.
 SMALLEST_EIGENVALUE = -1 / 3 + 1e-6
@@ -185,6 +186,7 @@ def quasi_global_momentum(
     momentum: float | int = 0.9,
     decay: float | int | None = None,
     nesterov: bool = False,
+    method: Method | None = None,
 ) -> Method:
     """Momentum that follows the mean model: it is computed from the change after mixing, not from local gradients.
 
@@ -195,11 +197,11 @@ def quasi_global_momentum(
     with `u(g + β m)` for Nesterov. Where data differ, the momentum of local gradients drives workers apart; this does
     not. The inner optimizer is `optax.sgd(learning_rate)`.
 
-    *Topologies*: doubly stochastic.
+    *Topologies*: doubly stochastic, and what `method` needs.
 
-    *On the wire*: one model for each neighbor, as `d_psgd`.
+    *On the wire*: what `method` sends; by default one model for each neighbor, as `d_psgd`.
 
-    *State*: per-worker, one model, `m̂`, in float32.
+    *State*: per-worker, one model, `m̂`, in float32, and the state of `method`.
 
     Args:
       learning_rate: `γ`, the rate of `inner`, a number or a schedule; if it is left out, the update needs
@@ -207,13 +209,15 @@ def quasi_global_momentum(
       momentum: `β` in [0, 1).
       decay: `μ` in [0, 1); `β` by default, as in the paper.
       nesterov: use Nesterov momentum, as the paper's experiments do.
+      method: takes the step and mixes, in place of `W (x + u(m))`: `choco(compressor, step_size=)` sends few bytes.
+        By default `d_psgd()`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, jaxdist as jd
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.quasi_global_momentum(0.1))
       >>> def one_worker(x):
       ...     updates, opt_state = tx.update(jnp.ones(()), tx.init(x), x)
-      ...     return opt_state.method.value  # (1 - μ) (x - x') / γ
+      ...     return opt_state.method.value.momentum  # (1 - μ) (x - x') / γ
       >>> round(float(jax.vmap(one_worker, axis_name="data")(jnp.zeros(4))[0]), 4)
       0.1
 
@@ -224,20 +228,37 @@ def quasi_global_momentum(
     check_range("momentum", momentum, 0, 1)
     decay = momentum if decay is None else decay
     check_range("decay", decay, 0, 1)
-    step = partial(_momentum_step, learning_rate, momentum, decay, nesterov)
-    return Method(check_doubly_stochastic, lambda params, topology: zeros_like(params), step)
+    method = d_psgd() if method is None else method
+
+    def init(params: PyTree, topology: Topology) -> MomentumState:
+        return MomentumState(zeros_like(params), method.init(params, topology))
+
+    step = partial(_momentum_step, learning_rate, momentum, decay, nesterov, method)
+    return Method(lambda topology: method.prepare(check_doubly_stochastic(topology)), init, step)
+
+
+class MomentumState(NamedTuple):
+    """Per worker: the quasi-global momentum `m̂`, and the state of the method that mixes."""
+
+    momentum: Updates
+    method: State
 
 
 def _momentum_step(
-    learning_rate: LearningRate | None, beta: float | int, mu: float | int, nesterov: bool, context: StepContext
+    learning_rate: LearningRate | None,
+    beta: float | int,
+    mu: float | int,
+    nesterov: bool,
+    method: Method,
+    context: StepContext,
 ) -> StepResult:
     # m = β m̂ + g. Each step starts from the quasi-global m̂, so `m` itself is not kept.
-    gradient = wide(context.gradients)
-    velocity = jax.tree.map(lambda m, g: beta * m + g, context.state, gradient)
+    kept, gradient = context.state.momentum, wide(context.gradients)
+    velocity = jax.tree.map(lambda m, g: beta * m + g, kept, gradient)
     direction = jax.tree.map(lambda m, g: g + beta * m, velocity, gradient) if nesterov else velocity
-    # x' = W (x + u(m))
-    steps, inner = context.adapt(optax.tree.cast_like(direction, context.gradients))
-    params = mix(context, plus(context.params, steps), like=context.params)
+    # x' = W (x + u(m)), or what the method makes of it
+    direction = optax.tree.cast_like(direction, context.gradients)
+    params, inner, state = method.step(context._replace(gradients=direction, state=context.state.method))
     # m̂ <- μ m̂ + (1 - μ) (x - x') / γ, and m̂ where γ is 0.
     rate = _learning_rate(learning_rate, context)
     change = minus(context.params, params)
@@ -246,7 +267,7 @@ def _momentum_step(
         gamma = rate.astype(x.dtype)
         return jnp.where(gamma > 0, mu * old + (1 - mu) * x / jnp.where(gamma > 0, gamma, 1), old)
 
-    return StepResult(params, inner, jax.tree.map(follow_change, context.state, change))
+    return StepResult(params, inner, MomentumState(jax.tree.map(follow_change, kept, change), state))
 
 
 def _learning_rate(learning_rate: LearningRate | None, context: StepContext) -> Array:

@@ -80,12 +80,29 @@ def test_sharpness_aware_gradients_are_those_uphill():
     assert flat(jnp.ones(3), None)[1].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_n_saddle_takes_every_gradient_uphill(share):
+    (drawn, x), graph, radius = data(), graphs.ring(4), 0.2
+    f = jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=share, radius=radius)
+    value, found = single(f, drawn, x)
+    flat, table = gradients(drawn, x), np.zeros((WORKERS, WORKERS, 5))
+    for i in range(WORKERS):
+        for j in range(WORKERS):
+            uphill = x[j] + radius * flat[i, j] / np.linalg.norm(flat[i, j])
+            table[i, j] = gradients(drawn, np.tile(uphill, (WORKERS, 1)))[i, j]
+    subscripts = "ij,jik->ik" if share else "ij,ijk->ik"
+    np.testing.assert_allclose(found, np.einsum(subscripts, graphs.matrix(graph), table), atol=1e-5)
+    own = ((np.einsum("iek,ik->ie", drawn["a"], x) - drawn["b"]) ** 2).mean(1) / 2
+    np.testing.assert_allclose(value, own, rtol=1e-5)
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.1])
 @pytest.mark.parametrize(("share", "order", "models"), [(1.0, "adapt_then_combine", 3), (0.0, "combine_then_adapt", 1)])
-def test_what_is_sent(share, order, models):
+def test_what_is_sent(share, order, models, radius):
     """One model for each neighbor, and with a share of the data another one back; gossip's own may be the same one."""
     graph = graphs.ring(4)
     tx = jd.gossip(optax.sgd(0.1), graph, method=jd.decentralized.d_psgd(order=order))
-    grad = jd.decentralized.neighborhood_value_and_grad(problems.loss, graph, data_share=share)
+    grad = jd.decentralized.neighborhood_value_and_grad(problems.loss, graph, data_share=share, radius=radius)
     mesh, params = jd.make_mesh({"data": 4}), problems.params()
 
     def start(place):
@@ -110,5 +127,7 @@ def test_what_cannot_work_says_so():
             single(make(loss, graphs.ring(3)), *data())
     with pytest.raises(ValueError, match=r"data_share must be in \[0, 1\], got 2"):
         jd.decentralized.neighborhood_value_and_grad(loss, graphs.ring(4), data_share=2)
+    with pytest.raises(ValueError, match="radius must be at least 0, got -1"):
+        jd.decentralized.neighborhood_value_and_grad(loss, graphs.ring(4), radius=-1)
     with pytest.raises(ValueError, match="radius must be positive, got 0"):
         jd.decentralized.sharpness_aware(jd.local_value_and_grad(loss), radius=0)

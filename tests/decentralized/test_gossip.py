@@ -55,6 +55,14 @@ EQUATIONS = {
         {"beta": 0.8, "mu": 0.6, "nesterov": True},
     ),
     "quasi_global_adam": (jd.decentralized.quasi_global_adam(), graphs.ring(5), reference.quasi_global_adam, {}),
+    "quasi_global_momentum over choco": (
+        jd.decentralized.quasi_global_momentum(
+            RATE, method=jd.decentralized.choco(jd.top_k(0.5), step_size=0.3), momentum=0.8
+        ),
+        graphs.torus(6),
+        reference.quasi_global_choco,
+        {"known": 0, "code": lambda x: reference.top_k(x, 3), "step_size": 0.3, "beta": 0.8},
+    ),
     "choco": (
         jd.decentralized.choco(jd.top_k(0.5), step_size=0.3),
         graphs.torus(6),

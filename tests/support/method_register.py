@@ -132,6 +132,11 @@ LOCAL = {
     "d2": gossiping(jd.decentralized.d2),
     "gradient_tracking": gossiping(jd.decentralized.gradient_tracking),
     "quasi_global_momentum": gossiping(lambda: jd.decentralized.quasi_global_momentum(learning_rate=0.1)),
+    "quasi_global_momentum over choco": gossiping(
+        lambda: jd.decentralized.quasi_global_momentum(
+            learning_rate=0.1, method=jd.decentralized.choco(jd.top_k(0.25), step_size=0.3)
+        )
+    ),
     "quasi_global_adam": gossiping(lambda: jd.decentralized.quasi_global_adam()),
 }
 LINES = {**REDUCED, **INSIDE, **AGREED, **LOCAL}

@@ -92,6 +92,19 @@ def choco(g, x, matrices, rate, *, known, code, step_size):
     return np.array(out)
 
 
+def quasi_global_choco(g, x, matrices, rate, *, known, code, step_size, beta=0.9):
+    """The step of CHOCO along the momentum, which follows what became of the model."""
+    out, public, kept = [], known.copy(), np.zeros_like(x)
+    for t, w in enumerate(matrices):
+        pull = np.einsum("ij,ijd->id", w, public[None] - public[:, None])
+        new = x - rate * (beta * kept + g(t, x)) + step_size * pull
+        public = public + code(new - public)
+        kept = beta * kept + (1 - beta) * (x - new) / rate
+        x = new
+        out.append(x)
+    return np.array(out)
+
+
 def dcd_psgd(g, x, matrices, rate, *, code):
     out = []
     for t, w in enumerate(matrices):
