@@ -221,3 +221,61 @@ def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> fl
 def _peak(dtype: str, chip: Chip) -> float:
     short = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "int8"}.get(dtype, dtype)
     return chip.flops.get("float8" if short.startswith("f8") else short, chip.flops["other"])
+
+
+def offload_efficiency(
+    what: str,
+    *,
+    bandwidth: float | int,
+    flops: float | int,
+    tokens: int | None = None,
+    width: int | None = None,
+    every: int = 1,
+) -> float:
+    """The share of a step in which a device computes, if what is offloaded moves while it waits.
+
+    `ait · bandwidth / (ait · bandwidth + flops)`, with `ait` the operations for each byte that moves, of a transformer
+    that recomputes its activations in mixed precision (8 operations a parameter and token):
+
+    | `what` | moves | `ait` |
+    |---|---|---|
+    | `"parameters"` | 8 bytes a parameter: loaded three times, gradients stored | `tokens` |
+    | `"optimizer"` | 32 bytes a parameter: 16 read and 16 written | `tokens / 4` |
+    | `"activations"` | checkpoints of every `every`-th block, written and read | `24 width every` |
+
+    Parameters and activations can move while the device computes, so half is enough for them; the optimizer's state can
+    not, unless the step is delayed.
+
+    Args:
+      what: what is offloaded: `"parameters"` with their gradients, `"optimizer"` or `"activations"`.
+      bandwidth: bytes per second between this device and the memory or disk.
+      flops: operations per second that the device reaches, not its peak.
+      tokens: of this device in a step, for parameters and the optimizer.
+      width: of the model, for activations.
+      every: the blocks from one checkpoint to the next.
+
+    Raises:
+      ValueError: `what` is unknown, or the number that it needs is missing or not positive.
+
+    Examples:
+      >>> from jaxdist.analysis import cost
+      >>> round(cost.offload_efficiency("parameters", tokens=1024, bandwidth=70e9, flops=70e12), 3)
+      0.506
+      >>> round(cost.offload_efficiency("activations", width=8192, bandwidth=1e9, flops=70e12), 3)
+      0.737
+
+    References:
+      Rajbhandari, Ruwase, Rasley, Smith, He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+      Learning", arXiv:2104.07857, 2021 (section 4).
+    """
+    needed = {"parameters": ("tokens", tokens, 1), "optimizer": ("tokens", tokens, 1 / 4)}
+    needed["activations"] = ("width", width, 24 * every)
+    if what not in needed:
+        raise ValueError(f"what must be one of {', '.join(needed)}, got {what!r}")
+    name, number, factor = needed[what]
+    numbers = {name: number, "bandwidth": bandwidth, "flops": flops, "every": every}
+    for key, value in numbers.items():
+        if value is None or not value > 0:
+            raise ValueError(f"{key} must be positive for {what!r}, got {value}")
+    moved = number * factor * bandwidth
+    return moved / (moved + flops)

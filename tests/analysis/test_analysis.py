@@ -9,6 +9,7 @@ import pytest
 from jax import P, lax
 
 from jaxdist import analysis
+from jaxdist.analysis import cost
 from jaxdist.analysis.base import mesh_groups, permutation_groups
 
 BOTH = ("pod", "data")
@@ -294,3 +295,26 @@ def test_groups_helpers():
     assert permutation_groups([(0, 1), (1, 2), (4, 4), (3, 0)]) == ((0, 1, 2, 3), (4,))
     assert mesh_groups((2, 2), (1, 0)) == ((0, 2, 1, 3),)
     assert mesh_groups((2, 2), (1,), np.array([3, 2, 1, 0])) == ((3, 2), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "expected"),
+    [
+        ("parameters", {"tokens": 1024, "bandwidth": 70e9}, 0.506),
+        ("optimizer", {"tokens": 2048, "bandwidth": 1.5e12}, 0.916),
+        ("activations", {"width": 2048, "bandwidth": 2e9}, 0.584),
+        ("activations", {"width": 8192, "bandwidth": 1e9}, 0.737),
+        ("activations", {"width": 2048, "bandwidth": 1e9, "every": 2}, 0.584),
+    ],
+)
+def test_offload_efficiency_is_that_of_the_paper(what, settings, expected):
+    assert cost.offload_efficiency(what, flops=70e12, **settings) == pytest.approx(expected, abs=1e-3)
+
+
+def test_offload_efficiency_names_what_is_missing():
+    with pytest.raises(ValueError, match="tokens must be positive for 'optimizer', got None"):
+        cost.offload_efficiency("optimizer", width=8, bandwidth=1.0, flops=1.0)
+    with pytest.raises(ValueError, match="bandwidth must be positive"):
+        cost.offload_efficiency("activations", width=8, bandwidth=0, flops=1.0)
+    with pytest.raises(ValueError, match="what must be one of parameters, optimizer, activations, got 'disk'"):
+        cost.offload_efficiency("disk", tokens=1, bandwidth=1.0, flops=1.0)
