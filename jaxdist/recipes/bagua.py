@@ -342,7 +342,8 @@ def async_model_average(
 
     **Bounded staleness, not a clock.** The public implementation averages in a background thread, as often as the
     network allows (every 500 ms), so results depend on its speed. Here a program is a pure function of its inputs: the
-    synchronized steps are fixed, and a mean is exactly `d` steps old when it is applied.
+    synchronized steps are fixed, and a mean is exactly `d` steps old when it is applied. The rule
+    `jaxdist.asynchronous.rules.lasgd(interval=)` has the clock, on real processes and on the virtual one.
 
     *On the wire* in every `H`-th step, for `n` parameters: one all-reduce of float32, `2(W-1)/W · 4n` bytes, or the
     bytes of the reducer; it does not wait for the gradient of the step in which it runs. Warm-up steps send gradients.

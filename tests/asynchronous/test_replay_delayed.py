@@ -159,6 +159,15 @@ def test_lasgd_never_waits():
     assert len(run.trace.gradients) > 4 * len(bsp.trace.gradients)
 
 
+@pytest.mark.parametrize(("interval", "between"), [(0.0, 6), (5.0, 6), (10.0, 10), (25.0, 25)])
+def test_lasgd_averages_by_the_clock(interval, between):
+    """The slow worker takes six seconds a step, and its snapshot comes after that or the interval."""
+    settings = dict(taus(1, 1, 6), links=links.alpha_beta(0.5))
+    run = replay.run(rules.lasgd(SGD, interval=interval), TASK, seconds=181, **settings)
+    assert run.computing.min() > 0.999
+    assert set(np.diff(run.trace.steps.tick) // 10**9) == {between}
+
+
 def test_lasgd_adds_what_averaging_changes():
     """x <- x + mean(s) - s for one average that travels 2.5 steps: 2 whole steps are kept, and one is under way."""
     settings = dict(EVEN, links=links.alpha_beta(2.5 / 6))
@@ -285,6 +294,7 @@ def _scale(result, worker):
 MADE = {
     "pipe_sgd": rules.pipe_sgd(optax.adam(0.05), width=3),
     "lasgd": rules.lasgd(optax.adam(0.05)),
+    "lasgd by the clock": rules.lasgd(optax.adam(0.05), interval=2.5),
     "palsgd": rules.palsgd(SGD, learning_rate=0.1, sync_period=2),
     "any_batch": rules.any_batch(2.0, SGD),
     "task_allocation": rules.task_allocation(6, SGD),
@@ -329,6 +339,7 @@ def test_failures_stop_nobody_for_good(name):
         (lambda: rules.dasgd(SGD, sync_period=3, delay=3), r"delay must be in \[0, sync_period=3\), got 3"),
         (lambda: rules.palsgd(SGD, learning_rate=0.1, probability=1.0), r"probability must be in \[0, 1\), got 1.0"),
         (lambda: rules.palsgd(SGD, learning_rate=0.1, pull=-1.0), "pull must be at least 0, got -1.0"),
+        (lambda: rules.lasgd(SGD, interval=-1.0), "interval must be at least 0 seconds and finite, got -1.0"),
         (lambda: rules.any_batch(0.0, SGD), "window must be positive and finite, got 0.0"),
         (lambda: rules.task_allocation(0, SGD), "batch must be at least the number of workers, got 0"),
         (lambda: replay.run(rules.task_allocation(3, SGD), seconds=1, **EVEN), "each of the 4 workers, got 3"),

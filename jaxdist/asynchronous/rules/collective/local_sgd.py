@@ -17,6 +17,9 @@ from ...protocol import After, Compute, GradientRecord, Message, Reaction, Role,
 from ...values import numeric
 from ..base import apply_gradient, optimizer_on_values, other_workers, reduce_all, step_records, unknown_message
 
+# The tag of the timer after which the next snapshot may be taken; other timers have 0.
+CLOCK = 1
+
 
 class _LocalState(NamedTuple):
     """A worker's model, the replicated global parameters, and the average in progress."""
@@ -41,6 +44,8 @@ class _LocalState(NamedTuple):
     # Local steps since the beginning.
     total: int = 0
     computing: bool = True
+    # Whether the clock allows a snapshot.
+    due: bool = True
 
 
 def local_sgd(
@@ -114,19 +119,21 @@ def dasgd(optimizer: optax.GradientTransformation, *, sync_period: int, delay: i
     return _local_rule("dasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=delay)
 
 
-def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> Rule:
+def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1, interval: Number = 0.0) -> Rule:
     """Local SGD that never waits: snapshots are averaged in the background, and then `x_i <- x_i + (mean(s) - s_i)`.
 
     A worker takes a snapshot as soon as the previous average has arrived and it has taken H steps since the last
-    snapshot, and continues. A gradient that is running when the average arrives is applied to the merged model. An
-    all-reduce begins when the slowest worker joins, so that a straggler makes averages rare but slows no worker down.
-    On data that differ between workers fast ones count more.
+    snapshot, and continues; with an interval, not before so many seconds have passed since the last one, as in the
+    asynchronous averages of BAGUA, whose clock has 0.5 s. A gradient that is running when the average arrives is
+    applied to the merged model. An all-reduce begins when the slowest worker joins, so that a straggler makes averages
+    rare but slows no worker down. On data that differ between workers fast ones count more.
 
     On the wire, and state: as `local_sgd`, and per worker the snapshot.
 
     Args:
       optimizer: the local optimizer of each worker.
       sync_period: H, the least number of local steps between two snapshots. 1 averages as often as the network allows.
+      interval: the least time between two snapshots of a worker, in seconds, by its own clock.
 
     Examples:
       >>> import optax
@@ -138,9 +145,12 @@ def lasgd(optimizer: optax.GradientTransformation, *, sync_period: int = 1) -> R
 
     References:
       Avidor, Tal Israel, "Locally Asynchronous Stochastic Gradient Descent for Decentralized Deep Learning",
-      arXiv:2203.13085, 2022.
+      arXiv:2203.13085, 2022. The interval: Gan et al., "BAGUA: Scaling up Distributed Learning with System
+      Relaxations", arXiv:2107.01499, 2021.
     """
-    return _local_rule("lasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=None)
+    if not 0 <= interval < float("inf"):
+        raise ValueError(f"interval must be at least 0 seconds and finite, got {interval}")
+    return _local_rule("lasgd", optimizer, optax.sgd(1.0), sync_period=sync_period, delay=None, interval=interval)
 
 
 def palsgd(
@@ -259,6 +269,7 @@ def _local_rule(
     sync_period: Number | Sequence[Number],
     delay: int | None,
     step: Callable[..., tuple[PyTree, PyTree]] = _plain_step,
+    interval: Number = 0.0,
 ) -> Rule:
     """Makes a rule of local steps and averages of drifts `a - x_i`.
 
@@ -283,6 +294,7 @@ def _local_rule(
         *optimizer_on_values(outer, shared=True),
         periods,
         delay,
+        interval,
     )
     worker = Role(partial(_init, cfg), partial(_receive, cfg), lambda state: state.anchor, partial(_waits_for, cfg))
     return Rule(name, worker)
@@ -300,14 +312,16 @@ class _Config(NamedTuple):
     # One for all workers, or one for each.
     sync_periods: tuple[Number, ...]
     delay: int | None
+    interval: Number
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     if len(cfg.sync_periods) not in (1, site.workers):
         raise ValueError(f"sync_period must be one number or {site.workers}, one a worker, got {cfg.sync_periods}")
     anchor = cfg.to_working_dtype(params)
-    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor))
-    return state, (Compute(params, 0),)
+    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor), due=not cfg.interval)
+    clock = (After(cfg.interval, CLOCK),) if cfg.interval else ()
+    return state, (Compute(params, 0), *clock)
 
 
 @no_type_check
@@ -323,9 +337,11 @@ def _receive(cfg: _Config, state: _LocalState, sender: int, message: Message) ->
         # A step in the trace is an average.
         records = step_records(state.site, state.version + 1, state.sent_oldest)
     elif kind == protocol.RECOVERED:
-        # The gradient that was running is lost.
-        state = state._replace(computing=False)
-    elif kind != protocol.TIMER:
+        # The gradient that was running is lost, and the clock may have been.
+        state = state._replace(computing=False, due=True)
+    elif kind == protocol.TIMER:
+        state = state._replace(due=state.due or message.tag == CLOCK)
+    else:
         raise unknown_message(f"a worker of {cfg.name}", message)
     state, reduce = _try_snapshot(cfg, _merge_if_due(cfg, state))
     actions = (*records, *reduce)
@@ -366,10 +382,12 @@ def _try_snapshot(cfg: _Config, state: _LocalState) -> Reaction:
     """Starts the next average, if the last one is merged and enough local steps were taken."""
     # H, or H_i.
     period = cfg.sync_periods[state.site.index % len(cfg.sync_periods)]
-    if state.sent is not None or state.steps < period:
+    if state.sent is not None or state.steps < period or not state.due:
         return state, ()
     reduce = reduce_all(state.site, state.version, _drift(state.anchor, state.params))
-    return state._replace(sent=state.params, sent_oldest=state.oldest, steps=0), (reduce,)
+    clock = (After(cfg.interval, CLOCK),) if cfg.interval else ()
+    state = state._replace(sent=state.params, sent_oldest=state.oldest, steps=0, due=not cfg.interval)
+    return state, (reduce, *clock)
 
 
 def _is_waiting(cfg: _Config, state: _LocalState) -> bool:
