@@ -58,7 +58,7 @@ class TrainOptions(Options):
     """
 
     reducer: Text = None
-    """Encodes what workers send. Default: ef:power_sgd:4, or exact after --sync, --zero."""
+    """Encodes messages. Default: ef:power_sgd:4, exact with --sync, --zero."""
     sync: Text = None
     """Local steps, synchronized every H: diloco:H=50; see jaxdist reducers."""
     zero: Literal[0, 1, 2, 3] = 0
