@@ -47,8 +47,10 @@ def distribute(
     this worker's shard of the batch, and returns the state and metrics that are equal on all workers.
 
     Args:
-      mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler. With an `AbstractMesh` the
-        step can be traced, for any number of workers and without devices, but not run.
+      mesh: the mesh. Axes other than `axis` (tensor parallelism) are left to the compiler, or, if they are Explicit, to
+        the types of the step; before jax 0.12, and if only some axes are Explicit, JAX then gathers what they shard at
+        the start and the end of the step. With an `AbstractMesh` the step can be traced, for any number of workers and
+        without devices, but not run.
       batch_specs: a PartitionSpec or a prefix tree of them for the batch; by default every leaf is sharded along its
         first dimension. `PartitionSpec(None, "data")` for several steps in one call by `lax.scan`.
       static_argnames: keyword arguments of the step that are Python values; each combination is a separate program.
@@ -141,7 +143,7 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
     state_specs = jax.tree.structure(state).unflatten(view.specs)
     in_specs = (state_specs, _batch_specs(batch, cfg))
     # Placement is checked first: resharding would hide a state that was never placed.
-    state, batch = _reshard((state, batch), in_specs, cfg.mesh)
+    state, batch = _reshard((state, batch), in_specs, cfg)
     mapped = shard_map(
         partial(_run_worker, cfg, view, static),
         mesh=cfg.mesh,
@@ -221,16 +223,22 @@ def _check_batch_specs(batch: PyTree, cfg: _Config) -> None:
     jax.tree.map(check_part, cfg.batch_specs, batch, is_leaf=is_spec)
 
 
-def _reshard(trees: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+def _reshard(trees: Any, specs: Any, cfg: _Config) -> Any:
     """Reshards the inputs to their specs on meshes with Explicit axes; on Auto axes the compiler does so."""
-    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    kinds = zip(cfg.mesh.axis_names, cfg.mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if not explicit:
         return trees
 
+    def reshard_leaf(spec, leaf):
+        # Along axes that are not the workers' a leaf stays as it is: `P()` would gather a tensor-parallel parameter.
+        own = [[name for name in axis_tuple(part) if name not in cfg.axes] for part in jax.typeof(leaf).sharding.spec]
+        wanted = [axis_tuple(part) for part in (*spec, *[None] * (leaf.ndim - len(spec)))]
+        parts = [tuple(name for name in (*a, *b) if name in explicit) for a, b in zip(wanted, own, strict=True)]
+        return jax.reshard(leaf, NamedSharding(cfg.mesh, PartitionSpec(*parts)))
+
     return jax.tree.map(
-        lambda spec, part: jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(mesh, spec)), part),
-        specs,
-        trees,
-        is_leaf=is_spec,
+        lambda spec, part: jax.tree.map(partial(reshard_leaf, spec), part), specs, trees, is_leaf=is_spec
     )
 
 

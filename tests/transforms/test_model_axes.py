@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import P
+from jax.sharding import AxisType
 from problems import TrainState, assert_close, batch, fresh, make_step, params
 
 import jaxdist as jd
@@ -84,6 +85,24 @@ def test_the_numbers_are_those_without_a_model_axis(both, flat, reducer):
     wanted = train(without, flat, fresh(without, flat))
     assert_close(with_axis.params, wanted.params)
     assert with_axis.params["w"].sharding.is_equivalent_to(jax.NamedSharding(both, SPECS["w"]), 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto_workers", "explicit_workers"])
+def test_explicit_model_axis_keeps_its_shards(both, baseline, kind):
+    """The step sees the parameters sharded, as they were placed, and has the results and the bytes of Auto axes."""
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, AxisType.Explicit))
+    tx, seen = make(jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0)), SPECS), []
+
+    def noted(state, batch):
+        seen.append(jax.typeof(state.params["w"]).sharding.spec)
+        return make_step(tx)(state, batch)
+
+    jd.distribute(noted, explicit).lower(start(tx, explicit), batch())
+    assert seen == [SPECS["w"]]
+    assert_close(train(tx, explicit, start(tx, explicit)), train(tx, both, start(tx, both)))
+    # Before jax 0.12, and on mixed axes, a `shard_map` over some axes gathers what the others shard.
+    if kind == AxisType.Explicit and jax.__version_info__ >= (0, 12):
+        assert over_model(tx, explicit) == baseline
 
 
 def test_exact_needs_no_specs(both, flat):
