@@ -104,7 +104,8 @@ def all_reduce(
       axis: the mesh axis of the workers, or several, slow links first; `None`: a single worker.
       specs: a tree of `PartitionSpec` like the parameters, for meshes with further axes that the compiler shards
         (tensor parallelism): the reducer then runs on each shard separately. The state must be made by `init_state`
-        (or under `jax.set_mesh`), which knows the sizes of the shards.
+        (or under `jax.set_mesh`), which knows the sizes of the shards. Leaves that are sharded over different axes, or
+        not at all, are reduced separately, and `reducer` is then a dict of their states.
       normalize_by: the divisor of the mean with `examples`. `"active"`: the number of examples, `Σ n_w g_w / Σ n_w`;
         workers without any are left out. `"workers"`: the number of workers, `Σ_{n_w > 0} g_w / W`; finished workers
         count with a gradient of zero, so the step gets smaller as workers finish. This is PyTorch's default.
@@ -256,12 +257,20 @@ def _update_late(
 
 
 def _init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
-    """Returns the reducer's state for one shard of each leaf; state that differs between shards is `PerWorker`."""
-    specs = expand_specs(specs, params)
-    sizes = _mesh_sizes(specs)
+    """Returns the reducer's state for one shard of each leaf, one for each kind of leaves if there are several."""
+    kinds = _kinds(specs)
     # A placeholder for the parameters, from optax.tree.map_params.
-    if not jax.tree.leaves(params):
-        return reducer.init(params)
+    if jax.tree.leaves(params):
+        specs = expand_specs(specs, params)
+        states = {kind: _init_kind(reducer, *_select(kind, specs, params, specs)) for kind in kinds}
+    else:
+        states = {kind: reducer.init(params) for kind in kinds}
+    return states if len(kinds) > 1 else states[kinds[0]]
+
+
+def _init_kind(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
+    """Returns the reducer's state for leaves of one kind; state that differs between shards is `PerWorker`."""
+    sizes = _mesh_sizes(specs)
     local = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(_shard_shape(leaf.shape, spec, sizes), leaf.dtype), params, specs
     )
@@ -281,10 +290,44 @@ def _init_on_shards(reducer: Reducer, params: PyTree, specs: PyTree) -> State:
 def _reduce_on_shards(
     reducer: Reducer, updates: Updates, state: State, specs: PyTree, axis: AxisNames, extras: Extras
 ) -> tuple[Updates, State]:
-    """Runs `reducer.reduce` on each shard; returns the mean and the new state."""
+    """Runs `reducer.reduce` on each shard, separately for each kind of leaves; returns the mean and the new state."""
+    kinds = _kinds(specs)
     specs = expand_specs(specs, updates)
     names = {name for spec in jax.tree.leaves(specs) for name in _names(spec)}
+    if len(kinds) == 1:
+        return _reduce_kind(reducer, updates, state, specs, names, axis, extras)
+    reduced = {}
+    for kind in kinds:
+        own, own_specs = _select(kind, specs, updates, specs)
+        reduced[kind] = _reduce_kind(reducer, own, state[kind], own_specs, names, axis, extras)
+    means = [mean for mean, _ in reduced.values()]
+    mean = jax.tree.map(lambda spec, *parts: parts[kinds.index(_kind(spec))], specs, *means)
+    return mean, {kind: new for kind, (_, new) in reduced.items()}
 
+
+def _kind(spec: PartitionSpec) -> str:
+    return "+".join(_names(spec)) or "replicated"
+
+
+def _kinds(specs: PyTree) -> list[str]:
+    """The axes that shard leaves; joined in one buffer, replicated leaves would be typed as differing along them."""
+    return sorted({_kind(spec) for spec in jax.tree.leaves(specs)})
+
+
+def _select(kind: str, specs: PyTree, *trees: PyTree) -> list[PyTree]:
+    """The trees with the leaves of one kind, and `None` in place of the others."""
+    return [jax.tree.map(lambda spec, leaf: leaf if _kind(spec) == kind else None, specs, tree) for tree in trees]
+
+
+def _reduce_kind(
+    reducer: Reducer,
+    updates: Updates,
+    state: State,
+    specs: PyTree,
+    names: set[str],
+    axis: AxisNames,
+    extras: Extras,
+) -> tuple[Updates, State]:
     # The leading dimension of a leaf counts shards where a mark says so.
     state_specs = map_marked(lambda marks, _: PartitionSpec(*(mark.axis for mark in _shard_marks(names, marks))), state)
 

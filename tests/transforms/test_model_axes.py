@@ -105,6 +105,28 @@ def test_explicit_model_axis_keeps_its_shards(both, baseline, kind):
         assert over_model(tx, explicit) == baseline
 
 
+@pytest.mark.parametrize(
+    "reducer",
+    [jd.exact(), jd.error_feedback(jd.compressed(F16)), jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))],
+    ids=["exact", "f16", "power_sgd"],
+)
+def test_replicated_leaves_beside_sharded_ones(both, flat, reducer):
+    """The norms and embeddings of a transformer: together with shards, their mean was typed as differing."""
+    tx, without = make(reducer, {"b": P(), "w": P(None, "model")}), make(reducer)
+    found = train(tx, both, start(tx, both), steps=1)
+    wanted = train(without, flat, fresh(without, flat), steps=1)
+    # A shard of a matrix has factors of its own.
+    same = ["b"] if "power_sgd" in repr(reducer) else ["b", "w"]
+    assert_close(*({name: state.params[name] for name in same} for state in (found, wanted)))
+
+
+def test_replicated_leaves_have_no_state_for_each_shard(both):
+    tx = make(jd.error_feedback(jd.compressed(F16)), {"b": P(), "w": P(None, "model")})
+    state = fresh(tx, both).opt[0].reducer
+    assert state["replicated"].residual.value["b"].shape == (4, 4)
+    assert state["model"].residual.value["w"].value.shape == (4, 2, 6, 2)
+
+
 def test_exact_needs_no_specs(both, flat):
     tx = make(jd.exact())
     assert_close(train(tx, both, start(tx, both)).params, train(tx, flat, fresh(tx, flat)).params)
