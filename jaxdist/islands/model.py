@@ -16,7 +16,10 @@ def find_model(state: PyTree) -> tuple[LocalStepsState, PyTree]:
       ValueError: there is none, or more than one: an average of parameters, for instance, looks like parameters.
     """
     local, params = _find(state)
-    return local, params.value if isinstance(params, PerWorker) else params
+    params = params.value if isinstance(params, PerWorker) else params
+    # Committed to their devices, as those that `enter` compiles for: a step that was compiled ahead of time may return
+    # arrays that are not, and then the programs of a meeting would be compiled once more, while others wait.
+    return _place(local, local), _place(params, params)
 
 
 def replace_model(state: PyTree, local: LocalStepsState, params: PyTree) -> PyTree:

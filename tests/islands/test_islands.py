@@ -470,25 +470,43 @@ def test_averages_of_parameters_in_the_state_are_refused():
         island.enter((state, state.params))
 
 
+@contextlib.contextmanager
+def compiled_programs():
+    """Collects the events of programs that are compiled inside the block."""
+    compiled = []
+
+    def listen(name, seconds, **more):
+        if "backend_compile" in name:
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def test_no_change_of_membership_compiles_anything():
-    store, tx, compiled = islands.memory(), method("4 bits with feedback"), []
+    store, tx = islands.memory(), method("4 bits with feedback")
     step = step_of(tx)
     with islands.join(store, tx, name="a", round_timeout=0.05, keep_every=2) as island:
         state = step(island.enter(begin(tx)), GOALS[0])
         # Programs of the test itself.
         train(store, tx, "b", 1, step=step, round_timeout=0.05)
-
-        def listen(name, seconds, **more):
-            compiled.append(name)
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            compiled.clear()
+        with compiled_programs() as compiled:
             for _ in range(3):
                 state, _ = island.meet(step(state, GOALS[0]))
-            assert [name for name in compiled if "backend_compile" in name] == []
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
+        assert compiled == []
+
+
+def test_a_step_that_was_compiled_ahead_of_time_leaves_nothing_to_compile_to_the_first_meeting():
+    tx = method("4 bits with feedback")
+    step = step_of(tx).lower(begin(tx), GOALS[0]).compile()
+    with islands.join(islands.memory(), tx, name="a", round_timeout=0.05) as island:
+        state = step(island.enter(begin(tx)), GOALS[0])
+        with compiled_programs() as compiled:
+            island.meet(state)
+        assert compiled == []
 
 
 def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again():
