@@ -15,6 +15,7 @@ PROMISES = {
     "flax_models.py": "4 workers, steps 40 to 80",
     "grain_data.py": "the same 40 batches, and the same bits",
     "hospitals.py": "quasi-global momentum  8",
+    "islands.py": "rounds: 0.",
     "two_clusters.py": "times fewer bytes between clusters",
     "two_processes.py": "one worker sends",
     "uneven_workers.py": "times sooner than bsp",
@@ -30,7 +31,11 @@ def test_all_examples_are_tested_and_short():
     assert max(files.values()) < 100
 
 
-@pytest.mark.parametrize("name", PROMISES)
+# Four processes, each of which compiles.
+SLOW = {"islands.py"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROMISES])
 def test_example_runs(name):
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     # Devices are the example's business; with how much effort to compile is ours.
