@@ -14,7 +14,7 @@ from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reactio
 from ...values import add, numeric
 from ..base import Graph, apply_gradient, graph_of
 from .d_psgd import (
-    GossipState,
+    NeighborState,
     combine,
     end_iteration,
     models_of_iteration,
@@ -28,7 +28,7 @@ from .d_psgd import (
 class _RoundState(NamedTuple):
     """A worker's model and neighbors, and the sum and number of its gradients in this round."""
 
-    peers: GossipState
+    peers: NeighborState
     total: Any
     count: int
 
@@ -138,10 +138,10 @@ def _average(params: PyTree, own: tuple[PyTree, Any], weights: Any, *others: tup
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     rounds = rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
-    return _begin_round(cfg, GossipState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
+    return _begin_round(cfg, NeighborState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
 
 
-def _begin_round(cfg: _Config, peers: GossipState) -> Reaction:
+def _begin_round(cfg: _Config, peers: NeighborState) -> Reaction:
     state = _RoundState(peers, cfg.zeros(peers.params), 0)
     # The timer has the tag of its round, so that one of an earlier round is ignored.
     return state, (After(cfg.window, peers.version), Compute(peers.params, peers.version))

@@ -36,7 +36,7 @@ class Rounds(NamedTuple):
         return self.order[iteration % len(self.order)]
 
 
-class GossipState(NamedTuple):
+class NeighborState(NamedTuple):
     """A worker's neighbors, model and iteration, and the models that it has received and sent."""
 
     site: Site
@@ -123,17 +123,17 @@ def combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     rounds = rounds_of_workers(graph_of(cfg.graph, site.workers))[site.index]
-    return _begin_iteration(cfg, GossipState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
+    return _begin_iteration(cfg, NeighborState(site, rounds, params, cfg.start(params), 0, True, None, {}, {}))
 
 
 @no_type_check
-def _begin_iteration(cfg: _Config, state: GossipState) -> Reaction:
+def _begin_iteration(cfg: _Config, state: NeighborState) -> Reaction:
     state, sends = (state, ()) if cfg.adapt_first else send_model(state, state.params)
     return state, (*sends, Compute(state.params, state.version))
 
 
 @no_type_check
-def send_model(state: GossipState, model: Any) -> Reaction:
+def send_model(state: NeighborState, model: Any) -> Reaction:
     """Sends the model of this iteration to all destinations."""
     k, rounds = state.version, state.rounds
     destinations = rounds.destinations[rounds.at(k)]
@@ -142,7 +142,7 @@ def send_model(state: GossipState, model: Any) -> Reaction:
 
 
 @no_type_check
-def _receive(cfg: _Config, state: GossipState, sender: int, message: Message) -> Reaction:
+def _receive(cfg: _Config, state: NeighborState, sender: int, message: Message) -> Reaction:
     if message.kind == protocol.COMPUTED:
         return _on_gradient(cfg, state, message.value)
     if message.kind == protocol.RECOVERED:
@@ -154,7 +154,7 @@ def _receive(cfg: _Config, state: GossipState, sender: int, message: Message) ->
 
 
 @no_type_check
-def receive_from_peer(state: GossipState, sender: int, message: Message) -> Reaction:
+def receive_from_peer(state: NeighborState, sender: int, message: Message) -> Reaction:
     """Takes a model, an acknowledgment or a request for models, or asks for what was missed during a failure."""
     kind = message.kind
     if kind == PARAMS:
@@ -176,7 +176,7 @@ def receive_from_peer(state: GossipState, sender: int, message: Message) -> Reac
 
 
 @no_type_check
-def _on_gradient(cfg: _Config, state: GossipState, gradient: Any) -> Reaction:
+def _on_gradient(cfg: _Config, state: NeighborState, gradient: Any) -> Reaction:
     if not cfg.adapt_first:
         return _try_advance(cfg, state._replace(computing=False, result=gradient))
     # x_i + u_i, without neighbors
@@ -188,7 +188,7 @@ def _on_gradient(cfg: _Config, state: GossipState, gradient: Any) -> Reaction:
 
 
 @no_type_check
-def _try_advance(cfg: _Config, state: GossipState) -> Reaction:
+def _try_advance(cfg: _Config, state: NeighborState) -> Reaction:
     """Begins the next iteration if the gradient and all models of this one are known."""
     k, found = state.version, models_of_iteration(state)
     if found is None:
@@ -204,7 +204,7 @@ def _try_advance(cfg: _Config, state: GossipState) -> Reaction:
 
 
 @no_type_check
-def models_of_iteration(state: GossipState) -> tuple[tuple[float, ...], list[Any]] | None:
+def models_of_iteration(state: NeighborState) -> tuple[tuple[float, ...], list[Any]] | None:
     """Returns the weights and models of this iteration's sources; `None` while it computes or one is missing."""
     k, rounds = state.version, state.rounds
     sources = rounds.sources[rounds.at(k)]
@@ -214,7 +214,7 @@ def models_of_iteration(state: GossipState) -> tuple[tuple[float, ...], list[Any
 
 
 @no_type_check
-def end_iteration(state: GossipState, params: Any, opt_state: Any) -> Reaction:
+def end_iteration(state: NeighborState, params: Any, opt_state: Any) -> Reaction:
     """Goes to the next iteration with this model, and acknowledges the models that were used."""
     k, rounds = state.version, state.rounds
     state = state._replace(
@@ -231,7 +231,7 @@ def end_iteration(state: GossipState, params: Any, opt_state: Any) -> Reaction:
     return state, tuple(Send(j, Message(USED, None, 0, k)) for j in sources if j not in next_destinations)
 
 
-def repeat_models(state: GossipState) -> Actions:
+def repeat_models(state: NeighborState) -> Actions:
     """Sends everything once more that its receivers may not have used."""
     models = sorted(state.outbox.items(), key=lambda entry: entry[0])
     return tuple(Send(to, Message(PARAMS, model, 0, k)) for (to, k), model in models)
@@ -243,7 +243,7 @@ def _drop_used(outbox: dict, receiver: int, last: int) -> dict:
     return {key: model for key, model in outbox.items() if key[0] != receiver or key[1] > last}
 
 
-def waits_for(state: GossipState) -> tuple[int, ...]:
+def waits_for(state: NeighborState) -> tuple[int, ...]:
     """The sources whose models of this iteration are missing."""
     sources = state.rounds.sources[state.rounds.at(state.version)]
     return () if state.computing else tuple(j for j in sources if (state.version, j) not in state.inbox)
