@@ -153,7 +153,9 @@ def take_outer_step(
     method: RoundMethod, shared: Shared, total: Updates, weight: Array, reducer: list[Array], rate: Array | None
 ) -> Shared:
     """Takes `a += outer(Σ n_w D(C(Δ_w)) / Σ n_w)`."""
-    mean = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
+    # Not `t / weight`: XLA multiplies by the reciprocal too where the number of workers is a constant, so that a round
+    # of equal weights has the bits of `local_steps` on a mesh.
+    mean = jax.tree.map(lambda t: t * (1 / weight.astype(t.dtype)), total)
     extras = {} if rate is None else {"learning_rate": rate}
     steps, outer = method.outer.update(mean, shared.outer, shared.anchor, **extras)
     return Shared(optax.apply_updates(shared.anchor, steps), outer, reducer)

@@ -1,7 +1,9 @@
 """An island as a machine: `enter` takes the run as it is, `meet` ends a round with the others, `leave` says so."""
 
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -91,8 +93,13 @@ class Island:
             self._replay.keep(local)
         local, params = self._take_run(local, params)
         state = replace_model(state, self._restart_counts(local), params)
+        model = _Model(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
-        compile_programs(self._replay.method, self._index, *find_model(state))
+        compile_programs(self._replay.method, self._index, model.local, model.params)
+        # Rounds may have ended meanwhile: this island announces itself in the one that is open.
+        self._follow_jumps(self._settle, model, Report(self._replay.round))
+        self._late = 0
+        state = replace_model(state, self._restart_counts(model.local), model.params)
         self._entered = True
         self._store.create(self._name("here"), b"{}")
         self._await_first()
@@ -128,9 +135,10 @@ class Island:
         result = None if state is None else self._meet(state, float(examples), leaving=True)
         self._entered = False
         self._store.deadline = self._store.now() + self._options.round_timeout
-        # Out of reach, the others wait for this island once, for `round_timeout`.
-        with suppress(ConnectionError):
-            self._store.create(self._name("left"), b"{}")
+        # Otherwise the others wait for this island once, for `round_timeout`.
+        with suppress(ConnectionError, DamagedError):
+            number = run.open_round(self._store, self._replay.round)
+            self._store.create(round_name(number, "left", self._options.name), b"{}")
         return result
 
     # A meeting
@@ -143,7 +151,10 @@ class Island:
         report = Report(self._replay.round)
         model = _Model(local, params)
         try:
-            report = self._take_part(model, examples, report, leaving=leaving)
+            if run.newest_session(self._store, self._options.name) != self._session:
+                raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
+            exchange = partial(self._exchange, examples=examples, leaving=leaving)
+            report = self._follow_jumps(exchange, model, report)
         except ConnectionError:
             report = report._replace(offline=True)
         report = report._replace(
@@ -155,18 +166,20 @@ class Island:
         )
         return replace_model(state, self._restart_counts(model.local), model.params), report
 
-    def _take_part(self, model: "_Model", examples: float, report: Report, *, leaving: bool) -> Report:
-        """One meeting. It changes `model` a whole round at a time, so that it may stop between any two lines."""
-        if run.newest_session(self._store, self._options.name) != self._session:
-            raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
+    def _follow_jumps(self, act: Callable[["_Model", Report], Report], model: "_Model", report: Report) -> Report:
+        """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
-                return self._exchange(model, examples, report, leaving=leaving)
+                return act(model, report)
             except _LeftBehindError:
                 self._jump(model)
                 report = report._replace(late=True)
+            except DamagedError:
+                if self._store.now() >= self._store.deadline:
+                    raise
+                self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: "_Model", examples: float, report: Report, *, leaving: bool) -> Report:
+    def _exchange(self, model: "_Model", report: Report, *, examples: float, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         report = self._settle(model, report)
         while not leaving or self._in_flight is None:
@@ -288,7 +301,8 @@ class Island:
         model.params = rebase(shared.anchor, model.params, ahead)
         self._in_flight = None
         if self._replay.round % self._options.keep_every == 0:
-            self._replay.keep(model.local)
+            with suppress(DamagedError):  # what cannot be read now is deleted another time
+                self._replay.keep(model.local)
         return report._replace(members=tuple(bodies), missing=commit.missing, counted=counted)
 
     # Catching up

@@ -71,7 +71,9 @@ class Replay:
     def go_to(self, anchor: records.Anchor) -> None:
         """Makes the round after kept global parameters the open one."""
         self.round, self.digest, self.counted = anchor.round, anchor.digest, dict(anchor.counted)
-        self.expected, self._bodies = (), {}
+        # The round before is kept longer than these parameters are the newest.
+        before = run.read_commit(self._store, anchor.round - 1) if anchor.round else None
+        self.expected, self._bodies = () if before is None else before.expected, {}
 
     def load_newest(self, local: LocalStepsState) -> tuple[records.Anchor, LocalStepsState]:
         """Reads the newest kept global parameters into a state; the open round stays."""

@@ -115,6 +115,13 @@ def read_commit(store: Connection, number: int) -> Commit | None:
     return None if body is None else records.parse(Commit, name, body)
 
 
+def open_round(store: Connection, number: int) -> int:
+    """The first round, from this one on, that has no commit."""
+    while read_commit(store, number) is not None:
+        number += 1
+    return number
+
+
 def keep_anchor(
     store: Connection, number: int, digest: str, counted: Mapping[str, str], arrays: Sequence[np.ndarray]
 ) -> None:

@@ -1,6 +1,7 @@
 """Stores: named bytes in a shared place. The one thing that islands need of it is "create if absent"."""
 
 import os
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 from .errors import StoreUnusableError
 
+# Seconds before the probe of a store that did not answer is tried again.
+PROBE_PAUSES = (0.1, 1.0)
 # Bytes of one request to a bucket.
 PIECE = 8 * 2**20
 
@@ -152,14 +155,28 @@ def open_store(url: "str | os.PathLike[str] | SharedStore") -> SharedStore:
 
 def check_usable(store: SharedStore) -> None:
     """Raises `StoreUnusableError` unless the store creates a name once, and reads, lists and deletes it."""
-    name = f"probe/{uuid.uuid4().hex}"
-    try:
-        created = [store.create(name, body) for body in (b"first", b"second")]
-        got, listed = store.get(name), store.list("probe/")
-        store.delete(name)
-    except Exception as error:
-        problem = f"the store cannot be used ({type(error).__name__}: {error}); check its address and your rights"
-        raise StoreUnusableError(problem) from error
+    for pause in (*PROBE_PAUSES, None):
+        name = f"probe/{uuid.uuid4().hex}"
+        try:
+            return _probe(store, name)
+        except StoreUnusableError:
+            raise
+        # Any error of a library for stores may pass by itself, as that of a server which many islands ask at once.
+        except Exception as error:
+            with suppress(Exception):
+                store.delete(name)
+            if pause is None or isinstance(error, PermissionError):
+                problem = (
+                    f"the store cannot be used ({type(error).__name__}: {error}); check its address and your rights"
+                )
+                raise StoreUnusableError(problem) from error
+            time.sleep(pause)
+
+
+def _probe(store: SharedStore, name: str) -> None:
+    created = [store.create(name, body) for body in (b"first", b"second")]
+    got, listed = store.get(name), store.list("probe/")
+    store.delete(name)
     if created != [True, False] or got != b"first":
         raise StoreUnusableError(
             f"the store created one name {sum(created)} times and then holds {got!r}: it ignores 'create if absent' "

@@ -8,6 +8,7 @@ import urllib.request
 import uuid
 
 import pytest
+from islands_run import method, train_together
 
 from jaxdist import islands
 from jaxdist.islands.connection import Connection
@@ -41,7 +42,8 @@ STORES = {
 def s3_server():
     """An S3 server of this process; moto is not among the packages for development, since it brings fifty others."""
     pytest.importorskip("obstore")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    moto = pytest.importorskip("moto.server", reason="no S3 server here: pip install 'moto[s3,server]'")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     S3[:] = ["http://{}:{}".format(*server.get_host_and_port())]
     yield
@@ -105,6 +107,16 @@ def test_large_bytes_come_back_whole_in_pieces(store, monkeypatch):
     assert store.get("bodies/x") == body
 
 
+def test_a_run_over_s3_has_the_bits_of_a_run_over_a_dict(s3_server, tmp_path):
+    """Three islands that begin and commit at the same moment: the server lets one create each name."""
+    tx, names = method("4 bits with feedback"), ["a", "b", "c"]
+    stores = (s3_bucket(tmp_path), islands.memory())
+    found = [train_together(store, tx, names, 5, keep_every=2) for store in stores]
+    over_s3, over_dict = ([[report.digest for report in run[name][1]] for name in names] for run in found)
+    assert over_s3 == over_dict
+    assert all(report.members == ("a", "b", "c") for name in names for report in found[0][name][1])
+
+
 def test_a_usable_store_passes_and_is_left_clean(store):
     check_usable(store)
     assert store.list("probe/") == []
@@ -123,6 +135,19 @@ def test_a_store_without_rights_is_refused():
 
     with pytest.raises(islands.StoreUnusableError, match=r"PermissionError.*check its address and your rights"):
         check_usable(islands.memory()._replace(create=refuse))
+
+
+def test_a_store_that_never_answers_is_refused_with_what_it_says(monkeypatch):
+    monkeypatch.setattr("jaxdist.islands.store.PROBE_PAUSES", (0.0, 0.0))
+    calls = []
+
+    def refuse(name, body):
+        calls.append(name)
+        raise ConnectionError("503 SlowDown")
+
+    with pytest.raises(islands.StoreUnusableError, match="ConnectionError: 503 SlowDown"):
+        check_usable(islands.memory()._replace(create=refuse))
+    assert len(set(calls)) == 3
 
 
 def test_a_store_that_does_not_list_is_refused():

@@ -1,6 +1,8 @@
 """Islands that train a small model: in threads over one store, or one after another."""
 
+import itertools
 import threading
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist import islands
+from jaxdist.islands import exchange, records
 
 H = 4
 GOALS = np.random.default_rng(0).normal(size=(8, 12, 5)).astype(np.float32)
@@ -53,26 +56,29 @@ def step_of(tx):
     return step
 
 
-def train(store, tx, name, rounds, *, goal=0, step=None, state=None, **options):
-    """Trains for so many rounds as an island; returns the state and the reports."""
+def train(store, tx, name, rounds, *, goal=0, step=None, state=None, prepare=lambda island: None, **options):
+    """Trains for so many rounds as an island, which `prepare` may change; returns the state and the reports."""
     step, reports = step or step_of(tx), []
     with islands.join(store, tx, name=name, **{"round_timeout": 30, **options}) as island:
+        prepare(island)
         state = island.enter(begin(tx) if state is None else state)
-        for number in range(rounds * H):
+        for number in itertools.count():
             state = step(state, GOALS[goal])
             if island.due(number):
                 state, report = island.meet(state)
                 reports.append(report)
-    return state, reports
+                if len(reports) == rounds:
+                    return state, reports
 
 
-def train_together(store, tx, names, rounds, **options):
+def train_together(store, tx, names, rounds, *, prepare=lambda island, number: None, **options):
     """Several islands in threads, over one store; what they return, by name. An error in one is raised."""
     found: dict[str, Any] = {}
 
     def run(number, name):
+        settings = {"goal": number, "begin_with": len(names), "step": step, **options}
         try:
-            found[name] = train(store, tx, name, rounds, goal=number, begin_with=len(names), step=step, **options)
+            found[name] = train(store, tx, name, rounds, prepare=partial(prepare, number=number), **settings)
         except BaseException as error:
             found[name] = error
 
@@ -86,3 +92,40 @@ def train_together(store, tx, names, rounds, **options):
         if isinstance(result, BaseException):
             raise result
     return found
+
+
+def global_params(state):
+    return jd.local_sgd.global_params(state.opt)
+
+
+def total(tree):
+    """The leaves in float64, for sums."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def contribution(store, name, number, tx, state):
+    """What a round took of an island's drift, decoded from the bytes in the store."""
+    commit = records.parse(records.Commit, "", store.get(records.round_name(number, "commit")))
+    body = next(member.body for member in commit.members if member.name == name)
+    return decoded(store.get(records.body_name(body)), body, tx, state)
+
+
+def decoded(body, place, tx, state):
+    payload, decode = decoder(tx)
+    arrays = [jnp.asarray(x) for x in records.unpack(place, body, payload)]
+    return total(decode(state.opt.anchor, arrays, state.opt.reducer[0])[0])
+
+
+@cache
+def decoder(tx):
+    """The shapes of what an island sends, and what decodes it, compiled once."""
+    reducer = jd.local_sgd.base.config_of(tx).reducer
+    return exchange.check_reducer(reducer, begin(tx).opt.anchor), jax.jit(partial(exchange.decode, reducer))
+
+
+def left_of(state):
+    """What no round has taken: progress ahead of the anchor, and the residual."""
+    local = state.opt
+    ahead = jax.tree.map(lambda a, p: a - p, total(local.anchor), total(state.params))
+    residual = getattr(local.reducer[0], "residual", None)
+    return ahead if residual is None else jax.tree.map(np.add, ahead, total(residual.value))

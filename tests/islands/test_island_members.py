@@ -1,0 +1,204 @@
+"""Islands that come late, leave, die or differ, and what the others make of it."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from islands_run import GOALS, begin, global_params, method, step_of, train, train_together
+from problems import assert_close
+
+from jaxdist import islands
+
+
+def test_who_enters_later_has_the_same_parameters_at_once_and_counts_in_the_next_round():
+    store, tx = islands.memory(), method("4 bits with feedback")
+    first, reports = train(store, tx, "a", 3, keep_every=2)
+    with islands.join(store, tx, name="b", round_timeout=0.05) as island:
+        state = island.enter(begin(tx, fill=7.0))
+        assert_close(global_params(state), global_params(first), tolerance=0)
+        assert_close(state.params, jax.tree.map(lambda x: x.astype(jnp.float32), global_params(first)), tolerance=0)
+        state, report = island.meet(state)
+    assert (report.members, report.round) == (("b",), 4)
+    assert [one.round for one in reports] == [1, 2, 3]
+
+
+def test_who_enters_at_kept_parameters_waits_for_the_members_of_the_last_round():
+    store, tx = islands.memory(), method()
+    with (
+        islands.join(store, tx, name="there", keep_every=1) as there,
+        islands.join(store, tx, name="new", round_timeout=0.05) as new,
+    ):
+        there.meet(there.enter(begin(tx)))
+        _, report = new.meet(new.enter(begin(tx)))
+        assert report.missing == ("there",)
+
+
+def test_a_death_costs_one_timeout():
+    store, tx = islands.memory(), method()
+    with (
+        islands.join(store, tx, name="dead", round_timeout=0.05) as dead,
+        islands.join(store, tx, name="alive", round_timeout=0.3) as alive,
+    ):
+        gone, state = dead.enter(begin(tx)), alive.enter(begin(tx))
+        gone, _ = dead.meet(gone)
+        state, first = alive.meet(state)
+        dead._entered = False  # killed: it says nothing
+        state, second = alive.meet(state)
+        state, third = alive.meet(state)
+    assert [report.missing for report in (first, second, third)].count(("dead",)) == 1
+    assert third.missing == ()
+
+
+def test_leaving_costs_no_timeout_and_sends_the_progress():
+    store, tx = islands.memory(), method()
+    with (
+        islands.join(store, tx, name="a", round_timeout=20) as a,
+        islands.join(store, tx, name="b", round_timeout=20) as b,
+    ):
+        first, second = a.enter(begin(tx)), b.enter(begin(tx))
+        result = a.leave(step_of(tx)(first, GOALS[0]))
+        assert result is not None
+        second, report = b.meet(second)
+        assert report.members == ("a", "b")
+        second, report = b.meet(second)
+        assert report.members == ("b",)
+        assert report.wait_seconds < 10
+        with pytest.raises(ValueError, match="not meet after leave"):
+            a.meet(first)
+
+
+def test_no_island_waits_for_another_that_compiles(monkeypatch):
+    """Rounds go on meanwhile, and the new island then enters the one that is open."""
+    store, tx = islands.memory(), method()
+    step, others, waits = step_of(tx), [], []
+
+    def compile_slowly(*arguments):
+        for _ in range(3):
+            state, report = there.meet(step(others.pop(), GOALS[1]))
+            others.append(state)
+            waits.append(report.wait_seconds)
+
+    options = {"round_timeout": 300, "keep_every": 1}
+    with (
+        islands.join(store, tx, name="there", **options) as there,
+        islands.join(store, tx, name="new", **options) as new,
+    ):
+        others.append(there.enter(begin(tx)))
+        monkeypatch.setattr(islands.island, "compile_programs", compile_slowly)
+        state = new.enter(begin(tx))
+        assert max(waits) < 100
+        assert new._replay.round == there._replay.round == 3
+        assert new._replay.digest == there._replay.digest
+        assert_close(global_params(state), global_params(others[0]), tolerance=0)
+        there.leave()
+        state, report = new.meet(state)
+        assert (report.counted, report.late, report.round) == (True, False, 4)
+
+
+def test_no_island_waits_for_one_that_leaves_behind_the_open_round():
+    store, tx = islands.memory(), method()
+    with (
+        islands.join(store, tx, name="behind", overlap=True) as behind,
+        islands.join(store, tx, name="ahead", round_timeout=300) as ahead,
+    ):
+        state, other = ahead.enter(begin(tx)), behind.enter(begin(tx))
+        behind.meet(other)
+        state, report = ahead.meet(state)
+        assert report.members == ("ahead", "behind")
+        behind.leave()
+        state, report = ahead.meet(state)
+        assert report.members == ("ahead",)
+        assert report.wait_seconds < 100
+
+
+def test_the_older_process_of_a_name_stops():
+    store, tx = islands.memory(), method()
+    with islands.join(store, tx, name="a") as old, islands.join(store, tx, name="a") as new:
+        first, second = old.enter(begin(tx)), new.enter(begin(tx))
+        with pytest.raises(islands.NameTakenError, match="'a'"):
+            old.meet(first)
+        new.meet(second)
+
+
+def test_old_rounds_go_and_a_straggler_jumps_over_them():
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    with islands.join(store, tx, name="slow", round_timeout=0.05) as slow:
+        state = slow.enter(begin(tx))
+        state = step_of(tx)(state, GOALS[0])
+        ahead = jax.tree.map(lambda a, p: a - p, state.opt.anchor, state.params)
+        train(store, tx, "fast", 12, keep_every=2, round_timeout=0.05)
+        rounds = {int(name.split("/")[1]) for name in store.list("rounds/")}
+        assert min(rounds) >= 10
+        bodies = {name for name in store.list("bodies/")}
+        assert len(bodies) <= 2 + 2 * 3
+        state, report = slow.meet(state)
+        assert report.late
+        assert report.counted
+        assert report.round == 13
+    assert jax.tree.leaves(ahead)
+
+
+def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again():
+    """The drift of the earlier process counts, and what the checkpoint holds of it is not added to it."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    with islands.join(store, tx, name="a", round_timeout=5) as island:
+        saved = step_of(tx)(island.enter(begin(tx)), GOALS[0])
+        island.leave(saved)
+    with islands.join(store, tx, name="a", round_timeout=5) as island:
+        state = island.enter(saved)
+        for _ in range(2):
+            state, _ = island.meet(state)
+    # Alone and with an outer rate of 1, the global parameters are those that this island sent, once.
+    assert_close(global_params(state), saved.params, tolerance=1e-6)
+
+
+def round_differently(island, number, *, times):
+    """Lets the last island take its next so many outer steps with another last bit, as other hardware might."""
+    take_step, taken = island._replay._take_step, itertools.count()
+
+    def take_other_step(*arguments):
+        shared = take_step(*arguments)
+        if next(taken) >= times:
+            return shared
+        return shared._replace(anchor=jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), shared.anchor))
+
+    if number == 2:
+        island._replay._take_step = take_other_step
+
+
+def test_an_island_with_another_bit_is_found_in_the_next_round_and_takes_the_parameters_of_the_run():
+    store, names = islands.memory(), ["a", "b", "c"]
+    prepare = lambda island, number: round_differently(island, number, times=1)  # noqa: E731
+    found = train_together(store, method("4 bits with feedback"), names, 4, prepare=prepare, keep_every=100)
+    digests = [{report.round: report.digest for report in found[name][1]} for name in names]
+    assert digests[0] == digests[1]
+    assert digests[2].pop(1) != digests[0][1]
+    assert {number: digests[2].get(number, digest) for number, digest in digests[0].items()} == digests[0]
+    members = {one.round: one.members for one in islands.status(store).rounds}
+    assert (members[0], members[1], members[2]) == (("a", "b", "c"), ("a", "b"), ("a", "b", "c"))
+
+
+def test_an_island_that_differs_again_and_again_stops_and_no_other():
+    store, tx = islands.memory(), method()
+    prepare = lambda island, number: round_differently(island, number, times=100)  # noqa: E731
+    with pytest.raises(islands.AnchorDiffersError, match=r"'c' differ from those of the run for the 3rd time"):
+        train_together(store, tx, ["a", "b", "c"], 6, prepare=prepare)
+    members = {one.round: one.members for one in islands.status(store).rounds}
+    assert members[0] == ("a", "b", "c")
+    assert all(members[number] == ("a", "b") for number in range(1, 6))
+
+
+def test_too_few_islands_are_an_error_after_the_patience():
+    tx = method()
+    few = pytest.raises(islands.TooFewIslandsError, match="1 of begin_with=2 islands came within")
+    with few, islands.join(islands.memory(), tx, name="a", begin_with=2, patience=0.1) as island:
+        island.enter(begin(tx))
+    with islands.join(islands.memory(), tx, name="a", quorum=2, patience=0.1, round_timeout=0.02) as island:
+        state, report = island.meet(island.enter(begin(tx)))
+        assert not report.counted
+        time.sleep(0.1)
+        with pytest.raises(islands.TooFewIslandsError, match="a round needs quorum=2"):
+            island.meet(state)

@@ -1,0 +1,111 @@
+"""Islands that train, meet, stop, leave and lose the store in any order: nothing is lost, and all of them agree."""
+
+import collections
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from island_stores import archived, wrap, written_once
+from islands_run import GOALS, begin, decoded, left_of, method, step_of, total
+from problems import assert_close
+
+from jaxdist import islands
+
+NAMES = "abc"
+ACTIONS = ["train", "meet", "meet", "meet", "stop", "leave", "offline"]
+SCHEDULES = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(ACTIONS)), max_size=25)
+# `rounded` has no feedback: what it rounds off is lost on purpose.
+REDUCERS = ["exact", "4 bits with feedback", "sparse with feedback"]
+
+
+@cache
+def trained_with(reducer):
+    tx = method(reducer, inner=optax.sgd(0.1))
+    return tx, step_of(tx)
+
+
+class Session:
+    """An island from `enter` to its end: how far it has moved, and which drifts it has put into the store."""
+
+    def __init__(self, store, name, tx, step, overlap):
+        self.name, self._step, self.drifts, self.is_away = name, step, set(), False
+        self._context = islands.join(
+            wrap(store, self._call), tx, name=name, round_timeout=0.004, keep_every=3, overlap=overlap
+        )
+        self.island = self._context.__enter__()
+        self.state = self.island.enter(begin(tx))
+        self.moved = jax.tree.map(np.zeros_like, total(self.state.params))
+
+    def _call(self, number, function_name, function, arguments):
+        if self.is_away:
+            raise ConnectionError("no route")
+        if function_name == "put":
+            self.drifts.add(arguments[0].partition("/")[2])
+        return function(*arguments)
+
+    def train(self):
+        before = total(self.state.params)
+        self.state = self._step(self.state, GOALS[NAMES.index(self.name)])
+        self.moved = jax.tree.map(lambda m, b, a: m + b - a, self.moved, before, total(self.state.params))
+
+    def meet(self, *, is_away=False):
+        self.is_away = is_away
+        self.state, report = self.island.meet(self.state)
+        self.is_away = False
+        return report
+
+    def end(self, *, leaves):
+        if leaves:
+            self.state, _ = self.island.leave(self.state)
+        self.island._entered = False  # killed: it says nothing more
+        self._context.__exit__(None, None, None)
+
+    def check(self, bodies, commits, tx):
+        """Moved = taken by rounds + residual + ahead of the global parameters."""
+        # A drift that is under way is still ahead of this island's own copy of them.
+        under_way = self.island._in_flight.body if self.island._in_flight else None
+        members = [member.body for commit in commits.values() for member in commit.members]
+        drifts = [body for body in members if body in self.drifts and body != under_way]
+        taken = [decoded(bodies[body], body, tx, self.state) for body in drifts]
+        assert_close(jax.tree.map(lambda *terms: sum(terms), left_of(self.state), *taken), self.moved, tolerance=1e-5)
+
+
+def play(reducer, overlap, schedule):
+    tx, step = trained_with(reducer)
+    store, bodies, commits = archived(written_once())
+    sessions, digests = {}, collections.defaultdict(set)
+    for name, action in schedule:
+        if name not in sessions:
+            sessions[name] = Session(store, name, tx, step, overlap)
+        session = sessions[name]
+        if action == "train":
+            session.train()
+        elif action in ("meet", "offline"):
+            report = session.meet(is_away=action == "offline")
+            digests[report.round].add(report.digest)
+        else:
+            session.end(leaves=action == "leave")
+            session.check(bodies, commits, tx)
+            del sessions[name]
+    for session in sessions.values():
+        session.check(bodies, commits, tx)
+        session.end(leaves=False)
+    assert {number: found for number, found in digests.items() if len(found) > 1} == {}
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(REDUCERS), st.booleans(), SCHEDULES)
+def test_nothing_is_lost_in_any_schedule(reducer, overlap, schedule):
+    play(reducer, overlap, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reducer", REDUCERS)
+@settings(max_examples=150, deadline=None)
+@given(st.booleans(), SCHEDULES)
+def test_nothing_is_lost_in_many_schedules(reducer, overlap, schedule):
+    play(reducer, overlap, schedule)
