@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import DTypeLike
 
 from .types import Array, Like
@@ -28,3 +29,15 @@ def saturate(x: Array, dtype: DTypeLike, finite: Array) -> Array:
     largest = min(float(jnp.finfo(dtype).max), float(jnp.finfo(x.dtype).max))
     limits = jnp.where(finite, largest, jnp.inf).astype(x.dtype)
     return jnp.clip(x, -limits, limits).astype(dtype)
+
+
+def round_to(x: Array, dtype: DTypeLike) -> Array:
+    """Rounds to the values of another floating dtype, and keeps its own.
+
+    Compilers that allow excess precision drop a cast to bfloat16 and back; they keep `reduce_precision`.
+    """
+    target, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    # With fewer exponent bits `reduce_precision` would flush subnormal numbers, which a cast keeps.
+    if target.nexp == own.nexp and target.nmant < own.nmant:
+        return lax.reduce_precision(x, target.nexp, target.nmant)
+    return x.astype(dtype).astype(x.dtype)

@@ -94,7 +94,7 @@ def local_slow_momentum(
         check_step(updates, params, axis)
         comm = over(axis)
         given = {} if learning_rate is None else {"learning_rate": learning_rate}
-        steps, inner_state = inner.update(updates, state.inner, params, **extra_args, **given)
+        steps, inner_state = inner.update(updates, state.inner, params, **{**extra_args, **given, "moved": True})
         local = optax.apply_updates(params, steps)
         since = state.since + 1
         rates = state.rates + jnp.asarray(given.get("learning_rate", 0.0), jnp.float32)

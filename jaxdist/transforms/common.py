@@ -42,8 +42,11 @@ def inner_step(
     active: Array | None,
     **extras: Any,
 ) -> tuple[Updates, State, PyTree]:
-    """Takes a local step, unless inactive; returns the updates, the inner state and the new parameters."""
-    steps, new = inner.update(gradients, state, params, **filter_extras(state, extras))
+    """Takes a local step, unless inactive; returns the updates, the inner state and the new parameters.
+
+    `inner` is told by `moved=True` that its updates are not all that changes the parameters.
+    """
+    steps, new = inner.update(gradients, state, params, **filter_extras(state, {**extras, "moved": True}))
     # The step is computed in any case, so that the program is the same on all workers.
     if active is not None:
         steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))

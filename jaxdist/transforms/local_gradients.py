@@ -231,7 +231,7 @@ def _nodes(tree: PyTree, kind: Callable[[Any], bool]) -> list[Any]:
 # States of transformations that refuse unknown extra arguments.
 STRICT = (optax.ScaleByBacktrackingLinesearchState, optax.ScaleByZoomLinesearchState, SAMState)
 # Extra arguments that methods with local steps pass to every inner optimizer.
-OFFERED = ("anchor", "step", "learning_rate", "examples")
+OFFERED = ("anchor", "step", "learning_rate", "examples", "moved")
 
 
 def filter_extras(state: State, extras: dict[str, Any]) -> dict[str, Any]:

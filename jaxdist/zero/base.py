@@ -43,7 +43,14 @@ from .shards import (
     shard_for_one_worker,
     unshard_for_one_worker,
 )
-from .updates import Delivery, deliver_encoded_params, deliver_encoded_updates, deliver_params, deliver_updates
+from .updates import (
+    Delivery,
+    deliver_encoded_params,
+    deliver_encoded_updates,
+    deliver_params,
+    deliver_updates,
+    follow_params,
+)
 
 EXACT = exact()
 ALREADY_REDUCED = (
@@ -143,17 +150,20 @@ def zero_redundancy(
         parameter instead of `8 / W`, or `compressors.cast(jnp.bfloat16, rounding="stochastic")`. Master parameters are
         not compressed.
       axis: the mesh axis of the workers. Pods may differ: `local_steps(zero_redundancy(..., axis="chip"), ...,
-        axis="pod")`, and likewise inside `noloco` and `gossip`.
+        axis="pod")`, and likewise inside `noloco` and `gossip`; in stage 3 with `zero.shard(params, axis="chip")`.
 
     Returns:
-      A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`.
+      A gradient transformation for local gradients; it needs `params`. Its `update` takes `examples=`, as `all_reduce`,
+      and `moved=True` if something else may have changed the parameters since the last update, which master parameters
+      then follow. Methods between pods pass it.
 
     Raises:
       ValueError: `stage` is not 1 or 2; `inner` is an `offload.host` (which belongs outside), a `quantized_state`,
         `dpsgd` (which takes gradients of single examples) or `lookahead` (which has two sets of parameters); shards
         would cut through blocks of `state_compressor`; the reducer has no reduce-scatter form; or `compressor` states
         neither contraction nor variance. At trace time: the errors of `all_reduce`; `params` are missing, or sharded in
-        another way than by `zero.shard`; or, on a mesh, they or an extra argument differ between workers.
+        another way than by `zero.shard`; `moved` with `compressor` and `master_dtype`, whose residual it would be
+        mistaken for; or, on a mesh, they or an extra argument differ between workers.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -209,7 +219,14 @@ def _init(cfg: _Config, params: PyTree) -> ZeroState:
 
 
 def _update(
-    cfg: _Config, updates: Updates, state: State, params: PyTree = None, *, examples: Any = None, **extra_args: Any
+    cfg: _Config,
+    updates: Updates,
+    state: State,
+    params: PyTree = None,
+    *,
+    examples: Any = None,
+    moved: bool = False,
+    **extra_args: Any,
 ) -> tuple[Updates, ZeroState]:
     if params is None:
         raise ValueError(NO_PARAMS)
@@ -230,6 +247,8 @@ def _update(
         extras = Extras(extra_args.get("step"), extra_args.get("learning_rate"))
         means, reducer, some = cfg.gradients.reduce_to_shards(*replicated, state.reducer, examples, extras, comm)
         shards = _fill_in(means, updates)
+        if moved and cfg.master_dtype is not None:
+            state = state._replace(master=_follow_params(state, params, comm))
         # u, s = inner(g, s, θ_shard).
         before = cfg.codec.decode(state.inner)
         steps, after = _update_shards(cfg, shards, before, state.master, params, extra_args, comm)
@@ -240,6 +259,17 @@ def _update(
         out, master, coded = cfg.delivery.send(steps, params, state.master, state.coded, some, comm)
     empty = jnp.where(some, state.empty, next_count(state.empty))
     return unshard_for_one_worker((out, ZeroState(inner, master, empty, reducer, coded)), given, cfg.axis)
+
+
+def _follow_params(state: ZeroState, params: PyTree, comm: Comm) -> PyTree:
+    """The master parameters, after a synchronizer around this transformation may have moved the parameters."""
+    if jax.tree.leaves(state.coded) and jax.tree.leaves(_without_marked(params)):
+        raise ValueError(
+            "zero_redundancy with master_dtype= and compressor= sends what the parameters lack of the master, and "
+            "would undo what local_steps, noloco or gossip do to the parameters: inside these leave out compressor=, "
+            "since links within a pod are fast, or master_dtype="
+        )
+    return follow_params(state.master, params, comm)
 
 
 def _check_arguments(cfg: _Config, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
@@ -261,11 +291,13 @@ def _update_shards(
     gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like)
     # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
     optimized = as_parts(params, comm) if cfg.master_dtype is None else as_parts(master)
+    # `local_steps` passes its anchor, which is sharded as the parameters are.
+    cut = {name: x for name, x in extra_args.items() if any(map(is_mark, jax.tree.leaves(x, is_leaf=is_mark)))}
     return on_parts(
-        lambda *trees: cfg.inner.update(*trees, **extra_args),
+        lambda *trees: cfg.inner.update(*trees[:3], **{**extra_args, **trees[3]}),
         comm,
-        (like, _whole_shapes(inner), like),
-        (gradients, as_parts(inner), optimized),
+        (like, _whole_shapes(inner), like, _whole_shapes(cut)),
+        (gradients, as_parts(inner), optimized, as_parts(cut)),
     )
 
 
@@ -374,7 +406,8 @@ def _check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisName
                 "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
             )
     for name, value in extra_args.items():
-        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in jax.tree.leaves(value)):
+        replicated = jax.tree.leaves(_without_marked(value))
+        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in replicated):
             raise ValueError(
                 f"{name}= differs between workers of axis {axis!r}, but zero_redundancy needs the same value on all: "
                 f"average it, jax.lax.pmean({name}, {axis!r})"

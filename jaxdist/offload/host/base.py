@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..._core.compat import is_on_host, varying_axes
+from ..._core.dtypes import round_to
 from ..._core.types import Array, PyTree, State, Updates
 from ...state.marks import OnHost, is_mark
 from ..program import flatten
@@ -61,6 +62,7 @@ def host(
         host can work while the device does, where the compiler makes use of it; see `offload.delayed`. For an `inner`
         that communicates write `host(zero_redundancy(offload.delayed(...)))`.
       master_dtype: `jnp.float32` keeps the parameters in it on the host, updates those, and sends their rounding.
+        Inside `local_steps`, `noloco` and `gossip`, which change the parameters, these are sent to the host too.
       tile_bytes: the bytes of state in one portion: smaller takes less memory on the device, larger has fewer
         transfers. Two portions are on the device at a time, with their results. A larger leaf is cut if its operations
         are entrywise.
@@ -149,12 +151,16 @@ def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.Gradi
         master = jax.tree.map(lambda p: jnp.array(p, dtype), params)
         return MasterState(inner.init(master), master)
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, moved: bool = False, **extra_args):
         if params is None:
             raise ValueError(MISSING)
         updates = jax.tree.map(lambda g: g.astype(dtype), updates)
-        steps, new = inner.update(updates, state.inner, state.master, **extra_args)
-        master = optax.apply_updates(state.master, steps)
+        # A synchronizer around may have moved the parameters: the master follows, and keeps what they cannot hold.
+        before = state.master
+        if moved:
+            before = jax.tree.map(lambda m, p: m + (p.astype(m.dtype) - round_to(m, p.dtype)), before, params)
+        steps, new = inner.update(updates, state.inner, before, **extra_args)
+        master = optax.apply_updates(before, steps)
         # In `dtype`, unlike other updates: added to the parameter it gives the rounding exactly.
         differences = jax.tree.map(lambda x, p: x.astype(p.dtype).astype(dtype) - p.astype(dtype), master, params)
         return differences, MasterState(new, master)
