@@ -1,19 +1,31 @@
 """Small functions over pytrees and their paths."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .compat import host_compute, is_on_host
 from .dtypes import widen, working_dtype
 from .types import Array, Flag, Int, PyTree, State
 
 
 def tree_where(condition: Flag, yes: PyTree, no: PyTree) -> PyTree:
-    """`jnp.where` for each leaf of two trees; a static condition returns one of them as it is."""
+    """`jnp.where` for each leaf of two trees; a static condition returns one of them as it is.
+
+    Arrays in host memory stay there, and the host selects.
+    """
     if isinstance(condition, bool):
         return yes if condition else no
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
+    return jax.tree.map(partial(_where, condition), yes, no)
+
+
+def _where(condition: Array, x: Array, y: Array) -> Array:
+    if not is_on_host(x):
+        return jnp.where(condition, x, y)
+    select = host_compute(lambda *operands: [jnp.where(*operands)], 1)
+    return select(jax.device_put(condition, jax.memory.Space.Host), x, y)[0]
 
 
 def wide(tree: PyTree) -> PyTree:

@@ -15,10 +15,10 @@ from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.with_stats import add_bytes
-from ..state.marks import PerWorker, bind, with_value
+from ..state.marks import PerWorker, bind, flatten_marks, with_value
 from ..topology.base import Topology
 from ..transforms.common import check_per_worker, inner_step
-from ..transforms.local_gradients import check_leaves, check_local
+from ..transforms.local_gradients import check_leaves, check_local, check_shards
 from .method import Method, StepContext, check_interval, workers_of
 from .plain import d_psgd
 
@@ -119,9 +119,11 @@ class _Config(NamedTuple):
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
+    check_leaves(params, sharded=True)
+    check_shards(params, cfg.axis)
     # Copies, since parameters and optimizer state may both be donated.
     method_state = jax.tree.map(jnp.array, cfg.method.init(wide(params), cfg.graph))
+    _check_sharded(cfg, params, method_state)
     return GossipState(
         count=jnp.zeros((), jnp.int32),
         key=jax.random.key(cfg.seed),
@@ -191,9 +193,34 @@ def _check_update(cfg: _Config, updates: Updates, params: PyTree | None, example
             "gossip does not support example weighting: unequal weights of neighbors would change the global mean; "
             "pass active= for workers without examples, or use local_steps"
         )
-    check_leaves(updates)
+    check_leaves(updates, sharded=True)
     check_local(updates, cfg.axis)
     check_per_worker(params, cfg.axis)
+
+
+def _check_sharded(cfg: _Config, params: PyTree, method_state: State) -> None:
+    """Checks that workers may mix their shards of a model one by one."""
+    found = flatten_marks(params)
+    if not any(leaf.marks for leaf in found):
+        return
+    if cfg.carriers is not None:
+        raise ValueError(
+            f"carriers={cfg.carriers!r} divide messages that all of them have in full, and of Sharded parameters each "
+            "has its own shard, which is all that it sends: leave carriers= out"
+        )
+    if not cfg.method.entrywise:
+        raise ValueError(
+            "this method takes a norm of the whole model, and of Sharded parameters a worker has a shard: use another "
+            "one, such as quasi_global_momentum, or do not shard the parameters (stages 1 and 2)"
+        )
+    shapes = {leaf.value.shape for leaf in found}
+    for leaf in flatten_marks(method_state):
+        if leaf.marks and leaf.value.shape not in shapes:
+            raise ValueError(
+                f"this method keeps arrays of shape {leaf.value.shape} for Sharded parameters of shape "
+                f"{leaf.marks[-1].shape}, which cannot be split as these are: use another one, or dcd_psgd without "
+                "replicas="
+            )
 
 
 def _split_messages(outer: Comm, inner: Comm) -> Comm:

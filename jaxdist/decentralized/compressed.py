@@ -17,6 +17,7 @@ from ..transforms.common import zeros_like
 from ..wire.encoded import contraction_form
 from ..wire.flat import fuse_bytes, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
+from ..wire.shards import map_groups
 from .method import Method, StepContext, StepResult, check_interval, check_undirected, every_n_steps
 
 
@@ -243,6 +244,10 @@ def exchange(context: StepContext, compressor: Compressor, tree: PyTree) -> tupl
 
     All workers decode the same payloads with the same program, so that their copies stay equal.
     """
+    return map_groups(partial(_exchange_group, context, compressor), tree, results=2)
+
+
+def _exchange_group(context: StepContext, compressor: Compressor, tree: PyTree) -> tuple[PyTree, PyTree]:
     leaves, structure = jax.tree.flatten(tree)
     groups, stacks, payloads, received = _send_payloads(context, compressor, leaves)
     own = _decode(compressor, payloads, stacks)

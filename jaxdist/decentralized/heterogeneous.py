@@ -312,7 +312,8 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
     check_range("b1", b1, 0, 1)
     check_range("b2", b2, 0, 1)
     check_range("eps", eps, 0)
-    return Method(check_doubly_stochastic, _init_adam, partial(_adam_step, b1, b2, eps))
+    step = partial(_adam_step, b1, b2, eps)
+    return Method(check_doubly_stochastic, _init_adam, step, entrywise=False)
 
 
 def _init_adam(params: PyTree, topology: Topology) -> dict[str, PyTree]:

@@ -11,6 +11,7 @@ from ..comm.over import over
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic, is_symmetric
 from ..wire.mixing import change_at
+from ..wire.shards import map_groups
 
 
 class StepContext(NamedTuple):
@@ -60,11 +61,14 @@ class Method(NamedTuple):
         the method cannot work.
       init: `init(params, topology) -> state` of one worker, made without communication from parameters in float32.
       step: `step(context) -> StepResult`.
+      entrywise: treats each entry of a model by itself, so that parameters may be `Sharded` over another axis. `False`:
+        it takes norms of whole models.
     """
 
     prepare: Callable[[Topology], Topology]
     init: Callable[[PyTree, Topology], State]
     step: Callable[[StepContext], StepResult]
+    entrywise: bool = True
 
 
 def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
@@ -96,9 +100,13 @@ def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> Py
 
 def mixing_delta(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:
     """`Σ_j W_ij (x_j - x_i)`, the difference that `mix` adds to this worker's tree."""
+
     # A sum of differences, since weights like 1/3 are rounded, and a sum of models would drift where they are equal.
     # A worker rounds its own model as it sends it, so that low precision on the wire keeps the mean.
-    return change_at(context.comm, context.topology, context.count, tree, like=like)
+    def change(part: PyTree, dtypes: PyTree) -> PyTree:
+        return change_at(context.comm, context.topology, context.count, part, like=dtypes)
+
+    return map_groups(change, tree, tree if like is None else like)
 
 
 def every_n_steps(

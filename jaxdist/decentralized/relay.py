@@ -1,5 +1,6 @@
 """RelaySGD: models are relayed along a tree, so that each worker averages over all workers, with a delay for some."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 
 from .._core.trees import plus
 from .._core.types import Array, PyTree
+from ..comm.base import Comm
 from ..topology.base import Topology, matrix
 from ..topology.coloring import color_edges
 from ..wire.flat import fuse
+from ..wire.shards import map_groups
 from .method import Method, StepContext, StepResult, check_static
 
 
@@ -80,11 +83,16 @@ def _step(context: StepContext) -> StepResult:
         total = _sum_weighted(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
         count = workers - behind[i]
         sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
-        received = fuse(lambda x, pairs=color.pairs: comm.ppermute(x, pairs), sent)
+        received = jax.tree.leaves(map_groups(partial(_send, comm, color), structure.unflatten(sent)))
         messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
     params = [x / workers for x in _sum_weighted(own, behind, messages)]
     return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
+
+
+def _send(comm: Comm, color: _Color, tree: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(fuse(lambda x: comm.ppermute(x, color.pairs), leaves))
 
 
 def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:

@@ -18,8 +18,19 @@ from ..reducers.exact import exact
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
-from ..transforms.local_gradients import check_leaves, check_outer, refuse_model_axes
-from .fragments import Fragments, SyncPeriod, as_fragments, check_period, first_round, is_due, merge, period_at, split
+from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
+from .fragments import (
+    Fragments,
+    SyncPeriod,
+    as_fragments,
+    check_period,
+    first_round,
+    is_due,
+    labels_of,
+    merge,
+    period_at,
+    split,
+)
 from .nested import (
     check_nested,
     has_models,
@@ -29,6 +40,7 @@ from .nested import (
     unmark_inner,
     update_inner_buffers,
 )
+from .sharded import check_entrywise, init_reducer
 from .state import Buffers, LocalStepsState, check_step, copy_wide, merge_state, split_state
 from .synchronize import Fragment, merge_anchor, parse_sync_override, set_anchor, synchronize_fragment, warm_mean
 
@@ -94,10 +106,11 @@ def local_steps(
     Args:
       inner: the optimizer of each worker. Its `update` also receives `anchor=` and `step=`. It may itself communicate,
         over other, faster axes: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))`, or
-        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`. It may also mix models: `gossip` on the same axis, whose
-        method starts again from the mean model after a round (push-sum weights of 1, new trackers and estimates), or
-        `local_steps` over a faster axis, whose last global parameters are what this one sends. Both need a single
-        fragment without delay, merging and warm-up.
+        `jd.zero_redundancy(optax.adamw(1e-3), axis="chip")`; where parameters are `Sharded` over that axis, so are
+        the anchor and the state of `outer`, and each worker sends its shard. It may also mix models: `gossip` on the
+        same axis, whose method starts again from the mean model after a round (push-sum weights of 1, new trackers and
+        estimates), or `local_steps` over a faster axis, whose last global parameters are what this one sends. Both need
+        a single fragment without delay, merging and warm-up.
       outer: receives the drift as its gradient: `optax.sgd(1.0)` averages (Local SGD), `optax.sgd(0.7, momentum=0.9,
         nesterov=True)` is DiLoCo, `slow_momentum()` SlowMo. Do not clip or decay here.
       sync_period: `H`, or a schedule from the step to `H`. A longer one sends less, and workers drift further apart: 8
@@ -116,8 +129,9 @@ def local_steps(
       axis: the mesh axis of the workers.
 
     Raises:
-      ValueError: in `init`, `outer` needs more than a drift (a loss), or `inner` keeps state that is sharded or differs
-        over the same axis; at trace time, `params` are not marked `PerWorker`, and what `all_reduce` raises.
+      ValueError: in `init`, `outer` needs more than a drift (a loss), or for sharded parameters more than single
+        entries; parameters or the state of `inner` are sharded or differ over the same axis; the reducer keeps numbers
+        of sharded leaves. At trace time, `params` are not marked `PerWorker`, and what `all_reduce` raises.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -155,11 +169,13 @@ def local_steps(
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
+    check_leaves(params, sharded=True)
+    check_shards(params, cfg.axis)
     anchor = copy_wide(params)
     check_outer(cfg.outer, anchor)
+    check_entrywise(cfg.outer, anchor)
     number = cfg.fragments.number
-    parts = split(anchor, cfg.fragments.assign(anchor), number)
+    parts = split(anchor, labels_of(cfg.fragments, anchor), number)
     inner = cfg.inner.init(params)
     if has_models(inner):
         several = number if number > 1 else None
@@ -181,7 +197,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         outer=tuple(cfg.outer.init(part) for part in parts),
         inner=mark_inner(inner, cfg.axis),
         examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
-        reducer=tuple(bind(cfg.reducer.init(part), cfg.axis) for part in parts),
+        reducer=tuple(bind(init_reducer(cfg.reducer, part), cfg.axis) for part in parts),
         sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
     )
 
@@ -215,7 +231,7 @@ def _update(
     has_extras = {"has_rate": learning_rate is not None, "has_examples": examples is not None}
 
     def synchronize_due(state: LocalStepsState, local: PyTree) -> tuple[LocalStepsState, list[Flag]]:
-        labels = cfg.fragments.assign(state.anchor)
+        labels = labels_of(cfg.fragments, state.anchor)
         fragments, models = split_state(state, labels), split(local, labels, cfg.fragments.number)
         due = _due_fragments(cfg, fragments, override, period, warm)
         after = [
@@ -327,7 +343,7 @@ def _merge_anchors(
     # The model of its group was sent; what this worker has done since the group's last round is kept.
     if group is not None:
         sent = [jax.tree.map(lambda model, p: model.astype(p.dtype), group, params)]
-    labels = cfg.fragments.assign(state.anchor)
+    labels = labels_of(cfg.fragments, state.anchor)
     trees = [state.anchor, local, params, steps, *sent]
     parts = zip(*(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
     return merge([merge_anchor(flag, cfg.merge_alpha, *part) for flag, part in zip(arrived, parts)], labels)

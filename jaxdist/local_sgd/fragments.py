@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._core.types import Array, Bool, Int, PyTree
 from ..schedule.periods import check_whole
+from ..wire.shards import whole_likes
 
 # `H`, or a schedule from the step to `H`.
 SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]
@@ -97,6 +98,11 @@ def _check(number: int) -> None:
 def as_fragments(fragments: Fragments | int | None) -> Fragments:
     """Converts a number to balanced fragments, and `None` to a single one."""
     return fragments if isinstance(fragments, Fragments) else balanced(1 if fragments is None else fragments)
+
+
+def labels_of(fragments: Fragments, params: PyTree) -> PyTree:
+    """Returns the number of each leaf's fragment; for sharded leaves, from the shapes of the whole arrays."""
+    return fragments.assign(whole_likes(params))
 
 
 def split(tree: PyTree, labels: PyTree, number: int) -> list[PyTree]:

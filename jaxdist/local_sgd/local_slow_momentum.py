@@ -12,8 +12,9 @@ from .._core.types import Array, AxisNames, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.local_gradients import check_leaves
+from ..transforms.local_gradients import check_leaves, check_shards
 from .fragments import SyncPeriod, check_period, period_at
+from .sharded import check_entrywise
 from .state import check_step, copy_wide
 from .synchronize import cond_or_static, merge_anchor, round_like, skip
 
@@ -79,8 +80,10 @@ def local_slow_momentum(
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
 
     def init_fn(params) -> State:
-        check_leaves(params)
+        check_leaves(params, sharded=True)
+        check_shards(params, axis)
         anchor = copy_wide(params)
+        check_entrywise(outer, anchor)
         return LocalSlowMomentumState(
             count=jnp.zeros((), jnp.int32),
             since=jnp.zeros((), jnp.int32),

@@ -16,8 +16,9 @@ from ..comm.over import over
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step
-from ..transforms.local_gradients import check_leaves
+from ..transforms.local_gradients import check_leaves, check_shards
 from ..wire.flat import fuse
+from ..wire.shards import map_groups
 from .fragments import SyncPeriod, check_period, period_at
 from .state import check_step, copy_wide
 from .synchronize import cond_or_static, merge_anchor, parse_sync_override, round_like, skip
@@ -118,7 +119,8 @@ def noloco(
 
 
 def _init(cfg: _Config, params: PyTree) -> State:
-    check_leaves(params)
+    check_leaves(params, sharded=True)
+    check_shards(params, cfg.axis)
     slow = copy_wide(params)
     # Three arrays: one that is donated must not be in the state twice.
     count, since, rounds = (jnp.zeros((), jnp.int32) for _ in range(3))
@@ -191,14 +193,7 @@ def _average_pairs(
     # β mean(θ - φ) + γ (mean φ - φ_i) is the mean of one array, less γ φ_i: a single exchange suffices.
     drift = jax.tree.map(lambda p, f: p.astype(f.dtype) - round_like(f, p), local, slow)
     own = jax.tree.map(lambda d, f: cfg.rate * d + cfg.pull * f, drift, slow)
-    leaves, structure = jax.tree.flatten(own)
-
-    def exchange(pairs, comm, leaves):
-        return fuse(lambda x: comm.ppermute(x, pairs), leaves)
-
-    # The permutation of each round is static, so each is a branch of its own.
-    branches = [partial(exchange, pairs) for pairs in tournament(comm.size)]
-    partner = structure.unflatten(comms.switch(pairing, branches, comm, leaves))
+    partner = map_groups(partial(_exchange, comm, pairing), own)
 
     # m_i = μ m_i + β mean(θ - φ) + γ (mean(φ) - φ_i)
     def move(m, x, y, f):
@@ -207,6 +202,18 @@ def _average_pairs(
     momentum = jax.tree.map(move, momentum, own, partner, slow)
     # φ_i += m_i
     return jax.tree.map(jnp.add, slow, momentum), momentum
+
+
+def _exchange(comm: Comm, pairing: Array, tree: Updates) -> Updates:
+    """The tree of this worker's partner."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def permute(pairs, comm, leaves):
+        return fuse(lambda x: comm.ppermute(x, pairs), leaves)
+
+    # The permutation of each round is static, so each is a branch of its own.
+    branches = [partial(permute, pairs) for pairs in tournament(comm.size)]
+    return structure.unflatten(comms.switch(pairing, branches, comm, leaves))
 
 
 def tournament(workers: int) -> list[list[tuple[int, int]]]:

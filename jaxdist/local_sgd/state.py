@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import NO_PARAMS
+from .._core.compat import is_on_host
 from .._core.dtypes import working_dtype
-from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
-from ..reducers.exact import exact
-from ..state.marks import NO_PARAMETER, PerWorker, beside, with_value
+from ..state.marks import NO_PARAMETER, PerWorker, beside, is_mark, with_value
 from ..transforms.common import check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
+from ..wire.shards import cut_marked, gather_marked
 from .fragments import merge, split
+from .sharded import exact_mean
 from .synchronize import Fragment, cond_or_static
 
 Buffers = Literal["maintain", "reset", "average"]
@@ -63,7 +64,7 @@ def check_step(updates: Updates, params: PyTree | None, axis: AxisNames) -> None
     """Checks the arguments of a local step: gradients of this worker, and parameters marked as its own."""
     if params is None:
         raise ValueError(NO_PARAMS)
-    check_leaves(updates)
+    check_leaves(updates, sharded=True)
     check_local(updates, axis)
     check_per_worker(params, axis)
 
@@ -100,7 +101,8 @@ def merge_state(state: LocalStepsState, fragments: Sequence[Fragment], labels: P
 def global_params(opt_state: State) -> PyTree:
     """Returns the replicated model inside a state of `local_steps`: the one to evaluate and to keep.
 
-    It is the anchor: a tree like the parameters, in float32 or better.
+    It is the anchor: a tree like the parameters, in float32 or better. `Sharded` parameters (ZeRO stage 3) have a
+    sharded anchor: `jd.consensus` joins it.
 
     Args:
       opt_state: an optimizer state with `local_steps` anywhere inside, placed or as a worker sees it.
@@ -133,9 +135,16 @@ def update_buffers(
     owned = _find_buffers(inner, state, params)
     if mode == "average":
         return cond_or_static(due, partial(_average, owned), lambda comm, state: comm.varying(state), comm, state)
-    # As `init` makes them, with the counts that belong to them; schedules go on counting.
-    fresh = jax.tree.map(lambda own, new, old: new if own else old, owned, inner.init(params), state)
-    return tree_where(due, fresh, state)
+    return cond_or_static(
+        due, partial(_reset, owned, inner), lambda comm, state, _: comm.varying(state), comm, state, params
+    )
+
+
+def _reset(owned: PyTree, inner: optax.GradientTransformation, comm: Comm, state: State, params: PyTree) -> State:
+    """Buffers as `init` makes them, with the counts that belong to them; schedules go on counting."""
+    # `init` is written for whole parameters, and makes whole arrays.
+    fresh = cut_marked(jax.tree.map(_on_device, inner.init(gather_marked(params))))
+    return comm.varying(jax.tree.map(lambda own, new, old: _place_like(old, new) if own else old, owned, fresh, state))
 
 
 def _average(owned: PyTree, comm: Comm, state: State) -> State:
@@ -143,14 +152,26 @@ def _average(owned: PyTree, comm: Comm, state: State) -> State:
 
     def select(floating: bool) -> PyTree:
         return jax.tree.map(
-            lambda own, x: x if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None, owned, state
+            lambda own, x: _on_device(x) if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None,
+            owned,
+            state,
         )
 
     def replace_leaf(old, mean, largest):
-        return comm.varying(old if mean is None and largest is None else largest if mean is None else mean)
+        new = old if mean is None and largest is None else largest if mean is None else mean
+        return comm.varying(_place_like(old, new))
 
-    means, largest = exact().reduce(select(True), (), comm)[0].mean, comm.max(select(False))
+    means, largest = exact_mean(comm, select(True)), comm.max(select(False))
     return jax.tree.map(replace_leaf, state, means, largest, is_leaf=lambda x: x is None)
+
+
+def _on_device(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
+
+
+def _place_like(old: Array, new: Array) -> Array:
+    """Moves a new array to the memory of the old one."""
+    return jax.device_put(new, jax.memory.Space.Host) if is_on_host(old) else new
 
 
 def _find_buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
@@ -159,23 +180,34 @@ def _find_buffers(inner: optax.GradientTransformation, state: State, params: PyT
     Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
     counts steps and must go on. A count belongs to a buffer if both are fields of the same NamedTuple.
     """
+    params = _without_marks(params)
     like_params = jax.tree.map(lambda k: k != NO_PARAMETER, beside(inner.init, state, params, is_leaf=is_coded))
     return _flag_counts(state, like_params, jax.tree.structure(params))
 
 
 def _flag_counts(node: Any, flags: Any, structure: Any) -> Any:
-    """Extends the flags of buffers to all fields of the NamedTuples that they are in."""
+    """Extends the flags of buffers to the counts and keys of the NamedTuples that they are in."""
     if jax.tree_util.all_leaves([node]):
         return flags
     # One level down: the children of this node, and the flags below each.
     children, outside = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
     pairs = list(zip(children, outside.flatten_up_to(flags), strict=True))
-    if hasattr(node, "_fields") and any(_is_buffer(*pair, structure) for pair in pairs):
-        return jax.tree.map(lambda _: True, flags)
-    return outside.unflatten([_flag_counts(*pair, structure) for pair in pairs])
+    has_buffers = hasattr(node, "_fields") and any(_is_buffer(*pair, structure) for pair in pairs)
+
+    def flag_child(child: Any, flags: Any) -> Any:
+        # A field that is another state, beside master parameters, has counts of its own.
+        if has_buffers and jax.tree_util.all_leaves([_without_marks(child)]):
+            return jax.tree.map(lambda _: True, flags)
+        return _flag_counts(child, flags, structure)
+
+    return outside.unflatten([flag_child(*pair) for pair in pairs])
 
 
 def _is_buffer(node: Any, flags: Any, structure: Any) -> bool:
     found = jax.tree.leaves(flags)
-    like_params = jax.tree.structure(node) == structure or not isinstance(node, tuple)
+    like_params = jax.tree.structure(_without_marks(node)) == structure or not isinstance(node, tuple)
     return bool(found) and all(found) and like_params
+
+
+def _without_marks(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: _without_marks(x.value) if is_mark(x) else x, tree, is_leaf=is_mark)

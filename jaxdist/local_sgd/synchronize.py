@@ -13,8 +13,8 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, Flag, Float, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..reducers.base import Extras, Law, Reducer
-from ..reducers.exact import exact
 from ..transforms.local_gradients import reduce_weighted
+from .sharded import exact_mean, has_shards, reduce_groups
 
 
 class Fragment(NamedTuple):
@@ -77,14 +77,12 @@ def _outer_step(
 
     def reduce(updates, state):
         passed = Extras(learning_rate=extras.get("learning_rate"), examples=examples)
-        reduced, state = reducer.reduce(updates, state, comm, passed)
-        return reduced.mean, state
+        return reduce_groups(reducer, updates, state, comm, passed)
 
-    # Δ = reduce(Δ_w), weighted by examples
-    is_mean = reducer.law == Law.MEAN
-    mean, state, some = reduce_weighted(
-        reduce, drift, reducer_state, comm, examples, plain=is_mean, forms=reducer.forms
-    )
+    # Δ = reduce(Δ_w), weighted by examples. Their number, which all workers with one model share, travels by itself
+    # where there are shards.
+    plain = reducer.law == Law.MEAN and not has_shards(drift)
+    mean, state, some = reduce_weighted(reduce, drift, reducer_state, comm, examples, plain=plain, forms=reducer.forms)
     # a += outer(Δ)
     steps, outer_state = outer.update(mean, outer_state, anchor, **extras)
     after = optax.apply_updates(anchor, steps), outer_state, state
@@ -125,7 +123,7 @@ def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Update
 
     def average_gradients(comm, updates):
         weight = None if examples is None else jnp.asarray(examples, jnp.float32)
-        mean, _, _ = reduce_weighted(partial(_exact_mean, comm), updates, (), comm, weight, plain=True)
+        mean, _, _ = reduce_weighted(partial(_mean, comm), updates, (), comm, weight, plain=True)
         return comm.varying(mean)
 
     return cond_or_static(warm, average_gradients, lambda comm, updates: comm.varying(updates), comm, updates)
@@ -137,13 +135,13 @@ def set_anchor(comm: Comm, due: Flag, anchor: Updates, local: PyTree) -> Updates
     def average_models(comm, anchor, local):
         # Differences again, as in a round: the mean of what the warm-up added to the anchor.
         ahead = jax.tree.map(lambda a, p: p.astype(a.dtype) - comm.varying(round_like(a, p)), anchor, local)
-        return optax.apply_updates(anchor, _exact_mean(comm, ahead, ())[0])
+        return optax.apply_updates(anchor, exact_mean(comm, ahead))
 
     return cond_or_static(due, average_models, lambda comm, anchor, local: anchor, comm, anchor, local)
 
 
-def _exact_mean(comm: Comm, updates: Updates, state: State) -> tuple[Updates, State]:
-    return exact().reduce(updates, (), comm)[0].mean, state
+def _mean(comm: Comm, updates: Updates, state: State) -> tuple[Updates, State]:
+    return exact_mean(comm, updates), state
 
 
 def round_like(anchor: Array, param: Array) -> Array:

@@ -14,7 +14,7 @@ from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..reducers.base import NO_FORMS, Forms
-from ..state.marks import PerWorker, Sharded, axis_tuple, is_mark, name_leaf, with_value
+from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, name_leaf, with_value
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -43,11 +43,16 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def check_leaves(tree: PyTree) -> None:
-    """Checks that all leaves have a mean over workers: no integers, no `Sharded` leaves, no second parameters."""
+def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
+    """Checks that all leaves have a mean over workers: no integers, no second parameters, no `Sharded` leaves.
+
+    With `sharded`, leaves may be sharded over another axis.
+    """
     refuse_two_sets(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mark)[0]:
         name = jax.tree_util.keystr(path) or "the gradient"
+        if isinstance(leaf, Sharded) and sharded:
+            leaf = leaf.value
         if isinstance(leaf, Sharded):
             raise ValueError(
                 f"{name} is Sharded: workers have different parts of it, so it has no mean over workers; "
@@ -57,6 +62,18 @@ def check_leaves(tree: PyTree) -> None:
             raise ValueError(
                 f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; exclude it with "
                 "optax.masked or optax.partition"
+            )
+
+
+def check_shards(params: PyTree, axis: AxisNames) -> None:
+    """Checks that parameters are sharded over other axes than that of the workers that synchronize them."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
+        if isinstance(leaf, Sharded) and (leaf.axis is None or set(axis_tuple(leaf.axis)) & set(axis_tuple(axis))):
+            where = "without the name of an axis" if leaf.axis is None else f"over axis {leaf.axis!r}"
+            raise ValueError(
+                f"{name_leaf('the parameter', path)} is Sharded {where}, and models differ over axis {axis!r}: name "
+                "another axis, whose workers share a model, zero.shard(params, axis='chip'), and synchronize over "
+                "axis='pod'"
             )
 
 
@@ -197,6 +214,15 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
 
 def explain_difference(state: PyTree, path: Any) -> str:
     """Returns what to do about a leaf of the state, at this path, that differs between workers."""
+    # The path may contain the marks or not.
+    leaves = zip(jax.tree_util.tree_leaves_with_path(state), flatten_marks(state), strict=True)
+    marks = next((leaf.marks for (full, _), leaf in leaves if path in (full, leaf.path)), ())
+    if any(isinstance(mark, PerWorker) for mark in marks):
+        return (
+            "workers that share a model, as the chips of a pod, keep it together, and the gradients of one pod differ "
+            "from chip to chip: average them first, optax.chain(jd.all_reduce(jd.exact(), axis='chip'), ...), with "
+            "zero_redundancy(..., reducer=None) inside"
+        )
 
     def is_optimizer(node):
         return isinstance(node, tuple) and type(node).__module__.startswith("optax")

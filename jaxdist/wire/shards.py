@@ -1,15 +1,18 @@
 """Arrays as flat shards, split over workers as by a reduce-scatter and by `Sharded(..., multiple=8)`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.types import Array, Like
+from .._core.types import Array, Like, PyTree
 from ..comm.base import Comm
-from .flat import MULTIPLE, concatenate
+from ..comm.over import over
+from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marked, with_value
+from .flat import MULTIPLE, concatenate, group_alike
 
 
 def length(size: int, workers: int) -> int:
@@ -68,3 +71,73 @@ def split_leaves(flat: Array, leaves: Sequence[Like], workers: int, *, groups: i
         out.append(lax.slice_in_dim(flat, start, start + n, axis=flat.ndim - 1))
         start += n
     return out
+
+
+def group_by_sharding(tree: PyTree) -> list[list[int]]:
+    """Groups the positions of leaves by the mesh axes that their `Sharded` marks split them over.
+
+    Leaves of different groups cannot share a buffer: one that contains a shard differs between the workers of its axis,
+    and so would all that is cut out of it again.
+    """
+    axes = [tuple(axis_tuple(mark.axis) for mark in _sharded(leaf.marks)) for leaf in flatten_marks(tree)]
+    return group_alike(axes, lambda names: names)
+
+
+def select_leaves(tree: PyTree, members: Sequence[int]) -> PyTree:
+    """The tree with `None` in place of all leaves but those at these positions."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([leaf if i in members else None for i, leaf in enumerate(leaves)])
+
+
+def map_groups(f: Callable[..., PyTree], tree: PyTree, *rest: PyTree, results: int = 1) -> PyTree:
+    """`f(tree, *rest)`, for the leaves of each group of `group_by_sharding` by themselves.
+
+    `f` returns a tree like `tree`, or with `results > 1` a tuple of that many.
+    """
+    groups = group_by_sharding(tree)
+    if len(groups) < 2:
+        return f(tree, *rest)
+    structure = jax.tree.structure(tree)
+    out: list[list[Any]] = [[None] * structure.num_leaves for _ in range(results)]
+    for members in groups:
+        found = iter(jax.tree.leaves(f(*(select_leaves(x, members) for x in (tree, *rest)))))
+        for leaves in out:
+            for i in members:
+                leaves[i] = next(found)
+    trees = tuple(structure.unflatten(leaves) for leaves in out)
+    return trees if results > 1 else trees[0]
+
+
+def whole_likes(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of whole arrays, in the marks of the shards."""
+    return map_marked(lambda marks, x: jax.ShapeDtypeStruct((_sharded(marks) or [x])[0].shape, x.dtype), tree)
+
+
+def gather_marked(tree: PyTree) -> PyTree:
+    """Whole arrays in place of shards, in their marks: the tree as it was written. One gather for each sharded leaf."""
+
+    def gather_leaf(x: Any) -> Any:
+        if not _sharded([x]):
+            return x
+        return with_value(x, unshard(over(x.axis).all_gather(x.value), jax.ShapeDtypeStruct(x.shape, x.value.dtype)))
+
+    return jax.tree.map(gather_leaf, tree, is_leaf=is_mark)
+
+
+def cut_marked(tree: PyTree) -> PyTree:
+    """The inverse of `gather_marked`, for any padding: this worker's shards of what is inside `Sharded` marks."""
+
+    def cut_leaf(marks: Sequence[Any], x: Array) -> Array:
+        for mark in _sharded(marks):
+            comm = over(mark.axis)
+            flat = x.ravel()
+            flat = jnp.pad(flat, (0, -flat.size % (comm.size * mark.multiple))).reshape(comm.size, -1)
+            x = lax.dynamic_index_in_dim(comm.varying(flat), comm.index, keepdims=False)
+        return x
+
+    return map_marked(cut_leaf, tree)
+
+
+def _sharded(marks: Sequence[Any]) -> list[Sharded]:
+    # Without an axis, for a single worker, arrays stay as they were written.
+    return [mark for mark in marks if isinstance(mark, Sharded) and axis_tuple(mark.axis)]

@@ -25,11 +25,13 @@ from .shards import decode, encode, gather_payloads
 EXACT = exact()
 
 
-def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
+def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) -> PyTree:
     """Marks large parameters as `Sharded`.
 
     Args:
       smallest: leaves with fewer entries stay replicated: gathering them costs latency and saves nothing.
+      axis: the mesh axis to split them over; by default the one with which the state is placed. For pods that differ,
+        `PerWorker(zero.shard(params, axis="chip"), axis="pod")`.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -40,7 +42,7 @@ def shard(params: PyTree, *, smallest: int = 100_000) -> PyTree:
     """
     if smallest < 0:
         raise ValueError(f"smallest must not be negative, got {smallest}")
-    return jax.tree.map(lambda x: Sharded(x, multiple=MULTIPLE) if x.size >= smallest else x, params)
+    return jax.tree.map(lambda x: Sharded(x, axis=axis, multiple=MULTIPLE) if x.size >= smallest else x, params)
 
 
 def gathered(
