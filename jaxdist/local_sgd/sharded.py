@@ -46,15 +46,17 @@ def init_reducer(reducer: Reducer, params: PyTree) -> State:
 
 def _check_reducer_state(reducer: Reducer, state: State) -> None:
     for leaf in flatten_marks(state):
-        sizes = [(math.prod(mark.shape),) for mark in leaf.marks if isinstance(mark, Sharded)]
+        # A mark without an axis is the reducer's own: it splits a whole array over its workers.
+        own = [mark for mark in leaf.marks if isinstance(mark, Sharded) and mark.axis is not None]
+        sizes = [(math.prod(mark.shape),) for mark in own]
         is_floating = jnp.issubdtype(leaf.value.dtype, jnp.floating)
         # Residuals are cut as their parameters are; keys and counts are equal on all workers.
         if is_floating != bool(sizes) or any(leaf.value.shape != size for size in sizes):
             raise ValueError(
                 f"{reducer.description or 'this reducer'} keeps {jax.tree_util.keystr(leaf.path)} of shape "
                 f"{leaf.value.shape} besides arrays that are shaped as the parameters, and of Sharded parameters each "
-                "worker would keep another one: use exact(), compressed(...), two_shot(...), or error_feedback(...) of "
-                "these, or do not shard the parameters (stages 1 and 2)"
+                "worker would keep another one: use exact(), compressed(...), two_shot(..., server_feedback=False), or "
+                "error_feedback(...) of these, or do not shard the parameters (stages 1 and 2)"
             )
 
 
