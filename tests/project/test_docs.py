@@ -16,6 +16,7 @@ import jax
 import pytest
 from paths import REPOSITORY
 from public_names import documented, public_names, resolve, tables
+from transcripts import assert_alike
 
 import jaxdist
 
@@ -26,9 +27,11 @@ FENCED = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTA
 # What fits beside the navigation on a laptop. Blocks of output, `text`, wrap instead.
 COLUMNS = 84
 # Pages that a newcomer follows line by line: what they show is what the blocks print, on this machine too.
-TRANSCRIPTS = ("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md")
+TRANSCRIPTS = (
+    *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
+    *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
+)
 SHOWN = re.compile(r"^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DECIMAL = re.compile(r"\d+\.\d+")
 
 
 def page_id(page: Path) -> str:
@@ -62,13 +65,6 @@ def shown_after(page: Path, line: int) -> str:
     found = SHOWN.match(rest)
     assert found, f"show what the block prints, at {page}:{line + 1}"
     return found[1]
-
-
-def assert_alike(printed: str, shown: str) -> None:
-    """Words and whole numbers, such as bytes, are equal; losses are close, whatever the compiler and its version."""
-    assert DECIMAL.sub("#", printed) == DECIMAL.sub("#", shown)
-    found, wanted = ([float(number) for number in DECIMAL.findall(text)] for text in (printed, shown))
-    assert found == pytest.approx(wanted, rel=0.05, abs=0.01)
 
 
 def test_a_transcript_that_is_out_of_date_fails():
