@@ -58,8 +58,8 @@ def start(command):
     return run.stdout
 
 
-# Four processes, each of which compiles.
-SLOW = {"islands.py"}
+# Four processes, each of which compiles; three meshes with several programs each.
+SLOW = {"islands.py", "tensor_parallel.py"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROMISES])
