@@ -7,7 +7,9 @@ docstring says otherwise.
 """
 
 from .adapt_levels import optimal_levels as optimal_levels
+from .base import Codec as Codec
 from .base import Compressor as Compressor
+from .base import DamagedCodeError as DamagedCodeError
 from .block_floats import dynamic_fp8 as dynamic_fp8
 from .block_floats import e3m0 as e3m0
 from .block_floats import fp8 as fp8

@@ -3,7 +3,31 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .._core.types import Array, Like, Payload, PRNGKeyArray, Shape
+from .._core.checks import Portable
+from .._core.types import Array, Float, Like, Payload, PRNGKeyArray, Shape
+
+
+class DamagedCodeError(Portable, ValueError):
+    """Bytes are not what a codec wrote: they were cut or altered, or are the code of another compressor or shape."""
+
+
+class Codec(NamedTuple):
+    """The variable-length form of a payload, as bytes on the host: for messages whose length need not be static.
+
+    Attributes:
+      encode: `encode(payload, like) -> bytes` of a payload in host memory, for an array with the shape and dtype of
+        `like`.
+      decode: `decode(body, like) -> payload`, in NumPy; `decompress` makes the same array of it. Raises
+        `DamagedCodeError` for other bytes.
+      expected_bits: `expected_bits(payload, like) -> f32[]`, inside jit: the length of the code without the few bytes
+        that frame it.
+      name: the code and its parameters, so that two sides can compare them.
+    """
+
+    encode: Callable[[Payload, Like], bytes]
+    decode: Callable[[bytes, Like], Payload]
+    expected_bits: Callable[[Payload, Like], Float[Array, ""]]
+    name: str
 
 
 class Compressor(NamedTuple):
@@ -18,6 +42,7 @@ class Compressor(NamedTuple):
       shared_key: all workers draw the same key (random-k, sketches).
       variance: ω of an unbiased compressor, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
+      codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
 
     Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
@@ -32,6 +57,7 @@ class Compressor(NamedTuple):
     shared_key: bool = False
     variance: Callable[[Shape], float] | None = None
     contraction: Callable[[Shape], float] | None = None
+    codec: Codec | None = None
     description: str = ""
 
     def __repr__(self) -> str:

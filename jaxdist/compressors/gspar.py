@@ -13,8 +13,9 @@ from jaxtyping import Bool
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
-from .._core.xla_quirks import sum_vector
+from .._core.xla_quirks import largest_magnitude, sum_vector
 from .base import Compressor
+from .codecs import SparseCode, sparse_codec
 from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
 from .random import key_words
 from .rounding import to_unit
@@ -31,7 +32,9 @@ COLUMN = 32
 
 
 @with_description
-def gspar(density: float | None = None, *, variance: float | int | None = None) -> Compressor:
+def gspar(
+    density: float | None = None, *, variance: float | int | None = None, code: SparseCode | None = None
+) -> Compressor:
     """Keeps entry i with probability `p_i = min(λ |x_i|, 1)` and sends `x_i / p_i`: unbiased, with minimal variance.
 
     λ is such that `Σ p_i` is `k = max(1, round(density d))` (less one part in 16,000): the certain entries are sent as
@@ -44,14 +47,18 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
     sampling). The choices in one array are then not independent, which changes neither the mean nor the variance.
 
     With `variance=ε` instead, `k = ceil(d / (1 + ε))`, the smallest k whose variance is at most `ε |x|²` for any input.
-    The paper sends fewer entries where the input allows it, in messages of varying length; `expected_bits` is their
-    mean length.
+    The paper sends fewer entries where the input allows it, in messages of varying length. With a `code` so does this:
+    with a variance it keeps `Σ p_i` entries of the paper's closed form (`closed_form_probabilities`), up to k, and pads
+    the payload with zeros, which the code leaves out. `expected_bits` is the mean length of the paper's code.
 
     On the wire: k values in the dtype of x, and their positions as in `top_k`.
 
     Args:
       density: the share that is kept, in (0, 1]. Start at 0.1, without error feedback; inside it, `top_k` loses less.
       variance: ε, above 0; in place of the density.
+      code: how islands and asynchronous rules send a payload, see `Codec`: "two_part", the code of the paper, with
+        values for the certain entries and `1 / λ` once for all others, or "entropy", about half as long. All others are
+        then exactly `± 1 / λ`, at most `2**-31 / λ` too much on average. `None`: k values and positions.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -74,20 +81,30 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
     def capacity(size: int) -> int:
         return num_kept(share, size) if variance is None else math.ceil(size / (1 + variance))
 
+    codec = sparse_codec(SparsePayload, capacity, code)
+
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         count = capacity(x.size)
         flat = x.reshape(-1)
         if count == x.size:
             return SparsePayload(flat, encode_positions(lax.iota(jnp.int32, count), x.size))
         magnitudes = relative_magnitudes(flat)
-        units, certain = _units(magnitudes, count)
+        keep = _keep_probabilities(magnitudes, count)
+        if codec is not None and variance is not None:
+            # Both are `min(λ a, 1)`, so the smaller is the one of the smaller λ.
+            keep = jnp.minimum(keep, closed_form_probabilities(flat, variance))
+        units, certain = _to_units(keep)
         where, chosen = _draw(units, certain, key_words(key)[0], count)
         # x_i / p_i; entries without units are certain, and sent as they are.
         wide = working_dtype(x.dtype)
         kept_units = units.at[where].get(mode="promise_in_bounds").astype(wide)
         values = flat.at[where].get(mode="promise_in_bounds").astype(wide)
         finite = jnp.isfinite(values)
-        values = jnp.where(kept_units > 0, values / jnp.where(kept_units > 0, kept_units * UNIT, 1.0), values)
+        if codec is None:
+            inverse = values / jnp.where(kept_units > 0, kept_units * UNIT, 1.0)
+        else:
+            inverse = jnp.sign(values) * _inverse_rate(flat, magnitudes, keep).astype(wide)
+        values = jnp.where(kept_units > 0, inverse, values)
         values = jnp.where(chosen, saturate(values, x.dtype, finite), 0)
         # With an entry that is not finite, no scale is left for the others.
         values = jnp.where(jnp.isfinite(sum_vector(magnitudes)), values, jnp.nan)
@@ -97,9 +114,10 @@ def gspar(density: float | None = None, *, variance: float | int | None = None) 
         size = math.prod(shape)
         count = capacity(size)
         # Twice the unused share, for the rounding of sums in float32 that determine λ.
-        return 0.0 if size <= count else size / (_budget(count, size) - count * SPARE) - 1.0
+        worst = 0.0 if size <= count else size / (_budget(count, size) - count * SPARE) - 1.0
+        return worst if codec is None or variance is None else max(worst, variance * (1 + 2 * SPARE))
 
-    return Compressor(compress, decompress, variance=omega)
+    return Compressor(compress, decompress, variance=omega, codec=codec)
 
 
 def _budget(count: int, size: int) -> float:
@@ -107,8 +125,18 @@ def _budget(count: int, size: int) -> float:
     return count * (1 - SPARE) - size * UNIT
 
 
-def _units(magnitudes: Float[Array, " size"], count: int) -> tuple[Int[Array, " size"], Bool[Array, " size"]]:
-    """Probabilities in units, rounded up, 0 for entries that are certain or zero; and the flags of certain entries."""
+def _inverse_rate(
+    flat: Float[Array, " size"], magnitudes: Float[Array, " size"], keep: Float[Array, " size"]
+) -> Float[Array, ""]:
+    """`1 / λ`, from the largest entry that is not certain; infinite where it is above the largest number."""
+    uncertain = keep < 1
+    probability, magnitude = (jnp.max(jnp.where(uncertain, x, 0.0)) for x in (keep, magnitudes))
+    largest = largest_magnitude(flat[None].astype(jnp.float32))[0, 0]
+    return largest * (magnitude / jnp.where(probability > 0, probability, 1.0))
+
+
+def _keep_probabilities(magnitudes: Float[Array, " size"], count: int) -> Float[Array, " size"]:
+    """The probabilities of the minimal variance for `count` entries."""
     budget = _budget(count, magnitudes.shape[0])
 
     def newton_step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -124,7 +152,11 @@ def _units(magnitudes: Float[Array, " size"], count: int) -> tuple[Int[Array, " 
     first = newton_rate(magnitudes, start, budget)
     rate, last, _ = lax.while_loop(still_rises, newton_step, (first, start, start.astype(jnp.int32)))
     all_fit = jnp.sum(magnitudes > 0, dtype=jnp.int32) <= count
-    keep = probabilities(magnitudes, jnp.where(all_fit, jnp.inf, jnp.maximum(rate, last)))
+    return probabilities(magnitudes, jnp.where(all_fit, jnp.inf, jnp.maximum(rate, last)))
+
+
+def _to_units(keep: Float[Array, " size"]) -> tuple[Int[Array, " size"], Bool[Array, " size"]]:
+    """Probabilities in units, rounded up, 0 for entries that are certain or zero; and the flags of certain entries."""
     certain = keep >= 1
     units = jnp.ceil(jnp.where(certain, 0.0, keep) / UNIT).astype(jnp.int32)
     return units, certain

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._core.types import Array, Float, Int, Shaped, UInt
 from .._core.xla_quirks import running_sum, sum_counts
-from .packing import bytes_of_codes, pack, unpack
+from .packing import bytes_of_codes, pack, pack_on_host, unpack, unpack_on_host
 from .random import mix
 
 # Bits of a word of a bitmap, and words or numbers that are summed in one product or search.
@@ -67,6 +68,33 @@ def decode_positions(words: UInt[Array, " words"], count: int, size: int) -> Int
     index = lax.iota(jnp.int32, count)
     # p_s = (h_s << b | low) + s, with h_s + s among the places.
     return (((places - index) << bits) | unpack(words[:cut], bits, count).astype(jnp.int32)) + index
+
+
+def encode_host_positions(where: np.ndarray, size: int) -> np.ndarray:
+    """The words of `encode_positions`, of positions in host memory."""
+    count = len(where)
+    bits = _low_bits(count, size)
+    if bits is None:
+        return where.astype(np.uint16 if size <= 2**16 else np.uint32)
+    index = np.arange(count)
+    rest = where - index
+    bitmap = np.zeros(_high_size(count, size, bits), np.uint8)
+    bitmap[(rest >> bits) + index] = 1
+    high = np.packbits(bitmap, bitorder="little")
+    return np.append(pack_on_host(rest & (2**bits - 1), bits), high) if bits else high
+
+
+def decode_host_positions(words: np.ndarray, count: int, size: int) -> np.ndarray:
+    """The positions of `decode_positions`, as int64, of words in host memory."""
+    bits = _low_bits(count, size)
+    if bits is None:
+        return words.astype(np.int64)
+    cut = bytes_of_codes(count, bits)
+    places = np.flatnonzero(np.unpackbits(words[cut:], bitorder="little"))[:count]
+    if bits == 0:
+        return places
+    index = np.arange(count)
+    return (((places - index) << bits) | unpack_on_host(words[:cut], bits, count)) + index
 
 
 def positions_bytes(count: int, size: int) -> int:

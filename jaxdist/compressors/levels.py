@@ -11,6 +11,7 @@ import numpy as np
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
 from .base import Compressor
+from .codecs import LevelCode, levels_codec
 from .packing import pack, unpack
 from .qsgd import QuantizedPayload
 from .random import Noise, uniform_hash
@@ -30,6 +31,7 @@ def with_levels(
     norm: Literal["max", "l2"] = "l2",
     zero_level: bool = True,
     noise: Noise = uniform_hash,
+    code: LevelCode | None = None,
 ) -> Compressor:
     """Rounds each entry of a bucket at random to one of the two levels around it: unbiased.
 
@@ -57,6 +59,7 @@ def with_levels(
       norm: "l2", whose ratios are concentrated around zero, as the levels of the papers are; or "max".
       zero_level: whether the table contains magnitudes. Without a zero level an entry of zero is sent as noise.
       noise: `(key, shape) -> uniforms`.
+      code: as for `qsgd`; "elias" needs a zero level. The paper of ALQ has "entropy", by Huffman's code.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -67,6 +70,7 @@ def with_levels(
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits must be 2, 3, 4 or 8, got {bits}")
     check_buckets(bucket, norm)
+    codec = levels_codec(QuantizedPayload, bits, bucket, code, zero_level=zero_level)
     table = _table(levels, 2 ** (bits - 1) if zero_level else 2**bits, 0.0 if zero_level else -1.0)
     sign_bit = 2 ** (bits - 1)
 
@@ -90,7 +94,7 @@ def with_levels(
     def variance(shape: Shape) -> Any:
         return worst_variance(table, min(bucket, math.prod(shape)), norm)
 
-    return Compressor(compress, decompress, variance=variance)
+    return Compressor(compress, decompress, variance=variance, codec=codec)
 
 
 @with_description
@@ -102,6 +106,7 @@ def nuqsgd(
     norm: Literal["max", "l2"] = "l2",
     zero_level: bool = True,
     noise: Noise = uniform_hash,
+    code: LevelCode | None = None,
 ) -> Compressor:
     """Rounds each bucket at random to powers of `p`, dense around zero where most entries are: unbiased.
 
@@ -139,7 +144,7 @@ def nuqsgd(
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits must be 2, 3, 4 or 8, got {bits}")
     levels = powers(2 ** (bits - 1), base, lowest=0.0) if zero_level else powers(2**bits, base)
-    return with_levels(levels, bits=bits, bucket=bucket, norm=norm, zero_level=zero_level, noise=noise)
+    return with_levels(levels, bits=bits, bucket=bucket, norm=norm, zero_level=zero_level, noise=noise, code=code)
 
 
 def powers(count: int, base: Float[Array, ""] | float | int, *, lowest: float | int = -1.0) -> Any:

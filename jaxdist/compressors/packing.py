@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.types import Array, Shaped, UInt
@@ -82,6 +83,34 @@ def unpack(words: UInt[Array, "*batch bytes"], bits: int, size: int) -> UInt[Arr
     # The last byte of a code also has bits of the next one.
     codes = [(_join(parts, 8, bits, i) & jnp.uint32(2**bits - 1)).astype(_code_dtype(bits)) for i in range(per_group)]
     return jnp.stack(codes, axis=-1).reshape(*batch, groups.shape[-2] * per_group)[..., :size]
+
+
+def pack_on_host(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The words of `pack`, of a vector of codes in host memory.
+
+    Examples:
+      >>> pack_on_host(np.array([5, 4095]), 12).tolist()
+      [5, 240, 255]
+    """
+    _check_bits(bits)
+    width = 1 if bits <= 8 else 4
+    parts = np.ascontiguousarray(codes, f"<u{width}").view(np.uint8).reshape(len(codes), width)
+    return np.packbits(np.unpackbits(parts, axis=1, count=bits, bitorder="little"), bitorder="little")
+
+
+def unpack_on_host(words: np.ndarray, bits: int, size: int) -> np.ndarray:
+    """The codes of `unpack`, as u8 or u32, of words in host memory.
+
+    Examples:
+      >>> unpack_on_host(np.array([5, 240, 255], np.uint8), 12, 2).tolist()
+      [5, 4095]
+    """
+    _check_bits(bits)
+    spread = np.unpackbits(words, count=size * bits, bitorder="little").reshape(size, bits)
+    if bits <= 8:
+        return functools.reduce(operator.or_, [spread[:, i] << np.uint8(i) for i in range(bits)])
+    parts = np.packbits(spread, axis=1, bitorder="little")
+    return np.pad(parts, [(0, 0), (0, 4 - parts.shape[1])]).view("<u4")[:, 0]
 
 
 def to_words(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

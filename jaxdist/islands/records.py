@@ -142,8 +142,10 @@ def pack(tag: str, arrays: Sequence[np.ndarray]) -> bytes:
     return b"".join([_MAGIC, struct.pack("<I", len(header)), header, *parts])
 
 
-def unpack(name: str, body: bytes, like: Sequence[Any]) -> list[np.ndarray]:
+def unpack(name: str, body: bytes, like: Sequence[Any] | None) -> list[np.ndarray]:
     """The arrays of a body whose name is its hash; shapes and dtypes must be those of `like`.
+
+    If `like` is `None`, the body has one vector of bytes, of any length.
 
     Raises:
       DamagedError: the bytes are not those that were written, or are arrays of another model.
@@ -156,6 +158,8 @@ def unpack(name: str, body: bytes, like: Sequence[Any]) -> list[np.ndarray]:
         header = json.loads(body[start : start + length])
     except (ValueError, struct.error) as error:
         raise DamagedError(f"the body {name} has no header: {error}") from error
+    if like is None:
+        like = [np.frombuffer(body[start + length :], np.uint8)]
     wanted = [[list(x.shape), str(np.dtype(x.dtype))] for x in like]
     if body[: len(_MAGIC)] != _MAGIC or not isinstance(header, dict) or header.get("arrays") != wanted:
         raise DamagedError(f"the body {name} holds other arrays than this run's: {header} instead of {wanted}")

@@ -7,9 +7,11 @@ every process that reads them computes the same bits, whether it takes part or o
 from contextlib import suppress
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._core.types import State
+from ..compressors.base import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import records, run
 from .connection import Connection
@@ -55,6 +57,7 @@ class Replay:
         self.counted: dict[str, str] = {}
         self._store, self._reducer = store, config.reducer
         self._payload: list[Any] = []
+        self._updates: Any = None
         self._bodies: dict[str, list[Any]] = {}
 
     def open(self, local: LocalStepsState) -> None:
@@ -65,6 +68,7 @@ class Replay:
           RunMismatchError: the run has another model or method.
         """
         self._payload = check_reducer(self._reducer, local.anchor)
+        self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
         run.check_or_open(self._store, run.describe(self.method, local, self._payload))
         self.digest = digest_of(shared_of(local))
 
@@ -154,16 +158,30 @@ class Replay:
             if body is None:
                 self.check_not_forgotten(number)
                 raise DamagedError(f"the store has no body {place}, which a drift names")
-            self._bodies[place] = records.unpack(place, body, self._payload)
+            self._bodies[place] = self._decode(place, body)
         return self._bodies[place]
 
     def put_body(self, tag: str, arrays: list[Any]) -> str:
         """Stores the arrays of this island's drift, and returns the name of the body."""
+        codec = self._reducer.forms.codec
+        if codec is not None:
+            arrays = [np.frombuffer(codec.encode(arrays, self._updates), np.uint8)]
         body = records.pack(tag, arrays)
         place = records.hash_of(body)
-        self._bodies[place] = arrays
+        # Decoded as all islands decode it, so that their bits are the same.
+        self._bodies[place] = self._decode(place, body)
         self._store.put(records.body_name(place), body)
         return place
+
+    def _decode(self, place: str, body: bytes) -> list[Any]:
+        codec = self._reducer.forms.codec
+        if codec is None:
+            return records.unpack(place, body, self._payload)
+        (code,) = records.unpack(place, body, None)
+        try:
+            return codec.decode(code.tobytes(), self._updates)
+        except DamagedCodeError as error:
+            raise DamagedError(f"the body {place} is no code of {codec.name}: {error}") from error
 
     def _take_step(self, shared: Shared, reducer: State, commit: Commit, number: int) -> Shared:
         # Δ = Σ n_w D(C(Δ_w)) / Σ n_w over the members of the commit, in its order: the same bits on every island

@@ -27,6 +27,7 @@ def describe(method: RoundMethod, local: LocalStepsState, payload: Sequence[Any]
         "outer optimizer": _shapes(outer),
         "reducer": _shapes(reducer),
         "payload": [f"{x.dtype}{list(x.shape)}" for x in payload],
+        "code": None if method.reducer.forms.codec is None else method.reducer.forms.codec.name,
         "outer step": _numbers_in(method, local),
     }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.base import Codec, Compressor
 from ..wire.encoded import NO_CONTRACTION, contraction_form
 from ..wire.flat import fuse, fuse_bytes
 
@@ -116,6 +116,8 @@ class Forms(NamedTuple):
         unbiased, or what it misses is kept for later.
       weighted: weights workers itself, by `Extras.examples`, and takes updates without weights.
       no_examples: the reason why weights by examples are refused, and the fix. `None`: they are not.
+      codec: the variable-length form of the one message, a `Codec` of the list of its arrays for the tree of updates;
+        for engines that send bytes, such as `islands`. `None`: there is none.
     """
 
     messages: Callable[..., Protocol] | None = None
@@ -125,6 +127,7 @@ class Forms(NamedTuple):
     biased: Callable[[Shape], Any] | None = None
     weighted: bool = False
     no_examples: str | None = None
+    codec: Codec | None = None
 
 
 NO_FORMS = Forms()

@@ -128,7 +128,7 @@ def _with_feedback(inner: Reducer, decay: float | int, with_learning_rate: bool)
         return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
     forms = forward_forms(lambda inner: _with_feedback(inner, decay, with_learning_rate), inner)
-    forms = forms._replace(no_feedback=HAS_FEEDBACK, biased=None)
+    forms = forms._replace(no_feedback=HAS_FEEDBACK, biased=None, codec=inner.forms.codec)
     return from_generator("error_feedback", init, messages, law=weakest(inner), forms=forms)
 
 

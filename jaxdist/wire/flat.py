@@ -60,9 +60,14 @@ def group_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[
     return list(groups.values())
 
 
+def group_by_shape(leaves: Sequence[Like]) -> list[list[int]]:
+    """Groups the positions of leaves by shape and dtype."""
+    return group_alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+
+
 def stack_by_shape(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
     """Stacks leaves of equal shape and dtype, and returns their positions: one program for each shape, not leaf."""
-    groups = group_alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+    groups = group_by_shape(leaves)
     return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
 
 

@@ -25,6 +25,7 @@ RULES = {
     "bsp": rules.bsp(SGD),
     "hop": rules.compressed(rules.hop(topology.ring, SGD, tokens=2, staleness=1), {"params": CODES["params"]}),
     "prague": rules.compressed(rules.prague(SGD, group_size=2, groups="random"), {"reduced": CODES["params"]}),
+    "variable": rules.compressed(rules.asgd(SGD), {"gradient": jd.qsgd(4, norm="l2", code="elias")}),
     "coded": rules.compressed(rules.ringmaster(2, SGD, stop=True), CODES, feedback=("gradient",)),
 }
 
@@ -76,6 +77,38 @@ def test_collectives_travel_coded():
     assert run.sent[0] == 5 * 2 * 128  # a gather of codes of 128 bytes
     assert exact.sent[0] == 5 * (2 * 2 * 256 // 3)  # a ring of 256 bytes
     np.testing.assert_allclose(run.params["w"], exact.params["w"], atol=1e-3)
+
+
+@pytest.mark.parametrize("feedback", [(), ("gradient",)])
+def test_codes_of_variable_length_weigh_what_they_are(feedback):
+    goals = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
+    task = TASK._replace(params={"w": np.zeros(1000, np.float32)}, batch=lambda s, i, k: goals[i])
+    runs = {
+        code: replay.run(
+            rules.compressed(rules.asgd(SGD), {"gradient": jd.qsgd(4, norm="l2", code=code)}, feedback=feedback),
+            task,
+            steps=20,
+            **CLUSTER | {"links": links.instant()},
+        )
+        for code in (None, "elias")
+    }
+    np.testing.assert_array_equal(runs["elias"].params["w"], runs[None].params["w"])
+    weights = {code: run.trace.events.bytes[run.trace.events.what == 1].tolist() for code, run in runs.items()}
+    # Models of 4000 bytes, and gradients: payloads of 508 bytes, or codes of many lengths.
+    assert {*weights[None]} == {508, 4000}
+    gradients = [weight for weight in weights["elias"] if weight != 4000]
+    assert len({*gradients}) > 3
+    assert max(gradients) < 0.6 * 508
+
+
+def test_a_gather_of_codes_weighs_their_sum():
+    code = {"reduced": jd.qsgd(4, norm="l2", code="elias")}
+    run = replay.run(rules.compressed(rules.bsp(SGD), code), TASK, steps=5, **CLUSTER)
+    sent, received = run.sent[:3], run.received[:3]
+    assert len({*sent.tolist()}) > 1
+    assert sum(sent) == sum(received)
+    # Of three members each receives what the others send once, and sends its own twice.
+    np.testing.assert_array_equal(np.asarray(received), (sum(sent) - np.asarray(sent)) / 2)
 
 
 def test_feedback_needs_a_code_and_a_contraction():

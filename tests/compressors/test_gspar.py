@@ -9,7 +9,7 @@ import pytest
 from reference.sparse import water_filling as filled
 
 from jaxdist import compressors as jc
-from jaxdist.compressors.gspar import SPARE, _draw, _units, relative_magnitudes
+from jaxdist.compressors.gspar import SPARE, _draw, _keep_probabilities, _to_units, relative_magnitudes
 
 G = jnp.array([4.0, -3.0, 2.0, 1.0, 0.0])
 closed = jax.jit(jc.closed_form_probabilities, static_argnums=1)
@@ -115,7 +115,7 @@ def test_expected_bits():
 
 def draws(x, count, number):
     """Chances and, for so many offsets, what was chosen."""
-    units, certain = _units(relative_magnitudes(jnp.asarray(x)), count)
+    units, certain = _to_units(_keep_probabilities(relative_magnitudes(jnp.asarray(x)), count))
     offsets = np.random.default_rng(0).integers(0, 2**32, number, dtype=np.uint32)
     where, chosen = jax.jit(jax.vmap(lambda offset: _draw(units, certain, offset, count)))(offsets)
     chances = np.where(certain, 1.0, np.asarray(units, np.float64) * 2.0**-31)

@@ -28,6 +28,9 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import records
+from jaxdist.islands.connection import Connection
+from jaxdist.islands.exchange import RoundMethod
+from jaxdist.islands.replay import Replay
 
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
@@ -147,6 +150,40 @@ def test_what_is_not_finite_is_never_sent():
         assert_close(fixed.params, global_params(state), tolerance=0)
         fixed, report = island.meet(step_of(tx)(fixed, GOALS[0]))
         assert report.counted
+
+
+def test_a_code_shortens_bodies_and_changes_no_bit():
+    goal, found = np.random.default_rng(0).standard_normal(4000).astype(np.float32), {}
+
+    def join_with(code, store, rounds):
+        reducer = jd.error_feedback(jd.compressed(jd.qsgd(4, code=code)))
+        tx = jd.local_steps(optax.sgd(0.1), outer(), sync_period=H, reducer=reducer, axis=None)
+
+        def step(state, _):
+            updates, opt = tx.update(state.params - goal, state.opt, state.params, sync=())
+            return State(optax.apply_updates(state.params, updates), opt)
+
+        params = jnp.zeros(4000)
+        return train(store, tx, "a", rounds, step=jax.jit(step), state=State(params, tx.init(params)))[1]
+
+    for code in (None, "entropy"):
+        store = islands.memory()
+        found[code] = join_with(code, store, 2)
+    assert [report.digest for report in found["entropy"]] == [report.digest for report in found[None]]
+    for report, plain in zip(found["entropy"], found[None], strict=True):
+        assert report.counted
+        # 3.3 of 4.1 bits an entry; beside them there are records.
+        assert plain.sent_bytes - 600 < report.sent_bytes < plain.sent_bytes - 300
+    with pytest.raises(islands.RunMismatchError, match="other code: entropy 4 512, and this island elias 4 512"):
+        join_with("elias", store, 1)
+
+
+def test_a_body_that_is_no_code_is_damaged():
+    reducer, body = jd.compressed(jd.qsgd(4, code="entropy")), records.pack("x", [np.zeros(9, np.uint8)])
+    replay = Replay(Connection(islands.memory()), RoundMethod(reducer, outer()))
+    replay._updates = jnp.zeros(40)
+    with pytest.raises(islands.DamagedError, match="is no code of entropy 4 512: "):
+        replay._decode(records.hash_of(body), body)
 
 
 @pytest.mark.parametrize(

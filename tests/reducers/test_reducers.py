@@ -121,6 +121,51 @@ def test_feedback_refuses_what_it_cannot_correct():
                 wrap(inner)
 
 
+def test_noisy_steps_are_divided_by_their_inflation():
+    """`Σ_w |D(C(x_w))|² / Σ_w |x_w|²`, measured over all workers and leaves; the law stays exact."""
+    grads = {"a": jnp.asarray(rows(4, 30)), "b": jnp.asarray(1e25 * rows(4, 5, 2, seed=1), jnp.float32)}
+    plain, divided = (
+        jax.jit(jax.vmap(lambda x, r=r: r.reduce(x, r.init(x), over("data"))[0], axis_name="data"))(grads)
+        for r in (jd.compressed(jd.qsgd(2)), jd.compressed(jd.qsgd(2), divide_by_inflation=True))
+    )
+    before, after = (
+        sum((np.asarray(leaf, np.float64) ** 2).sum() for leaf in jax.tree.leaves(x)) for x in (grads, plain.own)
+    )
+    assert after > 1.5 * before
+    for name in grads:
+        np.testing.assert_allclose(divided.mean[name], plain.mean[name] * (before / after), rtol=1e-5)
+        np.testing.assert_allclose(divided.own[name], plain.own[name] * (before / after), rtol=1e-5)
+    reducer = jd.compressed(jd.qsgd(2), divide_by_inflation=True)
+    nothing = reducer.reduce(jnp.zeros(3), reducer.init(jnp.zeros(3)), jd.comm.alone())[0]
+    assert nothing.mean.tolist() == [0.0] * 3
+
+
+def test_inflation_is_of_unbiased_codes_without_feedback():
+    for code in (jd.top_k(0.1), jd.compressors.random_k(0.1, unbiased=True)):
+        with pytest.raises(ValueError, match="divide_by_inflation is for unbiased compressors"):
+            jd.compressed(code, divide_by_inflation=True)
+    with pytest.raises(ValueError, match="use one of the two"):
+        jd.error_feedback(jd.compressed(jd.qsgd(2), divide_by_inflation=True))
+
+
+def test_a_code_of_a_tree_is_the_codes_of_its_leaves():
+    reducer = jd.error_feedback(jd.compressed(jd.qsgd(4, bucket=64, code="entropy")))
+    like = {"a": jnp.zeros((3, 50)), "b": jnp.zeros(7), "c": jnp.zeros((3, 50))}
+    rng, codec = np.random.default_rng(0), reducer.forms.codec
+    shapes = [(2, 76), (2, 3), (1, 4), (1, 1)]  # codes and norms of the leaves of one shape, then of the other
+    arrays = [
+        rng.integers(0, 4, s, dtype=np.uint8) if i % 2 == 0 else np.ones(s, np.float32) for i, s in enumerate(shapes)
+    ]
+    assert codec is not None
+    arrays[0][:, -1] = 0  # codes of padding
+    found = codec.decode(codec.encode(arrays, like), like)
+    for x, y in zip(found, arrays, strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(jc.DamagedCodeError):
+        codec.decode(codec.encode(arrays, like)[:-1], like)
+    assert float(codec.expected_bits([jnp.asarray(x) for x in arrays], like)) > 32 * 7
+
+
 def test_a_fading_residual_follows_the_reference(float64):
     updates = rows(20, 4, 30)
     means, _, states = trajectory(jd.error_feedback(top(0.1), decay=0.95), updates)

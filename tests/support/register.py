@@ -134,6 +134,9 @@ CODES = {
     "block_top_k": Code(lambda: jc.block_top_k(0.2, block=16), block_bytes(0.2, 16)),
     "gspar": Code(lambda: jc.gspar(0.3), sparse_bytes(0.3)),
     "gspar by variance": Code(lambda: jc.gspar(variance=3.0), lambda n: 4 * -(-n // 4) + position_bytes(-(-n // 4), n)),
+    "gspar in two parts": Code(
+        lambda: jc.gspar(variance=3.0, code="two_part"), lambda n: 4 * -(-n // 4) + position_bytes(-(-n // 4), n)
+    ),
     "two_means": Code(lambda: jc.two_means(block=16), lambda n: words(2 * n) + 8 * -(-n // min(16, n))),
     "top_k of bfloat16": Code(
         lambda: jc.chained(jc.top_k(0.2), jc.cast(jnp.bfloat16)),

@@ -185,15 +185,17 @@ class Engine:
         parts[place] = (action.value, action.op, state.tick)
         if len(parts) < len(group):
             return
-        n, nbytes = len(group), nbytes_of(action.value)
+        # Codes differ in length: the longest determines how long a gather takes.
+        sizes = {member: nbytes_of(value) for member, (value, _, _) in parts.items()}
+        n, nbytes = len(group), max(sizes.values())
         # The lead of the last member but one, which some collectives use; 0 in a group of one.
         joined = [tick for _, _, tick in parts.values()]
         lead = (joined[-1] - joined[-2:][0]) / self.config.ticks_per_second
         duration = self._ticks(self.config.links.collective(group, nbytes, action.op, lead))
         # Bytes that each member sends: in a gather its value to all others, in a mean those of a ring all-reduce.
-        sent = (n - 1) * nbytes if action.op == "gather" else 2 * (n - 1) * nbytes // n
+        sent = 2 * (n - 1) * nbytes // n
         for member in group:
-            state.sent[member] += sent
+            state.sent[member] += (n - 1) * sizes[member] if action.op == "gather" else sent
         self._push(state.tick + duration, COLLECTIVE, group[0], (key, sent))
 
     def _after(self, place: int, action: After) -> None:
@@ -261,7 +263,10 @@ class Engine:
         parts = state.collectives.pop((group, tag))
         values, op = [parts[member][0] for member in group], parts[group[0]][1]
         value = tuple(map(force, values)) if op == "gather" else mean_of(values)
-        for member in group:
+        sizes = [nbytes_of(part) for part in values]
+        for member, size in zip(group, sizes):
+            if op == "gather":
+                nbytes = sum(sizes) - size
             state.received[member] += nbytes
             self._record_event(COLLECTIVE, member, place, REDUCED, nbytes)
             self._deliver(member, member, Message(REDUCED, value, 0, tag))

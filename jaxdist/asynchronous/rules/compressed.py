@@ -10,9 +10,10 @@ import numpy as np
 
 from ..._core.types import PyTree
 from ...compressors.base import Compressor
+from ...compressors.codecs import decode_all, encode_all
 from ...wire.encoded import contraction_form
 from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
-from ..values import Encoded, Spec, mean_of, numeric, spec_of
+from ..values import Encoded, Spec, force, mean_of, numeric, spec_of
 
 
 class _CompressedRoleState(NamedTuple):
@@ -54,7 +55,8 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
     `"gradient"` and `"params"` for all rules with a parameter server, and `"reduced"` for collectives, whose payloads
     are gathered and averaged after decoding. Integers, by which rules decide, are sent uncompressed.
 
-    On the wire: the payload of each leaf.
+    On the wire: the payload of each leaf; its code, and 4 bytes for the length of that, if the compressor has a codec
+    (`qsgd(4, code="entropy")`). A replay without numerics has no payloads to encode, and counts their static size.
 
     State: with feedback, a residual for each receiver, of the size of a model.
 
@@ -134,12 +136,21 @@ def _encode(
     words = np.array([site.seed & 0xFFFFFFFF, site.index + 1, state.sent], np.uint32)
     state = state._replace(sent=state.sent + 1)
     if kind not in cfg.feedback:
-        return state, Encoded(codec.encode(value, words), like)
+        return state, Encoded(_to_message(codec, codec.encode(value, words), like), like)
     # The first residual is zero.
     residual = state.residuals.get((kind, to))
     residual = codec.zeros(value) if residual is None else residual
     payload, residual = codec.encode_with_feedback(value, residual, words)
-    return state._replace(residuals=state.residuals | {(kind, to): residual}), Encoded(payload, like)
+    state = state._replace(residuals=state.residuals | {(kind, to): residual})
+    return state, Encoded(_to_message(codec, payload, like), like)
+
+
+def _to_message(codec: _Codec, payload: Any, like: Spec) -> Any:
+    """The code of a payload as a vector of bytes, where the compressor has a codec; the payload itself elsewhere."""
+    host = codec.compressor.codec
+    if host is None or type(payload) is Spec:
+        return payload
+    return np.frombuffer(encode_all(host, force(payload), jax.tree.leaves(like.tree)), np.uint8)
 
 
 def _decode_message(
@@ -171,7 +182,10 @@ def _decode(codec: _Codec, encoded: Encoded) -> Any:
     like = encoded.like
     if like not in codec.decoders:
         codec.decoders[like] = numeric(partial(_decode_tree, codec.compressor, like=like.tree), lazy=True)
-    return codec.decoders[like](encoded.payload)
+    payload, host = encoded.payload, codec.compressor.codec
+    if host is not None and type(payload) is np.ndarray:
+        payload = decode_all(host, payload.tobytes(), jax.tree.leaves(like.tree))
+    return codec.decoders[like](payload)
 
 
 def _encode_tree(compressor: Compressor, value: PyTree, words: Any) -> list[Any]:
