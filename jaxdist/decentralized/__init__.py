@@ -6,6 +6,7 @@ from .base import gossip as gossip
 from .compressed import choco as choco
 from .compressed import dcd_psgd as dcd_psgd
 from .compressed import ecd_psgd as ecd_psgd
+from .compressed import saps_psgd as saps_psgd
 from .cross_gradients import cross_value_and_grad as cross_value_and_grad
 from .cross_gradients import neighborhood_value_and_grad as neighborhood_value_and_grad
 from .cross_gradients import sharpness_aware as sharpness_aware

@@ -1,4 +1,4 @@
-"""Compressed gossip: CHOCO-SGD, DCD-PSGD and ECD-PSGD, and the exchange of payloads that they share."""
+"""Compressed gossip: CHOCO-SGD, DCD-PSGD, ECD-PSGD and SAPS-PSGD, and the exchange of payloads that they share."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,16 @@ from ..wire.encoded import contraction_form
 from ..wire.flat import fuse_bytes, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
 from ..wire.shards import map_groups
-from .method import Method, StepContext, StepResult, check_interval, check_undirected, every_n_steps
+from .method import (
+    Method,
+    StepContext,
+    StepResult,
+    check_doubly_stochastic,
+    check_interval,
+    check_undirected,
+    every_n_steps,
+    mix,
+)
 
 
 def choco(compressor: Compressor, *, step_size: float | int) -> Method:
@@ -227,6 +236,67 @@ def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
     return StepResult(params, inner, {"mixed": mixed})
 
 
+def saps_psgd(compressor: Compressor) -> Method:
+    """Neighbors exchange a few entries of their models, which all workers draw alike, and average only these.
+
+        x_i += u_i;   x_i += Σ_j W_ij (C(x_j) - C(x_i))
+
+    C keeps some entries as they are, so this compresses the *differences* between neighbors without a memory of them.
+    It works on graphs that change in every step, where `choco` and `dcd_psgd` have no neighbors to remember. The mean
+    of all models changes by the steps `u` alone. Where a step of plain gossip leaves a share σ² of the expected square
+    of the consensus error, this leaves `1 - ρ (1 - σ²)`, with a share ρ of the entries: about the same for the bytes.
+
+    *Topologies*: doubly stochastic; all that change. The paper pairs workers by the speed of their links.
+
+    *On the wire*: the payload of the compressor for each neighbor, one message for each dtype.
+
+    *State*: none.
+
+    Args:
+      compressor: a linear one whose draws all workers share and that keeps entries as they are: `random_k(0.1)`. A
+        higher density keeps workers closer together.
+
+    Raises:
+      ValueError: another compressor.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, jaxdist as jd
+      >>> method = jd.decentralized.saps_psgd(jd.compressors.random_k(0.25))
+      >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.random_matchings(4), method=method)
+      >>> def step(state, target):
+      ...     updates, opt_state = tx.update(state["x"] - target, state["opt"], state["x"])
+      ...     return {"x": state["x"] + updates, "opt": opt_state}, {}
+      >>> state = jd.place({"x": jd.PerWorker(jnp.zeros(8)), "opt": tx.init(jnp.zeros(8))}, 4)
+      >>> run = jd.simulate(step, workers=4)
+      >>> for _ in range(100):
+      ...     state, _ = run(state, jnp.arange(4.0))
+      >>> jd.consensus(state["x"]).round(3).tolist()
+      [1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]
+
+    References:
+      Tang, Shi, Chu, "Communication-Efficient Decentralized Learning with Sparsification and Adaptive Peer Selection",
+      arXiv:2002.09692, 2020.
+    """
+    if not (compressor.summable and compressor.shared_key) or compressor.contraction is None:
+        raise ValueError(
+            f"saps_psgd needs a compressor that keeps the same entries on all workers, got {compressor}: use random_k "
+            "without unbiased=True, or choco on a static graph"
+        )
+    return Method(check_doubly_stochastic, lambda params, topology: (), partial(_saps_step, compressor))
+
+
+def _saps_step(compressor: Compressor, context: StepContext) -> StepResult:
+    steps, inner = context.adapt(context.gradients)
+    params = plus(context.params, steps)
+    leaves, structure = jax.tree.flatten(params)
+    groups, stacks, payloads = _compress_leaves(context, compressor, leaves)
+    # C is linear: Σ_j W_ij C(x_j) is the code whose entries are averages.
+    mixed = mix(context, payloads)
+    pairs = zip(*(_decode(compressor, codes, stacks) for codes in (mixed, payloads)), strict=True)
+    changes = structure.unflatten(unstack(groups, [new - old for new, old in pairs]))
+    return StepResult(plus(params, changes), inner, ())
+
+
 class _Exchanged(NamedTuple):
     """The positions of the leaves in each stack of one shape, the stacks, and their payloads.
 
@@ -282,17 +352,24 @@ def exchange_rows(context: StepContext, compressor: Compressor, tree: PyTree) ->
 def _send_payloads(context: StepContext, compressor: Compressor, leaves: Sequence[Array]) -> _Exchanged:
     """Compresses the leaves in stacks of one shape and sends them along the edges of the graph."""
     comm, (static_round,) = context.comm, context.topology.rounds
-    key = context.key if compressor.shared_key else jax.random.fold_in(context.key, comm.index)
-    groups, stacks = stack_by_shape(leaves)
-    # Each leaf has its own key, by its position in the tree.
-    keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
-    payloads = [jax.vmap(compressor.compress)(stack, key) for stack, key in zip(stacks, keys, strict=True)]
+    groups, stacks, payloads = _compress_leaves(context, compressor, leaves)
     arrays, payload_tree = jax.tree.flatten(payloads)
     received = []
     for message in static_round.messages:
         arrived = fuse_bytes(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
         received.append((weight_of(comm, message.weights), payload_tree.unflatten(arrived)))
     return _Exchanged(groups, stacks, payloads, received)
+
+
+def _compress_leaves(
+    context: StepContext, compressor: Compressor, leaves: Sequence[Array]
+) -> tuple[list[list[int]], list[Array], list[Payload]]:
+    """Returns the positions of the leaves of each shape, their stacks, and the payloads of these."""
+    key = context.key if compressor.shared_key else jax.random.fold_in(context.key, context.comm.index)
+    groups, stacks = stack_by_shape(leaves)
+    # Each leaf has its own key, by its position in the tree.
+    keys = [jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.array(members)) for members in groups]
+    return groups, stacks, [jax.vmap(compressor.compress)(x, key) for x, key in zip(stacks, keys, strict=True)]
 
 
 def _decode(compressor: Compressor, payloads: Sequence[Payload], stacks: Sequence[Array]) -> list[Array]:

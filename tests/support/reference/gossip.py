@@ -46,6 +46,16 @@ def gradient_tracking(g, x, matrices, rate, *, combine_first=False):
     return np.array(out)
 
 
+def saps_psgd(g, x, matrices, rate, *, mask):
+    """`mask(t)` is 1 for the entries that all workers draw in step `t`."""
+    out = []
+    for t, w in enumerate(matrices):
+        x = x - rate * g(t, x)
+        x = np.where(mask(t) > 0, w @ x, x)
+        out.append(x)
+    return np.array(out)
+
+
 def quasi_global_momentum(g, x, matrices, rate, *, beta=0.9, mu=0.9, nesterov=False):
     out, kept = [], np.zeros_like(x)
     for t, w in enumerate(matrices):
