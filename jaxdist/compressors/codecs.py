@@ -241,12 +241,11 @@ def _decode_sparse(cfg: _Sparse, body: bytes, like: Like) -> Any:
     scale = reader.take_array(1, unsigned)
     certain_count, common_count = reader.take_number(), reader.take_number()
     _check_count(certain_count + common_count, capacity)
-    minus = np.zeros(common_count, np.uint8)
+    minus, width = np.zeros(common_count, np.uint8), _index_bits(size)
     if kind == SYMBOLS:
         symbols = decode_symbols(reader, size, 4)
         certain = np.flatnonzero(symbols == CERTAIN)
     else:
-        width = _index_bits(size)
         certain = _take_codes(reader, certain_count, width)
         symbols = _take_codes(reader, size, 2) if kind == MAP else np.zeros(0, np.uint8)
     if kind == LIST:
