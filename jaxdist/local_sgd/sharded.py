@@ -17,7 +17,7 @@ from ..wire.shards import group_by_sharding, map_groups, select_leaves, whole_li
 
 
 class _Entries(NamedTuple):
-    """Stands for an array of which a worker has some entries, while a trace is checked."""
+    """An array of which a worker has some entries, in a trace that is checked."""
 
 
 def has_shards(tree: PyTree) -> bool:

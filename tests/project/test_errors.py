@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 
 import jaxdist
-from jaxdist import islands, transforms
+from jaxdist import compressors, islands, transforms
 from jaxdist._core.checks import Portable
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
@@ -20,6 +20,7 @@ from jaxdist.processes.launch import ProcessFailedError
 
 FILE = pathlib.Path("run", "5", "state")
 RAISED = [
+    compressors.DamagedCodeError("cut"),
     islands.AnchorDiffersError("odd"),
     islands.DamagedError("cut"),
     islands.IslandError("no"),
