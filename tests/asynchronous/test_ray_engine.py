@@ -46,7 +46,7 @@ RULES = {
     "backup": made(lambda: rules.backup_workers(2, optax.sgd(0.05))),
     "ad_psgd": made(lambda: rules.ad_psgd(topology.ring, optax.sgd(0.05))),
     "hop": made(lambda: rules.hop(topology.ring, optax.sgd(0.05), tokens=3)),
-    "any_batch_gossip": made(lambda: rules.any_batch_gossip(0.2, topology.ring, optax.sgd(0.05), weights="uniform")),
+    "any_batch_gossip": made(lambda: rules.any_batch_gossip(1.0, topology.ring, optax.sgd(0.3), weights="uniform")),
 }
 
 
