@@ -270,7 +270,7 @@ def saps_psgd(compressor: Compressor) -> Method:
       >>> run = jd.simulate(step, workers=4)
       >>> for _ in range(100):
       ...     state, _ = run(state, jnp.arange(4.0))
-      >>> jd.consensus(state["x"]).round(3).tolist()
+      >>> [round(x, 3) for x in jd.consensus(state["x"]).tolist()]
       [1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]
 
     References:

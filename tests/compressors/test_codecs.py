@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.codes import entropy_bits, level_bits, nuqsgd_bound, omega, qsgd_bound, read_omega, two_part_bits
+from reference.variable_length import (
+    entropy_bits,
+    level_bits,
+    nuqsgd_bound,
+    omega,
+    qsgd_bound,
+    read_omega,
+    two_part_bits,
+)
 
 from jaxdist import compressors as jc
 from jaxdist.compressors.codecs import decode_all, encode_all
