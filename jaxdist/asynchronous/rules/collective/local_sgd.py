@@ -319,9 +319,14 @@ def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
     if len(cfg.sync_periods) not in (1, site.workers):
         raise ValueError(f"sync_period must be one number or {site.workers}, one a worker, got {cfg.sync_periods}")
     anchor = cfg.to_working_dtype(params)
-    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor), due=not cfg.interval)
-    clock = (After(cfg.interval, CLOCK),) if cfg.interval else ()
+    state = _LocalState(site, params, cfg.start(params), anchor, cfg.start_outer(anchor))
+    state, clock = _wind_clock(cfg, state)
     return state, (Compute(params, 0), *clock)
+
+
+def _wind_clock(cfg: _Config, state: _LocalState) -> Reaction:
+    """Without an interval a snapshot is always due, and there is no timer."""
+    return (state._replace(due=False), (After(cfg.interval, CLOCK),)) if cfg.interval else (state, ())
 
 
 @no_type_check
@@ -385,8 +390,7 @@ def _try_snapshot(cfg: _Config, state: _LocalState) -> Reaction:
     if state.sent is not None or state.steps < period or not state.due:
         return state, ()
     reduce = reduce_all(state.site, state.version, _drift(state.anchor, state.params))
-    clock = (After(cfg.interval, CLOCK),) if cfg.interval else ()
-    state = state._replace(sent=state.params, sent_oldest=state.oldest, steps=0, due=not cfg.interval)
+    state, clock = _wind_clock(cfg, state._replace(sent=state.params, sent_oldest=state.oldest, steps=0))
     return state, (reduce, *clock)
 
 
