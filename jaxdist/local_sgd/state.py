@@ -17,7 +17,7 @@ from ..state.marks import NO_PARAMETER, PerWorker, beside, is_mark, with_value
 from ..transforms.common import check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
-from ..wire.shards import cut_marked, gather_marked
+from ..wire.shards import gather_marked, split_marked
 from .fragments import merge, split
 from .sharded import exact_mean
 from .synchronize import Fragment, cond_or_static
@@ -143,7 +143,7 @@ def update_buffers(
 def _reset(owned: PyTree, inner: optax.GradientTransformation, comm: Comm, state: State, params: PyTree) -> State:
     """Buffers as `init` makes them, with the counts that belong to them; schedules go on counting."""
     # `init` is written for whole parameters, and makes whole arrays.
-    fresh = cut_marked(jax.tree.map(_on_device, inner.init(gather_marked(params))))
+    fresh = split_marked(jax.tree.map(_on_device, inner.init(gather_marked(params))))
     return comm.varying(jax.tree.map(lambda own, new, old: _place_like(old, new) if own else old, owned, fresh, state))
 
 

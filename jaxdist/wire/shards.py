@@ -79,7 +79,7 @@ def group_by_sharding(tree: PyTree) -> list[list[int]]:
     Leaves of different groups cannot share a buffer: one that contains a shard differs between the workers of its axis,
     and so would all that is cut out of it again.
     """
-    axes = [tuple(axis_tuple(mark.axis) for mark in _sharded(leaf.marks)) for leaf in flatten_marks(tree)]
+    axes = [tuple(axis_tuple(mark.axis) for mark in _shard_marks(leaf.marks)) for leaf in flatten_marks(tree)]
     return group_alike(axes, lambda names: names)
 
 
@@ -110,34 +110,34 @@ def map_groups(f: Callable[..., PyTree], tree: PyTree, *rest: PyTree, results: i
 
 def whole_likes(tree: PyTree) -> PyTree:
     """The shapes and dtypes of whole arrays, in the marks of the shards."""
-    return map_marked(lambda marks, x: jax.ShapeDtypeStruct((_sharded(marks) or [x])[0].shape, x.dtype), tree)
+    return map_marked(lambda marks, x: jax.ShapeDtypeStruct((_shard_marks(marks) or [x])[0].shape, x.dtype), tree)
 
 
 def gather_marked(tree: PyTree) -> PyTree:
     """Whole arrays in place of shards, in their marks: the tree as it was written. One gather for each sharded leaf."""
 
     def gather_leaf(x: Any) -> Any:
-        if not _sharded([x]):
+        if not _shard_marks([x]):
             return x
         return with_value(x, unshard(over(x.axis).all_gather(x.value), jax.ShapeDtypeStruct(x.shape, x.value.dtype)))
 
     return jax.tree.map(gather_leaf, tree, is_leaf=is_mark)
 
 
-def cut_marked(tree: PyTree) -> PyTree:
+def split_marked(tree: PyTree) -> PyTree:
     """The inverse of `gather_marked`, for any padding: this worker's shards of what is inside `Sharded` marks."""
 
-    def cut_leaf(marks: Sequence[Any], x: Array) -> Array:
-        for mark in _sharded(marks):
+    def split_leaf(marks: Sequence[Any], x: Array) -> Array:
+        for mark in _shard_marks(marks):
             comm = over(mark.axis)
             flat = x.ravel()
             flat = jnp.pad(flat, (0, -flat.size % (comm.size * mark.multiple))).reshape(comm.size, -1)
             x = lax.dynamic_index_in_dim(comm.varying(flat), comm.index, keepdims=False)
         return x
 
-    return map_marked(cut_leaf, tree)
+    return map_marked(split_leaf, tree)
 
 
-def _sharded(marks: Sequence[Any]) -> list[Sharded]:
+def _shard_marks(marks: Sequence[Any]) -> list[Sharded]:
     # Without an axis, for a single worker, arrays stay as they were written.
     return [mark for mark in marks if isinstance(mark, Sharded) and axis_tuple(mark.axis)]
