@@ -95,17 +95,21 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGINT, *[pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGUSR1)]],
 )
 def test_train_saves_and_leaves_at_a_signal(tmp_path, number):
     log = tmp_path / "log.jsonl"
     command = [sys.executable, "-m", "jaxdist._cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]
     with subprocess.Popen([*command, "--no-baseline", "--out", str(tmp_path)], stderr=subprocess.PIPE) as run:
-        while not (log.exists() and log.read_text().count("\n") > 2):
-            assert run.poll() is None
-            time.sleep(0.05)
-        run.send_signal(number)
-        printed = run.communicate()[1].decode()
+        try:
+            while not (log.exists() and log.read_text().count("\n") > 2):
+                assert run.poll() is None
+                time.sleep(0.05)
+            run.send_signal(number)
+            printed = run.communicate(timeout=300)[1].decode()
+        finally:
+            run.kill()
     last = results.read_log(log)[-1]
     assert (run.returncode, last["kind"]) == (0, "step")
     assert f"jaxdist: stopped after step {last['step']} of 100000: the checkpoint is in {tmp_path}" in printed

@@ -165,6 +165,7 @@ def test_checkpoint_comes_back_bit_equal(finished, tmp_path):
     jax.tree.map(same, state, restored)
 
 
+@pytest.mark.slow
 def test_a_restored_run_goes_on_as_if_never_stopped(writing, mesh, tmp_path):
     reducer = parse.parse_reducer("ef:top_k:0.05")
     run = train.prepare(writing, reducer, optax.adam(1e-3), mesh=mesh, batch_size=8)

@@ -70,6 +70,7 @@ def test_gradients_that_say_nothing_leave_the_levels(make):
     assert (np.diff(levels) > 0).all()
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 @pytest.mark.parametrize("exponent", [-100, 124])
 def test_levels_are_fitted_to_gradients_of_any_magnitude(make, exponent):

@@ -90,6 +90,7 @@ LEAVES = {
 ON_LEAVES = [name for name in CASES if name not in ("top_k", "feedback of qsgd 2", "power_sgd", "tracked")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ON_LEAVES)
 def test_leaves_of_every_kind(name, request):
     """Finite results of the same shape and dtype, in one tree, for one worker; half of the leaves without `--slow`."""

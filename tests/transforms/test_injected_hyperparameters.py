@@ -57,6 +57,7 @@ def moved(after, before):
     return max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (after, before)), strict=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_fault_is_a_step_that_did_not_happen(name):
     rng, run = np.random.default_rng(list(METHODS).index(name)), ran(name)
