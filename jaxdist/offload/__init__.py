@@ -2,6 +2,9 @@
 
 from .host.base import host as host
 from .host.delayed import delayed as delayed
+from .layers.base import nvme_layers as nvme_layers
+from .layers.stack import LayerStack as LayerStack
+from .layers.stack import StreamedLayers as StreamedLayers
 from .nvme.base import nvme as nvme
 from .nvme.store import Store as Store
 from .nvme.store import StoreDamagedError as StoreDamagedError

@@ -17,8 +17,21 @@ from jax.experimental import multihost_utils
 from . import files
 from .chunks import Layout
 
-# Works on a chunk: its number, and its bytes.
+# Works on a buffer: the number of its access, and its bytes.
 Visit = Callable[[int, np.ndarray], None]
+
+
+class Access(NamedTuple):
+    """One use of a buffer in a step. Byte 0 of the buffer is byte `start` of the file.
+
+    `reads` are chunks of the committed step, `rereads` chunks that an earlier access of this step has written: at least
+    as many accesses earlier as there are buffers. `writes` are chunks of the new step.
+    """
+
+    start: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    rereads: tuple[int, ...] = ()
 
 
 class _NewStep(NamedTuple):
@@ -63,13 +76,17 @@ class Disk:
 
     def attach(self, layout: Layout, chunk_bytes: int, host_bytes: int) -> bool:
         """Allocates buffers and finds the last step that all processes have; returns False if there is none."""
-        self.layout, self.size = layout, chunk_bytes
         largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
         depth = min(host_bytes // max(largest, 1), max(len(layout.chunks), 1), 3)
         if not depth:
             raise ValueError(
                 f"host_bytes={host_bytes} is less than a chunk of {largest} bytes: make chunk_bytes smaller"
             )
+        return self.attach_buffers(layout, chunk_bytes, largest, depth)
+
+    def attach_buffers(self, layout: Layout, chunk_bytes: int, largest: int, depth: int) -> bool:
+        """`attach` with `depth` buffers of `largest` bytes."""
+        self.layout, self.size = layout, chunk_bytes
         # Whole pages, as direct access requires.
         memory = [mmap.mmap(-1, max(largest, files.PAGE)) for _ in range(depth)]
         self.buffers = [np.frombuffer(pages, np.uint8) for pages in memory]
@@ -98,11 +115,24 @@ class Disk:
         if pending is not None:
             pending.result()
 
-    def advance(self, visit: Visit, numbers: Sequence[np.ndarray], gives: Callable[[], list[list[int]] | None]) -> None:
-        """Streams all chunks through `visit` into the other slot, and commits it with these numbers.
+    def advance(
+        self,
+        visit: Visit,
+        numbers: Sequence[np.ndarray],
+        gives: Callable[[], list[list[int]] | None],
+        *,
+        accesses: Sequence[Access] | None = None,
+        prepare: Visit | None = None,
+    ) -> None:
+        """Streams chunks through `visit` into the other slot, and commits it with these numbers.
 
-        `gives` returns, when everything is computed, the hashes of the parameters that belong to the step.
+        Args:
+          gives: returns, when everything is computed, the hashes of the parameters that belong to the step.
+          accesses: what is read and written, in this order; by default every chunk once. All chunks that a later step
+            reads must be written.
+          prepare: called in the reading thread when an access has been read.
         """
+        accesses = self._each_chunk() if accesses is None else accesses
         self.flush()
         # Never over the committed step.
         slot = 1 - self.slot if self.step >= 0 else 0
@@ -116,9 +146,12 @@ class Disk:
                 if self.step < 0:
                     # Allocates the second slot now, so that a full disk is noticed at the first step.
                     self._open(stack, files.slot_path(self.folder, 1), new.step, create=True)
-                read = self._open_committed(stack) if self.step >= 0 else None
-                compute, write = partial(self._compute, visit), partial(self._write, file, new)
-                count = len(self.layout.chunks)
+                again = partial(self._read, file, path, new.step, new.checksums)
+                read = None
+                if self.step >= 0:
+                    read = partial(self._fill, accesses, self._open_committed(stack), again, prepare)
+                compute, write = partial(self._compute, visit, accesses), partial(self._drain, accesses, file, new)
+                count = len(accesses)
                 writes = stream(
                     count, self.buffers, read=read, compute=compute, write=write, reader=reader, writer=writer
                 )
@@ -133,11 +166,33 @@ class Disk:
         if self.wait:
             self.flush()
 
-    def _compute(self, visit: Visit, k: int, buffer: np.ndarray) -> None:
-        # The last chunk may be shorter than the buffer.
-        visit(k, buffer[: self.layout.chunks[k].nbytes])
+    def _each_chunk(self) -> list[Access]:
+        return [Access(chunk.offset, (k,), (k,)) for k, chunk in enumerate(self.layout.chunks)]
+
+    def _used(self, access: Access, buffer: np.ndarray) -> np.ndarray:
+        """The bytes of a buffer that belong to the chunks of an access."""
+        chunks = [self.layout.chunks[c] for c in (*access.reads, *access.rereads, *access.writes)]
+        return buffer[: max((chunk.offset + chunk.nbytes for chunk in chunks), default=access.start) - access.start]
+
+    def _compute(self, visit: Visit, accesses: Sequence[Access], k: int, buffer: np.ndarray) -> None:
+        visit(k, self._used(accesses[k], buffer))
         if self.progress is not None:
-            self.progress(k + 1, len(self.layout.chunks))
+            self.progress(k + 1, len(accesses))
+
+    def _fill(
+        self, accesses: Sequence[Access], old: Visit, new: Visit, prepare: Visit | None, k: int, buffer: np.ndarray
+    ) -> None:
+        """Reads the chunks of an access: those of the committed step by `old`, those of this step by `new`."""
+        access = accesses[k]
+        for read, chunks in ((old, access.reads), (new, access.rereads)):
+            for c in chunks:
+                read(c, buffer[self.layout.chunks[c].offset - access.start :])
+        if prepare is not None:
+            prepare(k, buffer)
+
+    def _drain(self, accesses: Sequence[Access], file: int, new: _NewStep, k: int, buffer: np.ndarray) -> None:
+        for c in accesses[k].writes:
+            self._write(file, new, c, buffer[self.layout.chunks[c].offset - accesses[k].start :])
 
     def _write(self, file: int, new: _NewStep, k: int, buffer: np.ndarray) -> None:
         chunk = self.layout.chunks[k]
@@ -170,14 +225,15 @@ class Disk:
         self.slot, self.step, self.sums = new.slot, new.step, new.checksums
         self.numbers, self.gave = new.numbers, gave
 
-    def scan(self, visit: Visit) -> None:
-        """Calls `visit` with every chunk of the committed step."""
+    def scan(self, visit: Visit, accesses: Sequence[Access] | None = None) -> None:
+        """Calls `visit` with every chunk of the committed step, or with those that these accesses read."""
         self.flush()
+        accesses = self._each_chunk() if accesses is None else accesses
         with contextlib.ExitStack() as stack:
             read = self._open_committed(stack)
-            for k, chunk in enumerate(self.layout.chunks):
-                read(k, self.buffers[0])
-                visit(k, self.buffers[0][: chunk.nbytes])
+            for k in range(len(accesses)):
+                self._fill(accesses, read, read, None, k, self.buffers[0])
+                visit(k, self._used(accesses[k], self.buffers[0]))
 
     def _open(self, stack: contextlib.ExitStack, path: Path, step: int, *, create: bool) -> int:
         file = files.open_slot(path, self.layout.nbytes, self.direct, step, create=create)

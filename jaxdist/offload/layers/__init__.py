@@ -1,0 +1,1 @@
+"""Parameters on disk, one layer in memory at a time."""

@@ -1,0 +1,294 @@
+"""ZeRO-Infinity's parameters and gradients on disk: a step that has one layer of the model in memory at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from ..._core.checks import check_range
+from ..._core.types import Array, AxisNames, PyTree, State
+from ...reducers.base import Reducer
+from ...reducers.exact import exact
+from ...state.marks import axis_tuple
+from ..nvme.disk import Access, Disk
+from ..nvme.model import Model, describe
+from ..nvme.store import Store, StreamedStats
+from .optimizer import PartProgram, init_program, update_program
+from .parts import Part, lay_out_parts, shaped
+from .programs import Config, build_programs, check_reducer
+from .stack import LayerStack, StreamedLayers
+from .step import Step
+
+EXACT = exact()
+
+
+def nvme_layers(
+    stack: LayerStack,
+    inner: optax.GradientTransformation,
+    store: Store,
+    *,
+    prefetch: int = 2,
+    clip_norm: float | int | None = None,
+    mesh: Mesh | None = None,
+    axis: AxisNames = "data",
+    reducer: Reducer = EXACT,
+) -> StreamedLayers:
+    """Trains a stack of layers whose parameters and optimizer state are on disk, with one layer in memory at a time.
+
+    The forward pass reads the parameters of one layer after the other and keeps the input of each in host memory. The
+    backward pass goes through the layers in reverse: it reads a layer's parameters and optimizer state, computes the
+    layer again from its input, averages its gradient over the workers, updates the layer and writes it back. So
+    gradients leave as they are produced, and there is never more than one layer's. The loop runs on the host, and calls
+    compiled programs: the layer is compiled once for each direction.
+
+    A step writes to a second copy and is committed by renaming a small manifest: a process that is killed continues
+    from the last committed step, with its parameters, its state and its step. Every record is read with a checksum.
+
+    *On disk*, for Adam in float32 and `n` parameters: `16n` bytes read and `12n` written per step, with `clip_norm`
+    `24n` and `16n`, since clipping needs the norm of all gradients before the first update: they are written to disk,
+    and a second pass updates. `24n` bytes are allocated, or `32n`.
+
+    *In host memory*: `prefetch + 1` buffers (`stats().buffer_bytes`), each for parameters and state of the largest
+    part; the inputs of all layers; a layer's gradient. *On the device*: the parameters of `prefetch + 1` parts, and
+    what the gradient of one layer needs.
+
+    *On the wire*, with a `mesh`: an all-reduce of each part's gradient, when the part has computed it.
+
+    The optimizer sees each part alone, as its whole tree: masks and labels are given as functions. Parameters have one
+    dtype on disk and on the device; a layer that computes in bfloat16 casts them itself.
+
+    Args:
+      inner: an entrywise optimizer (Adam, SGD, Lion, with schedules, masks, weight decay).
+      store: the folder. `chunk_bytes` bounds a single read; `host_bytes` bounds the buffers.
+      prefetch: the parts that are read ahead while one is computed. With 0 reads, computation and writes take turns;
+        1 overlaps reads or writes with computation, 2 all three.
+      clip_norm: clips gradients by their norm over all parts, as `optax.clip_by_global_norm` does.
+      mesh: its devices are the workers; each computes its examples of the batch with the whole layer. `None`: one
+        device.
+      axis: the axes of the mesh over which the batch is split.
+      reducer: averages gradients; one without state.
+
+    Returns:
+      Functions that are not pure: they own the folder.
+
+    Raises:
+      ValueError: `prefetch` or `clip_norm` is negative; a reducer that keeps residuals or random keys; several
+        processes; from `init`, an optimizer that is not entrywise, or that needs a number from all gradients
+        (`clip_by_global_norm`), layers that differ, `host_bytes` below what the buffers need, a folder that holds
+        another model or is in use; from `step`, a batch that cannot be split, a layer that changes the shape of `x`.
+      StoreFullError, StoreDamagedError, StoreError: as `nvme`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, tempfile
+      >>> from jaxdist import offload
+      >>> stack = offload.LayerStack(
+      ...     embed=lambda p, batch: batch,
+      ...     layer=lambda p, x: x * p["w"],
+      ...     head=lambda p, x, batch: jnp.mean(x),
+      ... )
+      >>> run = offload.nvme_layers(stack, optax.sgd(0.5), offload.Store(tempfile.mkdtemp()))
+      >>> run.init(lambda i: {"w": jnp.ones(1)}, 3, embed={}, head={})
+      0
+      >>> float(run.step(jnp.ones((2, 1)))), run.params(1)["w"].tolist()
+      (1.0, [0.5])
+      >>> float(run.loss(jnp.ones((2, 1)))), run.stats().step
+      (0.125, 1)
+      >>> run.close()
+
+    References:
+      Rajbhandari, Ruwase, Rasley, Smith, He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+      Learning", arXiv:2104.07857, 2021; Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
+      arXiv:2101.06840, 2021 (gradients that leave as they are produced).
+    """
+    check_range("prefetch", prefetch, 0)
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be positive, got {clip_norm}")
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"nvme_layers runs in one process, with all devices of its machine, got {jax.process_count()} processes: "
+            "shard the model over machines with zero.gathered_scan"
+        )
+    check_reducer(reducer)
+    if mesh is not None:
+        for name in axis_tuple(axis):
+            if name not in mesh.axis_names:
+                raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
+    cfg = Config(stack, reducer, mesh, axis if mesh is not None else None)
+    run = _LayerStream(cfg, optax.with_extra_args_support(inner), store, prefetch, clip_norm)
+    return StreamedLayers(run.init, run.step, run.loss, run.params, run.state, run.flush, run.stats, run.close)
+
+
+class _Opened(NamedTuple):
+    """The parts, their folder, and the optimizer's update for the embedding, for layers and for the head."""
+
+    parts: list[Part]
+    disk: Disk
+    updates: list[PartProgram]
+
+
+class _LayerStream:
+    """The functions of `StreamedLayers`, and the open folder that they share."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        inner: optax.GradientTransformationExtraArgs,
+        store: Store,
+        prefetch: int,
+        clip_norm: float | int | None,
+    ):
+        self.cfg, self.inner, self.store, self.prefetch, self.clip_norm = cfg, inner, store, prefetch, clip_norm
+        self.programs = build_programs(cfg)
+        self.opened: _Opened | None = None
+
+    def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> int:
+        self.close()
+        check_range("count", count, 1)
+        # On disk are the parameters that the optimizer updates: `master`.
+        trees = [jax.tree.map(np.asarray, tree) for tree in (embed, layer(0), head)]
+        models = [describe(self.inner, tree, None)._replace(master=True) for tree in trees]
+        store = self.store
+        folder = Path(store.path).absolute() / "worker-00000-of-00001"
+        disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
+        compiled: dict[str, Callable] = {}
+        try:
+            # The chunks of an existing store keep their size.
+            chunk_bytes = disk.chunk_bytes() or store.chunk_bytes
+            layout, parts = lay_out_parts(models, count, chunk_bytes, grads=self.clip_norm is not None)
+            layouts = [parts[0].layout, parts[1].layout, parts[-1].layout]
+            pairs = list(zip(models, layouts, strict=True))
+            updates = [update_program(self.inner, model, layout, compiled) for model, layout in pairs]
+            largest, depth = self._buffers(parts)
+            if not disk.attach_buffers(layout, chunk_bytes, largest, depth):
+                starts = [init_program(self.inner, model, layout, compiled) for model, layout in pairs]
+                _create(disk, parts, models, starts, layer)
+        except BaseException:
+            disk.unlock()
+            raise
+        forgotten = [model.forget() for model in models]
+        self.opened = _Opened([part._replace(model=forgotten[part.kind]) for part in parts], disk, updates)
+        return disk.step
+
+    def _buffers(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """The bytes of a buffer, and how many there are."""
+        largest = max(part.nbytes for part in parts)
+        # The second pass reads gradients that an access has written as many accesses ago as there are parts.
+        depth = min(self.prefetch + 1, len(parts))
+        limit = self.store.host_bytes
+        if limit is not None and limit < depth * largest:
+            raise ValueError(
+                f"host_bytes={limit} is less than {depth} buffers for a part of {largest} bytes: reduce prefetch"
+            )
+        return largest, depth
+
+    def step(self, batch: PyTree) -> Array:
+        opened = self._require_open()
+        disk = opened.disk
+        # The numbers of the last step, whose writes may still be in progress.
+        disk.flush()
+        stored = _stored_numbers(opened.updates, disk.numbers)
+        numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
+        step = Step(self.cfg, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
+        kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.kept(each)]
+        disk.advance(step.visit, kept, lambda: None, accesses=step.accesses(), prepare=step.prepare)
+        return step.loss
+
+    def loss(self, batch: PyTree) -> Array:
+        opened = self._require_open()
+        step = Step(self.cfg, self.programs, opened.parts, opened.updates, [], batch, None, train=False)
+        opened.disk.scan(step.visit, step.accesses())
+        return step.loss
+
+    def params(self, part: str | int) -> PyTree:
+        which = self._part(part)
+        (leaves,) = self._read(which, [0])
+        return which.model.tree.unflatten(leaves)
+
+    def state(self, part: str | int) -> State:
+        which = self._part(part)
+        opened, model = self._require_open(), which.model
+        counts = [model.beside.count(k) for k in range(len(model.leaves))]
+        rows = self._read(which, range(1, 1 + max(counts, default=0)))
+        numbers = iter(_stored_numbers(opened.updates, opened.disk.numbers)[which.kind])
+        # The arrays of a leaf are in the order of the flat state.
+        arrays = [iter([row[k] for row in rows]) for k in range(len(model.leaves))]
+        flat = [next(numbers) if k < 0 else next(arrays[k]) for k in model.beside]
+        return jax.tree.structure(model.state).unflatten(flat)
+
+    def _part(self, part: str | int) -> Part:
+        parts = self._require_open().parts
+        names = {"embed": 0, "head": len(parts) - 1, **{i: i + 1 for i in range(len(parts) - 2)}}
+        if part not in names:
+            raise ValueError(f'part must be "embed", "head" or a number below {len(parts) - 2}, got {part!r}')
+        return parts[names[part]]
+
+    def _read(self, part: Part, planes: Iterable[int]) -> list[list[np.ndarray]]:
+        """Arrays of the leaves of a part, copied: `0` is the parameter, then the optimizer's state."""
+        found: list[list[np.ndarray]] = []
+
+        def visit(k, data):
+            found.extend([np.array(x) for x in shaped(part.model, part.vectors(data, i))] for i in planes)
+
+        # An access is there for parts without parameters, too.
+        self._require_open().disk.scan(visit, [Access(part.start, reads=(*part.params, *part.state))])
+        return found
+
+    def flush(self) -> int:
+        disk = self._require_open().disk
+        disk.flush()
+        return disk.step
+
+    def stats(self) -> StreamedStats:
+        disk = self._require_open().disk
+        return StreamedStats(disk.step, disk.read_bytes, disk.written_bytes, disk.layout.nbytes, disk.buffer_bytes)
+
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            try:
+                opened.disk.flush()
+            finally:
+                opened.disk.unlock()
+
+    def _require_open(self) -> _Opened:
+        if self.opened is None:
+            raise ValueError("the store is not open: call init(layer, count, embed=..., head=...) first")
+        return self.opened
+
+
+def _create(
+    disk: Disk,
+    parts: Sequence[Part],
+    models: Sequence[Model],
+    starts: Sequence[PartProgram],
+    layer: Callable[[int], PyTree],
+) -> None:
+    """Writes the initial parameters and state, as step 0."""
+    numbers = [start.first_numbers() for start in starts]
+
+    def visit(k, data):
+        part = parts[k]
+        leaves = models[part.kind].leaves if part.kind != 1 else _leaves_of_layer(models[1], layer(k - 1), k - 1)
+        starts[part.kind].run(numbers[part.kind], [np.asarray(x).reshape(-1) for x in leaves], data, fresh=True)
+
+    kept = [x for start, each in zip(starts, numbers, strict=True) for x in start.kept(each)]
+    disk.advance(visit, kept, lambda: None, accesses=[part.create() for part in parts])
+
+
+def _leaves_of_layer(model: Model, tree: PyTree, number: int) -> list[Any]:
+    """The leaves of a layer, which must be as those of the first."""
+    leaves, structure = jax.tree.flatten(tree)
+    found, first = [[(x.shape, x.dtype.name) for x in each] for each in (leaves, model.leaves)]
+    if structure != model.tree or found != first:
+        raise ValueError(f"layer {number} differs from layer 0: {found} instead of {first}; all must be alike")
+    return leaves
+
+
+def _stored_numbers(updates: Sequence[PartProgram], stored: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """The numbers of the last step for the embedding, for layers and for the head."""
+    numbers = iter(stored)
+    return [[next(numbers) for _ in update.split.others] for update in updates]

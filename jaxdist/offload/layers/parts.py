@@ -1,0 +1,137 @@
+"""The parts of a stack (embedding, layers, head) on disk, and their arrays as views of a buffer.
+
+A part is contiguous. It has the chunks of `nvme`, in each the parameters first and then the optimizer's state, as two
+records with a checksum each: the forward pass reads the first alone. Gradients, where they go to disk, follow.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..nvme.chunks import Chunk, Layout, pieces, planes
+from ..nvme.disk import Access
+from ..nvme.model import Model
+
+
+class Part(NamedTuple):
+    """One part on disk. `layout` counts bytes from `start`; `params`, `state` and `grads` are numbers of records.
+
+    `kind` is 0 for the embedding, 1 for layers and 2 for the head.
+    """
+
+    kind: int
+    model: Model
+    layout: Layout
+    start: int
+    nbytes: int
+    params: tuple[int, ...]
+    state: tuple[int, ...]
+    grads: tuple[int, ...]
+
+    def read_params(self) -> Access:
+        """Reads the parameters."""
+        return Access(self.start, reads=self.params)
+
+    def write_grads(self) -> Access:
+        """Reads the parameters, and writes gradients."""
+        return Access(self.start, reads=self.params, writes=self.grads)
+
+    def create(self) -> Access:
+        """Writes parameters and state."""
+        return Access(self.start, writes=(*self.params, *self.state))
+
+    def update(self) -> Access:
+        """Reads and writes parameters and state; reads gradients too, if they are on disk."""
+        both = (*self.params, *self.state)
+        return Access(self.start, reads=both, writes=both, rereads=self.grads)
+
+    def param_vectors(self, data: np.ndarray) -> list[np.ndarray]:
+        """The entries of each parameter, views of the buffer where they are in one chunk."""
+        return self.vectors(data, 0)
+
+    def vectors(self, data: np.ndarray, plane: int) -> list[np.ndarray]:
+        """The entries that belong to each leaf, in its array number `plane` (0: the parameter)."""
+        return self._gather(lambda k: planes(data[self.layout.chunks[k].offset :], *self._chunk(k))[plane], plane)
+
+    def grad_vectors(self, data: np.ndarray) -> list[np.ndarray]:
+        """The entries of each gradient."""
+        views = self._grad_planes(data)
+        return self._gather(lambda k: views[k], 0)
+
+    def put_grads(self, data: np.ndarray, grads: Sequence[np.ndarray]) -> None:
+        """Copies gradients to their place in the buffer."""
+        views = self._grad_planes(data)
+        for k, chunk in enumerate(self.layout.chunks):
+            at, stop = 0, chunk.start + chunk.length
+            for piece in pieces(self.layout.segments[chunk.stream], chunk.start, stop):
+                views[k][at : at + piece.size] = grads[piece.leaf][piece.start : piece.start + piece.size]
+                at += piece.size
+            views[k][at:] = 0
+
+    def _chunk(self, k: int) -> tuple[Chunk, tuple[np.dtype, ...]]:
+        chunk = self.layout.chunks[k]
+        return chunk, self.layout.dtypes[chunk.stream]
+
+    def _grad_planes(self, data: np.ndarray) -> list[np.ndarray]:
+        """Where the gradients of each chunk are: in the same order as its parameters, behind all chunks."""
+        views, at = [], self.layout.nbytes
+        for k in range(len(self.layout.chunks)):
+            chunk, (dtype, *_) = self._chunk(k)
+            views.append(data[at : at + chunk.length * dtype.itemsize].view(dtype))
+            at += chunk.length * dtype.itemsize
+        return views
+
+    def _gather(self, view: Callable[[int], np.ndarray], plane: int) -> list[np.ndarray]:
+        found: list[list[np.ndarray]] = [[] for _ in self.model.leaves]
+        for k in range(len(self.layout.chunks)):
+            chunk, dtypes = self._chunk(k)
+            if plane >= len(dtypes):
+                continue
+            at, stop = 0, chunk.start + chunk.length
+            # Pieces of a leaf come in the order of its entries.
+            for piece in pieces(self.layout.segments[chunk.stream], chunk.start, stop):
+                found[piece.leaf].append(view(k)[at : at + piece.size])
+                at += piece.size
+        empty = [np.empty(0, leaf.dtype) for leaf in self.model.leaves]
+        return [x[0] if len(x) == 1 else np.concatenate(x or [e]) for x, e in zip(found, empty, strict=True)]
+
+
+def lay_out_parts(models: Sequence[Model], count: int, chunk_bytes: int, *, grads: bool) -> tuple[Layout, list[Part]]:
+    """The records of the embedding, `count` equal layers and the head, one part after the other.
+
+    Args:
+      models: of the embedding, of a layer, and of the head.
+      grads: gradients have a place on disk too.
+    """
+    layouts = [model.lay_out(chunk_bytes) for model in models]
+    records: list[Chunk] = []
+    parts: list[Part] = []
+    start = 0
+    for kind in (0, *[1] * count, 2):
+        layout = layouts[kind]
+        numbers: list[list[int]] = [[], [], []]
+        at = start + layout.nbytes
+        for chunk in layout.chunks:
+            width = chunk.length * layout.dtypes[chunk.stream][0].itemsize
+            first = start + chunk.offset
+            spans = [(first, width), (first + width, chunk.nbytes - width), (at, width if grads else 0)]
+            for which, (offset, nbytes) in zip(numbers, spans, strict=True):
+                # An optimizer without state, such as SGD, has no second record.
+                if nbytes:
+                    which.append(len(records))
+                    records.append(Chunk(0, 0, 0, offset, nbytes))
+            at += spans[2][1]
+        params, state, spilled = map(tuple, numbers)
+        parts.append(Part(kind, models[kind], layout, start, at - start, params, state, spilled))
+        start = at
+    text = repr(([layout.signature for layout in layouts], count, grads))
+    return Layout((), (), tuple(records), start, hashlib.sha256(text.encode()).hexdigest()), parts
+
+
+def shaped(model: Model, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Vectors in the shapes of the leaves; those of leaves without such an array stay empty."""
+    pairs = zip(vectors, model.shapes, strict=True)
+    return [x.reshape(shape) if x.size == math.prod(shape) else x for x, shape in pairs]
