@@ -19,13 +19,10 @@ from .._core.types import Array, PyTree, State, Updates
 from ..comm.groups import alone
 from ..local_sgd.state import LocalStepsState
 from ..local_sgd.synchronize import round_like
-from ..reducers.base import Extras, Law, Messages, Reduced, Reducer
-from ..reducers.feedback import EF21State
+from ..reducers.base import Extras, Messages, Reduced, Reducer
 from ..state.marks import is_mark
 from ..state.placement import place_leaf
 from .records import hash_of
-
-ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
 
 
 class Shared(NamedTuple):
@@ -45,7 +42,7 @@ class RoundMethod(NamedTuple):
 
 def shared_of(state: LocalStepsState) -> Shared:
     """The part of a state of local steps that all islands share."""
-    return Shared(state.anchor, state.outer[0], _common_leaves(state.reducer[0]))
+    return Shared(state.anchor, state.outer[0], common_leaves(state.reducer[0]))
 
 
 def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
@@ -55,28 +52,6 @@ def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
     )
 
 
-def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """Returns the arrays that one island sends in a round.
-
-    Raises:
-      ValueError: the reducer sends no message of its own or several, or depends on fixed members.
-    """
-    state = jax.eval_shape(reducer.init, like)
-    problem = None
-    if isinstance(state, EF21State):
-        problem = "ef21 keeps a sum over fixed members, and islands come and go"
-    elif reducer.law == Law.NONE:
-        problem = "islands decode one member at a time and average, and the result of this reducer is no such mean"
-    elif reducer.forms.messages is None:
-        problem = "this reducer has no generator form"
-    if problem is None:
-        try:
-            return jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
-        except ValueError as error:
-            problem = str(error)
-    raise ValueError(f"{problem}; islands take a reducer of one message: {ONE_MESSAGE}")
-
-
 def encode(
     reducer: Reducer, index: Array | int, drift: Updates, state: State, rate: Array | None = None
 ) -> tuple[list[Array], State]:
@@ -84,10 +59,7 @@ def encode(
 
     `index` is the number that the keys of its draws are folded with, as that of a worker is.
     """
-    assert reducer.forms.messages is not None
-    comm = alone()._replace(index=jnp.asarray(index, jnp.int32))
-    generator = reducer.forms.messages(drift, state, comm, Extras(None, rate))
-    sent = next(generator)
+    generator, sent = _begin(reducer, drift, state, index, rate)
     _, after = _finish(generator, sent, _arrays(sent))
     return _arrays(sent), after
 
@@ -96,10 +68,28 @@ def decode(
     reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State, rate: Array | None = None
 ) -> tuple[Updates, State]:
     """Returns one member's contribution `D(C(Δ_w))`, and the reducer's state after it: its replicated leaves count."""
-    assert reducer.forms.messages is not None
-    generator = reducer.forms.messages(jax.tree.map(jnp.zeros_like, like), state, alone(), Extras(None, rate))
-    reduced, after = _finish(generator, next(generator), arrays)
+    reduced, after = run_messages(reducer, jax.tree.map(jnp.zeros_like, like), state, arrays, rate)
     return reduced.mean, after
+
+
+def run_messages(
+    reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any], rate: Array | None = None
+) -> tuple[Reduced, State]:
+    """Returns what the reducer does when these arrays, of one member, are all that arrives."""
+    generator, sent = _begin(reducer, updates, state, 0, rate)
+    return _finish(generator, sent, arrays)
+
+
+def _begin(
+    reducer: Reducer, updates: Updates, state: State, index: Array | int, rate: Array | None
+) -> tuple[Any, Messages]:
+    assert reducer.forms.messages is not None
+    comm = alone()._replace(index=jnp.asarray(index, jnp.int32))
+    generator = reducer.forms.messages(updates, state, comm, Extras(None, rate))
+    for sent in generator:
+        return generator, sent
+    # A part of it communicates by itself, as one whose messages depend on a value must.
+    raise ValueError("this reducer has no generator form")
 
 
 def _arrays(message: Messages) -> list[Array]:
@@ -145,7 +135,7 @@ def add_member(
     """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round."""
     contribution, after = decode(method.reducer, total, arrays, state, rate)
     total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
-    return total, _common_leaves(after)
+    return total, common_leaves(after)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -246,7 +236,8 @@ def _place(x: np.ndarray, like: Array) -> Array:
     return jax.device_put(x, like.sharding)
 
 
-def _common_leaves(state: State) -> list[Array]:
+def common_leaves(state: State) -> list[Array]:
+    """The leaves of a reducer's state that are replicated."""
     return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_mark) if not is_mark(leaf)]
 
 

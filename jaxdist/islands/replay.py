@@ -14,13 +14,13 @@ from .._core.types import State
 from ..compressors.base import DamagedCodeError
 from ..local_sgd.state import LocalStepsState
 from . import records, run
+from .checks import check_reducer
 from .connection import Connection
 from .errors import DamagedError
 from .exchange import (
     RoundMethod,
     Shared,
     add_member,
-    check_reducer,
     digest_of,
     shared_from_host,
     shared_like,

@@ -276,21 +276,54 @@ def test_other_forms_of_local_steps_are_refused_by_name():
         pass
 
 
+def local_steps_with(reducer):
+    return jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=reducer, axis=None)
+
+
 @pytest.mark.parametrize(
     ("reducer", "reason"),
     [
         (lambda: jd.power_sgd(2), "more than one message|several directions"),
         (lambda: jd.reducers.ef21(jd.compressed(jd.top_k(0.1))), "fixed members"),
         (lambda: jd.two_shot(jd.qsgd(4)), "several directions|more than one message"),
+        (lambda: jd.error_feedback(jd.power_sgd(1, one_sided=True)), "no generator form"),
+        (lambda: jd.reducers.alq(3), "each island would fit one by itself"),
+        (lambda: jd.error_feedback(jd.reducers.alq(3)), "each island would fit one by itself"),
+        (lambda: jd.reducers.amq(3), "each island would fit one by itself"),
+        (lambda: jd.compressed(jd.qsgd(4), divide_by_inflation=True), "takes of a drift follows from those of the oth"),
+        (lambda: with_memory(lambda mean, own, old: (mean, mean)), "each island would fit one by itself"),
+        (lambda: with_memory(lambda mean, own, old: (mean, own)), "each island would fit one by itself"),
+        (lambda: with_memory(lambda mean, own, old: (mean + 0.1 * own, old)), "this island's own drift"),
     ],
 )
-def test_other_reducers_are_refused_by_name(reducer, reason):
-    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=reducer(), axis=None)
+def test_other_reducers_are_refused_by_name_before_anything_is_written(reducer, reason):
+    tx, store = local_steps_with(reducer()), islands.memory()
     with (
         pytest.raises(ValueError, match=rf"({reason}).*islands take a reducer of one message"),
-        islands.join(islands.memory(), tx, name="a") as island,
+        islands.join(store, tx, name="a") as island,
     ):
         island.enter(begin(tx))
+    assert store.list("") == []
+
+
+def with_memory(rule):
+    """A reducer of means that keeps a tree: `rule(mean, own, old) -> (mean, new)`, leaf by leaf."""
+
+    def messages(updates, state, comm, extras):
+        leaves, tree = jax.tree.flatten(updates)
+        received = yield jd.reducers.Messages(mean=leaves)
+        means, memory = zip(*map(rule, received.mean, leaves, jax.tree.leaves(state)), strict=True)
+        return jd.reducers.Reduced(tree.unflatten(means), updates), tree.unflatten(memory)
+
+    return jd.reducers.from_generator("with_memory", lambda like: jax.tree.map(jnp.zeros_like, like), messages)
+
+
+def test_a_reducer_whose_memory_all_islands_share_is_taken():
+    tx = local_steps_with(with_memory(lambda mean, own, old: (mean + old, old + 1)))
+    with islands.join(islands.memory(), tx, name="a") as island:
+        state, report = island.meet(island.enter(begin(tx)))
+    assert report.counted
+    assert {float(x.max()) for x in jax.tree.leaves(state.opt.reducer)} == {1.0}
 
 
 def test_averages_of_parameters_in_the_state_are_refused():
