@@ -20,41 +20,46 @@ class Connection:
     Decisions that follow from these answers alone are the same in all processes, so that no process waits in a
     collective which another does not enter. A function that raises is called again until `deadline`, by the clock of
     process 0; then `ConnectionError` is raised in all of them.
+
+    Args:
+      store: what process 0 asks.
+      together: whether all processes call each function; otherwise this process asks by itself.
     """
 
-    def __init__(self, store: SharedStore):
-        self._store = store
+    def __init__(self, store: SharedStore, *, together: bool = True):
+        self.store = store
+        self._together = together and jax.process_count() > 1
         self.deadline = float("inf")
         self.sent = self.received = 0
 
     def create(self, name: str, body: bytes) -> bool:
         """Stores `body` under a new name, and returns false if the name exists."""
         self.sent += len(body)
-        return self._ask(self._store.create, name, body)
+        return self._ask(self.store.create, name, body)
 
     def put(self, name: str, body: bytes) -> None:
         """Stores `body` under a name, and replaces what it has."""
         self.sent += len(body)
-        self._ask(self._store.put, name, body)
+        self._ask(self.store.put, name, body)
 
     def get(self, name: str) -> bytes | None:
         """The bytes under a name, or `None` if there are none."""
-        body = self._ask(self._store.get, name)
+        body = self._ask(self.store.get, name)
         self.received += len(body or b"")
         return body
 
     def list(self, prefix: str) -> list[str]:
         """The names with this prefix, sorted."""
-        return self._ask(self._store.list, prefix)
+        return self._ask(self.store.list, prefix)
 
     def delete(self, name: str) -> None:
         """Deletes a name, which may be missing."""
-        self._ask(self._store.delete, name)
+        self._ask(self.store.delete, name)
 
     def now(self) -> float:
         """Seconds on the monotonic clock of process 0. Clocks of different islands are never compared."""
         seconds = time.monotonic()
-        return seconds if jax.process_count() == 1 else float(broadcast(np.float64(seconds)))
+        return float(broadcast(np.float64(seconds))) if self._together else seconds
 
     def sleep(self, seconds: float) -> None:
         """Waits in this process."""
@@ -63,7 +68,7 @@ class Connection:
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         pause = FIRST_PAUSE
         while True:
-            answer, problem = _everywhere(function, *arguments)
+            answer, problem = (_call_once if self._together else _call)(function, *arguments)
             if problem is None:
                 return answer
             if self.now() + pause > self.deadline:
@@ -72,21 +77,23 @@ class Connection:
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _everywhere(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """Calls a function of the store; returns its answer, or its problem."""
+    try:
+        return function(*arguments), None
+    # Any error of a library for stores, none of which is known here, may pass by itself.
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _call_once(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
     """Calls a function of the store in process 0; returns its answer, or its problem, in all processes."""
-    answer = problem = None
-    if jax.process_index() == 0:
-        try:
-            answer = function(*arguments)
-        # Any error of a library for stores, none of which is known here, may pass by itself.
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    if jax.process_count() == 1:
-        return answer, problem
+    is_first = jax.process_index() == 0
+    answer, problem = _call(function, *arguments) if is_first else (None, None)
     is_bytes = isinstance(answer, bytes)
     message = answer if is_bytes else json.dumps([answer, problem]).encode()
-    size = int(broadcast(np.int64(len(message) if jax.process_index() == 0 else 0)))
+    size = int(broadcast(np.int64(len(message) if is_first else 0)))
     kind = bool(broadcast(np.bool_(is_bytes)))
-    buffer = np.frombuffer(message, np.uint8) if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
     arrived = np.asarray(broadcast(buffer)).tobytes() if size else b""
     return (arrived, None) if kind else tuple(json.loads(arrived))

@@ -28,7 +28,7 @@ from .exchange import (
     with_shared,
     zeros_like,
 )
-from .model import find_model, replace_model
+from .model import Model, find_model, replace_model
 from .options import JoinOptions, Report
 from .records import Commit, Drift, round_name
 from .replay import Replay, _LeftBehindError
@@ -93,7 +93,7 @@ class Island:
             self._replay.keep(local)
         local, params = self._take_run(local, params)
         state = replace_model(state, self._restart_counts(local), params)
-        model = _Model(*find_model(state))
+        model = Model(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
         compile_programs(self._replay.method, self._index, model.local, model.params)
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
@@ -133,13 +133,21 @@ class Island:
         if not self._entered:
             return None
         result = None if state is None else self._meet(state, float(examples), leaving=True)
+        self._say_left(self._store)
+        return result
+
+    def abandon(self) -> None:
+        """Leaves the run after an error, which the other processes of this island may not have: none waits for them."""
+        if self._entered and jax.process_index() == 0:
+            self._say_left(Connection(self._store.store, together=False))
+
+    def _say_left(self, store: Connection) -> None:
         self._entered = False
-        self._store.deadline = self._store.now() + self._options.round_timeout
+        store.deadline = store.now() + self._options.round_timeout
         # Otherwise the others wait for this island once, for `round_timeout`.
         with suppress(ConnectionError, DamagedError):
-            number = run.open_round(self._store, self._replay.round)
-            self._store.create(round_name(number, "left", self._options.name), b"{}")
-        return result
+            number = run.open_round(store, self._replay.round)
+            store.create(round_name(number, "left", self._options.name), b"{}")
 
     # A meeting
 
@@ -149,7 +157,7 @@ class Island:
         store.deadline = started + self._options.round_timeout
         local, params = find_model(state)
         report = Report(self._replay.round)
-        model = _Model(local, params)
+        model = Model(local, params)
         try:
             if run.newest_session(self._store, self._options.name) != self._session:
                 raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
@@ -166,7 +174,7 @@ class Island:
         )
         return replace_model(state, self._restart_counts(model.local), model.params), report
 
-    def _follow_jumps(self, act: Callable[["_Model", Report], Report], model: "_Model", report: Report) -> Report:
+    def _follow_jumps(self, act: Callable[[Model, Report], Report], model: Model, report: Report) -> Report:
         """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
@@ -179,7 +187,7 @@ class Island:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: "_Model", report: Report, *, examples: float, leaving: bool) -> Report:
+    def _exchange(self, model: Model, report: Report, *, examples: float, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         report = self._settle(model, report)
         while not leaving or self._in_flight is None:
@@ -199,7 +207,7 @@ class Island:
             report = self._settle(model, report)
         return report
 
-    def _settle(self, model: "_Model", report: Report) -> Report:
+    def _settle(self, model: Model, report: Report) -> Report:
         """Applies every round that has ended, and with `overlap` waits for that of the drift that is under way."""
         if self._in_flight is not None:
             commit = self._await_commit()
@@ -212,7 +220,7 @@ class Island:
             self._late += 1
         return report
 
-    def _send(self, model: "_Model", examples: float, *, leaving: bool) -> bool:
+    def _send(self, model: Model, examples: float, *, leaving: bool) -> bool:
         """Puts this island's drift into the store. Returns false if it is not finite: then the anchor is taken."""
         local = model.local
         drift = measure_drift(local.anchor, model.params)
@@ -283,7 +291,7 @@ class Island:
         commit = rounds.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
         self._store.create(round_name(self._replay.round, "commit"), records.to_json(commit))
 
-    def _apply(self, model: "_Model", commit: Commit, report: Report) -> Report:
+    def _apply(self, model: Model, commit: Commit, report: Report) -> Report:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
         local, flight = model.local, self._in_flight
         ahead = measure_drift(local.anchor, model.params)
@@ -309,7 +317,7 @@ class Island:
 
     def _take_run(self, local: LocalStepsState, params: PyTree) -> tuple[LocalStepsState, PyTree]:
         """Enters the run where it is; a state that is just as far keeps its progress."""
-        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, _Model(local, params)
+        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, Model(local, params)
         ahead, kept = measure_drift(local.anchor, params), local.reducer[0]
         while True:
             anchor, model.local = self._replay.load_newest(model.local)
@@ -330,7 +338,7 @@ class Island:
             model.local = with_shared(model.local._replace(reducer=(kept,)), shared_of(model.local))
         return model.local, model.params
 
-    def _jump(self, model: "_Model") -> None:
+    def _jump(self, model: Model) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
         flight, ahead = self._in_flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
@@ -385,13 +393,6 @@ class Island:
                 f"only {count} islands for {self._options.patience} s, and a round needs quorum="
                 f"{self._options.quorum}: start others, or join with a lower quorum"
             )
-
-
-class _Model:
-    """What a meeting changes: the state of `local_steps` and the parameters."""
-
-    def __init__(self, local: LocalStepsState, params: PyTree):
-        self.local, self.params = local, params
 
 
 def _mean_rate(local: LocalStepsState) -> float | None:

@@ -102,8 +102,10 @@ def join(
     island = Island(Connection(store), config, options)
     try:
         yield island
-    finally:
-        island.leave()
+    except BaseException:
+        island.abandon()
+        raise
+    island.leave()
 
 
 def _check(options: JoinOptions) -> None:

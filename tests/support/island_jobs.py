@@ -1,0 +1,148 @@
+"""Islands as processes over a folder, and what happens to them: kills, stops, and how the others fare."""
+
+import collections
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "scripts" / "island.py"
+TIMEOUT = 5.0
+NAMES = ("a", "bb", "ccc")
+
+
+class Job:
+    """A running island and the reports that it has printed; `process` is the first of its processes."""
+
+    def __init__(self, folder, name, rounds, begin_with, *, log, processes=1, timeout=TIMEOUT, pace=0.0):
+        self.name, self.processes = name, []
+        self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
+        arguments = [str(folder), name, str(rounds), str(begin_with), str(timeout), str(pace)]
+        environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        if processes > 1:
+            address = f"127.0.0.1:{free_port()}"
+            environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+        for number, path in enumerate(self.logs):
+            own = environment | ({"JAX_PROCESS_ID": str(number)} if processes > 1 else {})
+            with open(path, "w") as output, open(f"{path}.err", "w") as errors:
+                self.processes.append(
+                    subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=output, stderr=errors, env=own)
+                )
+        self.process = self.processes[0]
+
+    def reports(self):
+        lines = self.logs[0].read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+
+    def errors(self, number=0):
+        return Path(f"{self.logs[number]}.err").read_text()
+
+    def has_failed(self):
+        return any(process.poll() not in (None, 0) for process in self.processes)
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def wait_until(condition, jobs, seconds=240):
+    """Waits, and fails if one of these jobs fails or the condition takes too long."""
+    end = time.monotonic() + seconds
+    while not condition():
+        for job in jobs:
+            assert not job.has_failed(), [job.errors(number) for number in range(len(job.processes))]
+        assert time.monotonic() < end, [(job.name, job.reports()[-1:], job.errors()[-500:]) for job in jobs]
+        time.sleep(0.02)
+
+
+def check_digests(jobs):
+    """All islands have the same global parameters, bit for bit, after each round that they saw."""
+    digests = collections.defaultdict(set)
+    for job in jobs:
+        for report in job.reports():
+            digests[report["round"]].add(report["digest"])
+    assert {number: found for number, found in digests.items() if len(found) > 1} == {}
+    return digests
+
+
+def protocol_seconds(report):
+    """How long a meeting took, without what the machine took itself: a loaded one wakes a process late."""
+    return report["wait_seconds"] - report["machine_seconds"]
+
+
+def play_events(folder, log, *, kills, stops, pace, seed=0, last_round=0):
+    """Three islands, of which a random one is killed and started again, or stopped for two timeouts, again and again.
+
+    No survivor may end, and all must have the same bits.
+
+    Returns:
+      What happened, and how long meetings took: all of them, and those that waited for an island in vain.
+    """
+    rng, jobs, all_jobs = random.Random(seed), {}, []
+
+    def start(name):
+        jobs[name] = Job(folder, name, 10**9, 1, log=log, pace=pace)
+        all_jobs.append(jobs[name])
+
+    try:
+        for name in NAMES:
+            start(name)
+        wait_until(lambda: all(job.reports() for job in jobs.values()), jobs.values())
+        events = ["kill"] * kills + ["stop"] * stops
+        rng.shuffle(events)
+        for event in events:
+            job = jobs[rng.choice(NAMES)]
+            # One at a time: the others are survivors, and this one has met since it began.
+            wait_until(lambda job=job: len(job.reports()) > 2, jobs.values())
+            time.sleep(rng.random())
+            if event == "kill":
+                job.kill()
+                start(job.name)
+            else:
+                os.kill(job.process.pid, signal.SIGSTOP)
+                time.sleep(2 * TIMEOUT)
+                os.kill(job.process.pid, signal.SIGCONT)
+        wait_until(
+            lambda: any(job.reports() and job.reports()[-1]["round"] >= last_round for job in all_jobs), jobs.values()
+        )
+        digests = check_digests(all_jobs)
+        for job in all_jobs:
+            assert "Traceback" not in job.errors()
+        reports = [report for job in all_jobs for report in job.reports()]
+    finally:
+        for job in all_jobs:
+            job.kill()
+    in_vain = [report for report in reports if report["missing"]]
+    seen = collections.Counter(report["round"] for report in reports)
+    return {
+        "pace": pace,
+        "seed": seed,
+        "kills": kills,
+        "stops": stops,
+        "processes": len(all_jobs),
+        "rounds": len(digests),
+        "rounds_seen_by_two_or_more": sum(count > 1 for count in seen.values()),
+        "meetings": len(reports),
+        "late": sum(report["late"] for report in reports),
+        "offline": sum(report["offline"] for report in reports),
+        "waits_for_a_dead_or_stopped_island": len(in_vain),
+        "timeout_seconds": TIMEOUT,
+        "longest_wait_seconds": max(map(protocol_seconds, reports)),
+        "longest_wait_seconds_with_the_machine": max(report["wait_seconds"] for report in reports),
+        "median_wait_seconds": statistics.median(report["wait_seconds"] for report in reports),
+        "median_wait_in_vain_seconds": statistics.median([report["wait_seconds"] for report in in_vain] or [0.0]),
+        "waits_in_vain_seconds": sorted(round(protocol_seconds(report), 3) for report in in_vain),
+    }
