@@ -58,8 +58,12 @@ def start(command):
     return run.stdout
 
 
-# Four processes, each of which compiles; three meshes with several programs each.
-SLOW = {"islands.py", "tensor_parallel.py"}
+# Four processes, each of which compiles; three meshes with several programs each; methods that pages run too.
+SLOW = {
+    "islands.py",
+    "tensor_parallel.py",
+    *("does_not_fit.py", "hospitals.py", "two_clusters.py", "uneven_workers.py"),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROMISES])
