@@ -100,14 +100,16 @@ def compression():
         error = float(jnp.sum((decoded - x) ** 2) / jnp.sum(x**2))
         bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(payload)) / x.size
         left.plot(bits, error, "o", color=color, ms=5)
-        offset = {
-            "qsgd(4)": (6, -7),
-            "drive": (-8, -12),
-            "scaled_sign": (-14, 7),
-            "top_k(0.1)": (-50, 2),
-            "top_k(0.01)": (-10, -12),
-        }.get(name, (5, 3))
-        left.annotate(name, (bits, error), textcoords="offset points", xytext=offset, fontsize=7.5)
+        # Most compressors of a few bits are close together: their labels go around them.
+        offset, side = {
+            "qsgd(4)": ((6, -9), "left"),
+            "int8": ((5, -7), "left"),
+            "drive": ((4, -12), "left"),
+            "scaled_sign": ((0, 6), "center"),
+            "top_k(0.1)": ((6, 0), "left"),
+            "top_k(0.01)": ((-4, -13), "center"),
+        }.get(name, ((5, 3), "left"))
+        left.annotate(name, (bits, error), textcoords="offset points", xytext=offset, fontsize=7.5, ha=side)
     left.set(xscale="log", yscale="log", xlabel="bits per entry", ylabel="relative squared error")
     left.set(title="Error of one compression", xlim=(0.2, 64))
 
