@@ -1,0 +1,106 @@
+"""The built site: what its search finds, and what a reader sees in a browser."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Page, find_chromium, open_browser, serve
+from matplotlib import pyplot as plt
+from paths import REPOSITORY
+
+pytestmark = pytest.mark.slow
+in_browser = pytest.mark.skipif(find_chromium() is None, reason="Chromium is not installed")
+
+# What newcomers look for, and the page that they need.
+SEARCHES = {
+    "nnx": "how-to/use-flax/",
+    "dropout": "how-to/randomness/",
+    "dataloader": "how-to/load-data/",
+    "federated": "how-to/federated-and-edge/",
+    "orbax": "reference/checkpoint/",
+}
+# Pages with figures, tabs, tables and long code.
+LOOKED_AT = ("", "tutorial/", "how-to/how-to-choose-a-reducer/", "how-to/use-flax/", "reference/")
+SCROLLING_CODE = """[...document.querySelectorAll('article pre > code')]
+    .filter(code => code.offsetParent && code.scrollWidth > code.clientWidth).map(code => code.innerText)"""
+
+BROKEN_IMAGES = """[...document.images]
+    .filter(image => image.offsetParent && !image.naturalWidth).map(image => image.src)"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built once and strictly."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=900, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with serve(site) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with open_browser() as page:
+        yield page
+
+
+def test_the_index_of_the_search_has_what_newcomers_look_for(site):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    texts = {entry["location"]: f"{entry['title']} {entry['text']}".lower() for entry in entries}
+    for word, page in SEARCHES.items():
+        assert any(location.startswith(page) and word in text for location, text in texts.items()), word
+
+
+@in_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)], ids=["desktop", "phone"])
+def test_pages_are_drawn_without_complaints(address, browser, width, phone, dark):
+    browser.show_as(width, phone=phone, dark=dark)
+    for name in LOOKED_AT:
+        browser.forget(address)  # a reader who comes for the first time
+        browser.open(f"{address}/{name}")
+        assert browser.evaluate("document.body.dataset.mdColorScheme") == ("slate" if dark else "default")
+        assert not browser.complaints, name
+        assert browser.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0, name
+        broken = (
+            "[...document.images].filter(image => image.offsetParent && !image.naturalWidth).map(image => image.src)"
+        )
+        assert browser.evaluate(broken) == [], name
+        if not phone:
+            assert browser.evaluate(SCROLLING_CODE) == [], name
+        pixels = plt.imread(io.BytesIO(browser.screenshot()))[..., :3]
+        assert pixels.shape[:2] == (900, width)
+        assert len(np.unique(np.round(pixels.reshape(-1, 3), 1), axis=0)) > 10, f"{name} is blank"
+        assert (pixels.mean() < 0.5) == dark, name
+
+
+# Types a word into the box of the search, and again while the page is still starting; true once there are results.
+TYPE_AND_LOOK = """(() => {{
+    const box = document.querySelector('[data-md-component=search-query]');
+    box.focus();
+    box.value = '{word}';
+    box.dispatchEvent(new Event('keyup', {{bubbles: true}}));
+    return document.querySelector('.md-search-result__item a') !== null;
+}})()"""
+
+
+@in_browser
+def test_the_search_box_finds_what_newcomers_look_for(address, browser):
+    browser.show_as(1280)
+    for word, page in SEARCHES.items():
+        browser.open(f"{address}/")
+        browser.wait_for(TYPE_AND_LOOK.format(word=word))
+        links = "[...document.querySelectorAll('.md-search-result__item a')].map(link => link.pathname)"
+        assert f"/{page}" in browser.evaluate(links), word
+        assert not browser.complaints
