@@ -1,0 +1,51 @@
+"""What the README and the guides quote is in a report of the repository."""
+
+import re
+
+import pytest
+from paths import REPOSITORY
+
+REPORTS = REPOSITORY / "benchmarks" / "reports"
+pytestmark = pytest.mark.skipif(not REPORTS.exists(), reason="a source distribution has no reports")
+
+
+def find_rows(text: str) -> set[str]:
+    """The rows of all tables."""
+    return set(re.findall(r"^\|.*\|$", text, re.MULTILINE))
+
+
+def find_medians(report: str, row: str) -> list[int]:
+    """The step times, ms, of a mode in each table of the links, over 100 Mbit/s alone."""
+    shaped = report[report.index("100 Mbit/s") :]
+    return [int(found) for found in re.findall(rf"^\| {re.escape(row)} \| (\d+) \|", shaped, re.MULTILINE)]
+
+
+def test_step_times_of_the_readme_are_those_of_the_report():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    report = (REPORTS / "2026-11-foundation" / "links.md").read_text()
+    for name, row in {
+        "PyTorch DDP": "PyTorch DDP",
+        "jaxdist exact": "jaxdist `exact()`",
+        "PyTorch's PowerSGD hook": "PyTorch DDP, PowerSGD hook, rank 4 (one bucket)",
+        "jaxdist PowerSGD": "jaxdist `error_feedback(power_sgd(rank=4))`",
+    }.items():
+        language, classifier = find_medians(report, row)
+        assert f"{name} {language} and {classifier} ms" in readme
+
+
+def test_measurements_of_the_guide_to_reducers_are_rows_of_the_report():
+    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+    quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| ", row)}
+    assert len(quoted) > 10
+    assert quoted <= find_rows((REPORTS / "2026-11-compression" / "suite.md").read_text())
+
+
+def test_kept_memory_of_the_faq_is_that_of_the_report():
+    folder = REPORTS / "2026-11-foundation"
+    found = []
+    for name in ("loopback_default_malloc", "loopback_quiet"):
+        classifier = (folder / name / "links.md").read_text().split("Classifier, 10.5 M")[1]
+        found.append(re.search(r"^\| jaxdist `exact\(\)` \| (\d+) \| [\d-]+ \| (\d+) \|", classifier, re.M).groups())
+    (step, added), (kept_step, kept_added) = found
+    faq = " ".join((REPOSITORY / "docs/faq.md").read_text().split())
+    assert f"from {step} to {kept_step} ms, and the added time of an all-reduce from {added} to {kept_added} ms" in faq
