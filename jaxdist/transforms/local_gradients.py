@@ -80,14 +80,14 @@ def check_shards(params: PyTree, axis: AxisNames) -> None:
 def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None:
     """Checks, under `shard_map` with checked types, that gradients vary over the axis and so are not summed yet.
 
-    `reduced` is further advice, for transformations that take gradients after `all_reduce` too.
+    `reduced` is another cause, with its cure, for transformations that take gradients after `all_reduce` too.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if varies_nowhere(leaf, axis):
             raise ValueError(
-                f"{name_leaf('the gradient', path)} is the same on all workers of axis {axis!r}: jax.grad of "
-                "replicated parameters has summed it already, so compressing now saves nothing and averaging is wrong; "
-                f"compute it with local_value_and_grad(loss, axis={axis!r}){reduced}"
+                f"{name_leaf('the gradient', path)} is the same on all workers of axis {axis!r}: {reduced}jax.grad "
+                "of replicated parameters has summed it already, so compressing now saves nothing and averaging is "
+                f"wrong; compute it with local_value_and_grad(loss, axis={axis!r})"
             )
 
 

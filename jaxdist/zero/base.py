@@ -54,7 +54,8 @@ from .updates import (
 
 EXACT = exact()
 ALREADY_REDUCED = (
-    "; if all_reduce comes before, leave it out, since zero_redundancy averages gradients itself, or pass reducer=None"
+    "if all_reduce comes before zero_redundancy, leave it out, since zero_redundancy averages gradients itself, or "
+    "pass reducer=None; otherwise "
 )
 
 
