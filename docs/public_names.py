@@ -56,7 +56,9 @@ def summarize(value) -> str:
     sentence = re.split(r"(?<=\.)\s", " ".join(paragraph.split()) + " ")[0].strip()
     if len(sentence) > LONG:
         sentence = re.split(r":\s", sentence)[0]
-    return sentence.rstrip(":").replace("|", "\\|")
+    # In code a bar does not end a cell, and a backslash would be shown.
+    parts = sentence.rstrip(":").split("`")
+    return "`".join(part if number % 2 else part.replace("|", "\\|") for number, part in enumerate(parts))
 
 
 def kind_of(value) -> str:

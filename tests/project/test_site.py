@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,17 @@ def test_the_index_of_the_search_has_what_newcomers_look_for(site):
     texts = {entry["location"]: f"{entry['title']} {entry['text']}".lower() for entry in entries}
     for word, page in SEARCHES.items():
         assert any(location.startswith(page) and word in text for location, text in texts.items()), word
+
+
+def test_what_a_function_returns_is_one_item(site):
+    """And not one for each line of the docstring."""
+    lists = [
+        (page.parent.name, found)
+        for page in sorted(site.glob("reference/*/index.html"))
+        for found in re.findall(r"Returns:</span></p>\s*<ul>(.*?)</ul>", page.read_text(), re.DOTALL)
+    ]
+    assert len(lists) > 30
+    assert [name for name, found in lists if found.count("doc-section-item") != 1] == []
 
 
 @in_browser

@@ -82,6 +82,7 @@ class Page:
 
     def forget(self, address: str):
         """Clears what pages of an address have stored, such as the color scheme that was chosen."""
+        self.open("about:blank")  # an open page would store its settings again
         self._send("Storage.clearDataForOrigin", origin=address, storageTypes="local_storage")
 
     def evaluate(self, expression: str):
