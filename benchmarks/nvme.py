@@ -1,11 +1,16 @@
 """Optimizer state on disk: the step of `offload.nvme` beside a plain sequential read and write of the same bytes.
 
     sudo python benchmarks/nvme.py --folder /a/folder/on/the/disk --out benchmarks/reports/NAME
+    sudo python benchmarks/nvme.py --layers 96 --folder /a/folder/on/the/disk --out benchmarks/reports/NAME
 
 Adam with float32 master parameters under bfloat16 ones: 12 bytes read and 12 written for each parameter. The plain copy
 reads all chunks in a row into one buffer, then writes as many to another file. It is taken before and after each step,
 and a step is compared with the mean of its two neighbors. Pages are dropped from the cache (which needs root) before
 each of them. In the end: what tensorstore reaches with chunks of the same size, and where the step's time goes.
+
+With `--layers` the parameters are on disk too, `offload.nvme_layers`: two steps of a model whose parameters alone are
+larger than the memory of the process, which a control group limits (page cache and interpreter included), with its
+memory over time; the same model in memory under the same limit; and step times by prefetch on a third of the layers.
 """
 
 import argparse
@@ -15,17 +20,21 @@ import os
 import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 
 from jaxdist import offload
+from jaxdist.analysis import cost
 
 
 def drop_caches() -> bool:
@@ -151,14 +160,226 @@ def tensorstore_rate(folder: Path, size: int, chunk: int, driver: str) -> dict |
     return {"driver": driver, "write_gb_s": write, "read_gb_s": read, "read_into_gb_s": whole}
 
 
+def residual_mlp(width: int) -> offload.LayerStack:
+    return offload.LayerStack(
+        embed=lambda p, batch: batch,
+        layer=lambda p, x: x + jnp.tanh(x @ p["in"]) @ p["out"],
+        head=lambda p, x, batch: jnp.mean((x @ p["w"]) ** 2),
+    )
+
+
+def make_layer(width: int, i: int) -> dict:
+    rng = np.random.default_rng(i)
+    shape, scale = (width, width), np.float32(0.3 / np.sqrt(width))
+    return {name: rng.standard_normal(shape, np.float32) * scale for name in ("in", "out")}
+
+
+def open_layers(config: dict, prefetch: int, progress=None) -> offload.StreamedLayers:
+    width = config["width"]
+    store = offload.Store(config["folder"], durable=False, progress=progress)
+    tx = optax.adam(1e-4)
+    run = offload.nvme_layers(residual_mlp(width), tx, store, prefetch=prefetch, clip_norm=config.get("clip"))
+    head = {"w": np.full((width, 8), 0.01, np.float32)}
+    run.init(lambda i: make_layer(width, i), config["layers"], embed={}, head=head)
+    return run
+
+
+def note(event: str, **more) -> None:
+    # The clock is that of the machine: the parent's samples have the same.
+    print(json.dumps({"at": time.monotonic(), "event": event, **more}), flush=True)
+
+
+def child(config: dict) -> None:
+    """In a process of its own, under the limit."""
+    width, layers = config["width"], config["layers"]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((config["tokens"], width), np.float32))
+    note("ready")
+    if config["what"] == "in memory":
+        stack, tx = residual_mlp(width), optax.adam(1e-4)
+        params = [jax.tree.map(jnp.asarray, make_layer(width, i)) for i in range(layers)]
+
+        @jax.jit
+        def step(params, state):
+            def loss(params):
+                y = x
+                for p in params:
+                    y = jax.checkpoint(stack.layer)(p, y)
+                return jnp.mean(y**2)
+
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        jax.block_until_ready(step(params, tx.init(params)))
+        note("step")
+    elif config["what"] == "memory":
+
+        def progress(done, count):
+            if done == layers + 1 or done == count:
+                note("forward ends" if done == layers + 1 else "backward ends", stage=count)
+
+        run = open_layers(config, 2, progress)
+        note("created")
+        for _ in range(2):
+            note("step begins")
+            note("step ends", loss=float(run.step(x)))
+        note("stats", **run.stats()._asdict())
+    else:
+        time_layers(config, x)
+
+
+def time_layers(config: dict, x: jax.Array) -> None:
+    """Step times by prefetch, in turns, beside plain reads and writes of the same bytes and the computation alone."""
+    width, layers = config["width"], config["layers"]
+    stack, params = residual_mlp(width), jax.tree.map(jnp.asarray, make_layer(width, 0))
+    forward = jax.jit(stack.layer)
+    backward = jax.jit(lambda p, x, g: jax.vjp(stack.layer, p, x)[1](g))
+    found: dict[str, list[float]] = {}
+    open_layers(config, 0).close()
+
+    def add(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
+    for _ in range(config["turns"]):
+        for prefetch in (0, 1, 2):
+            run = open_layers(config, prefetch)
+            run.step(x)  # compiles
+            before, started = run.stats(), time.perf_counter()
+            run.step(x)
+            add(f"prefetch {prefetch}", time.perf_counter() - started)
+            after = run.stats()
+            read, written = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
+            run.close()
+        path = Path(config["folder"]) / "worker-00000-of-00001" / "state.0"
+        spare = Path(config["folder"]) / "spare"
+        seconds = plain(path, spare, after.state_bytes, 8 << 20, True, False)
+        # The forward pass reads the parameters once more.
+        add("plain", seconds[0] * read / after.state_bytes + seconds[1])
+        jax.block_until_ready(backward(params, forward(params, x), x))
+        started = time.perf_counter()
+        for _ in range(layers):
+            jax.block_until_ready(forward(params, x))
+            jax.block_until_ready(backward(params, x, x))
+        add("computation", time.perf_counter() - started)
+    note("times", seconds=found, read=read, written=written, parameters=2 * width**2 * layers, state=after.state_bytes)
+
+
+def memory_group(limit: int) -> tuple[Path, str]:
+    """A control group with this limit, of version 2 or 1, and the name of the file with its memory."""
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup", *([] if unified else ["memory"]), f"jaxdist-nvme-{os.getpid()}")
+    group.mkdir()
+    (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(limit))
+    return group, "memory.current" if unified else "memory.usage_in_bytes"
+
+
+def run_limited(config: dict, limit: int) -> dict:
+    """Runs `child` under the limit, and samples its memory."""
+    group, usage = memory_group(limit)
+    join = 'echo $$ > "$0"; exec "$@"'
+    command = ["sh", "-c", join, str(group / "cgroup.procs"), sys.executable, __file__, "--child", json.dumps(config)]
+    samples, events = [], Path(config["folder"] + ".events")
+    events.parent.mkdir(parents=True, exist_ok=True)
+    with open(events, "w") as out, subprocess.Popen(command, stdout=out) as process:
+        while process.poll() is None:
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            anonymous = int(stat.get("anon", stat.get("rss", 0)))
+            samples.append((time.monotonic(), int((group / usage).read_text()), anonymous))
+            time.sleep(0.02)
+    group.rmdir()
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    return {"code": process.returncode, "limit": limit, "samples": samples, "events": found, **config}
+
+
+def draw_memory(record: dict, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    samples, events, mib = np.array(record["samples"]), record["events"], 2**20
+    at = {name: [e["at"] for e in events if e["event"] == name] for name in ("ready", "created", "step begins")}
+    begin = at["ready"][0]
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    axes.plot(samples[:, 0] - begin, samples[:, 1] / mib, label="all memory of the process", color="tab:blue")
+    axes.plot(samples[:, 0] - begin, samples[:, 2] / mib, label="without page cache", color="tab:orange", lw=1)
+    for name, value, style in (
+        ("limit", record["limit"], "-"),
+        ("parameters", record["parameters"], "--"),
+        ("parameters and state", 3 * record["parameters"], ":"),
+    ):
+        axes.axhline(value / mib, color="black", ls=style, lw=1, label=f"{name}, {value / mib:,.0f} MiB")
+    for event in events:
+        if event["event"] in ("step begins", "forward ends"):
+            axes.axvline(event["at"] - begin, color="gray", lw=0.6)
+            axes.text(event["at"] - begin, 20, event["event"], rotation=90, fontsize=7, va="bottom", ha="right")
+    axes.set(xlabel="seconds", ylabel="MiB", xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize=7, loc="center left")
+    figure.savefig(path, dpi=120)
+
+
+def layers_report(given: argparse.Namespace) -> None:
+    folder, width, tokens = given.folder / "layers", 1024, given.tokens
+    config = {"folder": str(folder), "width": width, "tokens": tokens, "layers": given.layers}
+    config["parameters"] = 4 * (2 * width**2 * given.layers + 8 * width)
+    limit = given.limit_mib << 20
+    record = {}
+    for what in ("memory", "in memory", "times"):
+        shutil.rmtree(folder, ignore_errors=True)
+        fewer = {"layers": max(given.layers // 3, 1), "turns": given.steps} if what == "times" else {}
+        record[what] = run_limited({**config, "what": what, **fewer}, limit)
+        print(what, record[what]["code"], *record[what]["events"][-2:], sep="\n  ")
+    run, times = record["memory"], record["times"]["events"][-1]
+    created = next(e["at"] for e in run["events"] if e["event"] == "created")
+    median = {name: statistics.median(values) for name, values in times["seconds"].items()}
+    moved = times["read"] + times["written"]
+    flops, bandwidth = 8 * tokens * times["parameters"] / median["computation"], moved / median["plain"]
+    # The paper's model counts 8 bytes a parameter; here Adam's state in float32 moves in the same pass.
+    scaled = bandwidth * 8 * times["parameters"] / moved
+    summary = {
+        "parameters_mib": config["parameters"] / 2**20,
+        "limit_mib": given.limit_mib,
+        "most_mib": max(x for _, x, _ in run["samples"]) / 2**20,
+        "most_in_steps_mib": max(x for at, x, _ in run["samples"] if at > created) / 2**20,
+        "most_anonymous_mib": max(x for _, _, x in run["samples"]) / 2**20,
+        "in_memory_code": record["in memory"]["code"],
+        "seconds": median,
+        "share_of_disk": {name: median["plain"] / value for name, value in median.items() if "prefetch" in name},
+        "share_computing": {name: median["computation"] / v for name, v in median.items() if "prefetch" in name},
+        "offload_efficiency": cost.offload_efficiency("parameters", tokens=tokens, bandwidth=scaled, flops=flops),
+        "disk_gb_s": bandwidth / 1e9,
+        "gflops": flops / 1e9,
+    }
+    print(json.dumps(summary, indent=1))
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        for each in record.values():
+            each.pop("folder")
+            # Every tenth sample is enough for the record; the picture has all of them.
+            each["samples"] = each["samples"] if each is run else []
+        draw_memory(run, given.out / "layers.png")
+        run["samples"] = run["samples"][::10]
+        text = json.dumps({"summary": summary, **record}, indent=None, separators=(",", ":"))
+        (given.out / "layers.json").write_text(text + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; it is deleted")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; it is deleted")
+    parser.add_argument("--layers", type=int, help="measure `nvme_layers` instead, with this number of layers")
+    parser.add_argument("--tokens", type=int, default=256, help="of a batch, with --layers")
+    parser.add_argument("--limit-mib", type=int, default=512, help="the memory of the process, with --layers")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--gib", type=float, default=4.0, help="state on disk, of one step")
     parser.add_argument("--chunk-mib", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.child:
+        child(given.child)
+        return
+    if not given.folder:
+        parser.error("--folder is missing")
+    if given.layers:
+        layers_report(given)
+        shutil.rmtree(given.folder, ignore_errors=True)
+        return
     chunk = given.chunk_mib << 20
     entries = int(given.gib * 2**30) // 12 // 4096 * 4096
     rows = []
