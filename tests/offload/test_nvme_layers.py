@@ -98,7 +98,16 @@ def x64():
 
 @pytest.mark.parametrize(
     ("count", "prefetch", "clip"),
-    [(1, 0, None), (1, 2, 0.3), (2, 2, None), (3, 1, 0.3), (4, 0, 0.3), (6, 2, None), (6, 1, 1e3)],
+    [
+        (1, 0, None),
+        (3, 1, 0.3),
+        (6, 2, None),
+        pytest.param(1, 2, 0.3, marks=pytest.mark.slow),
+        pytest.param(2, 2, None, marks=pytest.mark.slow),
+        pytest.param(4, 0, 0.3, marks=pytest.mark.slow),
+        pytest.param(5, 1, None, marks=pytest.mark.slow),
+        pytest.param(6, 1, 1e3, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_the_optimizer_in_memory(tmp_path, x64, count, prefetch, clip):
     tx = optax.adamw(optax.cosine_decay_schedule(1e-2, 50), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
@@ -118,7 +127,7 @@ def test_equals_the_optimizer_in_memory(tmp_path, x64, count, prefetch, clip):
     run.close()
 
 
-@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("direct", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_float32_in_several_chunks(tmp_path, direct):
     """A layer of two and a half chunks; with the page cache too."""
     params = make_params(2, width=64)
@@ -197,7 +206,7 @@ def test_one_layer_of_gradients_and_one_compilation(tmp_path, monkeypatch):
     run.close()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_parameters_are_read_ahead(tmp_path, monkeypatch, prefetch):
     """While a part is computed the next ones are read and copied to the device; without prefetch none is."""
     prepared = [threading.Event() for _ in range(20)]
@@ -257,7 +266,7 @@ def test_parameters_that_are_returned_are_copied(tmp_path):
     run.close()
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), 0.3])
 def test_a_kill_between_any_two_operations_leaves_one_step(tmp_path, monkeypatch, clip):
     """What is on disk before each write, removal and renaming is what a SIGKILL at that moment would leave."""
     count, params, folder = 2, make_params(2), tmp_path / "run"
