@@ -18,7 +18,7 @@ from ..nvme.disk import Access, Disk
 from ..nvme.model import Model, describe
 from ..nvme.store import Store, StreamedStats
 from .optimizer import PartProgram, init_program, update_program
-from .parts import Part, lay_out_parts, shaped
+from .parts import StackPart, lay_out_parts, reshape_vectors
 from .programs import Config, build_programs, check_reducer
 from .stack import LayerStack, StreamedLayers
 from .step import Step
@@ -125,7 +125,7 @@ def nvme_layers(
 class _Opened(NamedTuple):
     """The parts, their folder, and the optimizer's update for the embedding, for layers and for the head."""
 
-    parts: list[Part]
+    parts: list[StackPart]
     disk: Disk
     updates: list[PartProgram]
 
@@ -173,7 +173,7 @@ class _LayerStream:
         self.opened = _Opened([part._replace(model=forgotten[part.kind]) for part in parts], disk, updates)
         return disk.step
 
-    def _buffers(self, parts: Sequence[Part]) -> tuple[int, int]:
+    def _buffers(self, parts: Sequence[StackPart]) -> tuple[int, int]:
         """The bytes of a buffer, and how many there are."""
         largest = max(part.nbytes for part in parts)
         # The second pass reads gradients that an access has written as many accesses ago as there are parts.
@@ -193,7 +193,7 @@ class _LayerStream:
         stored = _stored_numbers(opened.updates, disk.numbers)
         numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
         step = Step(self.cfg, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
-        kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.kept(each)]
+        kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.keep(each)]
         disk.advance(step.visit, kept, lambda: None, accesses=step.accesses(), prepare=step.prepare)
         return step.loss
 
@@ -205,33 +205,33 @@ class _LayerStream:
 
     def params(self, part: str | int) -> PyTree:
         which = self._part(part)
-        (leaves,) = self._read(which, [0])
+        (leaves,) = self._load(which, [0])
         return which.model.tree.unflatten(leaves)
 
     def state(self, part: str | int) -> State:
         which = self._part(part)
         opened, model = self._require_open(), which.model
         counts = [model.beside.count(k) for k in range(len(model.leaves))]
-        rows = self._read(which, range(1, 1 + max(counts, default=0)))
+        rows = self._load(which, range(1, 1 + max(counts, default=0)))
         numbers = iter(_stored_numbers(opened.updates, opened.disk.numbers)[which.kind])
         # The arrays of a leaf are in the order of the flat state.
         arrays = [iter([row[k] for row in rows]) for k in range(len(model.leaves))]
         flat = [next(numbers) if k < 0 else next(arrays[k]) for k in model.beside]
         return jax.tree.structure(model.state).unflatten(flat)
 
-    def _part(self, part: str | int) -> Part:
+    def _part(self, part: str | int) -> StackPart:
         parts = self._require_open().parts
         names = {"embed": 0, "head": len(parts) - 1, **{i: i + 1 for i in range(len(parts) - 2)}}
         if part not in names:
             raise ValueError(f'part must be "embed", "head" or a number below {len(parts) - 2}, got {part!r}')
         return parts[names[part]]
 
-    def _read(self, part: Part, planes: Iterable[int]) -> list[list[np.ndarray]]:
+    def _load(self, part: StackPart, planes: Iterable[int]) -> list[list[np.ndarray]]:
         """Arrays of the leaves of a part, copied: `0` is the parameter, then the optimizer's state."""
         found: list[list[np.ndarray]] = []
 
         def visit(k, data):
-            found.extend([np.array(x) for x in shaped(part.model, part.vectors(data, i))] for i in planes)
+            found.extend([np.array(x) for x in reshape_vectors(part.model, part.vectors(data, i))] for i in planes)
 
         # An access is there for parts without parameters, too.
         self._require_open().disk.scan(visit, [Access(part.start, reads=(*part.params, *part.state))])
@@ -262,7 +262,7 @@ class _LayerStream:
 
 def _create(
     disk: Disk,
-    parts: Sequence[Part],
+    parts: Sequence[StackPart],
     models: Sequence[Model],
     starts: Sequence[PartProgram],
     layer: Callable[[int], PyTree],
@@ -275,7 +275,7 @@ def _create(
         leaves = models[part.kind].leaves if part.kind != 1 else _leaves_of_layer(models[1], layer(k - 1), k - 1)
         starts[part.kind].run(numbers[part.kind], [np.asarray(x).reshape(-1) for x in leaves], data, fresh=True)
 
-    kept = [x for start, each in zip(starts, numbers, strict=True) for x in start.kept(each)]
+    kept = [x for start, each in zip(starts, numbers, strict=True) for x in start.keep(each)]
     disk.advance(visit, kept, lambda: None, accesses=[part.create() for part in parts])
 
 

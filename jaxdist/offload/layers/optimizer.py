@@ -39,7 +39,7 @@ class PartProgram(NamedTuple):
         """The numbers of `init`."""
         return [np.asarray(x) for x in self.head([None] * len(self.model.leaves))]
 
-    def kept(self, numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def keep(self, numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Those of a step's numbers that the next one needs: the parts of the state that are not arrays."""
         return [numbers[at] for at in self.split.others]
 

@@ -16,7 +16,7 @@ from ..nvme.disk import Access
 from ..nvme.model import Model
 
 
-class Part(NamedTuple):
+class StackPart(NamedTuple):
     """One part on disk. `layout` counts bytes from `start`; `params`, `state` and `grads` are numbers of records.
 
     `kind` is 0 for the embedding, 1 for layers and 2 for the head.
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     state: tuple[int, ...]
     grads: tuple[int, ...]
 
-    def read_params(self) -> Access:
+    def load_params(self) -> Access:
         """Reads the parameters."""
         return Access(self.start, reads=self.params)
 
@@ -99,7 +99,9 @@ class Part(NamedTuple):
         return [x[0] if len(x) == 1 else np.concatenate(x or [e]) for x, e in zip(found, empty, strict=True)]
 
 
-def lay_out_parts(models: Sequence[Model], count: int, chunk_bytes: int, *, grads: bool) -> tuple[Layout, list[Part]]:
+def lay_out_parts(
+    models: Sequence[Model], count: int, chunk_bytes: int, *, grads: bool
+) -> tuple[Layout, list[StackPart]]:
     """The records of the embedding, `count` equal layers and the head, one part after the other.
 
     Args:
@@ -108,7 +110,7 @@ def lay_out_parts(models: Sequence[Model], count: int, chunk_bytes: int, *, grad
     """
     layouts = [model.lay_out(chunk_bytes) for model in models]
     records: list[Chunk] = []
-    parts: list[Part] = []
+    parts: list[StackPart] = []
     start = 0
     for kind in (0, *[1] * count, 2):
         layout = layouts[kind]
@@ -125,13 +127,13 @@ def lay_out_parts(models: Sequence[Model], count: int, chunk_bytes: int, *, grad
                     records.append(Chunk(0, 0, 0, offset, nbytes))
             at += spans[2][1]
         params, state, spilled = map(tuple, numbers)
-        parts.append(Part(kind, models[kind], layout, start, at - start, params, state, spilled))
+        parts.append(StackPart(kind, models[kind], layout, start, at - start, params, state, spilled))
         start = at
     text = repr(([layout.signature for layout in layouts], count, grads))
     return Layout((), (), tuple(records), start, hashlib.sha256(text.encode()).hexdigest()), parts
 
 
-def shaped(model: Model, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+def reshape_vectors(model: Model, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Vectors in the shapes of the leaves; those of leaves without such an array stay empty."""
     pairs = zip(vectors, model.shapes, strict=True)
     return [x.reshape(shape) if x.size == math.prod(shape) else x for x, shape in pairs]

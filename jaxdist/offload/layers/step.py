@@ -9,7 +9,7 @@ import numpy as np
 from ..._core.types import PyTree
 from ..nvme.disk import Access
 from .optimizer import PartProgram
-from .parts import Part, shaped
+from .parts import StackPart, reshape_vectors
 from .programs import Config, Programs, copy_forwarded, first_copy, place_batch, place_params, to_device, to_host
 
 
@@ -34,7 +34,7 @@ class Step:
         self,
         cfg: Config,
         programs: Programs,
-        parts: Sequence[Part],
+        parts: Sequence[StackPart],
         updates: Sequence[PartProgram],
         numbers: Sequence[Sequence[np.ndarray]],
         batch: PyTree,
@@ -58,9 +58,9 @@ class Step:
 
     def _schedule(self, train: bool) -> list[_Visit]:
         last = len(self.parts) - 1
-        forward = [_Visit(self.forward, i, self.parts[i].read_params(), True) for i in range(last)]
+        forward = [_Visit(self.forward, i, self.parts[i].load_params(), True) for i in range(last)]
         if not train:
-            return [*forward, _Visit(self.evaluate, last, self.parts[last].read_params(), True)]
+            return [*forward, _Visit(self.evaluate, last, self.parts[last].load_params(), True)]
         # The head's loss and gradient are computed together: it has no visit in the forward pass.
         reverse = range(last, -1, -1)
         if self.clip_norm is None:
@@ -78,7 +78,9 @@ class Step:
         visit = self.visits[k]
         if visit.needs_params:
             part = self.parts[visit.part]
-            self.placed[k] = place_params(self.cfg, part.model.tree, shaped(part.model, part.param_vectors(data)))
+            self.placed[k] = place_params(
+                self.cfg, part.model.tree, reshape_vectors(part.model, part.param_vectors(data))
+            )
 
     def visit(self, k: int, data: np.ndarray) -> None:
         """Computes what visit `k` is for. When it returns, nothing reads the buffer any more."""
@@ -115,7 +117,7 @@ class Step:
             grads = jax.block_until_ready(self.programs.embed_grads(params, self.batch, self.cotangent))
         self._leave(self.parts[i], [first_copy(leaf) for leaf in jax.tree.leaves(grads)], data)
 
-    def _leave(self, part: Part, grads: list[np.ndarray], data: np.ndarray) -> None:
+    def _leave(self, part: StackPart, grads: list[np.ndarray], data: np.ndarray) -> None:
         """Uses up the gradient of a part."""
         if self.clip_norm is None:
             self.updates[part.kind].run(self.numbers[part.kind], grads, data)

@@ -169,13 +169,13 @@ class Disk:
     def _each_chunk(self) -> list[Access]:
         return [Access(chunk.offset, (k,), (k,)) for k, chunk in enumerate(self.layout.chunks)]
 
-    def _used(self, access: Access, buffer: np.ndarray) -> np.ndarray:
+    def _trim(self, access: Access, buffer: np.ndarray) -> np.ndarray:
         """The bytes of a buffer that belong to the chunks of an access."""
         chunks = [self.layout.chunks[c] for c in (*access.reads, *access.rereads, *access.writes)]
         return buffer[: max((chunk.offset + chunk.nbytes for chunk in chunks), default=access.start) - access.start]
 
     def _compute(self, visit: Visit, accesses: Sequence[Access], k: int, buffer: np.ndarray) -> None:
-        visit(k, self._used(accesses[k], buffer))
+        visit(k, self._trim(accesses[k], buffer))
         if self.progress is not None:
             self.progress(k + 1, len(accesses))
 
@@ -233,7 +233,7 @@ class Disk:
             read = self._open_committed(stack)
             for k in range(len(accesses)):
                 self._fill(accesses, read, read, None, k, self.buffers[0])
-                visit(k, self._used(accesses[k], self.buffers[0]))
+                visit(k, self._trim(accesses[k], self.buffers[0]))
 
     def _open(self, stack: contextlib.ExitStack, path: Path, step: int, *, create: bool) -> int:
         file = files.open_slot(path, self.layout.nbytes, self.direct, step, create=create)
