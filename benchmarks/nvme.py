@@ -177,7 +177,7 @@ def make_layer(width: int, i: int) -> dict:
 def open_layers(config: dict, prefetch: int, progress=None) -> offload.StreamedLayers:
     width = config["width"]
     store = offload.Store(config["folder"], durable=False, progress=progress)
-    tx = optax.adam(1e-4)
+    tx = optax.adam(1e-6)
     run = offload.nvme_layers(residual_mlp(width), tx, store, prefetch=prefetch, clip_norm=config.get("clip"))
     head = {"w": np.full((width, 8), 0.01, np.float32)}
     run.init(lambda i: make_layer(width, i), config["layers"], embed={}, head=head)
@@ -214,8 +214,9 @@ def child(config: dict) -> None:
     elif config["what"] == "memory":
 
         def progress(done, count):
-            if done == layers + 1 or done == count:
-                note("forward ends" if done == layers + 1 else "backward ends", stage=count)
+            # `init` visits each part once, a step twice except for the head.
+            if done == layers + 1 and count > layers + 2:
+                note("forward ends")
 
         run = open_layers(config, 2, progress)
         note("created")
@@ -318,45 +319,58 @@ def layers_report(given: argparse.Namespace) -> None:
     folder, width, tokens = given.folder / "layers", 1024, given.tokens
     config = {"folder": str(folder), "width": width, "tokens": tokens, "layers": given.layers}
     config["parameters"] = 4 * (2 * width**2 * given.layers + 8 * width)
-    limit = given.limit_mib << 20
-    record = {}
-    for what in ("memory", "in memory", "times"):
-        shutil.rmtree(folder, ignore_errors=True)
-        fewer = {"layers": max(given.layers // 3, 1), "turns": given.steps} if what == "times" else {}
-        record[what] = run_limited({**config, "what": what, **fewer}, limit)
-        print(what, record[what]["code"], *record[what]["events"][-2:], sep="\n  ")
-    run, times = record["memory"], record["times"]["events"][-1]
-    created = next(e["at"] for e in run["events"] if e["event"] == "created")
-    median = {name: statistics.median(values) for name, values in times["seconds"].items()}
-    moved = times["read"] + times["written"]
-    flops, bandwidth = 8 * tokens * times["parameters"] / median["computation"], moved / median["plain"]
-    # The paper's model counts 8 bytes a parameter; here Adam's state in float32 moves in the same pass.
-    scaled = bandwidth * 8 * times["parameters"] / moved
+    limit, records = given.limit_mib << 20, {}
+    fewer = {"layers": max(given.layers // 3, 1), "turns": given.steps}
+    for what, changes in (("memory", {}), ("in memory", {}), ("times", fewer)):
+        if what != "times" or given.steps:
+            shutil.rmtree(folder, ignore_errors=True)
+            records[what] = run_limited({**config, "what": what, **changes}, limit)
+            del records[what]["folder"]
+            print(what, records[what]["code"], *records[what]["events"][-2:], sep="\n  ")
+    run, control = records["memory"], records["in memory"]
     summary = {
-        "parameters_mib": config["parameters"] / 2**20,
         "limit_mib": given.limit_mib,
+        "parameters_mib": config["parameters"] / 2**20,
         "most_mib": max(x for _, x, _ in run["samples"]) / 2**20,
-        "most_in_steps_mib": max(x for at, x, _ in run["samples"] if at > created) / 2**20,
         "most_anonymous_mib": max(x for _, _, x in run["samples"]) / 2**20,
-        "in_memory_code": record["in memory"]["code"],
-        "seconds": median,
-        "share_of_disk": {name: median["plain"] / value for name, value in median.items() if "prefetch" in name},
-        "share_computing": {name: median["computation"] / v for name, v in median.items() if "prefetch" in name},
-        "offload_efficiency": cost.offload_efficiency("parameters", tokens=tokens, bandwidth=scaled, flops=flops),
-        "disk_gb_s": bandwidth / 1e9,
-        "gflops": flops / 1e9,
+        "exit_code_in_memory": control["code"],
     }
-    print(json.dumps(summary, indent=1))
+    times = summarize_times(records["times"]) if given.steps else None
+    print(json.dumps([summary, times], indent=1))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        for each in record.values():
-            each.pop("folder")
-            # Every tenth sample is enough for the record; the picture has all of them.
-            each["samples"] = each["samples"] if each is run else []
         draw_memory(run, given.out / "layers.png")
+        # The picture has all samples, the record every tenth.
         run["samples"] = run["samples"][::10]
-        text = json.dumps({"summary": summary, **record}, indent=None, separators=(",", ":"))
-        (given.out / "layers.json").write_text(text + "\n")
+        (given.out / "layers.json").write_text(json.dumps({"summary": summary, "run": run}) + "\n")
+        if times:
+            (given.out / "layers_times.json").write_text(json.dumps(times, indent=1) + "\n")
+
+
+def summarize_times(record: dict) -> dict:
+    """Medians over turns of each turn's own ratios, beside ZeRO-Infinity's model."""
+    times, tokens = record["events"][-1], record["tokens"]
+    seconds, moved = times["seconds"], times["read"] + times["written"]
+
+    def ratio(above: str, below: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[above], seconds[below], strict=True))
+
+    computation, copy = statistics.median(seconds["computation"]), statistics.median(seconds["plain"])
+    # The paper's model counts 8 bytes a parameter; here Adam's state in float32 moves in the same pass.
+    bandwidth = 8 * times["parameters"] / copy
+    flops = 8 * tokens * times["parameters"] / computation
+    prefetches = [name for name in seconds if name.startswith("prefetch")]
+    return {
+        **times,
+        "layers": record["layers"],
+        "tokens": tokens,
+        "share_of_disk": {name: ratio("plain", name) for name in prefetches},
+        "share_computing": {name: ratio("computation", name) for name in prefetches},
+        "gain": {name: ratio(prefetches[0], name) for name in prefetches},
+        "offload_efficiency": cost.offload_efficiency("parameters", tokens=tokens, bandwidth=bandwidth, flops=flops),
+        "disk_gb_s": moved / copy / 1e9,
+        "gflops": flops / 1e9,
+    }
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ class _LayerStream:
         disk = opened.disk
         # The numbers of the last step, whose writes may still be in progress.
         disk.flush()
-        stored = _stored_numbers(opened.updates, disk.numbers)
+        stored = _split_numbers(opened.updates, disk.numbers)
         numbers = [update.numbers(x) for update, x in zip(opened.updates, stored, strict=True)]
         step = Step(self.cfg, self.programs, opened.parts, opened.updates, numbers, batch, self.clip_norm)
         kept = [x for update, each in zip(opened.updates, numbers, strict=True) for x in update.keep(each)]
@@ -213,7 +213,7 @@ class _LayerStream:
         opened, model = self._require_open(), which.model
         counts = [model.beside.count(k) for k in range(len(model.leaves))]
         rows = self._load(which, range(1, 1 + max(counts, default=0)))
-        numbers = iter(_stored_numbers(opened.updates, opened.disk.numbers)[which.kind])
+        numbers = iter(_split_numbers(opened.updates, opened.disk.numbers)[which.kind])
         # The arrays of a leaf are in the order of the flat state.
         arrays = [iter([row[k] for row in rows]) for k in range(len(model.leaves))]
         flat = [next(numbers) if k < 0 else next(arrays[k]) for k in model.beside]
@@ -288,7 +288,7 @@ def _leaves_of_layer(model: Model, tree: PyTree, number: int) -> list[Any]:
     return leaves
 
 
-def _stored_numbers(updates: Sequence[PartProgram], stored: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+def _split_numbers(updates: Sequence[PartProgram], stored: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """The numbers of the last step for the embedding, for layers and for the head."""
     numbers = iter(stored)
     return [[next(numbers) for _ in update.split.others] for update in updates]

@@ -61,7 +61,7 @@ class StackPart(NamedTuple):
         views = self._grad_planes(data)
         return self._gather(lambda k: views[k], 0)
 
-    def put_grads(self, data: np.ndarray, grads: Sequence[np.ndarray]) -> None:
+    def store_grads(self, data: np.ndarray, grads: Sequence[np.ndarray]) -> None:
         """Copies gradients to their place in the buffer."""
         views = self._grad_planes(data)
         for k, chunk in enumerate(self.layout.chunks):

@@ -136,7 +136,12 @@ def check_reducer(reducer: Reducer) -> None:
 def place_params(cfg: Config, tree: Any, leaves: list[np.ndarray]) -> PyTree:
     """Copies parameters to the device, or to all devices of the mesh."""
     where = None if cfg.mesh is None else NamedSharding(cfg.mesh, PartitionSpec())
-    return tree.unflatten(jax.device_put(leaves, where))
+    placed = jax.device_put(leaves, where)
+    for x, leaf in zip(placed, leaves, strict=True):
+        # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
+        if x.dtype != leaf.dtype:
+            raise ValueError(f"parameters of {leaf.dtype} need jax.config.update('jax_enable_x64', True)")
+    return tree.unflatten(placed)
 
 
 def place_batch(cfg: Config, batch: PyTree) -> PyTree:

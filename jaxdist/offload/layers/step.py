@@ -125,7 +125,7 @@ class Step:
         for grad in grads:
             wide = grad.astype(np.result_type(grad.dtype, np.float32), copy=False)
             self.square += float(np.vdot(wide, wide))
-        part.put_grads(data, grads)
+        part.store_grads(data, grads)
 
     def update(self, i: int, params: PyTree, data: np.ndarray) -> None:
         """Updates part `i` with its gradient from disk, clipped by the norm over all parts."""
