@@ -19,7 +19,7 @@ from ..nvme.model import Model, describe
 from ..nvme.store import Store, StreamedStats
 from .optimizer import PartProgram, init_program, update_program
 from .parts import StackPart, lay_out_parts, reshape_vectors
-from .programs import Config, build_programs, check_reducer
+from .programs import Config, build_programs, check_dtypes, check_reducer
 from .stack import LayerStack, StreamedLayers
 from .step import Step
 
@@ -148,8 +148,9 @@ class _LayerStream:
     def init(self, layer: Callable[[int], PyTree], count: int, *, embed: PyTree, head: PyTree) -> int:
         self.close()
         check_range("count", count, 1)
-        # On disk are the parameters that the optimizer updates: `master`.
         trees = [jax.tree.map(np.asarray, tree) for tree in (embed, layer(0), head)]
+        check_dtypes(jax.tree.leaves(trees))
+        # On disk are the parameters that the optimizer updates: `master`.
         models = [describe(self.inner, tree, None)._replace(master=True) for tree in trees]
         store = self.store
         folder = Path(store.path).absolute() / "worker-00000-of-00001"

@@ -1,7 +1,7 @@
 """The compiled programs of a stack: one for the layer forward, one backward, and those of its two ends."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,12 +136,16 @@ def check_reducer(reducer: Reducer) -> None:
 def place_params(cfg: Config, tree: Any, leaves: list[np.ndarray]) -> PyTree:
     """Copies parameters to the device, or to all devices of the mesh."""
     where = None if cfg.mesh is None else NamedSharding(cfg.mesh, PartitionSpec())
-    placed = jax.device_put(leaves, where)
-    for x, leaf in zip(placed, leaves, strict=True):
-        # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
-        if x.dtype != leaf.dtype:
+    # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
+    check_dtypes(leaves)
+    return tree.unflatten(jax.device_put(leaves, where))
+
+
+def check_dtypes(leaves: Sequence[np.ndarray]) -> None:
+    """Refuses parameters that JAX would truncate."""
+    for leaf in leaves:
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             raise ValueError(f"parameters of {leaf.dtype} need jax.config.update('jax_enable_x64', True)")
-    return tree.unflatten(placed)
 
 
 def place_batch(cfg: Config, batch: PyTree) -> PyTree:
