@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +34,14 @@ class Host(NamedTuple):
       address: its address for the other hosts.
       interface: the name of its network interface.
       sent: bytes sent so far, headers included.
+      set_rate: changes the rate of its link, in Mbit/s, in both directions.
     """
 
     command: list[str]
     address: str
     interface: str
     sent: Callable[[], float]
+    set_rate: Callable[[float], None] = lambda rate_mbit: None
 
 
 def refusal() -> str | None:
@@ -98,11 +101,16 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
             # What most machines use; a namespace may not choose it for all its sockets, but a route may.
             route = f"ip route replace {SUBNET}.0/24 dev eth0 src {address} congctl cubic"
             _run(*route.split(), namespace=name, check=False)
-            _shape("eth0", rate_mbit, name)  # up
-            _shape(f"port{i}", rate_mbit, switch)  # down
+            _shape_both(name, switch, i, rate_mbit)
         inside = [["ip", "netns", "exec", name] for name in names]
         yield [
-            Host(command, f"{SUBNET}.{i + 1}", "eth0", lambda command=command: _shaped_bytes(command))
+            Host(
+                command,
+                f"{SUBNET}.{i + 1}",
+                "eth0",
+                partial(_shaped_bytes, command),
+                partial(_shape_both, names[i], switch, i, verb="change"),
+            )
             for i, command in enumerate(inside)
         ]
 
@@ -159,11 +167,17 @@ def _add_namespace(name: str, names_of_addresses: list[tuple[str, str]]) -> None
     (folder / "hosts").write_text("".join(f"{address} {host}\n" for address, host in names_of_addresses))
 
 
-def _shape(device: str, rate_mbit: float, namespace: str) -> None:
+def _shape_both(name: str, switch: str, i: int, rate_mbit: float, verb: str = "add") -> None:
+    """Shapes what host `i` sends, and what the switch sends to it."""
+    _shape("eth0", rate_mbit, name, verb)
+    _shape(f"port{i}", rate_mbit, switch, verb)
+
+
+def _shape(device: str, rate_mbit: float, namespace: str, verb: str) -> None:
     burst = max(16 * 1024, int(rate_mbit * 125))  # one millisecond of the line, or one large segment
     limit = max(256 * 1024, int(rate_mbit * 2500))  # a queue of twenty milliseconds
     _run(
-        *f"tc qdisc add dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}".split(),
+        *f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}".split(),
         namespace=namespace,
     )
 

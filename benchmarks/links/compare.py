@@ -1,6 +1,7 @@
 """Step times, exposed communication and bytes of jaxdist beside PyTorch's DDP, on slow and fast links.
 
     sudo python benchmarks/links/compare.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
+    sudo python benchmarks/links/compare.py --suite bagua --link shaped --rate 1000 --rate 100 --problem lm ...
 
 Every process of every system stays up for the whole run, and the modes take turns, so that they share the machine's
 noise. *Exposed communication* is a mode's step less the same system's step without communication, in the same
@@ -28,9 +29,16 @@ MODES = {
     "torch": ["none", "plain", "bucket", "f16", "power_sgd"],
     "jaxdist": ["none", "exact", "f16", "power_sgd", "qsgd", "top_k", "sign", "hand_flat", "hand_leaf"],
 }
-PROCESSES = 2
+# BAGUA's algorithms, as `jaxdist_step.py` has them.
+BAGUA = ["allreduce", "bytegrad", "qadam", "qadam_1bit", "decentralized", "shift_one", "low_precision", "async"]
+SUITES = {
+    "reducers": MODES,
+    "bagua": {"torch": ["none", "plain", "bucket"], "jaxdist": ["none", "exact", *BAGUA, "async_clock"]},
+}
 MOST_STEPS = 24
 CHUNK = 3
+# Modes whose steps differ: so many make a turn, and a figure is the mean of a turn.
+TURNS = {"async": 8, "async_clock": 16}
 
 
 class System:
@@ -96,6 +104,15 @@ def systems(
             system.close()
 
 
+def build(running: dict[str, System], modes: dict[str, list[str]]) -> Iterator[dict[str, Any]]:
+    """Builds all modes; yields what each said."""
+    for name in running:
+        for mode in ["none", *(mode for mode in modes[name] if mode != "none")]:
+            built = running[name].run(mode, 0)[0]
+            print(f"  {name:8}{mode:13} ready in {built['build_seconds']:5.1f} s", flush=True)
+            yield {"system": name, "mode": mode, "repetition": -1, **built}
+
+
 def measure(
     running: dict[str, System], modes: dict[str, list[str]], place: cluster.Host, repetitions: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
@@ -104,13 +121,7 @@ def measure(
     A mode alternates, a few steps at a time, with its system's step without communication: machines drift.
     """
     turns = [(name, mode) for name in running for mode in modes[name] if mode != "none"]
-    steps = {}
-    for name, mode in [*((name, "none") for name in running), *turns]:
-        built = running[name].run(mode, 0)[0]
-        probe = running[name].run(mode, 2)[0]
-        steps[name, mode] = min(MOST_STEPS, max(CHUNK, round(seconds / min(probe["seconds"]))))
-        print(f"  {name:8}{mode:11} ready in {built['build_seconds']:5.1f} s", flush=True)
-        yield {"system": name, "mode": mode, "repetition": -1, **built}
+    steps: dict[tuple[str, str], int] = {}
     for repetition in range(repetitions):
         for name, mode in turns if repetition % 2 == 0 else reversed(turns):
             record: dict[str, Any] = {
@@ -119,22 +130,28 @@ def measure(
                 "repetition": repetition,
                 "load": os.getloadavg()[0],
             }
+            turn = TURNS.get(mode, CHUNK)
             alone, found, sent = [], [], 0.0
-            for _ in range(0, steps[name, mode], CHUNK):
+            while turn * len(found) < steps.get((name, mode), turn):
                 alone.append(running[name].run("none", CHUNK))
                 before = place.sent()
-                found.append(running[name].run(mode, CHUNK))
+                found.append(running[name].run(mode, turn))
                 sent += place.sent() - before
+                # The first turn on a link says how many steps fit.
+                fit = round(seconds / statistics.mean(_slowest(found)))
+                steps.setdefault((name, mode), min(MOST_STEPS, max(turn, fit)))
             record |= {
                 "seconds": _slowest(found),
                 "alone_seconds": _slowest(alone),
                 "cpu_seconds": _cpu(found),
                 "alone_cpu_seconds": _cpu(alone),
-                "bytes": sent / (CHUNK * len(found)),
+                "bytes": sent / (turn * len(found)),
                 "loss": found[-1][0]["loss"],
             }
+            if mode in TURNS:
+                record["seconds"] = [statistics.mean(_slowest([one])) for one in found]
             medians = [1e3 * statistics.median(record[key]) for key in ("seconds", "alone_seconds")]
-            print(f"  {name:8}{mode:11}{medians[0]:9.1f} ms, alone {medians[1]:7.1f} ms", flush=True)
+            print(f"  {name:8}{mode:13}{medians[0]:9.1f} ms, alone {medians[1]:7.1f} ms", flush=True)
             yield record
 
 
@@ -151,7 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist is measured")
     parser.add_argument("--link", action="append", choices=["loopback", "shaped"], help="both by default")
-    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of the shaped link")
+    parser.add_argument("--rate", type=float, action="append", help="Mbit/s of the shaped link, 100 by default")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--suite", choices=SUITES, default="reducers")
     parser.add_argument("--problem", action="append", choices=["lm", "mlp"], help="both by default")
     parser.add_argument("--modes", help="only these, as in torch:none,plain;jaxdist:none,exact")
     parser.add_argument("--repetitions", type=int, default=5, help="at least 3; of all modes, in turns")
@@ -159,7 +178,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
     given = parser.parse_args()
     modes = dict(part.split(":") for part in given.modes.split(";")) if given.modes else {}
-    modes = {name: chosen.split(",") for name, chosen in modes.items()} or MODES
+    modes = {name: chosen.split(",") for name, chosen in modes.items()} or SUITES[given.suite]
+    rates = given.rate or [100.0]
     wanted = {"torch": ("torch_step.py", given.torch_python), "jaxdist": ("jaxdist_step.py", sys.executable)}
     wanted = {name: how for name, how in wanted.items() if how[1] and name in modes}
     links = given.link or ["loopback", "shaped"]
@@ -169,16 +189,24 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     records, about = [], {}
     for link in links:
-        made = cluster.loopback(PROCESSES) if link == "loopback" else cluster.hosts(PROCESSES, given.rate)
+        made = cluster.loopback(given.hosts) if link == "loopback" else cluster.hosts(given.hosts, max(rates))
         with made as places:
             for problem in given.problem or ["lm", "mlp"]:
-                print(f"{problem} over {link}", flush=True)
                 with systems(wanted, problem, places) as running:
                     about |= {name: system.about for name, system in running.items()}
-                    for record in measure(running, modes, places[0], given.repetitions, given.seconds):
-                        rate = given.rate if link == "shaped" else None
-                        records.append({"link": link, "rate_mbit": rate, "problem": problem, **record})
-                (given.out / "links.json").write_text(json.dumps({"systems": about, "records": records}))
+                    setting = {"link": link, "hosts": given.hosts, "problem": problem}
+                    records += [setting | record for record in build(running, modes)]
+                    for rate in rates if link == "shaped" else [None]:
+                        for place in places if rate else []:
+                            place.set_rate(rate)
+                        print(f"{problem} over {link}, {rate} Mbit/s", flush=True)
+                        for record in measure(running, modes, places[0], given.repetitions, given.seconds):
+                            records.append(setting | {"rate_mbit": rate} | record)
+                            # What is measured stays, whatever ends the run.
+                            text = json.dumps({"systems": about, "records": records})
+                            (given.out / "links.json").write_text(text + "\n")
+                    for place in places if link == "shaped" else []:
+                        place.set_rate(max(rates))
     report.write(given.out)
 
 

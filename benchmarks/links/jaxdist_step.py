@@ -1,17 +1,20 @@
 """jaxdist over gloo, as one process (one device) of `compare.py`, and two steps in plain JAX to compare with.
 
 Modes: `none` (no communication), `exact`, `f16`, `power_sgd` (rank 4), `qsgd` (4 bits), `top_k` (1 %), `sign` (1 bit);
-the biased ones inside error feedback. `hand_flat` is a hand-written step with one `lax.pmean` of all gradients,
+the biased ones inside error feedback. BAGUA's six algorithms: `allreduce`, `bytegrad`, `qadam` and `qadam_1bit`,
+`decentralized` and `shift_one`, `low_precision`, `async` (an average every eighth step, one program) and `async_clock`
+(an average every 0.5 s, by a second thread). `hand_flat` is a hand-written step with one `lax.pmean` of all gradients,
 `hand_leaf` the naive one with a `pmean` for each leaf.
 """
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# One thread computes, as in the other system.
-os.environ.setdefault("NPROC", "1")
+# One thread computes, as in the other system; the second one is for programs that only communicate.
+os.environ.setdefault("NPROC", "2")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from background import Averages
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES, WIDTH
-from server import serve
+from server import WARM_UP, Way, serve
 
 import jaxdist as jd
+from jaxdist.recipes import bagua
 
 REDUCERS = {
     "exact": lambda: jd.exact(),
@@ -34,6 +39,23 @@ REDUCERS = {
     "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
     "sign": lambda: jd.error_feedback(jd.compressed(jd.compressors.scaled_sign())),
 }
+# BAGUA's algorithms, from the optimizer, its learning rate and the number of workers. Momenta in eight bits or one are
+# sent from the first step that is timed.
+SYNC_PERIOD, CLOCK_SECONDS = 8, 0.5
+ALGORITHMS = {
+    "allreduce": lambda tx, rate, workers: bagua.gradient_allreduce(tx),
+    "bytegrad": lambda tx, rate, workers: bagua.bytegrad(tx),
+    "qadam": lambda tx, rate, workers: bagua.qadam(rate, warmup_steps=WARM_UP),
+    "qadam_1bit": lambda tx, rate, workers: bagua.qadam(
+        rate, warmup_steps=WARM_UP, compressor=jd.compressors.scaled_sign(), feedback=True
+    ),
+    "decentralized": lambda tx, rate, workers: bagua.decentralized(tx, workers),
+    "shift_one": lambda tx, rate, workers: bagua.decentralized(tx, workers, peers="shift_one"),
+    "low_precision": lambda tx, rate, workers: bagua.low_precision_decentralized(tx, workers),
+    "async": lambda tx, rate, workers: bagua.async_model_average(tx, sync_period=SYNC_PERIOD),
+}
+# Those after which each worker has a model of its own.
+OWN_MODELS = {"decentralized", "shift_one", "low_precision", "async"}
 
 
 class TrainState(NamedTuple):
@@ -81,7 +103,10 @@ def optimizer(name):
 
 def jaxdist_step(name, mode, params, mesh):
     """The step and its state, as a user of the library writes them."""
-    tx = optax.chain(jd.all_reduce(REDUCERS[mode]()), optimizer(name))
+    if mode in ALGORITHMS:
+        tx = ALGORITHMS[mode](optimizer(name), RATES[name], mesh.size)
+    else:
+        tx = optax.chain(jd.all_reduce(REDUCERS[mode]()), optimizer(name))
 
     def step(state, batch):
         loss, gradients = jd.local_value_and_grad(LOSSES[name])(state.params, batch)
@@ -90,9 +115,11 @@ def jaxdist_step(name, mode, params, mesh):
 
     def make_state():
         fresh = jax.tree.map(jnp.asarray, params)
-        return TrainState(fresh, tx.init(fresh), jd.PerWorker(jnp.zeros(())))
+        opt_state = tx.init(fresh)
+        return TrainState(jd.PerWorker(fresh) if mode in OWN_MODELS else fresh, opt_state, jd.PerWorker(jnp.zeros(())))
 
-    return jd.distribute(step, mesh), jd.init_state(make_state, mesh), lambda state: state.loss.value
+    # `init_state` would compile the given parameters into a program, which takes longer than all the rest.
+    return jd.distribute(step, mesh), jd.place(make_state(), mesh), lambda state: state.loss.value
 
 
 def local_step(name, problem):
@@ -114,7 +141,36 @@ def local_step(name, problem):
         state = run(state, batches[number % len(batches)])
         return float(jax.block_until_ready(state).loss)
 
-    return step
+    return Way(step)
+
+
+def clock_step(name, problem, mesh):
+    """BAGUA's asynchronous average as in its public code: a thread averages snapshots, and steps never wait for it."""
+    tx = optimizer(name)
+
+    @jax.jit
+    def run(params, opt_state, batch):
+        loss, gradients = jax.value_and_grad(LOSSES[name])(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    # x <- x + (mean(x̂) - x̂): the steps taken meanwhile are kept.
+    merge = jax.jit(lambda params, mean, sent: jax.tree.map(lambda x, m, s: x + (m - s), params, mean, sent))
+    params, batches = jax.tree.map(jnp.asarray, (problem.params, problem.batches))
+    opt_state, averages, last = tx.init(params), Averages(mesh), 0.0
+
+    def step(number):
+        nonlocal params, opt_state, last
+        params, opt_state, loss = jax.block_until_ready(run(params, opt_state, batches[number % len(batches)]))
+        arrived = averages.take()
+        if arrived is not None:
+            params = merge(params, *arrived)
+        # Before the clock's time, and while an average is on its way, this does nothing.
+        if time.perf_counter() - last >= CLOCK_SECONDS and averages.offer(params):
+            last = time.perf_counter()
+        return float(loss)
+
+    return Way(step, averages.pause)
 
 
 def hand_written_step(name, mode, params, mesh):
@@ -151,6 +207,8 @@ def hand_written_step(name, mode, params, mesh):
 def build(name, mode, problem, mesh):
     if mode == "none":
         return local_step(name, problem)
+    if mode == "async_clock":
+        return clock_step(name, problem, mesh)
     make = hand_written_step if mode.startswith("hand") else jaxdist_step
     run, state, loss_of = make(name, mode, problem.params, mesh)
     batches = jd.global_batch(problem.batches, mesh)
@@ -161,7 +219,7 @@ def build(name, mode, problem, mesh):
         jax.block_until_ready(state)
         return float(loss_of(state).addressable_shards[0].data[0])
 
-    return step
+    return Way(step)
 
 
 def main():

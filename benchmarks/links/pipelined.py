@@ -17,7 +17,9 @@ from pathlib import Path
 import cluster
 from compare import System
 
-MODES = ["none", "exact", "bucketed", "pipelined:0", "pipelined:4", "threads:0", "threads:4"]
+MODES = ["none", "exact", "late", "late_thread", "pipelined:4", "layers"]
+# Whole layers in the order in which they are ready, and the same across the border of steps; then by urgency.
+MODES += ["queue:barrier", "queue:fifo", "queue:priority", "queue:priority:1024:1", "queue:priority:1024:2"]
 
 
 def main() -> None:
@@ -25,7 +27,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of each link")
     parser.add_argument("--problem", choices=["lm", "mlp"], default="lm")
-    parser.add_argument("--modes", nargs="*", default=MODES, help="with the number of deferred layers behind a colon")
+    parser.add_argument("--modes", nargs="*", default=MODES, help="as `pipelined_step.py` spells them")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of a mode at each turn")
     parser.add_argument("--out", type=Path)
@@ -46,8 +48,9 @@ def main() -> None:
         about |= system.about
         try:
             for mode in given.modes:
-                losses = system.run(mode, 0)[0]["losses"]
-                print(f"{mode:12} ready; losses {' '.join(f'{loss:.6f}' for loss in losses)}", flush=True)
+                answers = system.run(mode, 0)
+                losses = [statistics.mean(values) for values in zip(*(one["first_losses"] for one in answers))]
+                print(f"{mode:21} ready; losses {' '.join(f'{loss:.6f}' for loss in losses)}", flush=True)
                 records.append({"mode": mode, "repetition": -1, "losses": losses})
             for repetition in range(given.repetitions):
                 for mode in given.modes if repetition % 2 == 0 else reversed(given.modes):
@@ -57,7 +60,7 @@ def main() -> None:
                         {
                             "mode": mode,
                             "repetition": repetition,
-                            "seconds": max(answer["seconds"] for answer in answers) / given.steps,
+                            "seconds": max(sum(answer["seconds"]) for answer in answers) / given.steps,
                             "bytes": (places[0].sent() - before) / given.steps,
                             "load": os.getloadavg()[0],
                         }

@@ -1,45 +1,31 @@
-"""One process (one device) of `pipelined.py`: five ways to train one model, chosen by lines of JSON.
+"""One process (one device) of `pipelined.py`: ways to train one model, chosen by lines of JSON.
 
-`none`: no communication. `exact`, `bucketed`: `all_reduce` of everything at once, and of 4 MiB buckets. `pipelined`:
-`jd.overlap.pipelined`, one program. `threads`: the schedule of `pipelined`, by hand: a program for the forward and
-one for the backward pass of each layer, and a second thread that runs the reductions, one program for each layer.
+`none`: no communication. `exact`, `bucketed`: `all_reduce` of everything at once, and of 4 MiB buckets. `late`:
+`all_reduce(delay=1)`. `pipelined:K`: `jd.overlap.pipelined`, K layers deferred. These are one program each.
+`late_thread`: the iterates of `late`, with the reduction in a program of its own that a second thread runs.
+`layers`: no communication, with a program for the forward and one for the backward pass of each layer.
+`queue:POLICY:KIB:PARTS`: the same with a queue of messages as in ByteScheduler (`queued.py`), in partitions of so many
+KiB, of which so many may be on their way. POLICY: `priority`, `fifo`, or `barrier`, where the next step waits for all.
 """
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# With a single thread, a collective that waits for the network would keep all else waiting.
-os.environ.setdefault("NPROC", "2")
+# A collective that waits for the network keeps a thread waiting; one computes, two communicate.
+os.environ.setdefault("NPROC", "3")
 
 import functools
-import itertools
-import json
-import queue
-import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxdist_step import LOSSES, normed, optimizer
+from background import Reducing, join, split
+from jaxdist_step import LOSSES, normalize, optimizer
 from problems import HEADS, LAYERS, PROBLEMS, WIDTH
+from queued import queued
+from server import Way, serve
 
 import jaxdist as jd
-
-WARM_UP = 3
-
-
-class Way(NamedTuple):
-    """`step(number) -> loss`, perhaps before everything of the step is done; `finish()` waits for the rest."""
-
-    step: Callable[[int], Any]
-    finish: Callable[[], Any]
 
 
 def embed(w, batch):
@@ -49,17 +35,17 @@ def embed(w, batch):
 def block(layer, w, x):
     size, length, _ = x.shape
     visible = jnp.tril(jnp.ones((length, length), bool))
-    qkv = normed(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
+    qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
     q, k, v = qkv.reshape(size, length, 3, HEADS, WIDTH // HEADS).transpose(2, 0, 3, 1, 4)
     scores = q @ k.swapaxes(-1, -2) * (WIDTH // HEADS) ** -0.5
     mixed = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
     x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, WIDTH) @ w[f"out_{layer}"]
-    hidden = normed(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
+    hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
     return x + jax.nn.gelu(hidden) @ w[f"down_{layer}"]
 
 
 def head(w, x, targets):
-    logits = normed(x, w["gain"]) @ w["head"]
+    logits = normalize(x, w["gain"]) @ w["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
@@ -98,154 +84,93 @@ def local(name, problem):
     return one_program(run, (params, tx.init(params)), batches)
 
 
-def one_program(run, state, batches):
+def one_program(run, state, batches, loss_of=lambda state, out: out):
     def step(number):
         nonlocal state
-        state, loss = run(state, batches[number % len(batches)])
-        return jax.block_until_ready(loss)
+        state, out = run(state, batches[number % len(batches)])
+        return float(loss_of(state, out).addressable_data(0).ravel()[0])
 
-    return Way(step, lambda: jax.block_until_ready(state))
+    return Way(step, lambda: jax.block_until_ready(state), counts=True)
 
 
-def reduced_inside(name, problem, mesh, reducer):
-    tx, loss = optax.chain(jd.all_reduce(reducer), optimizer(name)), LOSSES[name]
+def reduced_inside(name, problem, mesh, reducer, delay=0):
+    tx, loss = optax.chain(jd.all_reduce(reducer, delay=delay), optimizer(name)), LOSSES[name]
 
     def step(state, batch):
         value, gradients = jd.local_value_and_grad(loss)(state[0], batch)
         updates, opt = tx.update(gradients, state[1], state[0])
-        # As `pipelined`, so that all send alike.
-        return (optax.apply_updates(state[0], updates), opt), lax.pmean(value, "data")
+        # Each worker's own loss: the compiler would merge its mean with the late reduction, which then waits for it.
+        return (optax.apply_updates(state[0], updates), opt, value), ()
 
     def make_state():
         params = jax.tree.map(jnp.asarray, problem.params)
-        return params, tx.init(params)
+        return params, tx.init(params), jd.PerWorker(jnp.zeros(()))
 
     batches = jd.global_batch(problem.batches, mesh)
-    return one_program(jd.distribute(step, mesh), jd.init_state(make_state, mesh), batches)
+    state = jd.place(make_state(), mesh)
+    return one_program(jd.distribute(step, mesh), state, batches, lambda state, out: state[2].value)
+
+
+def late_thread(name, problem, mesh):
+    """The update of `late`: the mean of the last gradients arrives while this step computes the next ones."""
+    tx, loss, reducing = optimizer(name), LOSSES[name], Reducing(mesh)
+
+    @jax.jit
+    def differentiate(params, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return value, join(jax.tree.leaves(gradients))
+
+    @jax.jit
+    def move(state, flat, likes):
+        leaves, structure = jax.tree.flatten(likes)
+        updates, opt = tx.update(structure.unflatten(split(flat, leaves)), state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt
+
+    params, batches = jax.tree.map(jnp.asarray, (problem.params, problem.batches))
+    state, arriving = (params, tx.init(params)), None
+
+    def step(number):
+        nonlocal state, arriving
+        value, flat = differentiate(state[0], batches[number % len(batches)])
+        jax.block_until_ready(flat)
+        if arriving is not None:
+            state = move(state, arriving.result(), state[0])
+        arriving = reducing.submit(flat)
+        return float(value)
+
+    return Way(step, lambda: arriving and arriving.result(), counts=True)
 
 
 def make_pipelined(name, problem, mesh, defer):
     names, _ = layers_of(name, problem.params)
     pipeline = jd.overlap.pipelined(LOSSES[name], optimizer(name), defer=defer, layers=names)
-    state = jd.init_state(lambda: pipeline.init(jax.tree.map(jnp.asarray, problem.params)), mesh)
+    state = jd.place(pipeline.init(jax.tree.map(jnp.asarray, problem.params)), mesh)
     return one_program(jd.distribute(pipeline.step, mesh), state, jd.global_batch(problem.batches, mesh))
 
 
-def threads(name, problem, mesh, defer):
-    names, functions = layers_of(name, problem.params)
-    tx, last = optimizer(name), len(names) - 1
-    parts = [{key: jnp.asarray(problem.params[key]) for key in of_layer} for of_layer in names]
-    states = [tx.init(part) for part in parts]
-    batches = jax.tree.map(jnp.asarray, problem.batches)
-    # Tokens and labels have no gradient.
-    forward = [jax.jit(lambda w, batch: jax.vjp(lambda w: functions[0](w, batch), w))]
-    forward += [jax.jit(lambda w, x, f=f: jax.vjp(f, w, x)) for f in functions[1:-1]]
-    forward += [jax.jit(lambda w, x, targets: jax.vjp(lambda w, x: functions[-1](w, x, targets), w, x))]
-    backward = jax.jit(lambda pull, cotangent: pull(cotangent))
-    cut = NamedSharding(mesh, PartitionSpec("data"))
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-    def mean(rows):
-        return lax.pmean(rows[0], "data")
-
-    @jax.jit
-    def flat(gradients):
-        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradients)])[None]
-
-    @jax.jit
-    def move(part, state, arrived):
-        leaves, structure = jax.tree.flatten(part)
-        ends = list(itertools.accumulate(leaf.size for leaf in leaves))[:-1]
-        pieces = [x.reshape(leaf.shape) for x, leaf in zip(jnp.split(arrived, ends), leaves)]
-        updates, state = tx.update(structure.unflatten(pieces), state, part)
-        return optax.apply_updates(part, updates), state
-
-    orders: queue.Queue = queue.Queue()
-    arriving: list[Future | None] = [None] * len(names)
-
-    def reduce_for_ever():
-        while True:
-            row, arrived = orders.get()
-            shape = (mesh.size, row.shape[1])
-            found = mean(jax.make_array_from_single_device_arrays(shape, cut, [row]))
-            arrived.set_result(jax.block_until_ready(found.addressable_data(0)))
-
-    threading.Thread(target=reduce_for_ever, daemon=True).start()
-
-    def send(i, gradients):
-        arriving[i] = Future()
-        orders.put((flat(gradients), arriving[i]))
-
-    def take(i):
-        if arriving[i] is not None:
-            parts[i], states[i] = move(parts[i], states[i], arriving[i].result())
-            arriving[i] = None
-
-    def step(number):
-        batch = batches[number % len(batches)]
-        x, pulls = batch, []
-        for i in range(last):
-            take(i)
-            x, pull = forward[i](parts[i], x)
-            pulls.append(pull)
-        take(last)
-        loss, pull = forward[last](parts[last], x, batch[1])
-        gradients: list[Any] = [None] * len(names)
-        cotangent = jnp.ones_like(loss)
-        for i in range(last, -1, -1):
-            gradients[i], *rest = backward(pull, cotangent)
-            if i:
-                pull, (cotangent,) = pulls[i - 1], rest
-            if i >= defer:
-                send(i, gradients[i])
-        for i in range(defer):
-            send(i, gradients[i])
-        return jax.block_until_ready(loss)
-
-    def finish():
-        for i in range(len(names)):
-            take(i)
-        jax.block_until_ready(parts)
-
-    return Way(step, finish)
-
-
 def build(name, mode, problem, mesh):
-    kind, _, defer = mode.partition(":")
+    kind, *options = mode.split(":")
+    bucketed = jd.reducers.bucketed(jd.exact(), bucket_bytes=4 << 20)
     ways = {
         "none": lambda: local(name, problem),
         "exact": lambda: reduced_inside(name, problem, mesh, jd.exact()),
-        "bucketed": lambda: reduced_inside(name, problem, mesh, jd.reducers.bucketed(jd.exact(), bucket_bytes=4 << 20)),
-        "pipelined": lambda: make_pipelined(name, problem, mesh, int(defer)),
-        "threads": lambda: threads(name, problem, mesh, int(defer)),
+        "bucketed": lambda: reduced_inside(name, problem, mesh, bucketed),
+        "late": lambda: reduced_inside(name, problem, mesh, jd.exact(), delay=1),
+        "late_thread": lambda: late_thread(name, problem, mesh),
+        "pipelined": lambda: make_pipelined(name, problem, mesh, int(*options)),
+        "layers": lambda: queued(*layers_of(name, problem.params), optimizer(name), problem, None),
+        "queue": lambda: queued(*layers_of(name, problem.params), optimizer(name), problem, mesh, *options),
     }
     return ways[kind]()
 
 
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     jax.distributed.initialize(address, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
     name = os.environ["PROBLEM"]
     problem, mesh = PROBLEMS[name](jax.process_index()), jd.make_mesh()
-    answers.write(json.dumps({"ready": {"jax": jax.__version__, "jaxdist": jd.__version__}}) + "\n")
-    ways: dict[str, Way] = {}
-    done: dict[str, int] = {}
-    for line in sys.stdin:
-        asked = json.loads(line)
-        mode = asked["mode"]
-        if mode not in ways:
-            ways[mode], done[mode] = build(name, mode, problem, mesh), 0
-            asked["steps"] = WARM_UP
-        way, start, losses = ways[mode], time.perf_counter(), []
-        for number in range(done[mode], done[mode] + asked["steps"]):
-            losses.append(float(way.step(number).addressable_data(0)))
-        way.finish()
-        done[mode] += asked["steps"]
-        answers.write(json.dumps({"seconds": time.perf_counter() - start, "losses": losses}) + "\n")
+    serve(lambda mode: build(name, mode, problem, mesh), {"jax": jax.__version__, "jaxdist": jd.__version__})
     jax.distributed.shutdown()
 
 

@@ -1,6 +1,7 @@
 """The two models that both systems train: sizes, initial values and data, in NumPy, so that both start equal."""
 
 import itertools
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # A byte-level language model of 4.9 million parameters, and a classifier of 10.5 million.
-WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY, SEQUENCES = 256, 6, 4, 128, 256, 4
-DIMENSIONS, EXAMPLES = (1024, 2048, 2048, 2048, 10), 64
+WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY = 256, 6, 4, 128, 256
+DIMENSIONS = (1024, 2048, 2048, 2048, 10)
+# The batch of a worker: `BATCH_FACTOR` times as much computation for the same bytes.
+SEQUENCES, EXAMPLES = (int(os.environ.get("BATCH_FACTOR", "1")) * size for size in (4, 64))
 RATES = {"lm": 1e-3, "mlp": 0.05}
 MOMENTUM = 0.9
 BATCHES = 16

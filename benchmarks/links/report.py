@@ -26,6 +26,15 @@ LABELS = {
     ("jaxdist", "qsgd"): "jaxdist `compressed(qsgd(4))`",
     ("jaxdist", "top_k"): "jaxdist `error_feedback(compressed(top_k(0.01)))`",
     ("jaxdist", "sign"): "jaxdist `error_feedback(compressed(scaled_sign()))`",
+    ("jaxdist", "allreduce"): "`bagua.gradient_allreduce`",
+    ("jaxdist", "bytegrad"): "`bagua.bytegrad`",
+    ("jaxdist", "qadam"): "`bagua.qadam`, 8 bits",
+    ("jaxdist", "qadam_1bit"): "`bagua.qadam`, 1 bit, error feedback",
+    ("jaxdist", "decentralized"): '`bagua.decentralized`, `"all"`',
+    ("jaxdist", "shift_one"): '`bagua.decentralized`, `"shift_one"`',
+    ("jaxdist", "low_precision"): "`bagua.low_precision_decentralized`",
+    ("jaxdist", "async"): "`bagua.async_model_average(sync_period=8)`",
+    ("jaxdist", "async_clock"): "an average every 0.5 s by a second thread",
     ("jaxdist", "hand_flat"): "plain JAX, one `pmean`",
     ("jaxdist", "hand_leaf"): "plain JAX, a `pmean` for each leaf",
 }
@@ -38,11 +47,12 @@ FASTER = 5.0
 
 
 def summarize(records: list[dict[str, Any]]) -> dict[tuple, dict[tuple, dict[str, float]]]:
-    """`{(link, problem): {(system, mode): figures}}`, times in milliseconds."""
+    """`{(link, problem): {(system, mode): figures}}`, times in milliseconds; a link is its hosts and its rate."""
     settings: dict[tuple, dict[tuple, dict[int, dict]]] = {}
     for record in records:
         if record["repetition"] >= 0:
-            modes = settings.setdefault((record["link"], record["problem"]), {})
+            link = f"{record['link']}, {record.get('hosts', 2)} hosts, {record['rate_mbit']}"
+            modes = settings.setdefault((link, record["problem"]), {})
             modes.setdefault((record["system"], record["mode"]), {})[record["repetition"]] = record
     return {setting: _figures(modes) for setting, modes in settings.items()}
 
@@ -74,12 +84,16 @@ def _figure(records: list[dict[str, Any]], kind: str) -> dict[str, float]:
         "more_cpu": 1e3 * statistics.median(record["cpu_seconds"] - record["alone_cpu_seconds"] for record in records),
         "load": statistics.median(record["load"] for record in records),
         "rate_mbit": records[0]["rate_mbit"] or 0,
+        "hosts": records[0].get("hosts", 2),
     }
 
 
 def table(figures: dict[tuple, dict[str, float]]) -> str:
     rate = next(iter(figures.values()))["rate_mbit"]
+    ddp = figures.get(("torch", "plain"))
     head = ["", "step ms", "(least-most)", "exposed ms", "(least-most)", "sent MB", "limit ms", "more CPU ms"]
+    # The second column is the most that a method can have which sends these bytes without overlap.
+    head += ["x DDP", "x DDP at its limit"] if ddp else []
     lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 1)]
     for mode, one in figures.items():
         cells = [
@@ -92,6 +106,9 @@ def table(figures: dict[tuple, dict[str, float]]) -> str:
             f"{one['bytes'] * 8e-3 / rate:.0f}" if rate else "",
             "" if mode[1] == "none" else f"{one['more_cpu']:.0f}",
         ]
+        if ddp:
+            limit = one["alone"] + (one["bytes"] * 8e-3 / rate if rate else 0)
+            cells += [f"{ddp['step'] / one['step']:.2f}", f"{ddp['step'] / limit:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -127,6 +144,9 @@ def plot(settings: dict[tuple, dict[tuple, dict[str, float]]], path: Path) -> No
     figure, axes = plt.subplots(len(links), len(problems), figsize=size, squeeze=False, layout="constrained")
     for row, link in enumerate(links):
         for column, problem in enumerate(problems):
+            if (link, problem) not in settings:
+                axes[row][column].remove()
+                continue
             _bars(axes[row][column], settings[link, problem], link, problem, column == 0)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -146,8 +166,8 @@ def _bars(axis: Any, figures: dict[tuple, dict[str, float]], link: str, problem:
     for place, (step, high) in enumerate(zip(steps, ranges[1])):
         axis.text(high + max(ranges[1]) * 0.01, place, f"{step:.0f}", va="center", fontsize=8)
     rate = figures[modes[0]]["rate_mbit"]
-    axis.set_title(f"{TITLES[problem]}, {f'{rate:g} Mbit/s' if rate else link}", fontsize=10)
-    axis.set_xlabel("ms a step, two processes (pale: without communication)", fontsize=9)
+    axis.set_title(f"{TITLES[problem]}, {f'{rate:g} Mbit/s' if rate else 'loopback'}", fontsize=10)
+    axis.set_xlabel(f"ms a step, {figures[modes[0]]['hosts']} processes (pale: without communication)", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -158,7 +178,8 @@ def write(folder: Path) -> None:
     for (_, problem), figures in settings.items():
         load = statistics.median(one["load"] for one in figures.values())
         rate = next(iter(figures.values()))["rate_mbit"]
-        place = f"namespaces, {rate:g} Mbit/s" if rate else "loopback"
+        hosts = next(iter(figures.values()))["hosts"]
+        place = f"{hosts} namespaces, {rate:g} Mbit/s" if rate else "loopback"
         parts.append(f"### {TITLES[problem][0].upper()}{TITLES[problem][1:]}, {place}\n\n{table(figures)}\n")
         parts.append("\n".join(f"- {line}" for line in verdicts(figures)))
         parts.append(f"\nLoad average meanwhile: {load:.1f}.\n")

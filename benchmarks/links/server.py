@@ -8,44 +8,60 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
-
-# `step(number) -> loss`: one optimizer step, finished when it returns.
-Step = Callable[[int], float]
+from typing import Any, NamedTuple
 
 WARM_UP = 4
 
 
-def serve(build: Callable[[str], Step], about: dict[str, Any]) -> None:
-    """Answers requests until the input ends. `build(mode)` makes the step of a mode."""
+class Way(NamedTuple):
+    """One way to train.
+
+    Attributes:
+      step: `step(number) -> loss`, one optimizer step; what it sends may still be on its way when it returns.
+      finish: waits for what is on its way. Its time counts with the steps of a turn if `counts`.
+      counts: whether `finish` belongs to the steps, as an update that is missing does, or is a pause between turns.
+    """
+
+    step: Callable[[int], float]
+    finish: Callable[[], Any] = lambda: None
+    counts: bool = False
+
+
+def serve(build: Callable[[str], Way], about: dict[str, Any]) -> None:
+    """Answers requests until the input ends. `build(mode)` makes the way of a mode."""
     # Frameworks print; answers keep the real output to themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    steps: dict[str, Step] = {}
+    ways: dict[str, Way] = {}
     done: dict[str, int] = {}
     answers.write(json.dumps({"ready": about}) + "\n")
     for line in sys.stdin:
         asked = json.loads(line)
         mode = asked["mode"]
-        if mode not in steps:
+        if mode not in ways:
             start = time.perf_counter()
-            steps[mode], done[mode] = build(mode), 0
-            losses = [steps[mode](number) for number in range(WARM_UP)]
+            ways[mode] = build(mode)
+            losses = [ways[mode].step(number) for number in range(WARM_UP)]
+            ways[mode].finish()
             done[mode] = WARM_UP
             answer = {"build_seconds": time.perf_counter() - start, "first_losses": losses}
         else:
-            answer = _run(steps[mode], done[mode], asked["steps"])
+            answer = _run(ways[mode], done[mode], asked["steps"])
             done[mode] += asked["steps"]
         answers.write(json.dumps(answer) + "\n")
 
 
-def _run(step: Step, first: int, count: int) -> dict[str, Any]:
+def _run(way: Way, first: int, count: int) -> dict[str, Any]:
     times, loss = [], 0.0
     cpu = _cpu_seconds()
     for number in range(first, first + count):
         start = time.perf_counter()
-        loss = step(number)
+        loss = way.step(number)
         times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    way.finish()
+    if way.counts and times:
+        times[-1] += time.perf_counter() - start
     return {"seconds": times, "cpu_seconds": (_cpu_seconds() - cpu) / max(count, 1), "loss": loss}
 
 

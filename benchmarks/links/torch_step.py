@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES, WIDTH
-from server import serve
+from server import Way, serve
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +87,7 @@ def build(name, mode, problem):
         optimizer.step()
         return loss.item()
 
-    return step
+    return Way(step)
 
 
 def main():
