@@ -1,5 +1,6 @@
 """The scripts that the checks consist of."""
 
+import ast
 import os
 import shutil
 import signal
@@ -52,3 +53,27 @@ def test_the_slurm_job_has_its_processes_save_and_goes_back_to_the_queue(tmp_pat
         job.send_signal(number)
     assert job.returncode == 0
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
+
+
+def _defined(tree):
+    """The names that a module has at its top level."""
+    for node in tree.body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def test_benchmarks_import_what_the_scripts_beside_them_have():
+    missing, seen = [], 0
+    for script in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(script.read_text())):
+            beside = script.parent / f"{node.module}.py" if isinstance(node, ast.ImportFrom) and node.module else None
+            if beside is not None and node.level == 0 and beside.exists():
+                names = {*_defined(ast.parse(beside.read_text()))}
+                seen += len(node.names)
+                missing += [f"{script.name}: {a.name} of {beside.name}" for a in node.names if a.name not in names]
+    assert seen > 10
+    assert not missing
