@@ -39,20 +39,20 @@ REDUCERS = {
     "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
     "sign": lambda: jd.error_feedback(jd.compressed(jd.compressors.scaled_sign())),
 }
-# BAGUA's algorithms, from the optimizer, its learning rate and the number of workers. Momenta in eight bits or one are
-# sent from the first step that is timed.
-SYNC_PERIOD, CLOCK_SECONDS = 8, 0.5
+# BAGUA's algorithms, from the optimizer and the number of workers. Momenta in eight bits or one are sent from the first
+# step that is timed.
+SYNC_PERIOD, CLOCK_SECONDS, ADAM_RATE = 8, 0.5, 1e-3
 ALGORITHMS = {
-    "allreduce": lambda tx, rate, workers: bagua.gradient_allreduce(tx),
-    "bytegrad": lambda tx, rate, workers: bagua.bytegrad(tx),
-    "qadam": lambda tx, rate, workers: bagua.qadam(rate, warmup_steps=WARM_UP),
-    "qadam_1bit": lambda tx, rate, workers: bagua.qadam(
-        rate, warmup_steps=WARM_UP, compressor=jd.compressors.scaled_sign(), feedback=True
+    "allreduce": lambda tx, workers: bagua.gradient_allreduce(tx),
+    "bytegrad": lambda tx, workers: bagua.bytegrad(tx),
+    "qadam": lambda tx, workers: bagua.qadam(ADAM_RATE, warmup_steps=WARM_UP),
+    "qadam_1bit": lambda tx, workers: bagua.qadam(
+        ADAM_RATE, warmup_steps=WARM_UP, compressor=jd.compressors.scaled_sign(), feedback=True
     ),
-    "decentralized": lambda tx, rate, workers: bagua.decentralized(tx, workers),
-    "shift_one": lambda tx, rate, workers: bagua.decentralized(tx, workers, peers="shift_one"),
-    "low_precision": lambda tx, rate, workers: bagua.low_precision_decentralized(tx, workers),
-    "async": lambda tx, rate, workers: bagua.async_model_average(tx, sync_period=SYNC_PERIOD),
+    "decentralized": lambda tx, workers: bagua.decentralized(tx, workers),
+    "shift_one": lambda tx, workers: bagua.decentralized(tx, workers, peers="shift_one"),
+    "low_precision": lambda tx, workers: bagua.low_precision_decentralized(tx, workers),
+    "async": lambda tx, workers: bagua.async_model_average(tx, sync_period=SYNC_PERIOD),
 }
 # Those after which each worker has a model of its own.
 OWN_MODELS = {"decentralized", "shift_one", "low_precision", "async"}
@@ -104,7 +104,7 @@ def optimizer(name):
 def jaxdist_step(name, mode, params, mesh):
     """The step and its state, as a user of the library writes them."""
     if mode in ALGORITHMS:
-        tx = ALGORITHMS[mode](optimizer(name), RATES[name], mesh.size)
+        tx = ALGORITHMS[mode](optimizer(name), mesh.size)
     else:
         tx = optax.chain(jd.all_reduce(REDUCERS[mode]()), optimizer(name))
 
