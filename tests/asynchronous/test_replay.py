@@ -386,6 +386,15 @@ def test_messages_take_their_time_in_order():
     assert crowd.trace.steps.tick.tolist() == [2_500_000_000, 4_000_000_000]  # the server takes one at a time
 
 
+@pytest.mark.parametrize("workers", [4, 9, 16])
+def test_a_message_that_waits_for_its_receiver_does_not_hold_up_its_sender(workers):
+    # Two messages of 1.5 s to each neighbor, of which a card sends one and receives one at a time.
+    line = links.alpha_beta(0.5, 4.0, nic=True)
+    rule = rules.d_psgd(jd.topology.ring, SGD)
+    run = replay.run(rule, links=line, workers=workers, durations=durations.constant(1.0), seconds=120)
+    assert len(run.trace.steps) / workers == 120 // (1 + 2 * 1.5)
+
+
 def test_a_collective_is_applied_when_it_is_done():
     run = replay.run(rules.bsp(SGD), TASK, seconds=10, links=links.alpha_beta(0.5, 24.0), **taus(1, 2, 1.5))
     ring = 2 * 2 * 0.5 + 2 * 2 / 3 * 12 / 24

@@ -28,6 +28,7 @@ from ..protocol import (
 )
 from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
+from .cards import Busy, book, first_gap
 from .trace import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
 
 
@@ -41,7 +42,7 @@ class ReplayState:
       jobs: the number of gradients that each worker has begun.
       gone: the tick at which each worker failed, or -1 if it is up.
       faults: the number of failures and recoveries of each worker.
-      out_free, in_free: the ticks at which each place can send and receive again, with one network card each.
+      out_busy, in_busy: when the network card of each place sends and receives, from now on.
       computed, down: ticks that each worker computed and was down.
       sent, received: bytes of each place.
       tick: the time.
@@ -61,8 +62,8 @@ class ReplayState:
     jobs: list[int]
     gone: list[int]
     faults: list[int]
-    out_free: list[int]
-    in_free: list[int]
+    out_busy: list[Busy]
+    in_busy: list[Busy]
     computed: list[int]
     down: list[int]
     sent: list[int]
@@ -142,11 +143,12 @@ class Engine:
         if seconds is not None:
             # A link transmits one message at a time.
             start = max(arrival, state.link_free.get((place, to), 0))
+            length = self._ticks(seconds(place, to, nbytes))
             if self.config.links.nic:
-                start = max(start, state.out_free[place], state.in_free[to])
-            arrival = start + self._ticks(seconds(place, to, nbytes))
-            state.link_free[place, to] = arrival
-            state.out_free[place] = state.in_free[to] = arrival
+                start = first_gap(start, length, state.out_busy[place], state.in_busy[to])
+                for busy, card in ((state.out_busy, place), (state.in_busy, to)):
+                    busy[card] = book(busy[card], start, start + length, now=state.tick)
+            arrival = state.link_free[place, to] = start + length
         if nbytes:
             state.sent[place] += nbytes
             state.links[place, to] = state.links.get((place, to), 0) + nbytes
@@ -385,8 +387,8 @@ def begin_replay(config: ReplayConfig) -> ReplayState:
         jobs=[0] * workers,
         gone=[-1] * workers,
         faults=[0] * workers,
-        out_free=[0] * places,
-        in_free=[0] * places,
+        out_busy=[()] * places,
+        in_busy=[()] * places,
         computed=[0] * workers,
         down=[0] * workers,
         sent=[0] * places,
