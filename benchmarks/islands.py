@@ -2,13 +2,14 @@
 
     python benchmarks/islands.py quality --seed 0 --out benchmarks/reports/NAME     # and seeds 1, 2
     sudo python benchmarks/islands.py bytes --s3 PYTHON --out benchmarks/reports/NAME
+    python benchmarks/islands.py host --out benchmarks/reports/NAME
     python benchmarks/islands.py kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME
 
 `quality` trains the small GPT of the command line on three islands of one process, undisturbed and with kills, late
 ones and joins that are drawn, and beside them `local_steps` on a mesh. `bytes` compares what the interfaces of network
 namespaces count with what the library reports; the store is an S3 server, moto's, whose Python is given
-(`pip install 'moto[s3,server]'`). `kills` plays the slow test of processes for figures. Records of runs add up in a
-file.
+(`pip install 'moto[s3,server]'`). `host` has the processor time of the parts of a meeting, for 10.5 million parameters
+on one core. `kills` plays the slow test of processes for figures. Records of runs add up in a file.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -100,6 +103,13 @@ class Trainer:
         self._context.__exit__(None, None, None)
 
 
+def make_method(inner, *, learning_rate=0.7, **where):
+    """DiLoCo with 4 bits and error feedback."""
+    outer = optax.sgd(learning_rate, momentum=0.9, nesterov=True)
+    reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
+    return jd.local_steps(inner, outer, sync_period=PERIOD, reducer=reducer, **where)
+
+
 def draw_churn(rng, rounds):
     """What happens in which round: a kill in every ten, a late island in every ten, a fourth island for a third.
 
@@ -172,18 +182,19 @@ def measure_quality(options):
     from jaxdist._cli.training import train
 
     workload, rows = parse.parse_workload("text", options.model), []
+    # Always the same windows, whatever the batch is.
+    held_out = workload.held_out(240)[:20]
+    workload = workload._replace(held_out=lambda size: held_out)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(options.rate, b2=0.99))
-
-    def method(**where):
-        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-        reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
-        return jd.local_steps(inner, outer, sync_period=PERIOD, reducer=reducer, **where)
 
     def note(condition, found):
         rows.append({"condition": condition, "seed": options.seed, "rounds": options.rounds, **found})
         print(json.dumps(rows[-1]), flush=True)
 
-    tx, settings = method(axis=None), {"seed": options.seed, "batch_size": options.batch}
+    # The step averages gradients over the devices of an island, of which there is one here.
+    alone = optax.chain(jd.all_reduce(jd.exact(), axis="data"), inner)
+    tx = make_method(alone, learning_rate=options.outer_rate, axis=None)
+    settings = {"seed": options.seed, "batch_size": options.batch}
     run = train.prepare(workload, None, tx, mesh=jd.make_mesh({"data": 1}), island=True, **settings)
     churn = draw_churn(np.random.default_rng(options.seed), options.rounds)
     common = {"rounds": options.rounds, "timeout": options.timeout}
@@ -191,7 +202,8 @@ def measure_quality(options):
     note("churn", train_islands(tx, run, churn=churn, **common))
     settings["batch_size"] *= len(TRIO)
     mesh = jd.make_mesh({"data": len(TRIO)})
-    whole = train.prepare(workload, None, method(), mesh=mesh, sync_period=PERIOD, **settings)
+    whole_tx = make_method(inner, learning_rate=options.outer_rate)
+    whole = train.prepare(workload, None, whole_tx, mesh=mesh, sync_period=PERIOD, **settings)
     state = whole.state
     for step in range(options.rounds * PERIOD):
         state, _ = whole.step(state, whole.batch(step))
@@ -219,13 +231,20 @@ def measure_bytes(options):
             job = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
             stack.callback(job.kill)
             jobs.append(job)
+            timer = threading.Timer(options.limit, job.kill)
+            timer.start()
+            stack.callback(timer.cancel)
         # Together, or a full pipe of one would hold the others.
         with ThreadPoolExecutor(len(jobs)) as pool:
-            outputs = list(pool.map(lambda job: job.communicate(timeout=options.limit)[0], jobs))
-    rows = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("{")]
-    for row in rows:
-        row["rate_mbit"] = options.rate_mbit
-        print(json.dumps(row), flush=True)
+            return [row for found in pool.map(partial(read_rows, options.rate_mbit), jobs) for row in found]
+
+
+def read_rows(rate_mbit, job):
+    """The rows that an island prints, until its end."""
+    rows = []
+    for line in job.stdout:
+        rows.append(json.loads(line) | {"rate_mbit": rate_mbit})
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -240,9 +259,7 @@ def take_part(options):
         time.sleep(0.2)
     client = {"allow_http": True, "timeout": "120s"}
     store = jd.islands.bucket("s3://bench/run", endpoint=address, client_options=client)
-    reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    tx = jd.local_steps(optax.sgd(0.1), outer, sync_period=PERIOD, reducer=reducer, axis=None)
+    tx = make_method(optax.sgd(0.1), axis=None)
     move = jax.jit(lambda x, key: x + 0.01 * jax.random.normal(key, x.shape))
     params, key = jnp.zeros(SHAPE), jax.random.key(sum(options.name.encode()))
     limits = {"round_timeout": 300, "begin_with": len(TRIO), "keep_every": 1000, "overlap": options.overlap}
@@ -270,6 +287,41 @@ def read_counters():
     return found
 
 
+def measure_host(options):
+    """Processor seconds of the parts of a meeting, the least of a few, on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from jaxdist.islands import exchange, records
+    from jaxdist.local_sgd.base import config_of
+
+    tx, params = make_method(optax.sgd(0.1), axis=None), jnp.zeros(SHAPE)
+    config, local, one = config_of(tx), tx.init(params), np.float32(1)
+    method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
+    drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
+    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, None)  # noqa: E731
+    arrays = [exchange.to_host(x) for x in encode()[0]]
+    body, shared = records.pack("x", arrays), exchange.shared_of(local)
+    zeros = exchange.zeros_like(shared.anchor)
+    parts = {
+        "code": encode,
+        "pack": lambda: records.pack("x", arrays),
+        "hash of the payload": lambda: records.hash_of(body),
+        "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state, None),
+        "outer step": lambda: exchange.take_outer_step(method, shared, drift, one, shared.reducer, None),
+        "digest of parameters and momentum": lambda: exchange.digest_of(shared),
+    }
+    row = {"parameters": int(np.prod(SHAPE)), "payload_bytes": len(body)}
+    for name, function in parts.items():
+        seconds = []
+        for _ in range(1 + options.repeat):  # the first one compiles
+            started = time.process_time()
+            jax.block_until_ready(function())
+            seconds.append(time.process_time() - started)
+        row[f"{name}, ms"] = round(1e3 * min(seconds[1:]), 1)
+    print(json.dumps(row), flush=True)
+    return [row]
+
+
 def measure_kills(options):
     """Kills and stops of processes over a folder, as in the slow test."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -291,12 +343,13 @@ def measure_kills(options):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    quality, links, kills = (commands.add_parser(name) for name in ("quality", "bytes", "kills"))
+    quality, links, host, kills = map(commands.add_parser, ("quality", "bytes", "host", "kills"))
     quality.add_argument("--model", default="gpt:tiny,layers=1,width=32,context=32,heads=2")
-    quality.add_argument("--rounds", type=int, default=60)
+    quality.add_argument("--rounds", type=int, default=40)
     quality.add_argument("--batch", type=int, default=16)
     quality.add_argument("--rate", type=float, default=4e-3)
-    quality.add_argument("--timeout", type=float, default=10.0)
+    quality.add_argument("--outer-rate", type=float, default=0.4)
+    quality.add_argument("--timeout", type=float, default=2.0)
     links.add_argument("--s3", required=True, metavar="PYTHON", help="a Python that has moto[s3,server]")
     links.add_argument("--rate-mbit", type=float, default=100)
     links.add_argument("--limit", type=float, default=800, help="seconds")
@@ -310,14 +363,16 @@ def main() -> None:
         one.add_argument("--overlap", action="store_true")
     for one in (quality, kills):
         one.add_argument("--seed", type=int, default=0)
-    for one in (quality, links, kills):
+    host.add_argument("--repeat", type=int, default=5)
+    for one in (quality, links, host, kills):
         one.add_argument("--out", type=Path)
     island.add_argument("--name")
     island.add_argument("--address")
     options = parser.parse_args()
     if options.command == "island":
         return take_part(options)
-    rows = {"quality": measure_quality, "bytes": measure_bytes, "kills": measure_kills}[options.command](options)
+    measure = {"quality": measure_quality, "bytes": measure_bytes, "host": measure_host, "kills": measure_kills}
+    rows = measure[options.command](options)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         with open(options.out / f"{options.command}.jsonl", "a") as file:

@@ -70,6 +70,19 @@ def test_leaving_costs_no_timeout_and_sends_the_progress():
             a.meet(first)
 
 
+def test_an_error_in_the_block_of_an_island_costs_no_timeout():
+    store, tx = islands.memory(), method()
+    with islands.join(store, tx, name="b", round_timeout=100) as b:
+        state = b.enter(begin(tx))
+        with pytest.raises(RuntimeError, match="no data"), islands.join(store, tx, name="a") as a:
+            a.enter(begin(tx))
+            raise RuntimeError("no data")
+        state, report = b.meet(state)
+    assert report.members == ("b",)
+    assert report.missing == ()
+    assert report.wait_seconds < 50
+
+
 def test_no_island_waits_for_another_that_compiles(monkeypatch):
     """Rounds go on meanwhile, and the new island then enters the one that is open."""
     store, tx = islands.memory(), method()
