@@ -23,22 +23,22 @@ def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:
     Raises:
       ValueError: the reducer sends no message of its own or several, or depends on fixed members.
     """
+    state = jax.eval_shape(reducer.init, like)
     problem = None
-    if isinstance(jax.eval_shape(reducer.init, like), EF21State):
+    if isinstance(state, EF21State):
         problem = "ef21 keeps a sum over fixed members, and islands come and go"
     elif reducer.law == Law.NONE:
         problem = "islands decode one member at a time and average, and the result of this reducer is no such mean"
     elif reducer.forms.messages is None:
         problem = "this reducer has no generator form"
-    if problem is None:
+    else:
         try:
-            state = jax.eval_shape(reducer.init, like)
             sent = jax.eval_shape(lambda drift, state: encode(reducer, 0, drift, state)[0], like, state)
             problem = _find_disagreement(reducer, like, state, sent)
+            if problem is None:
+                return sent
         except ValueError as error:
             problem = str(error)
-        if problem is None:
-            return sent
     raise ValueError(f"{reducer}: {problem}; islands take a reducer of one message: {ONE_MESSAGE}")
 
 
