@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..processes.broadcast import broadcast
+from .errors import IslandError
 from .store import SharedStore
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
@@ -59,7 +60,7 @@ class Connection:
     def now(self) -> float:
         """Seconds on the monotonic clock of process 0. Clocks of different islands are never compared."""
         seconds = time.monotonic()
-        return float(broadcast(np.float64(seconds))) if self._together else seconds
+        return float(_share(np.float64(seconds))) if self._together else seconds
 
     def sleep(self, seconds: float) -> None:
         """Waits in this process."""
@@ -92,8 +93,19 @@ def _call_once(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str 
     answer, problem = _call(function, *arguments) if is_first else (None, None)
     is_bytes = isinstance(answer, bytes)
     message = answer if is_bytes else json.dumps([answer, problem]).encode()
-    size = int(broadcast(np.int64(len(message) if is_first else 0)))
-    kind = bool(broadcast(np.bool_(is_bytes)))
+    size = int(_share(np.int64(len(message) if is_first else 0)))
+    kind = bool(_share(np.bool_(is_bytes)))
     buffer = np.frombuffer(message, np.uint8) if is_first else np.zeros(size, np.uint8)
-    arrived = np.asarray(broadcast(buffer)).tobytes() if size else b""
+    arrived = np.asarray(_share(buffer)).tobytes() if size else b""
     return (arrived, None) if kind else tuple(json.loads(arrived))
+
+
+def _share(value: Any) -> Any:
+    """The value of process 0, in all processes."""
+    try:
+        return broadcast(value)
+    except jax.errors.JaxRuntimeError as error:
+        raise IslandError(
+            f"process {jax.process_index()} cannot reach the others of this island: one of them has ended; start all "
+            "of them again under the same name, and this island joins again"
+        ) from error

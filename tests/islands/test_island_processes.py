@@ -1,5 +1,6 @@
 """Islands as processes over a folder: one is killed and comes back, and the others go on; many kills with `--slow`."""
 
+import re
 import signal
 import time
 
@@ -84,7 +85,10 @@ def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(
         after = len(single.reports())
         wait_until(lambda: len(single.reports()) >= after + 3, [single])
         assert other.returncode != 0
-        assert "process" in pair.errors(1 - number)
+        # In a meeting, in a step, or by JAX's service.
+        assert re.search(
+            "one of them has ended|Gloo .* failed|coordination service|heartbeat", pair.errors(1 - number), re.I
+        )
         assert max(protocol_seconds(report) for report in single.reports()) <= TIMEOUT + 1
         assert any("pair" in report["missing"] for report in single.reports())
         assert single.reports()[-1]["members"] == ["single"]
