@@ -73,8 +73,11 @@ def test_an_island_of_two_processes_beside_one_of_one(tmp_path):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(tmp_path, number):
     """Without a launcher, which would end the other one: it must notice by itself."""
-    pair = Job(tmp_path / "run", "pair", 10**6, 2, log=tmp_path, processes=2)
-    single = Job(tmp_path / "run", "single", 10**6, 2, log=tmp_path)
+    # Long enough for collectives of a loaded machine: an island that is late again and again is not waited for.
+    timeout = 20.0
+    options = {"log": tmp_path, "timeout": timeout, "pace": 0.1}
+    pair = Job(tmp_path / "run", "pair", 10**6, 2, processes=2, **options)
+    single = Job(tmp_path / "run", "single", 10**6, 2, **options)
     jobs = [pair, single]
     try:
         wait_until(lambda: all(len(job.reports()) >= 3 for job in jobs), jobs)
@@ -89,8 +92,7 @@ def test_a_kill_of_one_of_the_two_processes_of_an_island_ends_that_island_alone(
         assert re.search(
             "one of them has ended|Gloo .* failed|coordination service|heartbeat", pair.errors(1 - number), re.I
         )
-        assert max(protocol_seconds(report) for report in single.reports()) <= TIMEOUT + 1
-        assert any("pair" in report["missing"] for report in single.reports())
+        assert max(protocol_seconds(report) for report in single.reports()) <= timeout + 1
         assert single.reports()[-1]["members"] == ["single"]
     finally:
         kill_all(jobs)
