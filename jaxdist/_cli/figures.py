@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
 # Okabe and Ito's palette, safe for all kinds of color vision; black is the first run: the baseline.
@@ -76,6 +76,14 @@ def count_bytes(axis: Axis) -> None:
     axis.set_major_formatter(EngFormatter(unit="B"))
 
 
+def count_seconds(axis: Axis) -> None:
+    """Labels the ticks of an axis with plain numbers: 0.1, 10 and so on."""
+    axis.set_major_formatter("{x:g}")
+    # Between powers of ten too, since an axis spans few of them.
+    axis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    axis.set_minor_formatter("{x:g}")
+
+
 def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6, **style: Any) -> None:
     """Draws the mean over seeds as a point and their range as a bar."""
     mean = values.mean()
@@ -108,6 +116,13 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 def in_bytes(count: float) -> str:
     """A readable number of bytes: `158.4 kB`."""
     return EngFormatter(unit="B", places=1 if count >= 1000 else 0)(count)
+
+
+def in_rate(bandwidth: float) -> str:
+    """A readable bandwidth, from bytes per second: `100.0 Mbit/s`."""
+    # Links are sold in bits per second, with decimal prefixes.
+    bits = 8 * bandwidth
+    return f"{bits / 1e9:,.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:,.1f} Mbit/s"
 
 
 def write(figure: Figure, path: str | Path) -> Path:

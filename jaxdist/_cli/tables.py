@@ -136,7 +136,8 @@ def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:
             writer.writeheader()
             writer.writerows(records)
         return path
-    headings = [str(column.header) for column in table.columns]
+    # A heading of two lines on the terminal is one here.
+    headings = [" ".join(str(column.header).split()) for column in table.columns]
     rows = [[str(cell).strip() for cell in row] for row in zip(*(column.cells for column in table.columns))]
     aligned_right = [column.justify == "right" for column in table.columns]
     to_text = _to_markdown if path.suffix == ".md" else _to_latex

@@ -2,6 +2,7 @@
 
 from . import cost as cost
 from . import pods as pods
+from . import step_time as step_time
 from .base import Collective as Collective
 from .base import Collectives as Collectives
 from .base import Widened as Widened

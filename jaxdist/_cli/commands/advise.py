@@ -1,32 +1,27 @@
 """`jaxdist advise`: predicts a step over given links with each of several methods, and recommends one of them."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
 from rich.table import Table
 
-from ... import analysis
-from ...analysis import cost
-from ...analysis.base import make_collective
-from ...analysis.measured import measure_link, seconds_of
+from ...analysis.cost import Link
+from ...analysis.measured import measure_link
+from ...analysis.step_time import StepCost, break_even, network_seconds, step_seconds, step_seconds_if_hidden
 from ...processes.initialize import initialize
-from ...reducers.base import Law, Reducer
-from ...runtime.distribute import distribute
-from ...runtime.mesh import global_batch, make_mesh
-from ...state.placement import init_state
+from ...reducers.base import Reducer
+from ...runtime.mesh import make_mesh
 from .. import tables
-from ..figures import in_bytes, new_table
+from ..figures import in_bytes, in_rate, new_table
 from ..models.base import TrainingMethod, Workload, check_batch
 from ..running import File, Integer, Number, Text, new_console, print_paths
 from ..spellings import parse
-from ..training.one_worker import one_worker
+from ..training import costs
+from ..training.costs import AXIS
 
-AXIS = "data"
 METHODS = (
     "exact",
     "f16",
@@ -39,11 +34,9 @@ METHODS = (
 )
 # A method may be this much slower than the fastest and still be preferred if it changes training less.
 CLOSE = 1.1
-# The chip of a cluster of which only the link matters.
-_ANY_CHIP = cost.Chip("any", {"other": math.inf}, math.inf, math.inf, math.inf)
 NOTE = (
     "Bytes: sent by one worker, from the traced step. Coding: timed on this device.\n"
-    "Step: the model's own work, coding and network, one after the other.\n"
+    "Step: the model's own work, coding and network, one after the other unless the method's schedule hides some.\n"
     "Hidden: with communication hidden behind the model's own work as far as possible.\n"
     "Break-even: on slower links than this the method beats the first one."
 )
@@ -89,14 +82,6 @@ class Prediction(NamedTuple):
     break_even: float
 
 
-class _Costs(NamedTuple):
-    """Costs of a step: bytes sent, seconds of latency, and seconds of coding."""
-
-    wire_bytes: float
-    latency: float
-    coding: float
-
-
 def run_advise(chosen: AdviseOptions) -> None:
     """Measures the link and the step, or takes them from the options; prints predictions and a recommendation."""
     tables.check_table(chosen.table)
@@ -116,7 +101,7 @@ def run_advise(chosen: AdviseOptions) -> None:
         raise ValueError(f"--compute must be positive, got {chosen.compute}")
     compute = chosen.compute and chosen.compute / 1e3
     if compute is None:
-        compute = compute_seconds(workload, chosen.optimizer, max(1, chosen.batch // workers))
+        compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
     found = predict(workload, chosen.reducers, **settings, link=link, compute=compute)
     # All processes have measured; process 0 prints.
@@ -132,7 +117,7 @@ def run_advise(chosen: AdviseOptions) -> None:
     console.print("\n".join(_conclude(found, link)), highlight=False, soft_wrap=True)
 
 
-def _conclude(found: Sequence[Prediction], link: cost.Link) -> list[str]:
+def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
     baseline, best = found[0], recommend(found)
     waiting = 100 * (baseline.network + baseline.coding) / baseline.step
     lines = [f"{baseline.name}: {waiting:.0f} % of a step goes to communication."]
@@ -164,34 +149,15 @@ def _predictions_table(found: Sequence[Prediction]) -> Table:
     return table
 
 
-def _spell_link(link: cost.Link) -> str:
+def _spell_link(link: Link) -> str:
     return f"links of {_spell_rate(link.bandwidth)} and {1e3 * link.latency:,.2f} ms"
 
 
 def _spell_rate(bandwidth: float) -> str:
-    """A bandwidth in bits per second."""
+    """A bandwidth in bits per second, or when there is none."""
     if bandwidth in (0, math.inf):
         return "never" if bandwidth == 0 else "always"
-    # Links are sold in bits per second, with decimal prefixes.
-    bits = 8 * bandwidth
-    return f"{bits / 1e9:,.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:,.1f} Mbit/s"
-
-
-def compute_seconds(workload: Workload, optimizer: str, examples: int, *, repetitions: int = 3) -> float:
-    """Measures the median time of one worker's step on the default device, without communication."""
-    # On one device an all-reduce is the identity: what remains is the own work of a worker.
-    alone = one_worker(workload, parse.parse_method("exact", optimizer), axis=AXIS)
-    mesh = make_mesh({AXIS: 1}, devices=jax.local_devices()[:1])
-    state = init_state(lambda: alone.make_state(0), mesh, axis=AXIS)
-    batch = global_batch(workload.batch(0, 0, examples), mesh, axis=AXIS)
-    step = distribute(alone.step, mesh, axis=AXIS)
-
-    def run_step():
-        nonlocal state
-        state, metrics = step(state, batch)
-        return state, metrics
-
-    return statistics.median(seconds_of(run_step, repetitions))
+    return in_rate(bandwidth)
 
 
 def predict(
@@ -201,7 +167,7 @@ def predict(
     optimizer: str,
     workers: int,
     batch_size: int,
-    link: cost.Link,
+    link: Link,
     compute: float,
 ) -> list[Prediction]:
     """Predicts a step with each method: bytes from its trace for this many workers, coding measured on this device.
@@ -212,17 +178,17 @@ def predict(
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
     check_batch(batch_size, workers)
     parsed = [(name, parse.parse_method(name, optimizer)) for name in names]
-    methods = [(name, method, _find_reducer(name, method)) for name, method in parsed]
-    # Every spelling was parsed above, so that a wrong one fails before the measurements.
-    like = jax.eval_shape(workload.init, jax.random.key(0))
-    found: list[tuple[str, _Costs]] = []
-    for name, method, reducer in methods:
-        # A plain mean sends the gradient as it is: there is no code to time.
-        coding = 0.0 if reducer.law == Law.MEAN else analysis.codec_seconds(reducer, like, workers=workers)
-        traffic = _trace_traffic(workload, method, workers, batch_size, link)
-        # Methods with local steps encode once in a round of H steps.
-        found.append((name, _Costs(*traffic, coding / (method.sync_period or 1))))
-    return [_predict_step(name, costs, found[0][1], compute, link) for name, costs in found]
+    # Every spelling is parsed, so that a wrong one fails before the measurements.
+    for name, method in parsed:
+        _find_reducer(name, method)
+    examples = max(1, batch_size // workers)
+    found: list[tuple[str, StepCost]] = []
+    for name, method in parsed:
+        settings = {"workers": workers, "examples": examples, "compute": compute}
+        coding = costs.measure_coding(name, method, workload, **settings)
+        traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size)
+        found.append((name, StepCost(compute, coding, traffic, costs.schedule_of(name, method))))
+    return [_predict_step(name, cost, found[0][1], link) for name, cost in found]
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
@@ -241,45 +207,19 @@ def recommend(predictions: Sequence[Prediction]) -> Prediction:
 
 def _find_reducer(name: str, method: TrainingMethod) -> Reducer:
     """The reducer that encodes and decodes: that of every step, or that of a round."""
-    if parse.is_sync(name):
-        return parse.parse_reducer(name.partition("/")[2] or "exact")
-    if method.reducer is None:
+    reducer = costs.find_reducer(name, method)
+    if reducer is None:
         raise ValueError(f"{name!r} is an optimizer that communicates: try it with jaxdist compare")
-    return method.reducer
+    return reducer
 
 
-def _trace_traffic(
-    workload: Workload, method: TrainingMethod, workers: int, batch_size: int, link: cost.Link
-) -> tuple[float, float]:
-    """Bytes and seconds of latency of a step, on average, from a trace."""
-    alone = one_worker(workload, method, axis=AXIS)
-    state = jax.eval_shape(lambda: init_state(lambda: alone.make_state(0), workers, axis=AXIS))
-    batch = jax.eval_shape(lambda: workload.batch(0, 0, batch_size))
-    step = distribute(alone.step, AbstractMesh((workers,), (AXIS,)), axis=AXIS)
-    # With infinite bandwidth only the latency of each hop remains.
-    hop = cost.cluster(_ANY_CHIP, [(link._replace(bandwidth=math.inf), workers)])
-    # The mean loss is only for display and need not be sent in every step.
-    loss = make_collective("all-reduce", [("float32", 4)], devices=workers, where="")
-    sums = []
-    for branch in ("max", "min"):
-        seen = analysis.logical_collectives(step, state, batch, branch=branch, platform=jax.default_backend())
-        # On gloo, each operand of a merged operation is a separate message.
-        latency = sum(op.messages * cost.seconds(cost.crossings(op, hop)) for op in seen.ops)
-        latency -= cost.seconds(cost.crossings(loss, hop))
-        sums.append((seen.wire_bytes - loss.wire_bytes, latency))
-    # One step of a round takes the branch that sends most, the others the one that sends least.
-    most, least = sums
-    period = method.sync_period or 1
-    wire_bytes, latency = (low + (high - low) / period for high, low in zip(most, least, strict=True))
-    return wire_bytes, latency
-
-
-def _predict_step(name: str, costs: _Costs, baseline: _Costs, compute: float, link: cost.Link) -> Prediction:
-    network = costs.latency + costs.wire_bytes / link.bandwidth
-    # The method wins where saved bytes / bandwidth > lost seconds.
-    saved = baseline.wire_bytes - costs.wire_bytes
-    lost = (costs.coding + costs.latency) - (baseline.coding + baseline.latency)
-    break_even = 0.0 if saved <= 0 else math.inf if lost <= 0 else saved / lost
-    # At best the network is busy while the model computes; coding occupies the same device.
-    step, hidden = compute + costs.coding + network, max(compute, network) + costs.coding
-    return Prediction(name, costs.wire_bytes, costs.coding, network, step, hidden, break_even)
+def _predict_step(name: str, cost: StepCost, baseline: StepCost, link: Link) -> Prediction:
+    return Prediction(
+        name=name,
+        wire_bytes=cost.traffic.wire_bytes,
+        coding=cost.coding,
+        network=network_seconds(cost, link),
+        step=step_seconds(cost, link),
+        hidden=step_seconds_if_hidden(cost, link),
+        break_even=break_even(cost, baseline, latency=link.latency),
+    )

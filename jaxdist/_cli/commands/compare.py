@@ -7,11 +7,16 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
+from rich.console import Console
 
+from ...analysis.cost import Link
+from ...analysis.step_time import StepCost, Traffic
 from ...runtime.mesh import make_mesh
-from .. import losses, results, tables
+from .. import losses, race, results, tables
+from ..models.base import Workload
 from ..running import (
     File,
+    Number,
     Options,
     new_console,
     path_in,
@@ -23,7 +28,8 @@ from ..running import (
     train_to_end,
     unit_of,
 )
-from ..training import suites, train
+from ..spellings import parse
+from ..training import costs, suites, train
 
 DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
 
@@ -38,6 +44,7 @@ class CompareOptions(Options):
       jaxdist compare --reducers exact my_reducers:diana:qsgd:2 --seeds 3 --table diana.tex
       jaxdist compare --suite compression --workload digits --seeds 3
       jaxdist compare --suite local --workers 4 8 --steps 1024
+      jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
     """
 
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
@@ -50,6 +57,17 @@ class CompareOptions(Options):
     """For --suite local: the values of H."""
     seeds: int = 1
     """Repeats everything with this many seeds, counted from --seed."""
+    link: Annotated[
+        tuple[tuple[str, ...], ...],
+        tyro.conf.arg(metavar="STR...", help_behavior_hint="(repeatable)"),
+        tyro.conf.UseAppendAction,
+    ] = ()
+    """Also predict the time over these links: bandwidth and latency, as in 100mbit,20ms, or measured for the links
+    between the devices here."""
+    target: Number = None
+    """With --link: the held-out loss to reach. By default the lowest that every method reaches."""
+    compute: Number = None
+    """With --link: milliseconds of one worker's step without communication, if it will run on another device."""
     table: File = None
     """Write the table to this file too: .csv with all numbers, .md or .tex."""
     out: Path = Path("runs/compare")
@@ -59,6 +77,7 @@ class CompareOptions(Options):
 def run_compare(chosen: CompareOptions) -> None:
     """Compares reducers, or synchronization periods of local steps, as the suite of `chosen` says."""
     tables.check_table(chosen.table)
+    _check_race(chosen)
     if chosen.suite == "local":
         _compare_periods(chosen)
     else:
@@ -75,7 +94,11 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     if chosen.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
     runs = prepare_runs(names, chosen, workload, mesh)
+    links = race.parse_links(chosen.link, mesh, axis=train.AXIS)
+    measured = _measure_costs(names, chosen, workload, mesh.size, console) if links else {}
+    evaluate_every = max(1, chosen.steps // race.EVALUATIONS) if links else None
     finished: list[list[results.RunResult]] = []
+    runners: list[race.Runner] = []
     log_path = path_in(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in runs:
@@ -83,8 +106,12 @@ def _compare_reducers(chosen: CompareOptions) -> None:
             for seed in range(chosen.seed, chosen.seed + chosen.seeds):
                 # Other seeds reuse the compiled step.
                 seeded = run if seed == chosen.seed else run.with_seed(seed)
-                options = replace(chosen, seed=seed)
-                finished[-1].append(train_to_end(name, seeded, options, workload, log, console)[0])
+                run_of_seed = (name, seeded, replace(chosen, seed=seed), workload, log, console)
+                finished[-1].append(train_to_end(*run_of_seed, evaluate_every=evaluate_every)[0])
+            if name in measured:
+                sent = sum(result.wire_bytes for result in finished[-1]) / len(finished[-1])
+                cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent))
+                runners.append(race.enter(name, cost, finished[-1]))
     title = title_of(chosen, workload, mesh.size)
     labels = {"title": title, "unit": unit_of(workload)}
     if chosen.suite:
@@ -103,6 +130,62 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, records, chosen.table))
     print_figure(console, chosen, plot)
+    if links:
+        _report_race(chosen, runners, links, labels, console)
+
+
+def _check_race(chosen: CompareOptions) -> None:
+    """Raises ValueError, before anything is compiled, if the options of the race cannot work."""
+    if chosen.link and chosen.suite == "local":
+        raise ValueError(
+            "--link cannot be used with --suite local: name the methods with --reducers, as in diloco:H=50"
+        )
+    for option in ("target", "compute"):
+        value = getattr(chosen, option)
+        if value is not None and not chosen.link:
+            raise ValueError(f"--{option} is for times over a link: give one, as in --link 100mbit,20ms")
+        if value is not None and not value > 0:
+            raise ValueError(f"--{option} must be positive, got {value}")
+
+
+def _measure_costs(
+    names: Sequence[str], chosen: CompareOptions, workload: Workload, workers: int, console: Console
+) -> dict[str, StepCost]:
+    """Measures the computation and the coding of each method, before anything is trained, without its traffic."""
+    console.print("measuring one worker's step and each method's coding ...", highlight=False)
+    examples = max(1, chosen.batch // workers)
+    if chosen.compute is None:
+        compute = costs.measure_compute(workload, chosen.optimizer, examples, repetitions=7)
+    else:
+        compute = chosen.compute / 1e3
+    found = {}
+    for name in names:
+        method = parse.parse_method(name, chosen.optimizer)
+        settings = {"workers": workers, "examples": examples, "compute": compute}
+        coding = costs.measure_coding(name, method, workload, **settings)
+        # The traffic is read from the compiled step, once that is there.
+        found[name] = StepCost(compute, coding, Traffic(0.0, 0.0), costs.schedule_of(name, method))
+    return found
+
+
+def _report_race(
+    chosen: CompareOptions,
+    runners: Sequence[race.Runner],
+    links: Sequence[Link],
+    labels: dict[str, str],
+    console: Console,
+) -> None:
+    """Prints the first method to reach the target on each link, and leaves a table and a plot."""
+    target = race.common_target(runners) if chosen.target is None else float(chosen.target)
+    ends = race.run_race(runners, links, target)
+    table, records = race.finish_table(ends, target), race.finish_records(ends, target)
+    console.print()
+    console.print(table)
+    console.print("\n".join(race.conclude(ends, target, runners[0].name)), highlight=False, soft_wrap=True)
+    if chosen.table is not None:
+        path = chosen.table.with_stem(f"{chosen.table.stem}-links")
+        print_paths(console, table=tables.write_table(table, records, path))
+    print_figure(console, chosen, race.draw_race(runners, links, target, chosen.out / "links.png", **labels))
 
 
 def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.SeedSpread]:
