@@ -1,0 +1,52 @@
+"""The loop of one process in the race: the driver sends lines of JSON, and every process answers each of them."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Racer(Protocol):
+    """One mode, ready to train."""
+
+    def start(self, rate: float, seed: int) -> None: ...
+
+    def step(self, number: int) -> float: ...
+
+    def evaluate(self) -> float: ...
+
+    def cost(self) -> dict[str, Any]: ...
+
+
+def serve(build: Callable[[str], Racer], about: dict[str, Any]) -> None:
+    """Answers until the input ends: `start` a mode, `run` some steps, `evaluate`, or tell the `cost` of a step."""
+    # Frameworks print; answers keep the real output to themselves.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    racers: dict[str, Racer] = {}
+    racer, done = None, 0
+    answers.write(json.dumps({"ready": about}) + "\n")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        begin = time.perf_counter()
+        if asked["do"] == "start":
+            mode = asked["mode"]
+            racers[mode] = racers.get(mode) or build(mode)
+            racer, done = racers[mode], 0
+            racer.start(asked["rate"], asked["seed"])
+            answer = {}
+        elif asked["do"] == "run":
+            times, loss = [], 0.0
+            for number in range(done, done + asked["steps"]):
+                start = time.perf_counter()
+                loss = racer.step(number)
+                times.append(time.perf_counter() - start)
+            done += asked["steps"]
+            answer = {"seconds": times, "loss": loss}
+        elif asked["do"] == "evaluate":
+            answer = {"held_out": racer.evaluate()}
+        else:
+            answer = racer.cost()
+        answers.write(json.dumps(answer | {"took": time.perf_counter() - begin}) + "\n")

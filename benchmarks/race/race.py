@@ -1,0 +1,193 @@
+"""A race to a loss over slow links: jaxdist beside PyTorch, both at their best learning rates.
+
+    sudo python benchmarks/race/race.py steps  --problem lm --rate 100 1000 --torch-python PYTHON --out FOLDER
+    sudo python benchmarks/race/race.py losses --problem lm --grid 1e-3 2e-3 --torch-python PYTHON --out FOLDER
+    sudo python benchmarks/race/race.py runs   --problem lm --rate 100 --turns jaxdist:power_sgd:2e-3 ... --out FOLDER
+    python benchmarks/race/report.py FOLDER
+
+`steps` times a few steps of every mode over each link, and measures what the model of `jaxdist.analysis.step_time`
+needs to predict them. `losses` trains without links, since the loss by step does not depend on them. The time to a loss
+is their product; `runs` trains over a link to the target, to verify it. Each command adds to its file in FOLDER.
+`steps --turns` is `steps` and then `runs` over the last link. `--problem tiny` tries a command in seconds.
+
+Two processes of one thread for each system; those of the system that does not run wait. Needs root for the links.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "links"))
+
+import cluster
+import compare
+
+HERE = Path(__file__).parent
+
+MODES = {
+    "jaxdist": ["none", "exact", "f16", "power_sgd", "two_shot", "local", "diloco", "top_k"],
+    "torch": ["none", "ddp", "f16", "power_sgd", "local"],
+}
+WORKERS = 2
+EVERY = 8  # steps between evaluations: whole rounds of the local methods
+START_RATE = {"lm": 1e-3, "mlp": 0.05, "tiny": 0.05}
+
+
+class Racers(compare.System):
+    """The processes of one system."""
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        for process in self.processes:
+            process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+        return self._answers()
+
+    def start(self, mode: str, rate: float, seed: int = 0) -> float:
+        return max(answer["took"] for answer in self.ask("start", mode=mode, rate=rate, seed=seed))
+
+    def run_steps(self, count: int) -> list[float]:
+        """Seconds of each step; a step is over when the slowest process is done."""
+        return [max(times) for times in zip(*(answer["seconds"] for answer in self.ask("run", steps=count)))]
+
+    def evaluate(self) -> float:
+        return statistics.mean(answer["held_out"] for answer in self.ask("evaluate"))
+
+
+@contextlib.contextmanager
+def start_racers(given: argparse.Namespace, places: list[cluster.Host]) -> Iterator[dict[str, Racers]]:
+    wanted = {"jaxdist": ("jaxdist_racer.py", sys.executable), "torch": ("torch_racer.py", given.torch_python)}
+    os.environ["COMPILED"] = str(given.compiled.absolute())
+    racers: dict[str, Racers] = {}
+    try:
+        for name, (script, python) in wanted.items():
+            if python and chosen_modes(given, name):
+                racers[name] = Racers(str(HERE / script), python, given.problem, places)
+        yield racers
+    finally:
+        for racer in racers.values():
+            racer.close()
+
+
+def chosen_modes(given: argparse.Namespace, system: str) -> list[str]:
+    """The modes of a system, in the order of `MODES` unless `--modes jaxdist:exact torch:ddp` names some."""
+    if not given.modes:
+        return MODES[system]
+    return [mode for name, _, mode in (text.partition(":") for text in given.modes) if name == system]
+
+
+def set_rate(places: list[cluster.Host], rate_mbit: float) -> None:
+    """Changes the rate of all links, in both directions, while the processes stay up."""
+    switch = ["ip", "netns", "exec", f"{cluster.PREFIX}-{os.getpid()}-switch"]
+    burst, limit = max(16 * 1024, int(rate_mbit * 125)), max(256 * 1024, int(rate_mbit * 2500))
+    for number, place in enumerate(places):
+        for inside, device in ((place.command, "eth0"), (switch, f"port{number}")):
+            shape = f"tc qdisc change dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}"
+            cluster._run(*inside, *shape.split())
+
+
+def measure_steps(given: argparse.Namespace, racers: dict[str, Racers], places: list[cluster.Host]) -> None:
+    """Times every mode over every link, and measures the costs that the model needs."""
+    for name, racer in racers.items():
+        for mode in chosen_modes(given, name):
+            racer.start(mode, START_RATE[given.problem])
+            for rate in given.rate:
+                set_rate(places, rate)
+                period = EVERY if mode in ("local", "diloco") else 1
+                # A round, or two steps, before the clock: the first steps of a hook differ.
+                probe = racer.run_steps(max(2, period))
+                whole = max(1, round(given.seconds / (sum(probe[-period:]) or 1.0)))
+                count = max(3 if period == 1 else 1, min(whole, 20 if period == 1 else 2)) * period
+                before = places[0].sent()
+                seconds = racer.run_steps(count)
+                record = {"problem": given.problem, "system": name, "mode": mode, "rate_mbit": rate, "period": period}
+                record |= {"seconds": seconds, "bytes": (places[0].sent() - before) / count, "load": os.getloadavg()[0]}
+                rounds = [statistics.mean(seconds[n : n + period]) for n in range(0, count, period)]
+                print(f"{name:8}{mode:10}{rate:6g} Mbit/s {1e3 * statistics.median(rounds):8.1f} ms", flush=True)
+                add(given.out / "steps.json", record)
+            if name == "jaxdist" and mode != "none":
+                cost = racer.ask("cost")
+                coding = statistics.mean(answer["coding"] for answer in cost)
+                record = {"problem": given.problem, "mode": mode, **cost[0], "coding": coding}
+                print(f"        coding {1e3 * coding:.1f} ms, {record['traffic']}", flush=True)
+                add(given.out / "costs.json", record)
+
+
+def train(racer: Racers, mode: str, rate: float, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Trains to the target or to the last step, and evaluates every few steps outside of the clock."""
+    racer.start(mode, rate, seed)
+    steps, held_out, seconds = [0], [racer.evaluate()], [0.0]
+    while steps[-1] < given.steps and held_out[-1] > given.target and held_out[-1] < 2 * held_out[0]:
+        seconds.append(seconds[-1] + sum(racer.run_steps(EVERY)))
+        steps.append(steps[-1] + EVERY)
+        held_out.append(racer.evaluate())
+    return {"mode": mode, "rate": rate, "seed": seed, "steps": steps, "held_out": held_out, "seconds": seconds}
+
+
+def run_turns(given: argparse.Namespace, racers: dict[str, Racers], link: dict[str, Any], path: Path) -> None:
+    """Trains each `system:mode:rate` of `--turns`, with every seed."""
+    for turn in given.turns:
+        system, mode, rate = turn.split(":")
+        if system not in racers:
+            continue
+        for seed in given.seeds:
+            found = train(racers[system], mode, float(rate), seed, given)
+            add(path, {"problem": given.problem, "system": system, **link, "target": given.target, **found})
+            last = f"{found['held_out'][-1]:.4f} after {found['steps'][-1]} steps, {found['seconds'][-1]:.1f} s"
+            print(f"{system:8}{mode:10}{rate:>6} seed {seed}: {last}", flush=True)
+
+
+def compile_all(given: argparse.Namespace, racers: dict[str, Racers]) -> None:
+    """Compiles every mode into the cache, so that measurements start at once."""
+    for name, racer in racers.items():
+        for mode in chosen_modes(given, name):
+            took = racer.start(mode, START_RATE[given.problem])
+            (step,) = racer.run_steps(1)
+            racer.ask("cost")
+            print(f"{name:8}{mode:10} ready in {took:.1f} s, a step {step:.2f} s", flush=True)
+
+
+def add(path: Path, record: dict[str, Any]) -> None:
+    """Appends a record to a list in a file, so that an interrupted run loses nothing."""
+    records = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*records, record]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["steps", "losses", "runs", "compile"])
+    parser.add_argument("--problem", choices=["lm", "mlp", "tiny"], default="lm", help="tiny: to try the commands")
+    parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist runs")
+    parser.add_argument("--modes", nargs="+", help="only these, as in jaxdist:exact torch:ddp")
+    parser.add_argument("--rate", nargs="+", type=float, default=[100.0, 1000.0], help="Mbit/s of each link")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long a mode is timed on each link")
+    parser.add_argument("--turns", nargs="+", default=[], help="system:mode:learning rate, for losses and runs")
+    parser.add_argument("--steps", type=int, default=240, help="the most steps of a run")
+    parser.add_argument("--target", type=float, default=2.7, help="the held-out loss at which a run ends")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the batches")
+    parser.add_argument("--compiled", type=Path, default=Path("runs/race-compiled"), help="cache of compiled programs")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.turns and not given.modes:
+        given.modes = [turn.rpartition(":")[0] for turn in given.turns]
+    shaped = given.command in ("steps", "runs")
+    made = cluster.hosts(WORKERS, given.rate[0]) if shaped else cluster.loopback(WORKERS)
+    with made as places, start_racers(given, places) as racers:
+        if given.command == "compile":
+            compile_all(given, racers)
+            return
+        if given.command == "steps":
+            measure_steps(given, racers, places)
+        link = {"rate_mbit": given.rate[-1] if shaped else None}
+        if shaped:
+            set_rate(places, given.rate[-1])
+        run_turns(given, racers, link, given.out / ("runs.json" if shaped else "losses.json"))
+
+
+if __name__ == "__main__":
+    main()
