@@ -26,7 +26,7 @@ from jaxdist._cli.race import step_at
 from jaxdist.analysis.cost import Link
 from jaxdist.analysis.step_time import Schedule, StepCost, Traffic, step_seconds
 
-PROBLEMS = {"lm": "language model, 4.9 M parameters", "mlp": "classifier, 10.5 M parameters"}
+PROBLEMS = {"lm": "language model, 4.9 M parameters", "mlp": "classifier, 10.5 M parameters", "tiny": "tiny classifier"}
 LABELS = {
     ("jaxdist", "exact"): "jaxdist exact",
     ("jaxdist", "f16"): "jaxdist f16",
