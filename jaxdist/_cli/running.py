@@ -43,7 +43,7 @@ class Options:
     """The options that both commands have."""
 
     optimizer: str = "adamw:1e-3"
-    """An optax optimizer, as in sgd:0.1,momentum=0.9."""
+    """An optax optimizer, as in sgd:0.1,momentum=0.9 or adamw:4e-3,schedule=cosine."""
     workload: Literal["text", "digits"] = "text"
     """text: Python's own source; digits: handwritten ones."""
     model: Text = None
@@ -112,7 +112,7 @@ def prepare_runs(
 ) -> Iterator[tuple[str, train.Run]]:
     """Checks all spellings now; compiles one run after the other later, so that only one state is in memory."""
     # A wrong spelling fails here, before minutes of training with the others.
-    methods = [(name, parse.parse_method(name, options.optimizer)) for name in names]
+    methods = [(name, parse.parse_method(name, options.optimizer, options.steps)) for name in names]
     settings |= {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
     return ((name, _compile(name, workload, **method._asdict(), **settings)) for name, method in methods)
 

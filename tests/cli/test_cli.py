@@ -196,9 +196,27 @@ def test_unknown_options_exit_with_two(arguments, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*DEMO, "bf16", "fp8", "ef21:top_k:0.1", "ef:qsgd:2,bucket=64", "ef:random_k:0.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exact",
+        "qsgd:4",
+        "ef:top_k:0.01",
+        "ef:sign",
+        "bf16",
+        "fp8",
+        "ef21:top_k:0.1",
+        "ef:qsgd:2,bucket=64",
+        "ef:random_k:0.1",
+    ],
+)
 def test_every_spelling_makes_a_reducer(name):
     assert isinstance(parse.parse_reducer(name), jd.reducers.Reducer)
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_every_method_of_the_demo_is_known(name):
+    assert isinstance(parse.parse_method(name, "adamw:2e-3").optimizer, optax.GradientTransformation)
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,24 @@ def test_evaluations_come_after_whole_rounds():
     assert parse.learning_rate("adamw:3e-4,b2=0.95") == 3e-4
     assert parse.parse_method("f16", "adam:1e-3").sync_period is None
     assert isinstance(parse.parse_method("demo:1e-3", "adam:1e-3").optimizer, optax.GradientTransformation)
+
+
+def test_an_optimizer_that_communicates_takes_its_reducer_after_a_slash():
+    method = parse.parse_method("compressed_adam:2e-3,b2=0.99/ef:top_k:0.01", OPTIMIZER)
+    assert (method.reducer, method.sync_period) == (None, None)
+    assert parse.parse_method("qadam:1e-3,warmup_steps=3/two_shot:qsgd:4", OPTIMIZER).reducer is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ("compressed_adam:2e-3", "name the reducer after a slash, as in compressed_adam:2e-3/ef:top_k:0.01"),
+        ("compressed_adam:2e-3/ef:topk:0.01", "did you mean top_k"),
+        ("demo:1e-3/ef:sign", "demo has a fixed encoding and takes no reducer"),
+        ("compressed_adam/ef:sign", "it takes LEARNING_RATE"),
+        ("compressed_adam:2e-3,b1=1/ef:sign", r"b1 must be in \[0, 1\), got 1"),
+    ],
+)
+def test_a_wrong_optimizer_that_communicates_is_named(spelling, message):
+    with pytest.raises(ValueError, match=message):
+        parse.parse_method(spelling, OPTIMIZER)

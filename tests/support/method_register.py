@@ -73,6 +73,7 @@ REDUCED = {name: reduced(case) for name, case in CASES.items()}
 INSIDE = {name: Line(lambda one=one: one.make(0.1), drifts=one.drifts) for name, one in OPTIMIZERS.items()}
 AGREED = {
     "ddp": Line(lambda: optax.chain(jd.recipes.ddp(), adam())),
+    "compressed_adam": Line(lambda: jd.recipes.compressed_adam(0.1, feedback())),
     "gradient_allreduce": Line(lambda: bagua.gradient_allreduce(adam())),
     "bytegrad": Line(lambda: bagua.bytegrad(adam(), feedback=True)),
     "bagua.qadam": Line(lambda: bagua.qadam(0.1, warmup_steps=1)),

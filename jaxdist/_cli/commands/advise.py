@@ -19,6 +19,7 @@ from ..figures import in_bytes, in_rate, new_table
 from ..models.base import TrainingMethod, Workload, check_batch
 from ..running import File, Integer, Number, Text, new_console, print_paths
 from ..spellings import parse
+from ..spellings.schedules import ANY_STEPS
 from ..training import costs
 from ..training.costs import AXIS
 
@@ -177,7 +178,7 @@ def predict(
     if workers < 2:
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
     check_batch(batch_size, workers)
-    parsed = [(name, parse.parse_method(name, optimizer)) for name in names]
+    parsed = [(name, parse.parse_method(name, optimizer, ANY_STEPS)) for name in names]
     # Every spelling is parsed, so that a wrong one fails before the measurements.
     for name, method in parsed:
         _find_reducer(name, method)

@@ -31,7 +31,15 @@ from ..running import (
 from ..spellings import parse
 from ..training import costs, suites, train
 
-DEMO = ("exact", "f16", "qsgd:4", "ef:top_k:0.01", "ef:power_sgd:4", "ef:sign")
+# Each at a fair setting of its own: behind a sparse or one-bit code Adam runs on each worker, before the mean.
+DEMO = (
+    "exact",
+    "f16",
+    "qsgd:4",
+    "compressed_adam:2e-3/ef:top_k:0.01",
+    "ef:power_sgd:4",
+    "compressed_adam:2e-3/ef:sign",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class CompareOptions(Options):
       jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
     """
 
+    optimizer: str = "adamw:2e-3"
+    """An optax optimizer, as in sgd:0.1,momentum=0.9 or adamw:4e-3,schedule=cosine."""
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
     """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
     suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
@@ -160,7 +170,7 @@ def _measure_costs(
         compute = chosen.compute / 1e3
     found = {}
     for name in names:
-        method = parse.parse_method(name, chosen.optimizer)
+        method = parse.parse_method(name, chosen.optimizer, chosen.steps)
         settings = {"workers": workers, "examples": examples, "compute": compute}
         coding = costs.measure_coding(name, method, workload, **settings)
         # The traffic is read from the compiled step, once that is there.
@@ -209,7 +219,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
     with log_path.open("w") as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
-            settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed}
+            settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed, "steps": chosen.steps}
             console.print(f"compiling each method for {workers} workers ...", highlight=False)
             cells: list[suites.Cell] = []
             sweep = suites.prepare_sweep(workload, chosen.optimizer, chosen.periods, **settings)

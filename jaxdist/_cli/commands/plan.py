@@ -19,6 +19,7 @@ from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, ne
 from ..models import gpt
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
+from ..spellings.schedules import ANY_STEPS
 from ..training.one_worker import parse_offload
 
 PARTS = {"parameters": COLORS[1], "optimizer state": COLORS[6], "batch": COLORS[3], "temporaries": "#B8B8B8"}
@@ -47,7 +48,7 @@ class PlanOptions:
     offload: Annotated[Literal["host"] | None, tyro.conf.arg(metavar="host", help_behavior_hint="")] = None
     """Where to keep the optimizer state: host for host memory."""
     optimizer: str = "adamw:1e-3"
-    """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9."""
+    """Any optax optimizer and its learning rate, as in sgd:0.1,momentum=0.9 or adamw:4e-3,schedule=cosine."""
     batch: Integer = None
     """Examples in a step, all workers together; by default one for each worker."""
     slices: int = 1
@@ -66,7 +67,7 @@ def run_plan(chosen: PlanOptions) -> int:
     planning.check_target(chosen.target, chosen.slices)
     config = _parse_model(chosen.model)
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
-    method = parse.parse_method(spelling, chosen.optimizer)
+    method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS)
     if chosen.zero and method.reducer is not None and method.reducer.forms.shards is None:
         raise ValueError(
             f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "

@@ -171,7 +171,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
     console = new_console()
     # Checked as without islands, so that mistakes have the same messages.
     spelling = parse.join_options(chosen.sync, 0, chosen.reducer, chosen.optimizer, default="exact")
-    method = parse.parse_sync(spelling, chosen.optimizer, island=train.AXIS)
+    method = parse.parse_sync(spelling, chosen.optimizer, steps=chosen.steps, island=train.AXIS)
     name = chosen.name or platform.node()
     # Each island draws batches of its own; all of them take the parameters of the run.
     settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": zlib.crc32(name.encode(), chosen.seed)}

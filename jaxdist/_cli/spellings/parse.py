@@ -20,9 +20,10 @@ from ...asynchronous.protocol import Rule
 from ...compressors.base import Compressor
 from ...reducers.base import Reducer
 from ...transforms.all_reduce import all_reduce
+from ...transforms.common import LearningRate
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
-from . import grammar
+from . import grammar, schedules
 from .grammar import call, parse_call
 from .tables import AVERAGING, COLLECTIVES, FEEDBACK, LAWS, OPTIMIZERS, REDUCERS, RULES, SYNCS
 
@@ -170,24 +171,38 @@ def _first_argument(thing: Any) -> str | None:
     return next(iter(inspect.signature(thing).parameters), None) if inspect.isfunction(thing) else None
 
 
-def parse_optimizer(text: str) -> optax.GradientTransformation:
-    """Makes any optax optimizer from `name:learning_rate[,key=value...]`, as in `adamw:3e-4,b2=0.95`."""
+def parse_optimizer(text: str, steps: int | None = None) -> optax.GradientTransformation:
+    """Makes any optax optimizer from `name:learning_rate[,key=value...]`, as in `adamw:3e-4,b2=0.95`.
+
+    `schedule=`, `warmup_steps=`, `decay_steps=` and `end_factor=` change the rate over the `steps` of the run: see
+    `schedules.make_rate`.
+    """
     name, values, keywords = parse_call(text)
     if name not in list_optimizers():
         grammar.refuse_name("optimizer", text, name, list_optimizers())
     if not values and "learning_rate" not in keywords:
         raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
-    # Text would fail only when the first step is traced.
+    factory = getattr(optax, name)
+    known = [*inspect.signature(factory).parameters, *schedules.ARGUMENTS]
+    for keyword in keywords:
+        if keyword not in known:
+            grammar.refuse_name(f"argument {keyword!r} of optimizer", text, keyword, known)
+    # The optimizer takes the schedule as its rate.
+    rate = learning_rate(text, steps)
+    schedules.take_schedule(keywords)
+    if "learning_rate" in keywords:
+        return call("optimizer", text, factory, values, keywords | {"learning_rate": rate})
+    return call("optimizer", text, factory, [rate, *values[1:]], keywords)
+
+
+def learning_rate(text: str, steps: int | None = None) -> LearningRate:
+    """The learning rate in the spelling of an optimizer, a number or a schedule: 0.1 for `sgd:0.1,momentum=0.9`."""
+    _, values, keywords = parse_call(text)
     rate = keywords["learning_rate"] if "learning_rate" in keywords else values[0]
+    # Text would fail only when the first step is traced.
     if type(rate) not in (int, float):
         raise ValueError(f"optimizer {text!r}: the learning rate must be a number, got {rate!r}")
-    return call("optimizer", text, getattr(optax, name), values, keywords)
-
-
-def learning_rate(text: str) -> float:
-    """The learning rate in the spelling of an optimizer: 0.1 for `sgd:0.1,momentum=0.9`."""
-    _, values, keywords = parse_call(text)
-    return float(keywords["learning_rate"] if "learning_rate" in keywords else values[0])
+    return schedules.make_rate(text, rate, schedules.take_schedule(keywords), steps)
 
 
 def is_sync(text: str) -> bool:
@@ -195,7 +210,7 @@ def is_sync(text: str) -> bool:
     return text.partition(":")[0].partition("/")[0].strip() in SYNCS
 
 
-def parse_sync(text: str, optimizer: str, *, island: str | None = None) -> TrainingMethod:
+def parse_sync(text: str, optimizer: str, *, steps: int | None = None, island: str | None = None) -> TrainingMethod:
     """Makes the method that `text` spells: `name:H=N[,key=value...][/REDUCER]`, with a name of `SYNCS`.
 
     The reducer encodes the difference that a round sends. Methods that need the learning rate of the local steps read
@@ -220,7 +235,7 @@ def parse_sync(text: str, optimizer: str, *, island: str | None = None) -> Train
         if "reducer" not in takes:
             raise ValueError(f"sync {text!r}: {name} has a fixed encoding and takes no reducer")
         given["reducer"] = parse_reducer(reducer)
-    inner = parse_optimizer(optimizer)
+    inner = parse_optimizer(optimizer, steps)
     if island is not None:
         if not {"inner", "axis"} <= set(takes):
             raise ValueError(
@@ -230,7 +245,7 @@ def parse_sync(text: str, optimizer: str, *, island: str | None = None) -> Train
         given["axis"] = None
     # The rate of the local steps is that of --optimizer: it need not be spelled twice.
     if rate := _rate_argument(factory):
-        given[rate] = learning_rate(optimizer)
+        given[rate] = learning_rate(optimizer, steps)
     # Methods around any optimizer take the one of --optimizer; the others have their own inside.
     if "inner" in takes:
         factory = functools.partial(factory, inner)
@@ -245,8 +260,8 @@ def _rate_argument(factory: Callable[..., Any]) -> str:
     return rate if rate in takes and takes[rate].default is inspect.Parameter.empty else ""
 
 
-def parse_method(text: str, optimizer: str) -> TrainingMethod:
-    """Makes the method that `text` spells.
+def parse_method(text: str, optimizer: str, steps: int | None = None) -> TrainingMethod:
+    """Makes the method that `text` spells; a learning-rate schedule in `optimizer` is over `steps`.
 
     Examples:
       >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period, parse_method("zero:3", "adamw:1e-3").stage
@@ -255,24 +270,38 @@ def parse_method(text: str, optimizer: str) -> TrainingMethod:
       True
     """
     if is_sync(text):
-        return parse_sync(text, optimizer)
+        return parse_sync(text, optimizer, steps=steps)
     if text.partition(":")[0].strip() == ZERO:
-        return _parse_zero(text, optimizer)
+        return _parse_zero(text, optimizer, steps)
     # Parsed even if the method replaces it, so that a wrong --optimizer never passes unnoticed.
-    after = parse_optimizer(optimizer)
-    name, values, keywords = parse_call(text)
-    if name in OPTIMIZERS:
-        return TrainingMethod(None, call("optimizer", text, OPTIMIZERS[name].factory, values, keywords))
+    after = parse_optimizer(optimizer, steps)
+    if text.partition(":")[0].partition("/")[0].strip() in OPTIMIZERS:
+        return TrainingMethod(None, _parse_communicating(text))
     made = _parse_reducer_or_optimizer(text)
     return TrainingMethod(made, after) if isinstance(made, Reducer) else TrainingMethod(None, made)
 
 
-def _parse_zero(text: str, optimizer: str) -> TrainingMethod:
+def _parse_communicating(text: str) -> optax.GradientTransformation:
+    """Makes an optimizer that communicates: `name[:value,...][/REDUCER]`."""
+    spelling, slash, reducer = grammar.check_length(text).partition("/")
+    name, values, keywords = parse_call(spelling)
+    factory = OPTIMIZERS[name].factory
+    takes = inspect.signature(factory).parameters
+    if slash and "reducer" not in takes:
+        raise ValueError(f"optimizer {text!r}: {name} has a fixed encoding and takes no reducer")
+    if not slash and "reducer" in takes and takes["reducer"].default is inspect.Parameter.empty:
+        raise ValueError(f"optimizer {text!r}: name the reducer after a slash, as in {name}:2e-3/ef:top_k:0.01")
+    given = {"reducer": parse_reducer(reducer)} if slash else {}
+    return call("optimizer", text, factory, values, keywords | given)
+
+
+def _parse_zero(text: str, optimizer: str, steps: int | None) -> TrainingMethod:
     spelling, slash, reducer = grammar.check_length(text).partition("/")
     _, values, keywords = parse_call(spelling)
     if keywords or values not in ([1], [2], [3]):
         raise ValueError(f"{text!r}: the stages of ZeRO are zero:1, zero:2 and zero:3")
-    return TrainingMethod(parse_reducer(reducer if slash else "exact"), parse_optimizer(optimizer), stage=values[0])
+    made = parse_reducer(reducer if slash else "exact")
+    return TrainingMethod(made, parse_optimizer(optimizer, steps), stage=values[0])
 
 
 def join_options(sync: str | None, zero: int, reducer: str | None, optimizer: str, *, default: str) -> str:

@@ -57,6 +57,10 @@ REDUCERS = {
 }
 # Optimizers that communicate: they replace both the reducer and --optimizer.
 OPTIMIZERS = {
+    "compressed_adam": Spelling(
+        recipes.compressed_adam,
+        "Adam on each worker, then the reducer after a slash: compressed_adam:2e-3/ef:top_k:0.01",
+    ),
     "demo": Spelling(optimizers.demo, "the strongest frequencies of each worker's momentum; replaces --optimizer"),
     "dion": Spelling(optimizers.dion, "orthonormal low-rank updates of matrices; replaces --optimizer"),
     "one_bit_adam": Spelling(optimizers.one_bit_adam, "Adam, then the signs of its momentum; replaces --optimizer"),

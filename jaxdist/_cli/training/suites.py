@@ -35,9 +35,9 @@ METHODS: dict[str, tuple[str, int]] = {
     "exact": ("exact", 0),
     "Local SGD": ("local_sgd:H={H}", 1),
     "SlowMo": ("slowmo:H={H},momentum=0.5,buffers=maintain", 1),
-    "DiLoCo": ("diloco:H={H},learning_rate=0.4", 1),
+    "DiLoCo": ("diloco:H={H}", 1),
     "streaming DiLoCo": ("streaming_diloco:H={H},fragments=4,delay=1,merge_alpha=0.5", 4),
-    "DiLoCo, 4 bits": ("diloco:H={H},learning_rate=0.4/two_shot:qsgd:4", 1),
+    "DiLoCo, 4 bits": ("diloco:H={H}/two_shot:qsgd:4", 1),
     "SparseLoCo": ("sparse_loco:H={H}", 1),
 }
 
@@ -135,11 +135,12 @@ def list_sweep(periods: Sequence[int]) -> list[tuple[str, int, str]]:
 
 
 def prepare_sweep(
-    workload: Workload, optimizer: str, periods: Sequence[int], **settings: Any
+    workload: Workload, optimizer: str, periods: Sequence[int], *, steps: int | None = None, **settings: Any
 ) -> Iterator[tuple[str, int, str, Run]]:
     """Prepares one run after the other; a method without fragments is compiled once for all `H`.
 
-    Yields `(method, H, spelling, Run)`; `settings` are `mesh`, `batch_size` and `seed` of `prepare`.
+    Yields `(method, H, spelling, Run)`; `steps` is the length of a learning-rate schedule in `optimizer`, `settings`
+    are `mesh`, `batch_size` and `seed` of `prepare`.
     """
     shared: tuple[str, Run] | None = None
     for method, period, spelling in list_sweep(periods):
@@ -149,7 +150,9 @@ def prepare_sweep(
         else:
             # Fragments are synchronized at steps that are fixed when the program is traced.
             any_period = bool(period) and "fragments" not in spelling
-            run = prepare(workload, **parse_method(spelling, optimizer)._asdict(), any_period=any_period, **settings)
+            run = prepare(
+                workload, **parse_method(spelling, optimizer, steps)._asdict(), any_period=any_period, **settings
+            )
             shared = (method, run)
         yield method, period, spelling, run
 
