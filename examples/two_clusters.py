@@ -43,7 +43,11 @@ def loss_fn(params, batch):
 SYNCHRONOUS = optax.chain(*(jd.all_reduce(jd.exact(), axis=axis) for axis in reversed(AXES)), OPTIMIZER)
 # Every step: the mean in a cluster. Every 20th: one Nesterov step along the mean of how far the clusters got.
 DILOCO = jd.local_sgd.diloco(
-    optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER), sync_period=PERIOD, learning_rate=0.6, axis="outer"
+    optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER),
+    sync_period=PERIOD,
+    learning_rate=0.6,
+    momentum=0.9,
+    axis="outer",
 )
 
 
