@@ -207,7 +207,8 @@ def diloco(
 
     The papers' momentum of 0.9 needs a model that is past its first, large steps: train a tenth of the run
     synchronously, `warmup_steps=`, or start from a trained model. For a byte-level GPT of 30 thousand parameters, 4
-    workers, `H = 32` and a cosine over 2,560 steps, the held-out loss exceeds that of synchronous training by
+    workers, `H = 32` and a cosine over 2,560 steps, the held-out loss exceeds that of synchronous training at the same
+    inner rate by
 
     | `warmup_steps` | 0 | 64 | 128 | 256 | 512 | 1024 |
     |---|--:|--:|--:|--:|--:|--:|
