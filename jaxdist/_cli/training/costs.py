@@ -28,7 +28,7 @@ AXIS = "data"
 def measure_compute(workload: Workload, optimizer: str, examples: int, *, repetitions: int = 3) -> float:
     """Measures the median time of one worker's step on the default device, without communication."""
     # On one device an all-reduce is the identity: what remains is the own work of a worker.
-    return _measure_alone(workload, parse.parse_method("exact", optimizer), examples, repetitions)
+    return _measure_alone(workload, parse.parse_method("exact", optimizer, ANY_STEPS), examples, repetitions)
 
 
 def _measure_alone(workload: Workload, method: TrainingMethod, examples: int, repetitions: int) -> float:
