@@ -51,7 +51,7 @@ def compressed_adam(
       >>> gradient, state = jnp.array([4.0, -1.0, 0.0, 0.0]), tx.init(jnp.zeros(4))
       >>> updates, _ = tx.update(gradient, state, jnp.zeros(4))
       >>> [round(float(x), 4) for x in updates]
-      [-0.1, 0.1, 0.0, 0.0]
+      [-0.1, 0.1, -0.0, -0.0]
 
     References:
       Chen, Shen, Huang, Liu, "Quantized Adam with Error Feedback", arXiv:2004.14180, 2020 (with one scale for all
