@@ -5,10 +5,11 @@
 Sixteen simulated workers train a convolutional net on handwritten digits; each has its own images, mostly of one to
 three digits (a Dirichlet partition of concentration 0.1; `--concentration 0.01` leaves about one digit to each). The
 learning rate of each method is the best of `RATES` on a separate seed; the others count. The accuracy is that of the
-mean of the workers' models, on held-out images.
+mean of the workers' models, on held-out images. Rows of methods that are not asked for stay in the folder.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,15 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import uneven
 
 import jaxdist as jd
 from jaxdist import topology
+from jaxdist._cli.models.base import Workload
 from jaxdist._cli.models.digits import digits_workload
 
 WORKERS, TUNING_SEED = 16, 100
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 GRAPHS = {
     "ring": topology.ring(WORKERS),
     "exponential": topology.exponential(WORKERS),
@@ -42,12 +45,13 @@ class TrainState(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A method of `gossip`, the inner momentum, the graphs to try, and the kind of gradients."""
+    """A method of `gossip`, or `None` for an all-reduce; inner momentum, the graphs to try, the kind of gradients."""
 
-    method: Callable[[], Any]
+    method: Callable[[], Any] | None
     momentum: float = 0.0
     graphs: tuple[str, ...] = ALL
     gradients: Callable[[Any, Any], Any] = lambda loss, graph: jd.local_value_and_grad(loss)
+    nesterov: bool = False
 
 
 def quasi_global() -> Any:
@@ -62,9 +66,12 @@ def sharp_of_the_neighborhood(loss: Any, graph: Any) -> Any:
     return jd.decentralized.neighborhood_value_and_grad(loss, graph, data_share=1.0, radius=0.05)
 
 
+def choco_4_bits() -> Any:
+    return jd.decentralized.choco(jd.qsgd(4), step_size=0.5)
+
+
 def compressed_quasi_global() -> Any:
-    choco = jd.decentralized.choco(jd.qsgd(4), step_size=0.5)
-    return jd.decentralized.quasi_global_momentum(nesterov=True, method=choco)
+    return jd.decentralized.quasi_global_momentum(nesterov=True, method=choco_4_bits())
 
 
 def sharp(loss: Any, graph: Any) -> Any:
@@ -72,9 +79,12 @@ def sharp(loss: Any, graph: Any) -> Any:
 
 
 METHODS = {
+    "all-reduce": Entry(None, graphs=("all",)),
+    "all-reduce, momentum": Entry(None, momentum=0.9, graphs=("all",)),
     "D-PSGD": Entry(jd.decentralized.d_psgd),
     "D-PSGD, combine then adapt": Entry(lambda: jd.decentralized.d_psgd(order="combine_then_adapt")),
     "D-PSGD, local momentum": Entry(jd.decentralized.d_psgd, momentum=0.9),
+    "D-PSGD, local Nesterov": Entry(jd.decentralized.d_psgd, momentum=0.9, graphs=("ring",), nesterov=True),
     "SGP": Entry(jd.decentralized.sgp),
     "D2": Entry(jd.decentralized.d2, graphs=("ring",)),
     "gradient tracking": Entry(jd.decentralized.gradient_tracking, graphs=STATIC),
@@ -84,6 +94,7 @@ METHODS = {
     "N-SADDLe": Entry(quasi_global, graphs=("ring",), gradients=sharp_of_the_neighborhood),
     "quasi-global momentum, 4 bits": Entry(compressed_quasi_global, graphs=("ring",)),
     "Q-SADDLe, 4 bits": Entry(compressed_quasi_global, graphs=("ring",), gradients=sharp),
+    "N-SADDLe, 4 bits": Entry(compressed_quasi_global, graphs=("ring",), gradients=sharp_of_the_neighborhood),
     "CGA": Entry(
         jd.decentralized.d_psgd,
         graphs=("ring",),
@@ -91,20 +102,34 @@ METHODS = {
     ),
     "RelaySGD": Entry(jd.decentralized.relay_sgd, graphs=("path",)),
     "CHOCO, top 10 %": Entry(lambda: jd.decentralized.choco(jd.top_k(0.1), step_size=0.2), graphs=("ring",)),
-    "CHOCO, 4 bits": Entry(lambda: jd.decentralized.choco(jd.qsgd(4), step_size=0.5), graphs=("ring",)),
+    "CHOCO, 4 bits": Entry(choco_4_bits, graphs=("ring",)),
+    "CHOCO, 4 bits, local Nesterov": Entry(choco_4_bits, momentum=0.9, graphs=("ring",), nesterov=True),
     "DCD, 8 bits": Entry(lambda: jd.decentralized.dcd_psgd(jd.qsgd(8)), graphs=("ring",)),
     "ECD, 8 bits": Entry(lambda: jd.decentralized.ecd_psgd(jd.qsgd(8)), graphs=("ring",)),
 }
 
 
-def by_rate(momentum: float) -> optax.GradientTransformationExtraArgs:
+def with_perceptron(workload: Workload, hidden: int) -> Workload:
+    """The same data, and a model that costs a twentieth."""
+
+    def metrics(params: Any, batch: Any) -> dict[str, Any]:
+        images = batch.images.reshape(-1, 64)
+        mean = uneven.losses(params, images, batch.labels).mean()
+        return {"loss": mean, "accuracy": uneven.accuracy(params, images, batch.labels)}
+
+    init = functools.partial(uneven.network, hidden=hidden)
+    return workload._replace(init=init, loss=lambda params, batch: metrics(params, batch)["loss"], metrics=metrics)
+
+
+def by_rate(momentum: float, nesterov: bool = False) -> optax.GradientTransformationExtraArgs:
     """SGD whose rate is an argument of the update, so that one program serves all rates."""
 
     def update(updates, state, params=None, **given):
         del params
         learning_rate = given["learning_rate"]
         state = jax.tree.map(lambda m, g: momentum * m + g, state, updates)
-        return jax.tree.map(lambda m: -learning_rate * m, state), state
+        steps = jax.tree.map(lambda m, g: g + momentum * m, state, updates) if nesterov else state
+        return jax.tree.map(lambda m: -learning_rate * m, steps), state
 
     return optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
@@ -139,6 +164,16 @@ def trainer(
         return mean, float(each(state.params.value).mean()), apart
 
     return run
+
+
+def trainer_of(entry: Entry, graph: str, workload: Any, **sizes: int) -> Callable[[int, float], tuple]:
+    """The program of a method on a graph, or of an all-reduce."""
+    inner = by_rate(entry.momentum, entry.nesterov)
+    if entry.method is None:
+        tx = optax.chain(jd.all_reduce(jd.exact()), inner)
+        return trainer(tx, workload, jd.local_value_and_grad(workload.loss), local=False, **sizes)
+    tx = jd.gossip(inner, GRAPHS[graph], method=entry.method())
+    return trainer(tx, workload, entry.gradients(workload.loss, GRAPHS[graph]), local=True, **sizes)
 
 
 def measure(name: str, graph: str, run: Callable[[int, float], tuple], seeds: int) -> dict:
@@ -182,6 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=256, help="images in a step, all workers together")
     parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--hidden", type=int, help="a perceptron with a layer of this width, in place of convolutions")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS))
@@ -189,31 +225,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the folder of the report")
     given = parser.parse_args()
     workload = digits_workload(given.width, workers=WORKERS, concentration=given.concentration)
+    if given.hidden:
+        workload = with_perceptron(workload, given.hidden)
     sizes = {"steps": given.steps, "batch": given.batch}
-    rows = []
-    for momentum in (0.0, 0.9):
-        tx = optax.chain(jd.all_reduce(jd.exact()), by_rate(momentum))
-        name = "all-reduce, momentum" if momentum else "all-reduce"
-        rows.append(
-            measure(
-                name,
-                "all",
-                trainer(tx, workload, jd.local_value_and_grad(workload.loss), local=False, **sizes),
-                given.seeds,
-            )
-        )
-    for name in given.methods:
+    file = given.out / "gossip.json" if given.out else None
+    earlier = json.loads(file.read_text()) if file and file.exists() else []
+    rows = {(row["method"], row["graph"]): row for row in earlier}
+    order = [(name, graph) for name, entry in METHODS.items() for graph in entry.graphs]
+    for name, graph in order:
+        if name not in given.methods or graph not in ("all", *given.graphs):
+            continue
         entry = METHODS[name]
-        for graph in [graph for graph in entry.graphs if graph in given.graphs]:
-            tx = jd.gossip(by_rate(entry.momentum), GRAPHS[graph], method=entry.method())
-            gradient = entry.gradients(workload.loss, GRAPHS[graph])
-            rows.append(measure(name, graph, trainer(tx, workload, gradient, local=True, **sizes), given.seeds))
-    print(table(rows))
+        rows[name, graph] = measure(name, graph, trainer_of(entry, graph, workload, **sizes), given.seeds)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps([rows[key] for key in order if key in rows], indent=1) + "\n")
+    found = [rows[key] for key in order if key in rows]
+    print(table(found))
     if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "gossip.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (given.out / "gossip.md").write_text(table(rows) + "\n")
-        draw(rows, given.out / "gossip.png")
+        (given.out / "gossip.md").write_text(table(found) + "\n")
+        draw(found, given.out / "gossip.png")
 
 
 if __name__ == "__main__":
