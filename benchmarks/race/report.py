@@ -161,7 +161,7 @@ def table(rows: list[Row], target: float) -> str:
         "error",
         "MB a step",
         "rate",
-        f"steps to {target:g}",
+        f"steps to {target:g}" if math.isfinite(target) else "steps",
         "seconds",
         "whole run s",
     ]
@@ -180,14 +180,19 @@ def order(rows: list[Row]) -> str:
     """Whether the model puts the library's own methods in the order in which they were measured."""
     own = [row for row in rows if math.isfinite(row.predicted)]
     errors = [abs(row.predicted / row.step - 1) for row in own]
+
+    def weight(row: Row) -> float:
+        # Without losses the steps themselves are put in order.
+        return row.steps if math.isfinite(row.steps) else 1.0
+
     swapped = [
         f"{LABELS[a.system, a.mode]} before {LABELS[b.system, b.mode]}"
         for n, b in enumerate(own)
         for a in own[n + 1 :]
-        if math.isfinite(a.seconds) and a.predicted * a.steps < b.predicted * b.steps
+        if a.predicted * weight(a) < b.predicted * weight(b)
     ]
     said = f"largest error of a step {100 * max(errors, default=math.nan):.0f} %"
-    return f"{said}; order of the times " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
+    return f"{said}; order " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
 
 
 def plot(settings: dict[tuple[str, float], list[Row]], targets: dict[str, float], path: Path) -> None:
@@ -256,7 +261,9 @@ def main() -> None:
         return
     timed = read(folder, "steps")
     targets = {record["problem"]: record["target"] for record in read(folder, "losses")}
-    keys = sorted({(record["problem"], record["rate_mbit"]) for record in timed if record["problem"] in targets})
+    keys = sorted({(record["problem"], record["rate_mbit"]) for record in timed})
+    # Without losses there is no target, and the tables have the steps alone.
+    targets = {problem: targets.get(problem, math.nan) for problem, _ in keys}
     settings = {key: rows_of(folder, *key, targets[key[0]]) for key in keys}
     parts = []
     for (problem, rate), rows in settings.items():
@@ -264,10 +271,11 @@ def main() -> None:
             record["system"]: record for record in timed if record["mode"] == "none" and record["problem"] == problem
         }
         least = ", ".join(f"{name} {1e3 * step_of([record]):.0f} ms" for name, record in alone.items())
-        parts.append(f"### {PROBLEMS[problem].capitalize()}, two hosts, {rate:g} Mbit/s\n")
+        parts.append(f"### {PROBLEMS[problem][0].upper() + PROBLEMS[problem][1:]}, two hosts, {rate:g} Mbit/s\n")
         parts.append(f"{table(rows, targets[problem])}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
     (folder / "race.md").write_text("\n".join(parts))
-    plot(settings, targets, folder / "time_to_loss.png")
+    if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
+        plot(settings, targets, folder / "time_to_loss.png")
     print("\n".join(parts))
 
 
