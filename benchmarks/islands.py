@@ -300,7 +300,7 @@ def measure_host(options):
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
     encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, None)  # noqa: E731
     arrays = [exchange.to_host(x) for x in encode()[0]]
-    body, shared = records.pack("x", arrays), exchange.shared_of(local)
+    body, shared = records.pack("x", arrays), exchange.select_shared(local)
     zeros = exchange.zeros_like(shared.anchor)
     parts = {
         "code": encode,

@@ -28,7 +28,7 @@ CAPTION = (
 EVALUATIONS = 20  # of the held-out loss in a run
 
 
-class Runner(NamedTuple):
+class Entrant(NamedTuple):
     """A method in the race: its held-out losses by step, and the cost of a step."""
 
     name: str  # the spelling
@@ -65,7 +65,7 @@ def parse_links(given: Sequence[Sequence[str]], mesh: jax.sharding.Mesh, *, axis
     return [links[text] for text in dict.fromkeys(spelled)]
 
 
-def enter(name: str, cost: StepCost, finished: Sequence[RunResult]) -> Runner:
+def enter(name: str, cost: StepCost, finished: Sequence[RunResult]) -> Entrant:
     """Collects the held-out losses of a method's runs, one for each seed."""
     last = len(finished[0].records)
     steps = [evaluation.step for evaluation in finished[0].evaluations if evaluation.step < last]
@@ -73,12 +73,12 @@ def enter(name: str, cost: StepCost, finished: Sequence[RunResult]) -> Runner:
         [*(each.held_out["loss"] for each in result.evaluations if each.step < last), result.held_out["loss"]]
         for result in finished
     ]
-    return Runner(name, cost, np.array([*steps, last]), np.array(losses))
+    return Entrant(name, cost, np.array([*steps, last]), np.array(losses))
 
 
-def common_target(runners: Sequence[Runner]) -> float:
+def common_target(entrants: Sequence[Entrant]) -> float:
     """The lowest loss that every method reaches with every seed; methods that diverge are left out."""
-    lowest = np.array([runner.losses.min(axis=1).max() for runner in runners])
+    lowest = np.array([entrant.losses.min(axis=1).max() for entrant in entrants])
     reached = lowest[np.isfinite(lowest)]
     return float(reached.max()) if reached.size else math.nan
 
@@ -103,19 +103,19 @@ def step_at(steps: np.ndarray, losses: np.ndarray, target: float) -> float:
     return float(steps[last - 1] + (steps[last] - steps[last - 1]) * (before - target) / (before - after))
 
 
-def run_race(runners: Sequence[Runner], links: Sequence[Link], target: float) -> list[Finish]:
+def run_race(entrants: Sequence[Entrant], links: Sequence[Link], target: float) -> list[Finish]:
     """Predicts every method's time to the target over every link."""
     return [
         Finish(
-            name=runner.name,
+            name=entrant.name,
             link=link,
-            cost=runner.cost,
-            network=network_seconds(runner.cost, link),
-            step=step_seconds(runner.cost, link),
-            steps=np.array([step_at(runner.steps, losses, target) for losses in runner.losses]),
+            cost=entrant.cost,
+            network=network_seconds(entrant.cost, link),
+            step=step_seconds(entrant.cost, link),
+            steps=np.array([step_at(entrant.steps, losses, target) for losses in entrant.losses]),
         )
         for link in links
-        for runner in runners
+        for entrant in entrants
     ]
 
 
@@ -199,7 +199,7 @@ def _describe(link: Link) -> str:
 
 
 def draw_race(
-    runners: Sequence[Runner], links: Sequence[Link], target: float, path: str | Path, *, title: str, unit: str
+    entrants: Sequence[Entrant], links: Sequence[Link], target: float, path: str | Path, *, title: str, unit: str
 ) -> Path:
     """Draws the held-out loss against predicted time, with a panel for each link; the first method is black.
 
@@ -211,13 +211,13 @@ def draw_race(
     panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for axes, link in zip(panels, links, strict=False):
         figures.open_axes(axes, grid="both")
-        for number, runner in enumerate(runners):
-            seconds, losses = step_seconds(runner.cost, link), runner.losses.mean(axis=0)
-            axes.plot(seconds * runner.steps, losses, color=color_of(number), linewidth=1.8, label=runner.name)
-            if len(runner.losses) > 1:
-                low, high = runner.losses.min(axis=0), runner.losses.max(axis=0)
-                axes.fill_between(seconds * runner.steps, low, high, color=color_of(number), alpha=0.18, linewidth=0)
-            end = seconds * step_at(runner.steps, losses, target)
+        for number, entrant in enumerate(entrants):
+            seconds, losses = step_seconds(entrant.cost, link), entrant.losses.mean(axis=0)
+            axes.plot(seconds * entrant.steps, losses, color=color_of(number), linewidth=1.8, label=entrant.name)
+            if len(entrant.losses) > 1:
+                low, high = entrant.losses.min(axis=0), entrant.losses.max(axis=0)
+                axes.fill_between(seconds * entrant.steps, low, high, color=color_of(number), alpha=0.18, linewidth=0)
+            end = seconds * step_at(entrant.steps, losses, target)
             if math.isfinite(end):
                 axes.plot(end, target, "o", color=color_of(number), markersize=6)
         axes.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
@@ -225,7 +225,7 @@ def draw_race(
         axes.set_xscale("log")
         figures.count_seconds(axes.xaxis)
         figures.label(axes, _describe(link), xlabel="predicted seconds")
-        axes.set_ylim(_limits(runners))
+        axes.set_ylim(_limits(entrants))
     # Panels that no link fills.
     for axes in panels[len(links) :]:
         axes.set_axis_off()
@@ -235,10 +235,12 @@ def draw_race(
     return figures.write(figure, path)
 
 
-def _limits(runners: Sequence[Runner]) -> tuple[float, float]:
+def _limits(entrants: Sequence[Entrant]) -> tuple[float, float]:
     """From the best loss to the highest first evaluation; runs that diverge leave the panel."""
-    best = min((float(np.nanmin(runner.losses)) for runner in runners if np.isfinite(runner.losses).any()), default=0.0)
-    starts = [float(runner.losses[:, 0].max()) for runner in runners if np.isfinite(runner.losses[:, 0]).all()]
+    best = min(
+        (float(np.nanmin(entrant.losses)) for entrant in entrants if np.isfinite(entrant.losses).any()), default=0.0
+    )
+    starts = [float(entrant.losses[:, 0].max()) for entrant in entrants if np.isfinite(entrant.losses[:, 0]).all()]
     worst = max(starts, default=best + 1.0)
     margin = max(0.05 * (worst - best), 1e-3)
     return best - margin, worst + margin

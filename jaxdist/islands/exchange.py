@@ -40,7 +40,7 @@ class RoundMethod(NamedTuple):
     outer: optax.GradientTransformationExtraArgs
 
 
-def shared_of(state: LocalStepsState) -> Shared:
+def select_shared(state: LocalStepsState) -> Shared:
     """The part of a state of local steps that all islands share."""
     return Shared(state.anchor, state.outer[0], common_leaves(state.reducer[0]))
 
@@ -178,7 +178,7 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
 
 def compile_programs(method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree) -> None:
     """Runs every program of a round once, on arrays placed as in a meeting."""
-    shared = shared_of(local)
+    shared = select_shared(local)
     drift = measure_drift(local.anchor, params)
     arrays, _, _ = encode_drift(method, index, drift, local.reducer[0], None)
     hosts = [to_host(x) for x in arrays]
@@ -210,17 +210,17 @@ def to_host(x: Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def shared_to_host(shared: Shared) -> list[np.ndarray]:
+def copy_shared_to_host(shared: Shared) -> list[np.ndarray]:
     """The leaves of the shared state on this process, keys as their bits."""
     return [to_host(_bits(x)) for x in jax.tree.leaves(shared)]
 
 
-def shared_like(shared: Shared) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of what `shared_to_host` returns."""
+def describe_shared(shared: Shared) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `copy_shared_to_host` returns."""
     return jax.eval_shape(lambda tree: [_bits(x) for x in jax.tree.leaves(tree)], shared)
 
 
-def shared_from_host(arrays: Sequence[np.ndarray], like: Shared) -> Shared:
+def restore_shared(arrays: Sequence[np.ndarray], like: Shared) -> Shared:
     """The shared state of these arrays, placed as `like` is."""
     leaves, structure = jax.tree.flatten(like)
     return structure.unflatten([_place(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)])

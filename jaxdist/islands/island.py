@@ -22,13 +22,13 @@ from .exchange import (
     measure_drift,
     rebase,
     restart_counts,
-    shared_of,
+    select_shared,
     subtract,
     to_host,
     with_shared,
     zeros_like,
 )
-from .model import Model, find_model, replace_model
+from .model import MeetingState, find_model, replace_model
 from .options import JoinOptions, Report
 from .records import Commit, Drift, round_name
 from .replay import Replay, _LeftBehindError
@@ -93,7 +93,7 @@ class Island:
             self._replay.keep(local)
         local, params = self._take_run(local, params)
         state = replace_model(state, self._restart_counts(local), params)
-        model = Model(*find_model(state))
+        model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
         compile_programs(self._replay.method, self._index, model.local, model.params)
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
@@ -157,7 +157,7 @@ class Island:
         store.deadline = started + self._options.round_timeout
         local, params = find_model(state)
         report = Report(self._replay.round)
-        model = Model(local, params)
+        model = MeetingState(local, params)
         try:
             if run.newest_session(self._store, self._options.name) != self._session:
                 raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
@@ -174,7 +174,9 @@ class Island:
         )
         return replace_model(state, self._restart_counts(model.local), model.params), report
 
-    def _follow_jumps(self, act: Callable[[Model, Report], Report], model: Model, report: Report) -> Report:
+    def _follow_jumps(
+        self, act: Callable[[MeetingState, Report], Report], model: MeetingState, report: Report
+    ) -> Report:
         """Calls `act`, which changes `model` by whole rounds, again if rounds are gone or bytes were cut on the way."""
         while True:
             try:
@@ -187,7 +189,7 @@ class Island:
                     raise
                 self._store.sleep(min(LONGEST_PAUSE, self._options.round_timeout / 50))
 
-    def _exchange(self, model: Model, report: Report, *, examples: float, leaving: bool) -> Report:
+    def _exchange(self, model: MeetingState, report: Report, *, examples: float, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         report = self._settle(model, report)
         while not leaving or self._in_flight is None:
@@ -207,7 +209,7 @@ class Island:
             report = self._settle(model, report)
         return report
 
-    def _settle(self, model: Model, report: Report) -> Report:
+    def _settle(self, model: MeetingState, report: Report) -> Report:
         """Applies every round that has ended, and with `overlap` waits for that of the drift that is under way."""
         if self._in_flight is not None:
             commit = self._await_commit()
@@ -220,7 +222,7 @@ class Island:
             self._late += 1
         return report
 
-    def _send(self, model: Model, examples: float, *, leaving: bool) -> bool:
+    def _send(self, model: MeetingState, examples: float, *, leaving: bool) -> bool:
         """Puts this island's drift into the store. Returns false if it is not finite: then the anchor is taken."""
         local = model.local
         drift = measure_drift(local.anchor, model.params)
@@ -233,7 +235,7 @@ class Island:
             return False
         name = self._name("drift")
         hosts = [to_host(x) for x in arrays]
-        place = self._replay.put_body(name, hosts)
+        place = self._replay.write_body(name, hosts)
         waited = self._late < LATE_IS_SLOW
         record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
         if not self._store.create(name, records.to_json(record)):
@@ -291,7 +293,7 @@ class Island:
         commit = rounds.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
         self._store.create(round_name(self._replay.round, "commit"), records.to_json(commit))
 
-    def _apply(self, model: Model, commit: Commit, report: Report) -> Report:
+    def _apply(self, model: MeetingState, commit: Commit, report: Report) -> Report:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
         local, flight = model.local, self._in_flight
         ahead = measure_drift(local.anchor, model.params)
@@ -317,7 +319,7 @@ class Island:
 
     def _take_run(self, local: LocalStepsState, params: PyTree) -> tuple[LocalStepsState, PyTree]:
         """Enters the run where it is; a state that is just as far keeps its progress."""
-        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, Model(local, params)
+        own_round, own_digest, model = int(to_host(local.rounds)[0]), self._replay.digest, MeetingState(local, params)
         ahead, kept = measure_drift(local.anchor, params), local.reducer[0]
         while True:
             anchor, model.local = self._replay.load_newest(model.local)
@@ -335,16 +337,16 @@ class Island:
             # What this residual holds may have been sent since.
             fresh = self._config.reducer.init(model.local.anchor)
             kept = jax.tree.map(lambda x, y: place_leaf(x, y.sharding), bind(fresh, None), kept)
-            model.local = with_shared(model.local._replace(reducer=(kept,)), shared_of(model.local))
+            model.local = with_shared(model.local._replace(reducer=(kept,)), select_shared(model.local))
         return model.local, model.params
 
-    def _jump(self, model: Model) -> None:
+    def _jump(self, model: MeetingState) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
         flight, ahead = self._in_flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
         if flight is not None and (self._options.name, flight.body) in anchor.counted:
             ahead = subtract(ahead, flight.drift)
-            local = with_shared(local._replace(reducer=(flight.reducer,)), shared_of(local))
+            local = with_shared(local._replace(reducer=(flight.reducer,)), select_shared(local))
         model.local, model.params = local, rebase(local.anchor, model.params, ahead)
         self._in_flight = None
         self._replay.go_to(anchor)

@@ -9,7 +9,7 @@ from ..local_sgd.state import LocalStepsState
 from ..state.marks import PerWorker, with_value
 
 
-class Model:
+class MeetingState:
     """What a meeting changes: the state of `local_steps` and the parameters."""
 
     def __init__(self, local: LocalStepsState, params: PyTree):

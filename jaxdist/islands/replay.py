@@ -21,11 +21,11 @@ from .exchange import (
     RoundMethod,
     Shared,
     add_member,
+    copy_shared_to_host,
+    describe_shared,
     digest_of,
-    shared_from_host,
-    shared_like,
-    shared_of,
-    shared_to_host,
+    restore_shared,
+    select_shared,
     take_outer_step,
     with_shared,
     zeros_like,
@@ -70,7 +70,7 @@ class Replay:
         self._payload = check_reducer(self._reducer, local.anchor)
         self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
         run.check_or_open(self._store, run.describe(self.method, local, self._payload))
-        self.digest = digest_of(shared_of(local))
+        self.digest = digest_of(select_shared(local))
 
     def go_to(self, anchor: records.Anchor) -> None:
         """Makes the round after kept global parameters the open one."""
@@ -81,7 +81,7 @@ class Replay:
 
     def load_newest(self, local: LocalStepsState) -> tuple[records.Anchor, LocalStepsState]:
         """Reads the newest kept global parameters into a state; the open round stays."""
-        like = shared_of(local)
+        like = select_shared(local)
         while True:
             anchor = run.newest_anchor(self._store)
             assert anchor is not None
@@ -91,7 +91,7 @@ class Replay:
             if not run.is_forgotten(self._store, anchor.round):
                 name = records.anchor_name(anchor.round)
                 raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
-        shared = shared_from_host(records.unpack(anchor.body, body, shared_like(like)), like)
+        shared = restore_shared(records.unpack(anchor.body, body, describe_shared(like)), like)
         return anchor, with_shared(local, shared)
 
     def follow(self, local: LocalStepsState) -> LocalStepsState:
@@ -122,7 +122,7 @@ class Replay:
 
     def advance(self, local: LocalStepsState, commit: Commit) -> Shared:
         """Takes the outer step of the open round, and makes the next one the open round."""
-        shared = self._take_step(shared_of(local), local.reducer[0], commit, self.round)
+        shared = self._take_step(select_shared(local), local.reducer[0], commit, self.round)
         self.round, self._bodies = self.round + 1, {}
         self.digest, self.expected = digest_of(shared), commit.expected
         # The islands that sent most recently come last.
@@ -139,12 +139,12 @@ class Replay:
         for number in range(anchor.round, self.round):
             commit = self.read_commit(number)
             assert commit is not None
-            local = with_shared(local, self._take_step(shared_of(local), local.reducer[0], commit, number))
+            local = with_shared(local, self._take_step(select_shared(local), local.reducer[0], commit, number))
         return local
 
     def keep(self, local: LocalStepsState) -> None:
         """Keeps the global parameters before the open round, and deletes rounds that are no longer needed."""
-        run.keep_anchor(self._store, self.round, self.digest, self.counted, shared_to_host(shared_of(local)))
+        run.keep_anchor(self._store, self.round, self.digest, self.counted, copy_shared_to_host(select_shared(local)))
         run.forget_rounds(self._store)
 
     def body(self, place: str, number: int) -> list[Any]:
@@ -161,7 +161,7 @@ class Replay:
             self._bodies[place] = self._decode(place, body)
         return self._bodies[place]
 
-    def put_body(self, tag: str, arrays: list[Any]) -> str:
+    def write_body(self, tag: str, arrays: list[Any]) -> str:
         """Stores the arrays of this island's drift, and returns the name of the body."""
         codec = self._reducer.forms.codec
         if codec is not None:

@@ -20,7 +20,7 @@ STEPS = np.array([10, 20, 30, 40])
 
 
 def _runner(name, losses, wire_bytes, *, coding=0.0):
-    return race.Runner(name, StepCost(0.1, coding, Traffic(wire_bytes, 0.0)), STEPS, np.array(losses))
+    return race.Entrant(name, StepCost(0.1, coding, Traffic(wire_bytes, 0.0)), STEPS, np.array(losses))
 
 
 def _runners():
@@ -40,12 +40,12 @@ def test_the_first_step_at_or_below_the_target():
 
 
 def test_the_common_target_leaves_out_what_diverges():
-    runners = _runners()
-    assert race.common_target(runners) == 2.0
+    entrants = _runners()
+    assert race.common_target(entrants) == 2.0
     broken = _runner("broken", [[4.0, np.nan, np.nan, np.nan]], 1.0)
-    assert race.common_target([*runners, broken]) == 2.0
+    assert race.common_target([*entrants, broken]) == 2.0
     # Every seed of a method has to reach it.
-    assert race.common_target([runners[0], _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0)]) == 3.0
+    assert race.common_target([entrants[0], _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0)]) == 3.0
 
 
 def test_the_first_method_depends_on_the_link():
@@ -73,8 +73,8 @@ def test_a_method_that_does_not_reach_the_target_is_named(tmp_path):
 
 def test_the_picture_has_a_panel_for_each_link(tmp_path):
     links = [SLOW, FAST, parse.parse_link("1gbit,10ms")]
-    runners = [*_runners(), _runner("broken", [[np.nan] * 4], 1.0), _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0)]
-    path = race.draw_race(runners, links, 2.0, tmp_path / "links.png", title="four methods", unit="nats")
+    entrants = [*_runners(), _runner("broken", [[np.nan] * 4], 1.0), _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0)]
+    path = race.draw_race(entrants, links, 2.0, tmp_path / "links.png", title="four methods", unit="nats")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

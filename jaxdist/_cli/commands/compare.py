@@ -108,7 +108,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     measured = _measure_costs(names, chosen, workload, mesh.size, console) if links else {}
     evaluate_every = max(1, chosen.steps // race.EVALUATIONS) if links else None
     finished: list[list[results.RunResult]] = []
-    runners: list[race.Runner] = []
+    entrants: list[race.Entrant] = []
     log_path = path_in(chosen.out, "log.jsonl")
     with log_path.open("w") as log:
         for name, run in runs:
@@ -121,7 +121,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
             if name in measured:
                 sent = sum(result.wire_bytes for result in finished[-1]) / len(finished[-1])
                 cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent))
-                runners.append(race.enter(name, cost, finished[-1]))
+                entrants.append(race.enter(name, cost, finished[-1]))
     title = title_of(chosen, workload, mesh.size)
     labels = {"title": title, "unit": unit_of(workload)}
     if chosen.suite:
@@ -141,7 +141,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
         print_paths(console, table=tables.write_table(table, records, chosen.table))
     print_figure(console, chosen, plot)
     if links:
-        _report_race(chosen, runners, links, labels, console)
+        _report_race(chosen, entrants, links, labels, console)
 
 
 def _check_race(chosen: CompareOptions) -> None:
@@ -180,22 +180,22 @@ def _measure_costs(
 
 def _report_race(
     chosen: CompareOptions,
-    runners: Sequence[race.Runner],
+    entrants: Sequence[race.Entrant],
     links: Sequence[Link],
     labels: dict[str, str],
     console: Console,
 ) -> None:
     """Prints the first method to reach the target on each link, and leaves a table and a plot."""
-    target = race.common_target(runners) if chosen.target is None else float(chosen.target)
-    ends = race.run_race(runners, links, target)
+    target = race.common_target(entrants) if chosen.target is None else float(chosen.target)
+    ends = race.run_race(entrants, links, target)
     table, records = race.finish_table(ends, target), race.finish_records(ends, target)
     console.print()
     console.print(table)
-    console.print("\n".join(race.conclude(ends, target, runners[0].name)), highlight=False, soft_wrap=True)
+    console.print("\n".join(race.conclude(ends, target, entrants[0].name)), highlight=False, soft_wrap=True)
     if chosen.table is not None:
         path = chosen.table.with_stem(f"{chosen.table.stem}-links")
         print_paths(console, table=tables.write_table(table, records, path))
-    print_figure(console, chosen, race.draw_race(runners, links, target, chosen.out / "links.png", **labels))
+    print_figure(console, chosen, race.draw_race(entrants, links, target, chosen.out / "links.png", **labels))
 
 
 def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.SeedSpread]:
