@@ -237,9 +237,7 @@ def draw_race(
 
 def _limits(entrants: Sequence[Entrant]) -> tuple[float, float]:
     """From the best loss to the highest first evaluation; runs that diverge leave the panel."""
-    best = min(
-        (float(np.nanmin(entrant.losses)) for entrant in entrants if np.isfinite(entrant.losses).any()), default=0.0
-    )
+    best = min((float(np.nanmin(one.losses)) for one in entrants if np.isfinite(one.losses).any()), default=0.0)
     starts = [float(entrant.losses[:, 0].max()) for entrant in entrants if np.isfinite(entrant.losses[:, 0]).all()]
     worst = max(starts, default=best + 1.0)
     margin = max(0.05 * (worst - best), 1e-3)
