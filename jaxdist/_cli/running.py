@@ -43,7 +43,7 @@ class Options:
     """The options that both commands have."""
 
     optimizer: str = "adamw:1e-3"
-    """An optax optimizer, as in adamw:4e-3,schedule=cosine."""
+    """From optax: adamw:4e-3,schedule=cosine."""
     workload: Literal["text", "digits"] = "text"
     """text: Python's own source; digits: handwritten ones."""
     model: Text = None

@@ -56,7 +56,7 @@ class CompareOptions(Options):
     """
 
     optimizer: str = "adamw:2e-3"
-    """An optax optimizer, as in adamw:4e-3,schedule=cosine."""
+    """From optax: adamw:4e-3,schedule=cosine."""
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
     """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
     suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
