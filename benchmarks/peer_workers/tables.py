@@ -23,7 +23,7 @@ def gossip(found: dict[str, Any]) -> str:
         f"{found['steps']} steps, float64, on {found['rows'][0]['draws']} draws. *Difference* is the largest between",
         "our models and BlueFog's recursion, as its tutorial writes it, in NumPy on the same draws. BlueFog 0.3.0",
         "builds only with MPI, which this machine has not (`Cannot find MPI command`): its speed is not compared. In",
-        "the tutorial's figure exact diffusion needs about 97 steps to 1e-10; it does not say for how many workers, and",
+        "the tutorial's figure exact diffusion needs about 97 steps to 1e-10; it does not say for how many workers;",
         "eight are taken here.",
         "",
         "| rule | BlueFog's figure | ours, median | middle 80 % of draws | difference | steps to 1e-10 |",
