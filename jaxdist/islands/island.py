@@ -59,6 +59,8 @@ class Island:
         self._session = 0
         self._in_flight: _InFlight | None = None
         self._entered = False
+        # Whether rounds have ended that this island had no time to take.
+        self._behind = False
         self._late = self._differing = 0
         self._too_few_since: float | None = None
 
@@ -192,7 +194,8 @@ class Island:
     def _exchange(self, model: MeetingState, report: Report, *, examples: float, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         report = self._settle(model, report)
-        while not leaving or self._in_flight is None:
+        # A drift sent to a round that has ended would count in none.
+        while not self._behind and (not leaving or self._in_flight is None):
             if self._in_flight is None:
                 if not self._send(model, examples, leaving=leaving):
                     return report._replace(nonfinite=True)
@@ -210,7 +213,11 @@ class Island:
         return report
 
     def _settle(self, model: MeetingState, report: Report) -> Report:
-        """Applies every round that has ended, and with `overlap` waits for that of the drift that is under way."""
+        """Applies the rounds that have ended, and with `overlap` waits for that of the drift that is under way.
+
+        The deadline ends it, since others may finish rounds faster than this island takes them.
+        """
+        self._behind = False
         if self._in_flight is not None:
             commit = self._await_commit()
             if commit is None:
@@ -218,6 +225,9 @@ class Island:
             report = self._apply(model, commit, report)
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
             report = self._apply(model, commit, report)._replace(late=True)
+            if self._store.now() >= self._store.deadline:
+                self._behind = True
+                break
         if report.late:
             self._late += 1
         return report
@@ -328,6 +338,9 @@ class Island:
             with suppress(_LeftBehindError):
                 while (commit := self._replay.read_commit(self._replay.round)) is not None:
                     self._apply(model, commit, Report(0))
+                    # Meetings take the rounds for which there is no time here.
+                    if self._store.now() >= self._store.deadline:
+                        break
                 break
         # The drift of an earlier process of this name will count in the open round: it must not be sent again.
         is_sent = self._store.get(self._name("drift")) is not None

@@ -138,6 +138,44 @@ def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     assert_close(jax.tree.map(np.add, taken, left), moved, tolerance=tolerance)
 
 
+def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_them(monkeypatch):
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    step, states, clock, ended = step_of(tx), {}, [0.0], []
+    with contextlib.ExitStack() as stack:
+        join = lambda name: stack.enter_context(islands.join(store, tx, name=name, round_timeout=0.05))  # noqa: E731
+        slow, fast = join("slow"), join("fast")
+        states = {"slow": slow.enter(begin(tx)), "fast": fast.enter(begin(tx))}
+
+        def finish_a_round():
+            states["fast"], report = fast.meet(step(states["fast"], GOALS[1]))
+            ended.append(report.round)
+
+        read_commit = slow._replay.read_commit
+
+        def read_slowly(number):
+            commit = read_commit(number)
+            if commit is not None and len(ended) < 50:
+                clock[0] += 0.02
+                finish_a_round()
+            return commit
+
+        finish_a_round()
+        before = total(states["slow"].params)
+        states["slow"] = step(states["slow"], GOALS[0])
+        moved = jax.tree.map(np.subtract, before, total(states["slow"].params))
+        with monkeypatch.context() as patch:
+            patch.setattr(slow._replay, "read_commit", read_slowly)
+            patch.setattr(slow._store, "now", lambda: clock[0])
+            states["slow"], report = slow.meet(states["slow"])
+        assert (report.late, report.counted) == (True, False)
+        assert report.round <= 4
+        assert_close(left_of(states["slow"]), moved, tolerance=1e-5)
+        # The next meeting goes on where this one ended, and sends what is left.
+        states["slow"], report = slow.meet(states["slow"])
+        assert report.counted
+        assert report.round == len(ended) + 1
+
+
 def test_what_is_not_finite_is_never_sent():
     store, tx = islands.memory(), method("4 bits with feedback")
     with islands.join(store, tx, name="a", round_timeout=0.05) as island:
