@@ -51,15 +51,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _in_sample(item):
-    """Whether a case runs by default: of `@pytest.mark.sampled(n)` one in n, chosen by its parameters' names alone.
+    """Whether a case runs by default: of `@pytest.mark.sampled(n)` the first, and one in n by its parameters' names.
 
-    So tests with equal parameters run the same cases, and share what they compile.
+    The names alone decide, so that tests with equal parameters run the same cases, and share what they compile.
     """
     marker = item.get_closest_marker("sampled")
-    if marker is None:
+    if marker is None or not any(item.callspec.indices.values()):
         return True
-    name = item.callspec.id if hasattr(item, "callspec") else item.name
-    return zlib.crc32(name.encode()) % marker.args[0] == 0
+    return zlib.crc32(item.callspec.id.encode()) % marker.args[0] == 0
 
 
 def pytest_collection_finish():

@@ -43,6 +43,7 @@ def test_nobody_waits_for_the_slow_one():
     assert np.allclose(run.computing, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("n", "expected"), [(8, 2.168), (16, 2.279), (64, 2.360)])
 def test_a_local_barrier_waits_for_less_than_all(n, expected):
     law, iterations = durations.exponential(1.0), 400
@@ -87,6 +88,7 @@ def in_order(run):
             yield (event.sender, event.place)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("seconds", "limit"), [(SEVEN_AND_A_SLOW_ONE, 3.105), ([1] * 8, 3.499)])
 @pytest.mark.parametrize("choice", ["uniform", "in_turn"])
 def test_ad_psgd_is_the_papers(seconds, limit, choice):
@@ -126,6 +128,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["whole", "power", "choco", "groups"])
 def test_averaging_keeps_the_sum_also_in_flight_and_through_failures(name):
     exchange = EXCHANGES.get(name, EXCHANGES["whole"])

@@ -136,6 +136,7 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
     assert "fewer bytes" not in capsys.readouterr().out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

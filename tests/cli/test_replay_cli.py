@@ -63,6 +63,7 @@ def test_equal_seeds_write_equal_files(tmp_path, capsys):
     assert len(events[0].read_bytes()) > 500
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -91,6 +91,7 @@ def all_reduces(reducer, like):
     return [op.bytes for op in jd.analysis.collectives(compiled).ops]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overhead", ["20us", "1us", "1ms"])
 def test_what_is_recommended_is_what_was_simulated(capsys, tmp_path, overhead):
     times, said = tuned(capsys, tmp_path, **{"--overhead": overhead})

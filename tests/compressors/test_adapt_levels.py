@@ -90,6 +90,7 @@ def test_magnitudes():
         assert float(integral(*ends)) == pytest.approx((inside**power).sum() / 200_000, rel=0.01)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize("power", [0, 2])
 def test_sums_are_those_of_the_blocks(norm, power):
@@ -168,6 +169,7 @@ def test_the_loss_never_rises_and_levels_stay_in_order():
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("count", "sigma"), [(4, 0.011), (8, 0.011), (8, 0.3), (8, 1e-3)])
 def test_no_gradient_is_left(count, sigma):
     """Four levels and σ = 0.011: a curvature of 40, where gradient descent with a fixed rate goes back and forth."""
@@ -216,6 +218,7 @@ def test_the_slope_of_the_multiplier():
         assert float(multiplier_slope(jnp.float32(p), half, 8)) == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_the_multiplier_is_the_best_of_all(count):
     distribution = normal(0.001, 0.011)

@@ -109,6 +109,7 @@ def test_host_words_are_those_of_the_device(bits):
     np.testing.assert_array_equal(unpack_on_host(words, bits, 77), codes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("count", "size"), [(0, 9), (3, 5), (40, 1000), (1, 10**5), (300, 10**5), (9, 9)])
 def test_host_positions_are_those_of_the_device(count, size):
     where = np.sort(rng_of(size).choice(size, count, replace=False))
@@ -168,6 +169,7 @@ def test_sparse_entries_come_back(seed, size, density, code, dtype):
     assert_equal_bits(dense[:1], dense[1:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "code",
     [
@@ -225,6 +227,7 @@ INPUTS = {
 each_input = pytest.mark.parametrize("draw", INPUTS.values(), ids=INPUTS)
 
 
+@pytest.mark.sampled(3)
 @each_input
 @pytest.mark.parametrize(("bits", "size"), [(2, 4096), (3, 4096)])
 def test_a_sparse_vector_takes_what_qsgd_says(draw, bits, size):
@@ -324,6 +327,7 @@ def an_example(name):
 each_example = pytest.mark.parametrize("name", ["bitmap", "gaps", "entropy", "two_part", "entropy of sparse"])
 
 
+@pytest.mark.sampled(3)
 @each_example
 @quick(flip=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.integers(0, 10**6))
 def test_altered_bytes_are_refused(name, flip, bit, cut):
@@ -337,6 +341,7 @@ def test_altered_bytes_are_refused(name, flip, bit, cut):
             codec.decode(damaged, like)
 
 
+@pytest.mark.sampled(3)
 @each_example
 @quick(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8))
 def test_bytes_of_another_sender_are_a_payload_or_refused(name, flips):

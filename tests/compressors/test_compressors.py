@@ -54,6 +54,7 @@ def test_laws_for_all_shapes(code):
     assert_compressor_laws(code, shapes=[(600,)], key=jax.random.key(1), magnitudes=magnitudes)
 
 
+@pytest.mark.sampled(3)
 @each_code
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)])
 def test_any_shape_under_strict_promotion(code, shape):
@@ -371,6 +372,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", BROKEN)
 def test_broken_laws_are_named(law):
     dtype = jnp.bfloat16 if law == "decompress follows `like`" else jnp.float32

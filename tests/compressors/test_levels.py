@@ -36,6 +36,7 @@ def gaussian(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.sampled(3)
 @each_norm
 @each_table
 def test_is_the_reference(table, bits, zero_level, norm):
@@ -112,6 +113,7 @@ def test_the_stated_variance_is_attained_with_the_largest_magnitude_as_norm(tabl
     assert max(ratios) == pytest.approx(omega, rel=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [64, 1024, 8192])
 @pytest.mark.parametrize(("s", "base"), [(2, 0.5), (6, 0.5), (6, 0.3), (2, 0.8)])
 def test_the_stated_variance_of_powers_is_tight(s, base, size):
@@ -248,6 +250,7 @@ def test_levels_may_be_traced():
     assert len(traces) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)])
 def test_any_shape_under_strict_promotion(shape, mesh):
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):

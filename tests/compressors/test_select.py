@@ -41,6 +41,7 @@ def largest(row, count):
     return np.sort(np.argsort(-magnitudes, kind="stable")[:count])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 90, 3000])
 def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
     rows = data()
@@ -74,6 +75,7 @@ def test_sampled_sends_most_of_the_largest():
         np.testing.assert_array_equal(best, np.sort(magnitudes)[::-1][:least], err_msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
     with jax.enable_x64(True):
@@ -138,6 +140,7 @@ def random_bitmap(words, part, seed=0):
     return flags[0], indices.to_bitmap(jnp.asarray(flags))[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [1, 5, 1100])
 @pytest.mark.parametrize("part", [0.02, 0.9])
 def test_bitmaps(words, part):

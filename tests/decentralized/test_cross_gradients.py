@@ -34,6 +34,7 @@ def single(f, drawn, x):
     return jax.jit(jax.vmap(f, axis_name="data"))(*cast)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("graph", [graphs.ring(4), graphs.star(4)], ids=lambda graph: graph.name)
 def test_neighborhood_gradients_equal_the_paper(share, graph):
@@ -96,6 +97,7 @@ def test_n_saddle_takes_every_gradient_uphill(share):
     np.testing.assert_allclose(value, own, rtol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("radius", [0.0, 0.1])
 @pytest.mark.parametrize(("share", "order", "models"), [(1.0, "adapt_then_combine", 3), (0.0, "combine_then_adapt", 1)])
 def test_what_is_sent(share, order, models, radius):

@@ -35,6 +35,7 @@ from jaxdist.islands.replay import Replay
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 def test_islands_agree_in_every_bit_and_take_every_drift(reducer):
     names = ["a", "b", "c"]
@@ -70,6 +71,7 @@ def number_as_on_a_mesh(island, number):
     island._index = np.int32(number)
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 def test_one_round_on_given_drifts_has_the_bits_of_local_steps_on_a_mesh(reducer):
     inner = optax.sgd(0.1)
@@ -109,6 +111,7 @@ def test_bytes_are_those_of_the_formula(reducer):
             assert 0 < report.received_bytes - 2 * payload <= 3 * 1024
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     """Every drift is the sum of what was taken of it, the residual, and what is still ahead of the anchor."""
@@ -224,6 +227,7 @@ def test_a_body_that_is_no_code_is_damaged():
         replay._decode(records.hash_of(body), body)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -318,6 +322,7 @@ def local_steps_with(reducer):
     return jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=reducer, axis=None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("reducer", "reason"),
     [

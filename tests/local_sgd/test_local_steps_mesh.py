@@ -122,6 +122,7 @@ def drift_of(anchor, data):
     return jax.tree.map(jnp.subtract, anchor, x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REDUCERS)
 def test_any_reducer_carries_the_drift(name, mesh):
     """Five rounds on the mesh are five reductions of drifts done by hand: anchors and residuals."""

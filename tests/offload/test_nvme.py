@@ -71,6 +71,7 @@ def expected(adamw):
     return plain(adamw, params())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("chunk", "depth"), [(CHUNK, 1), (CHUNK, 2), (CHUNK, 3), (10 * CHUNK, 3)])
 def test_equals_the_optimizer_in_every_bit(tmp_path, adamw, expected, chunk, depth):
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=chunk, host_bytes=depth * chunk))
@@ -102,6 +103,7 @@ def test_low_precision_parameters_with_master(tmp_path, adamw):
     assert equal(opt.init(low), found)  # from disk
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -247,6 +249,7 @@ def test_a_limit_of_file_sizes_shows_in_init(tmp_path, adamw):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("harm", ["short", "changed", "missing", "manifest"])
 def test_damage_is_typed(tmp_path, adamw, harm):
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))

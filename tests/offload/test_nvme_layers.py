@@ -96,6 +96,7 @@ def x64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("count", "prefetch", "clip"),
     [

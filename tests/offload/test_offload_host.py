@@ -75,6 +75,7 @@ def check_equal(inner):
     assert kinds(state) == {"pinned_host"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_optimizer(name):
     check_equal(OPTIMIZERS[name])

@@ -158,6 +158,7 @@ def test_a_signal_between_two_attempts_ends_all(start):
     assert (job.returncode, "restart" in err) == (3, False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("number", "passed_on"),
     [(number, number) for number in (signal.SIGTERM, signal.SIGINT)] + [(signal.SIGUSR1, signal.SIGTERM)],
@@ -271,6 +272,7 @@ sys.exit(3)
     assert start(FLOOD + body, "-n", "2", out=unread).wait(60) == 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("times", [1, 2])
 def test_signals_are_passed_on_though_nothing_reads_the_output(start, unread, tmp_path, times):
     body = """

@@ -73,6 +73,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_wire_is_what_the_table_says(name):
     tx, differ, expected = ALGORITHMS[name]
@@ -117,6 +118,7 @@ def check_replicas(state):
                 np.testing.assert_array_equal(replicas[destination, k], own[source])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "waits"), [("decentralized", False), ("async", False), ("low_precision", True), ("shift_one", False)]
 )

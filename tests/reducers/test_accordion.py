@@ -209,6 +209,7 @@ def test_compression_is_no_change_of_regime(interval):
         assert np.flatnonzero(levels_of(states.reducer)).tolist() == list(range(interval + 30))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrap", [jd.error_feedback, lambda reducer: reducer], ids=["feedback", "none"])
 @pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 3), (3, 5)])
 def test_judged_is_what_workers_computed(wrap, epoch, interval):
@@ -346,6 +347,7 @@ def noisy(steps=40, workers=3):
     return (1 + noise - noise.mean(1, keepdims=True)).astype(np.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 8), (5, 5)])
 def test_raw_and_reduced_gradients_have_verdicts_of_their_own(epoch, interval):
     rows, settings = noisy(), {"epoch_steps": epoch, "interval_steps": interval, "eta": 0.2}

@@ -29,6 +29,7 @@ def heavy(*shape):
     return (rows(*shape) * scales).astype(np.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["alq", "alq exact", "amq"])
 def test_every_device_holds_the_same_levels(name):
     states = ran(name).mesh
@@ -40,6 +41,7 @@ def test_every_device_holds_the_same_levels(name):
     assert (np.asarray(states[0].opt[0].reducer.levels) != np.asarray(states[1].opt[0].reducer.levels)).any()
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 def test_copies_of_one_worker_fit_its_levels(make):
     one = rows(1, 1, 200)
@@ -60,6 +62,7 @@ def test_levels_move_at_scheduled_steps_only():
     assert (levels[0] != np.asarray(reducer.init(jnp.zeros(64)).levels)).any()
 
 
+@pytest.mark.sampled(3)
 @each_reducer
 def test_gradients_that_say_nothing_leave_the_levels(make):
     updates = rows(5, 2, 40)

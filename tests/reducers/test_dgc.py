@@ -16,6 +16,7 @@ def rows(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"nesterov": True, "clip_norm": 2.0}, {"masking": False, "momentum": 0.5}],

@@ -35,6 +35,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_hundred_leaves_share_their_collectives(mesh, name, compiled):

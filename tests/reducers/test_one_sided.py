@@ -68,6 +68,7 @@ def test_equal_shapes_do_not_share_a_scale(one_sided):
         np.testing.assert_allclose(means[name], alone[name], atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zeros", [1, 2, 3])
 def test_recovers_from_zero_gradients(zeros):
     rows = gradients(zeros + 6, 2).astype(np.float32)

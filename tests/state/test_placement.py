@@ -214,6 +214,7 @@ def eight(mesh):
     return state._replace(residual=jd.PerWorker({"a": rows, "n": state.residual.value["n"]}, axis=("data",)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [4, 2, 1])
 def test_resize(mesh, eight, workers):
     small = grow(mesh, workers)

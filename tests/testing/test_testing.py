@@ -93,6 +93,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", BROKEN)
 def test_a_broken_reducer_is_told_its_law(law):
     with pytest.raises(AssertionError, match=f"law '{law}"):

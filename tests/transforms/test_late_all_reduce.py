@@ -24,6 +24,7 @@ def late(reducer, after=None, **options):
 # ---- the numbers
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("k", [8, 2], ids=["exact", "top_k"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_against_the_formula_in_float64(k, weighted):
@@ -134,6 +135,7 @@ def masks_of(tx):
     return found[: len(jax.tree.leaves(gradients))], found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reducer", [jd.exact(), TOP_K, POWER_SGD], ids=["exact", "top_k", "power_sgd"])
 def test_the_update_does_not_depend_on_this_gradient(reducer):
     assert set(masks_of(jd.all_reduce(reducer, delay=1))[0]) == {2}
@@ -183,6 +185,7 @@ def test_the_compiler_may_merge_it_with_the_mean_of_the_loss(mesh):
     assert dependent_pairs(program)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reducer", [jd.exact(), TOP_K, jd.two_shot(jd.compressors.int8())])
 def test_the_bytes_stay(mesh, reducer):
     def sent(tx):

@@ -205,6 +205,7 @@ def test_all_are_found():
     assert {"sm3", "lamb", "muon", "prodigy", "schedule_free", "lbfgs", "partition"} < set(REGISTER)
 
 
+@pytest.mark.sampled(3)
 @parametrized(set(REGISTER) - APART)
 def test_one_model(name):
     expected = plain(name)
@@ -220,11 +221,13 @@ def test_one_model_on_a_mesh(name):
     assert_same(shared(name, jd.zero_redundancy(make(name)), mesh), plain(name))
 
 
+@pytest.mark.sampled(3)
 @parametrized(set(REGISTER) - APART - NOISY - {"sam"})
 def test_inside_local_steps(name):
     assert_same(apart(name, jd.local_steps(make(name), optax.sgd(1.0), sync_period=2), alike=True), plain(name))
 
 
+@pytest.mark.sampled(3)
 @parametrized(set(REGISTER) - APART - NO_LOSS - {"sam", "momo", "momo_adam"})
 def test_outside_local_steps(name):
     """The drift of one step of gradient descent is the mean gradient."""
