@@ -1,4 +1,4 @@
-"""Which reducers run over islands: of one message that one member's bytes explain, whoever the others are."""
+"""Checks that a reducer can run over islands: it sends one message, and what a member keeps follows from its own bytes."""
 
 from typing import Any
 
