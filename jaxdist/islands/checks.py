@@ -1,4 +1,4 @@
-"""Checks that a reducer can run over islands: it sends one message, and what a member keeps follows from its own bytes."""
+"""Checks that a reducer can run over islands: one message, and a kept state that a member's own bytes explain."""
 
 from typing import Any
 
