@@ -42,13 +42,8 @@ def loss_fn(params, batch):
 # Every step: the mean in a cluster, and then over the clusters.
 SYNCHRONOUS = optax.chain(*(jd.all_reduce(jd.exact(), axis=axis) for axis in reversed(AXES)), OPTIMIZER)
 # Every step: the mean in a cluster. Every 20th: one Nesterov step along the mean of how far the clusters got.
-DILOCO = jd.local_sgd.diloco(
-    optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER),
-    sync_period=PERIOD,
-    learning_rate=0.6,
-    momentum=0.9,
-    axis="outer",
-)
+INNER = optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER)
+DILOCO = jd.local_sgd.diloco(INNER, sync_period=PERIOD, learning_rate=0.6, momentum=0.9, axis="outer")
 
 
 def sent(program, branch):

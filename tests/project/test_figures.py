@@ -35,9 +35,22 @@ def test_step_times_of_the_readme_are_those_of_the_report():
 
 def test_measurements_of_the_guide_to_reducers_are_rows_of_the_report():
     guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
-    quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| ", row)}
+    # Rows of the suite begin with their rank, those of other tables have percentages.
+    quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| ", row) and "%, " not in row}
     assert len(quoted) > 10
     assert quoted <= find_rows((REPORTS / "2026-11-compression" / "suite.md").read_text())
+
+
+def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
+    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+    quoted = re.findall(r"^\| (\d+) \| [\d.]+ % \| [\d.]+x \| (.+%, .+%) \| (.+%, .+%) \|$", guide, re.M)
+    assert len(quoted) == 6
+    report = (REPORTS / "2026-11-local" / "warm_start.md").read_text()
+    half, nine = (
+        dict(re.findall(r"^\| (\d+) \| .* \| (.+%) \|$", report.split(f"diloco:32,0.7,{momentum}`")[1], re.M)[:6])
+        for momentum in (0.5, 0.9)
+    )
+    assert [(nine[steps], half[steps]) for steps, *_ in quoted] == [(first, second) for _, first, second in quoted]
 
 
 def test_kept_memory_of_the_faq_is_that_of_the_report():

@@ -87,14 +87,14 @@ def nvme_layers(
       >>> from jaxdist import offload
       >>> stack = offload.LayerStack(
       ...     embed=lambda p, batch: batch,
-      ...     layer=lambda p, x: x * p["w"],
+      ...     layer=lambda p, x: x @ p["w"],
       ...     head=lambda p, x, batch: jnp.mean(x),
       ... )
       >>> run = offload.nvme_layers(stack, optax.sgd(0.5), offload.Store(tempfile.mkdtemp()))
-      >>> run.init(lambda i: {"w": jnp.ones(1)}, 3, embed={}, head={})
+      >>> run.init(lambda i: {"w": jnp.ones((1, 1))}, 3, embed={}, head={})
       0
       >>> float(run.step(jnp.ones((2, 1)))), run.params(1)["w"].tolist()
-      (1.0, [0.5])
+      (1.0, [[0.5]])
       >>> float(run.loss(jnp.ones((2, 1)))), run.stats().step
       (0.125, 1)
       >>> run.close()
