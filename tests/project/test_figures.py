@@ -1,5 +1,6 @@
 """What the README and the guides quote is in a report of the repository."""
 
+import json
 import re
 
 import pytest
@@ -51,6 +52,15 @@ def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
         for momentum in (0.5, 0.9)
     )
     assert [(nine[steps], half[steps]) for steps, *_ in quoted] == [(first, second) for _, first, second in quoted]
+
+
+def test_demo_of_the_readme_is_that_of_the_report():
+    readme = (REPOSITORY / "README.md").read_text()
+    quoted = re.findall(r"^\| `([\w:/.-]+)`.* \| [\d.]+ \w+ \| [\d.]+x \| ([\d.]+) \|", readme, re.M)
+    lines = [json.loads(line) for line in (REPORTS / "2026-11-compression" / "demo.jsonl").read_text().splitlines()]
+    found = [(line["name"], f"{line['held_out_loss']:.4f}") for line in lines if line["kind"] == "summary"]
+    assert len(quoted) == 6
+    assert quoted == found
 
 
 def test_kept_memory_of_the_faq_is_that_of_the_report():
