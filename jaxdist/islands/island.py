@@ -37,6 +37,8 @@ from .rounds import Next
 # An island that is late so often is not waited for.
 LATE_IS_SLOW = 3
 DIFFERING_IS_FATAL = 3
+# A meeting takes so many ended rounds though its deadline has passed, and ends in time if there are more.
+ROUNDS_IN_ANY_CASE = 4
 
 
 class _InFlight(NamedTuple):
@@ -223,11 +225,12 @@ class Island:
             if commit is None:
                 return report
             report = self._apply(model, commit, report)
+        first = self._replay.round
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
-            report = self._apply(model, commit, report)._replace(late=True)
-            if self._store.now() >= self._store.deadline:
+            if self._replay.round - first >= ROUNDS_IN_ANY_CASE and self._store.now() >= self._store.deadline:
                 self._behind = True
                 break
+            report = self._apply(model, commit, report)._replace(late=True)
         if report.late:
             self._late += 1
         return report
@@ -338,9 +341,6 @@ class Island:
             with suppress(_LeftBehindError):
                 while (commit := self._replay.read_commit(self._replay.round)) is not None:
                     self._apply(model, commit, Report(0))
-                    # Meetings take the rounds for which there is no time here.
-                    if self._store.now() >= self._store.deadline:
-                        break
                 break
         # The drift of an earlier process of this name will count in the open round: it must not be sent again.
         is_sent = self._store.get(self._name("drift")) is not None
