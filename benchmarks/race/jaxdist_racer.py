@@ -8,15 +8,16 @@ worker before the mean).
 from streams import STREAMS  # isort: skip  # puts the folder of the models on the path
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import answers
 import jax
 import jax.numpy as jnp
+import jaxdist_step  # also sets the threads of this process, before JAX starts
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jaxdist_step import LOSSES  # also sets the threads of this process, before JAX starts
+from jaxdist_step import LOSSES, TrainState
 from problems import MOMENTUM
 
 import jaxdist as jd
@@ -24,23 +25,11 @@ from jaxdist import analysis
 from jaxdist.analysis import step_time
 
 H = 8
-REDUCERS = {
-    "exact": lambda: jd.exact(),
-    "f16": lambda: jd.compressed(jd.compressors.cast(jnp.float16)),
-    "power_sgd": lambda: jd.error_feedback(jd.power_sgd(rank=4)),
-    "two_shot": lambda: jd.two_shot(jd.qsgd(4)),
-    "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
-}
+REDUCERS = jaxdist_step.REDUCERS | {"two_shot": lambda: jd.two_shot(jd.qsgd(4))}
 SYNCS = {
     "local": lambda inner: jd.local_sgd.local_sgd(inner, sync_period=H),
     "diloco": lambda inner: jd.local_sgd.diloco(inner, sync_period=H, learning_rate=0.7, momentum=0.5),
 }
-
-
-class TrainState(NamedTuple):
-    params: Any
-    opt_state: Any
-    loss: Any  # this worker's own: averaging it would be one more collective
 
 
 def scale_by_rate() -> optax.GradientTransformationExtraArgs:

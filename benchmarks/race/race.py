@@ -80,23 +80,14 @@ def chosen_modes(given: argparse.Namespace, system: str) -> list[str]:
     return [mode for name, _, mode in (text.partition(":") for text in given.modes) if name == system]
 
 
-def set_rate(places: list[cluster.Host], rate_mbit: float) -> None:
-    """Changes the rate of all links, in both directions, while the processes stay up."""
-    switch = ["ip", "netns", "exec", f"{cluster.PREFIX}-{os.getpid()}-switch"]
-    burst, limit = max(16 * 1024, int(rate_mbit * 125)), max(256 * 1024, int(rate_mbit * 2500))
-    for number, place in enumerate(places):
-        for inside, device in ((place.command, "eth0"), (switch, f"port{number}")):
-            shape = f"tc qdisc change dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}"
-            cluster._run(*inside, *shape.split())
-
-
 def measure_steps(given: argparse.Namespace, racers: dict[str, Racers], places: list[cluster.Host]) -> None:
     """Times every mode over every link, and measures the costs that the model needs."""
     for name, racer in racers.items():
         for mode in chosen_modes(given, name):
             racer.start(mode, START_RATE[given.problem])
             for rate in given.rate:
-                set_rate(places, rate)
+                for place in places:
+                    place.set_rate(rate)
                 period = EVERY if mode in ("local", "diloco") else 1
                 # A round, or two steps, before the clock: the first steps of a hook differ.
                 probe = racer.run_steps(max(2, period))
@@ -185,7 +176,8 @@ def main() -> None:
             measure_steps(given, racers, places)
         link = {"rate_mbit": given.rate[-1] if shaped else None}
         if shaped:
-            set_rate(places, given.rate[-1])
+            for place in places:
+                place.set_rate(given.rate[-1])
         run_turns(given, racers, link, given.out / ("runs.json" if shaped else "losses.json"))
 
 

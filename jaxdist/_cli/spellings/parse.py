@@ -7,7 +7,7 @@ A spelling is a call without brackets (see `grammar`): `power_sgd:4`, `ef:qsgd:4
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +188,7 @@ def parse_optimizer(text: str, steps: int | None = None) -> optax.GradientTransf
         if keyword not in known:
             grammar.refuse_name(f"argument {keyword!r} of optimizer", text, keyword, known)
     # The optimizer takes the schedule as its rate.
-    rate = learning_rate(text, steps)
-    schedules.take_schedule(keywords)
+    rate = _take_rate(text, values, keywords, steps)
     if "learning_rate" in keywords:
         return call("optimizer", text, factory, values, keywords | {"learning_rate": rate})
     return call("optimizer", text, factory, [rate, *values[1:]], keywords)
@@ -198,6 +197,11 @@ def parse_optimizer(text: str, steps: int | None = None) -> optax.GradientTransf
 def learning_rate(text: str, steps: int | None = None) -> LearningRate:
     """The learning rate in the spelling of an optimizer, a number or a schedule: 0.1 for `sgd:0.1,momentum=0.9`."""
     _, values, keywords = parse_call(text)
+    return _take_rate(text, values, keywords, steps)
+
+
+def _take_rate(text: str, values: Sequence[Any], keywords: dict[str, Any], steps: int | None) -> LearningRate:
+    """Returns the learning rate of an optimizer's arguments, and removes those of its schedule."""
     rate = keywords["learning_rate"] if "learning_rate" in keywords else values[0]
     # Text would fail only when the first step is traced.
     if type(rate) not in (int, float):

@@ -244,16 +244,12 @@ class _LayerStream:
         return disk.step
 
     def stats(self) -> StreamedStats:
-        disk = self._require_open().disk
-        return StreamedStats(disk.step, disk.read_bytes, disk.written_bytes, disk.layout.nbytes, disk.buffer_bytes)
+        return self._require_open().disk.stats()
 
     def close(self) -> None:
         opened, self.opened = self.opened, None
         if opened is not None:
-            try:
-                opened.disk.flush()
-            finally:
-                opened.disk.unlock()
+            opened.disk.close()
 
     def _require_open(self) -> _Opened:
         if self.opened is None:

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from . import files
 from .chunks import Layout
+from .store import StreamedStats
 
 # Works on a buffer: the number of its access, and its bytes.
 Visit = Callable[[int, np.ndarray], None]
@@ -114,6 +115,17 @@ class Disk:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
+
+    def stats(self) -> StreamedStats:
+        """The counters of this process."""
+        return StreamedStats(self.step, self.read_bytes, self.written_bytes, self.layout.nbytes, self.buffer_bytes)
+
+    def close(self) -> None:
+        """Waits for the step that is being written, and lets others use the folder, whatever its end is."""
+        try:
+            self.flush()
+        finally:
+            self.unlock()
 
     def advance(
         self,
