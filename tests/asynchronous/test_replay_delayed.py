@@ -303,7 +303,6 @@ MADE = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MADE)
 def test_a_run_goes_on_from_a_file_and_with_codes(name, tmp_path):
     rule = rules.compressed(MADE[name], {"reduced": jd.compressors.cast(jnp.float16)})
@@ -319,7 +318,6 @@ def test_a_run_goes_on_from_a_file_and_with_codes(name, tmp_path):
     assert "recovered" in found.trace.words
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*MADE, "dasgd"])
 def test_failures_stop_nobody_for_good(name):
     """Many seeds of workers that fail about once in three gradients."""

@@ -122,7 +122,6 @@ def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):
 # ---- counting
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GROUPS)
 def test_ledger_equals_the_compiled_program(mesh, pods, name):
     axes, make = GROUPS[name]

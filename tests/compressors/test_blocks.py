@@ -56,7 +56,6 @@ def test_nearest_is_the_reference(name):
     np.testing.assert_array_less(np.abs(found - x)[~close], (np.abs(expected - x) * (1 + 1e-5) + 1e-9)[~close])
 
 
-@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e20])
 def test_contraction_holds_at_any_magnitude_and_is_attained(name, magnitude):
@@ -81,7 +80,6 @@ def test_contraction_holds_at_any_magnitude_and_is_attained(name, magnitude):
     assert code.variance is None
 
 
-@pytest.mark.sampled(3)
 @each_name
 def test_at_random_is_right_on_average(name):
     code = RANDOM[name]
@@ -123,7 +121,6 @@ def test_symmetries(name):
         assert np.abs(out).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
 
 
-@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("codes", [NEAREST, RANDOM], ids=["nearest", "stochastic"])
 def test_nonfinite_blocks_stay_visible_and_alone(name, codes):
@@ -137,7 +134,6 @@ def test_nonfinite_blocks_stay_visible_and_alone(name, codes):
     np.testing.assert_allclose(out[3], 1.0, rtol=1e-6)
 
 
-@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("codes", [NEAREST, RANDOM], ids=["nearest", "stochastic"])
 def test_finite_entries_stay_finite(name, codes):

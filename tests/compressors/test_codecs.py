@@ -109,7 +109,6 @@ def test_host_words_are_those_of_the_device(bits):
     np.testing.assert_array_equal(unpack_on_host(words, bits, 77), codes)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("count", "size"), [(0, 9), (3, 5), (40, 1000), (1, 10**5), (300, 10**5), (9, 9)])
 def test_host_positions_are_those_of_the_device(count, size):
     where = np.sort(rng_of(size).choice(size, count, replace=False))
@@ -227,7 +226,6 @@ INPUTS = {
 each_input = pytest.mark.parametrize("draw", INPUTS.values(), ids=INPUTS)
 
 
-@pytest.mark.sampled(3)
 @each_input
 @pytest.mark.parametrize(("bits", "size"), [(2, 4096), (3, 4096)])
 def test_a_sparse_vector_takes_what_qsgd_says(draw, bits, size):

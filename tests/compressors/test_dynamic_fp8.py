@@ -52,7 +52,6 @@ def test_above_zero_is_never_zero_where_nothing_is_negative():
     assert (decoded(dynamic_fp8(), -v) <= 0).all()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", [1e-36, 1e-20, 1.0, 7e37])
 def test_any_magnitude(value):
     for x in ([value, value / 2, 0.0], [-value, value / 2, 0.0]):

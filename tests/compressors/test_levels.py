@@ -250,7 +250,6 @@ def test_levels_may_be_traced():
     assert len(traces) == 1
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)])
 def test_any_shape_under_strict_promotion(shape, mesh):
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -107,7 +107,6 @@ def worst_magnitudes(size):
     return np.pad(np.diff((j * np.sqrt(m) + np.sqrt(j * (size - j) * (size - m))) / size), (0, size - m))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("block", "constant"), [(2, 1.0), (3, 0.9), (64, 0.635), (256, 0.546), (1024, 0.474)])
 def test_two_means_constant_is_attained_and_never_broken(block, constant):
     code = jc.two_means(block=block)

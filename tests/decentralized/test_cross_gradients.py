@@ -34,7 +34,6 @@ def single(f, drawn, x):
     return jax.jit(jax.vmap(f, axis_name="data"))(*cast)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("graph", [graphs.ring(4), graphs.star(4)], ids=lambda graph: graph.name)
 def test_neighborhood_gradients_equal_the_paper(share, graph):

@@ -36,7 +36,6 @@ INNER = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("inner", "graph", "buffers", "overlap"),
     [

@@ -322,7 +322,6 @@ def local_steps_with(reducer):
     return jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=reducer, axis=None)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("reducer", "reason"),
     [

@@ -61,7 +61,6 @@ METHODS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_thirty_rounds_equal_a_loop(name):
     options, expected, outer = METHODS[name]

@@ -249,7 +249,6 @@ def test_a_limit_of_file_sizes_shows_in_init(tmp_path, adamw):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("harm", ["short", "changed", "missing", "manifest"])
 def test_damage_is_typed(tmp_path, adamw, harm):
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))

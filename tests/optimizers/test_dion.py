@@ -48,7 +48,6 @@ def test_a_known_matrix():
     np.testing.assert_allclose(state.momentum.value, kept, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (2, 2, 5)])
 def test_at_full_rank_the_momentum_only_decays(shape):
     gradient = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)

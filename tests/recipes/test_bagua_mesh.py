@@ -118,7 +118,6 @@ def check_replicas(state):
                 np.testing.assert_array_equal(replicas[destination, k], own[source])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "waits"), [("decentralized", False), ("async", False), ("low_precision", True), ("shift_one", False)]
 )

@@ -26,7 +26,6 @@ def test_compressors_keep_their_laws(name):
     assert_compressor_laws(code.make(), shapes=[(37,)], dtypes=[jnp.float32, jnp.float16], magnitudes=code.magnitudes)
 
 
-@pytest.mark.sampled(3)
 @each_code
 @pytest.mark.parametrize("size", [0, 1, 37, 600])
 def test_compressors_send_what_they_say(name, size):

@@ -57,7 +57,6 @@ def test_equal_weights_change_nothing(name):
         np.testing.assert_allclose(reduce_rows(reducer, rows), weighted, atol=1e-6)
 
 
-@pytest.mark.sampled(3)
 @each_robust
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, 3e38, -1e20])
 @pytest.mark.parametrize("weighted", [False, True])

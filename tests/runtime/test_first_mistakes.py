@@ -34,7 +34,6 @@ NOT_FIRST = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", NOT_FIRST.values(), ids=NOT_FIRST)
 def test_an_optimizer_of_local_gradients(mesh, make):
     tx = make()

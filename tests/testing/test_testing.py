@@ -93,7 +93,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", BROKEN)
 def test_a_broken_reducer_is_told_its_law(law):
     with pytest.raises(AssertionError, match=f"law '{law}"):

@@ -33,7 +33,6 @@ RATES = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", ANY_NUMBER, ids=lambda make: make.__name__)
 def test_any_number_of_workers_mixes_to_the_mean(make):
     for workers in (1, 2, 3, 5, 6, 8, 12, 13):

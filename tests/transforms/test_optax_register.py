@@ -227,7 +227,6 @@ def test_inside_local_steps(name):
     assert_same(apart(name, jd.local_steps(make(name), optax.sgd(1.0), sync_period=2), alike=True), plain(name))
 
 
-@pytest.mark.sampled(3)
 @parametrized(set(REGISTER) - APART - NO_LOSS - {"sam", "momo", "momo_adam"})
 def test_outside_local_steps(name):
     """The drift of one step of gradient descent is the mean gradient."""
