@@ -87,6 +87,7 @@ def all_end(pids):
     return not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_nothing_but_the_time(cluster):
     """The model of a synchronous run is that of a replay, which nobody disturbs."""
     killer = Killer(1)
@@ -117,6 +118,7 @@ def test_peers_go_on_when_one_of_them_is_killed(cluster, name):
     assert np.sum((run.params["w"] - goal) ** 2) < 0.1 * np.sum(goal**2)
 
 
+@pytest.mark.slow
 def test_no_worker_runs_too_far_ahead(cluster):
     killer = Killer(0, 30)
     slow = TASK._replace(batch=lambda seed, worker, job: time.sleep(0.02) or GOALS[worker])
@@ -219,6 +221,7 @@ def test_processes_end_with_the_driver(tmp_path):
     assert all_end(pids)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

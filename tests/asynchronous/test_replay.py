@@ -267,6 +267,7 @@ def broken(seed, worker, job):
     return np.full(3, np.nan if worker == 1 and job >= 3 else GOALS[worker], np.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*RULES])
 def test_a_gradient_that_is_not_finite_is_named(name):
     with pytest.raises(
@@ -319,6 +320,7 @@ def test_rates_follow_the_delay():
 # The clock itself.
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_in_pieces_and_one_without_arrays_are_the_same_run(rule):
     law = durations.failures(durations.exponential(1.0), up=15, down=2)

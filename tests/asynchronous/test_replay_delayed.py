@@ -303,6 +303,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MADE)
 def test_a_run_goes_on_from_a_file_and_with_codes(name, tmp_path):
     rule = rules.compressed(MADE[name], {"reduced": jd.compressors.cast(jnp.float16)})

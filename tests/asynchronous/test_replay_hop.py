@@ -48,6 +48,7 @@ def test_the_gap_to_a_slow_worker_is_the_distance():
     assert replay.delays(run.trace).max() == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_leads_by_more_than_the_rule_says(seed):
     assert (leads(hop(NOISY, seed=seed)) <= DISTANCE).all()
@@ -131,6 +132,7 @@ def test_without_extras_it_is_d_psgd_whatever_the_speeds():
             np.testing.assert_allclose(state.roles[worker].params, models[k, worker], rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

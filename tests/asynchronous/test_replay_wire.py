@@ -40,6 +40,7 @@ def test_a_gradient_up_and_a_model_down():
     assert run.received[-1] == arrived
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timing_only", [False, True])
 def test_codes_shrink_the_wire(timing_only):
     run = replay.run(RULES["coded"], TASK, steps=20, timing_only=timing_only, **CLUSTER)
@@ -79,6 +80,7 @@ def test_collectives_travel_coded():
     np.testing.assert_allclose(run.params["w"], exact.params["w"], atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feedback", [(), ("gradient",)])
 def test_codes_of_variable_length_weigh_what_they_are(feedback):
     goals = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)

@@ -74,6 +74,7 @@ def test_every_leaf_comes_back_in_every_bit(four):
     assert_close(checkpoint.restore(folder, shapes, step=5), state, tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 8])
 def test_other_numbers_of_workers_follow_the_marks(four, workers):
     """As `resize` moves a state that is in memory, and with its rules checked by themselves."""
@@ -123,6 +124,7 @@ def diloco(tmp_path_factory):
     return fresh, step, run, folder, saved, state
 
 
+@pytest.mark.slow
 def test_resuming_inside_a_round_changes_nothing(diloco):
     fresh, _, run, folder, _, last = diloco
     state = checkpoint.restore(folder, fresh(4))
@@ -136,6 +138,7 @@ def floats(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 8])
 def test_local_steps_go_on_with_another_number_of_workers(diloco, workers):
     fresh, step, _, folder, saved, _ = diloco

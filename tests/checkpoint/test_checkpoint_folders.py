@@ -342,6 +342,7 @@ checkpoint.save(sys.argv[1], {"w": jnp.zeros(3)}, 1)
 """
 
 
+@pytest.mark.slow
 def test_a_save_is_alone_too(tmp_path):
     """Another job's `save` neither takes away what is being filled nor commits a mixture."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -355,6 +356,7 @@ def test_a_save_is_alone_too(tmp_path):
     assert names(tmp_path) == ["1", "7.unfinished"]
 
 
+@pytest.mark.slow
 def test_nested_writers_are_refused_and_harm_nothing(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "run")
@@ -410,6 +412,7 @@ except checkpoint.CheckpointFullError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_typed_error_and_gives_its_room_back(tmp_path):
     """As tensorstore meets it: it says no number but in its text. A limit of file sizes needs no disk to fill."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -474,6 +477,7 @@ def test_a_manifest_that_is_sealed_and_odd(tmp_path, odd):
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
 def test_forty_saves_leave_no_file_open(tmp_path):
     def open_now():

@@ -70,6 +70,7 @@ def test_what_would_change_is_refused_by_name(tmp_path):
 NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn", "int4", "bool", "uint16"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [*NARROW, "complex64"])
 def test_each_dtype_on_fewer_workers(tmp_path, dtype):
     one = np.arange(12).reshape(3, 4) % 2 + (0.5j if dtype == "complex64" else 0)

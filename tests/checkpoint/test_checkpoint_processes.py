@@ -23,7 +23,7 @@ def results(tmp_path_factory):
     return run_two_processes("failing.py", tmp_path_factory.mktemp("failing"), timeout=LIMIT)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_save_that_one_cannot_do_is_known_to_both(results, failure):
     whose, kind = FAILURES[failure]

@@ -19,6 +19,7 @@ def results(tmp_path_factory):
     return run_two_processes("damaged.py", tmp_path_factory.mktemp("damaged"), timeout=LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", NAMES)
 def test_both_raise_the_same_or_take_the_same_older_one(results, damage):
     (refused, taken), other = results[0][damage], results[1][damage]

@@ -57,6 +57,7 @@ def wait(condition, pair, logs):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_same_in_every_bit(start, tmp_path):
     pair, folder = start("train"), tmp_path / "run"
     wait(lambda: (checkpoint.latest(folder) or 0) >= 3, pair, sorted(tmp_path.glob("*.log")))

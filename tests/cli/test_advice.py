@@ -33,6 +33,7 @@ def predict(workload, names, link, workers=4):
     return advice.predict(workload, names, link=parse.parse_link(link), **settings)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_compiled_step(workload):
     names = ("exact", "two_shot:int8", "local_sgd:H=5")
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
@@ -42,6 +43,7 @@ def test_bytes_are_those_of_the_compiled_step(workload):
         assert found.wire_bytes == pytest.approx(run.wire_bytes - 6)  # less the mean of the loss
 
 
+@pytest.mark.slow
 def test_a_step_is_work_and_coding_and_network(workload):
     slow, fast = (predict(workload, ("exact", "ef:sign"), link) for link in ("1mbit,1ms", "100gbit,0us"))
     for one in (*slow, *fast):
@@ -55,6 +57,7 @@ def test_a_step_is_work_and_coding_and_network(workload):
     assert advice.recommend(fast).name == "exact"
 
 
+@pytest.mark.slow
 def test_at_the_break_even_both_take_as_long(workload):
     _, signs = predict(workload, ("exact", "ef:sign"), "10mbit")
     assert 0 < signs.break_even < math.inf

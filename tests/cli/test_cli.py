@@ -30,6 +30,7 @@ def trained(tmp_path_factory):
     return code, out, (out / "printed").read_text()
 
 
+@pytest.mark.slow
 def test_train_leaves_log_plot_and_checkpoint(trained):
     code, out, printed = trained
     assert code == 0
@@ -57,6 +58,7 @@ def test_train_reports_what_the_log_says(trained):
     assert f"{ratio:,.1f} times fewer" in " ".join(trained[2].split())
 
 
+@pytest.mark.slow
 def test_checkpoint_of_train_can_be_restored(trained):
     mesh = jd.make_mesh({"data": 4})
     workload = parse.parse_workload("text", "gpt:tiny,context=8,width=16")
@@ -70,6 +72,7 @@ def test_checkpoint_of_train_can_be_restored(trained):
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 
+@pytest.mark.slow
 def test_train_goes_on_with_fewer_workers(trained, tmp_path):
     """One step more, by two workers instead of four, from the state that three steps left."""
     out = shutil.copytree(trained[1], tmp_path / "run")
@@ -129,6 +132,7 @@ def test_compare_draws_and_prints_a_table(tmp_path, capsys):
     assert [line["name"] for line in summaries] == ["exact", "f16"]
 
 
+@pytest.mark.slow
 def test_one_worker_sends_nothing(tmp_path, capsys):
     arguments = ["train", *TINY, "--workload", "digits", "--model", "convnet:2", "--devices", "1", "--no-baseline"]
     assert cli.main([*arguments, "--reducer", "exact", "--out", str(tmp_path)]) == 0

@@ -61,6 +61,7 @@ def test_the_drawing_survives_a_reducer_that_fails(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_another_seed_of_a_compiled_run_is_the_run_of_that_seed(mesh):
     def prepare(seed):
         workload = digits.digits_workload(2)
@@ -74,6 +75,7 @@ def test_another_seed_of_a_compiled_run_is_the_run_of_that_seed(mesh):
     jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
 
 
+@pytest.mark.slow
 def test_compare_over_seeds(tmp_path, capsys):
     arguments = ["compare", "--workload", "digits", "--model", "convnet:2", "--steps", "2", "--batch", "8"]
     arguments += ["--reducers", "exact", "f16", "--devices", "2", "--seeds", "2", "--out", str(tmp_path)]
@@ -105,6 +107,7 @@ def test_seeds_must_be_positive(capsys):
     assert "--seeds must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bytes_that_differ_from_step_to_step_are_counted(mesh):
     workload = digits.digits_workload(2)
     reducer = parse.parse_reducer("power_sgd:1,start_step=1,min_compression_rate=0")
@@ -122,6 +125,7 @@ def test_collectives_around_a_code_can_be_spelled():
         parse.parse_reducer("two_shot:power_sgd:4")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_communicates_takes_the_place_of_both(mesh):
     method = parse.parse_method("dion:1e-2,rank=2", "sgd:0.1")
     assert method.reducer is None

@@ -16,6 +16,7 @@ from jaxdist._cli import results
 DIGITS = ["--workload", "digits", "--model", "convnet:2", "--batch", "8", "--optimizer", "sgd:0.1"]
 
 
+@pytest.mark.slow
 def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
     url, out = str(tmp_path / "run"), str(tmp_path / "out")
     arguments = ["train", *DIGITS, "--sync", "diloco:H=2", "--reducer", "ef:qsgd:4", "--devices", "2", "--out", out]

@@ -54,6 +54,7 @@ def test_a_gpt(four):
     test_it_is_the_step_that_train_runs(four, parse.parse_workload("text", MODEL), "zero:3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelled", ["ef:power_sgd:2", "zero:3"])
 def test_it_is_the_step_that_train_runs(four, workload, spelled):
     mesh, method = four(), parse.parse_method(spelled, "adam:1e-3")
@@ -150,6 +151,7 @@ def test_what_is_waited_for_is_what_no_computation_covers():
     assert plans.merge_intervals([(span.start, span.end) for span in spans]) == [(0.0, 3.0), (4.0, 5.0)]
 
 
+@pytest.mark.slow
 def test_many_layers_are_a_loop_with_the_same_loss(monkeypatch):
     monkeypatch.setattr(layering, "LOOP_FROM", 3)
     config = gpt.GPTConfig(layers=3, width=8, heads=1, context=4)

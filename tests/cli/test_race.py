@@ -103,6 +103,7 @@ def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
         assert compiled.hops == pytest.approx(traced.hops)
 
 
+@pytest.mark.slow
 def test_compare_over_links(tmp_path, capsys):
     arguments = ["compare", "--workload", "digits", "--model", "convnet:2", "--steps", "4", "--batch", "8"]
     arguments += ["--reducers", "exact", "local_sgd:H=2", "--devices", "2", "--compute", "10", "--target", "9"]

@@ -70,6 +70,7 @@ def test_a_command_without_steps_needs_the_length():
     assert parse.parse_optimizer("sgd:0.5,schedule=cosine,decay_steps=7")
 
 
+@pytest.mark.slow
 def test_methods_that_need_the_rate_get_the_schedule():
     """SlowMo divides by the rate of each local step."""
     spelling = "sgd:0.5,schedule=linear"
@@ -92,6 +93,7 @@ def test_methods_that_need_the_rate_get_the_schedule():
     assert step(method.optimizer) == step(by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["compare", "--reducers", "exact", "local_sgd:H=2"], ["train", "--no-baseline"]])
 def test_commands_take_the_length_from_steps(arguments, tmp_path):
     common = ["--workload", "digits", "--model", "convnet:4", "--batch", "8", "--devices", "2", "--out", str(tmp_path)]

@@ -66,6 +66,7 @@ def test_every_cell_of_the_suite_can_be_built():
         assert (parse.parse_method(spelling, "adamw:1e-3").sync_period or 0) == period
 
 
+@pytest.mark.slow
 def test_bytes_are_sent_in_rounds_alone(any_period, trained):
     records, _ = trained
     a_round = 2 * 1 / 2 * 4 * any_period.parameters
@@ -95,6 +96,7 @@ def test_a_period_as_an_argument_is_the_period(any_period):
     np.testing.assert_array_equal(longer.batch(0).images, WORK.batch(1, 0, 8).images)
 
 
+@pytest.mark.slow
 def test_fragments_send_in_all_what_the_program_says_of_a_round():
     run = _prepare("streaming_diloco:H=4,fragments=2,delay=0,merge_alpha=0.0")
     records = [record for record, _ in train.steps(run, 8)]

@@ -127,6 +127,7 @@ def test_digits_splits_are_disjoint_and_whole():
     assert every.max() == 1
 
 
+@pytest.mark.slow
 def test_training_learns(finished):
     records, _, before, after = finished
     assert after["loss"] < before["loss"] - 0.3
@@ -142,6 +143,7 @@ def test_records_carry_the_compiled_programs_bytes(run, finished):
     assert all(r.units_per_second * r.seconds == pytest.approx(16 * TINY.context) for r in records)
 
 
+@pytest.mark.slow
 def test_equal_seeds_see_equal_tokens(writing, mesh, run):
     other = train.prepare(writing, jd.exact(), optax.sgd(0.1), mesh=mesh, batch_size=16, seed=1)
     np.testing.assert_array_equal(other.batch(4), run.batch(4))

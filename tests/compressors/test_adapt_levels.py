@@ -90,7 +90,7 @@ def test_magnitudes():
         assert float(integral(*ends)) == pytest.approx((inside**power).sum() / 200_000, rel=0.01)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize("power", [0, 2])
 def test_sums_are_those_of_the_blocks(norm, power):
@@ -112,6 +112,7 @@ def test_sums_are_those_of_the_blocks(norm, power):
     np.testing.assert_allclose(mixture.mean[used], wanted[used, 1] / wanted[used, 0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_whole_buckets_tell_nothing_with_the_euclidean_norm():
     """The squares of its ratios add up to 1, whatever their distribution; blocks have scales of their own."""
     rng = np.random.default_rng(0)
@@ -169,7 +170,7 @@ def test_the_loss_never_rises_and_levels_stay_in_order():
     assert losses[-1] < 0.1 * losses[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "sigma"), [(4, 0.011), (8, 0.011), (8, 0.3), (8, 1e-3)])
 def test_no_gradient_is_left(count, sigma):
     """Four levels and σ = 0.011: a curvature of 40, where gradient descent with a fixed rate goes back and forth."""
@@ -191,6 +192,7 @@ def test_far_and_narrow_distributions_do_not_break_the_solver(mean, sigma):
     assert np.isfinite(float(loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowest", [-1.0, 0.0])
 def test_adapted_levels_beat_their_starts_on_a_sample(lowest):
     distribution = normal(0.0, 0.02)
@@ -254,6 +256,7 @@ def test_the_number_of_levels_is_checked():
             optimal_levels(jnp.arange(4.0), jnp.ones(4), count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitudes", [False, True])
 def test_the_histogram_ranks_tables_as_the_entries_do(magnitudes):
     x = np.random.default_rng(0).standard_t(3, 1500).astype(np.float32)
@@ -279,6 +282,7 @@ def test_the_histogram_ranks_tables_as_the_entries_do(magnitudes):
     assert losses(best)[0] < entries.min()
 
 
+@pytest.mark.slow
 def test_what_adapting_is_for():
     """At 3 bits: layers of different scales in one bucket."""
     scales = np.repeat([1.0, 0.1, 0.01, 0.03], 2048)

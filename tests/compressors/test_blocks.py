@@ -32,6 +32,7 @@ RANDOM = {
 each_name = pytest.mark.parametrize("name", NEAREST)
 
 
+@pytest.mark.slow
 def test_oracles():
     np.testing.assert_array_equal(decoded(jc.mxfp4(), np.array([0.1, -0.2, 0.9, 3.3], np.float32)), [0, -0.25, 1, 3])
     # Symmetric: with the scale max / 8 and codes from -8 on, the first entry would become 0.875.
@@ -56,6 +57,7 @@ def test_nearest_is_the_reference(name):
     np.testing.assert_array_less(np.abs(found - x)[~close], (np.abs(expected - x) * (1 + 1e-5) + 1e-9)[~close])
 
 
+@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e20])
 def test_contraction_holds_at_any_magnitude_and_is_attained(name, magnitude):
@@ -121,6 +123,7 @@ def test_symmetries(name):
         assert np.abs(out).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("codes", [NEAREST, RANDOM], ids=["nearest", "stochastic"])
 def test_nonfinite_blocks_stay_visible_and_alone(name, codes):
@@ -134,6 +137,7 @@ def test_nonfinite_blocks_stay_visible_and_alone(name, codes):
     np.testing.assert_allclose(out[3], 1.0, rtol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @each_name
 @pytest.mark.parametrize("codes", [NEAREST, RANDOM], ids=["nearest", "stochastic"])
 def test_finite_entries_stay_finite(name, codes):

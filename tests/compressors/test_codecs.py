@@ -101,6 +101,7 @@ def test_symbols_take_their_entropy(bits, entropy):
     assert least <= 8 * len(encode_symbols(symbols, 2**bits)) <= 1.015 * least
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 12, 20])
 def test_host_words_are_those_of_the_device(bits):
     codes = rng_of(bits).integers(0, 2**bits, 77).astype(np.uint32)
@@ -109,6 +110,7 @@ def test_host_words_are_those_of_the_device(bits):
     np.testing.assert_array_equal(unpack_on_host(words, bits, 77), codes)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("count", "size"), [(0, 9), (3, 5), (40, 1000), (1, 10**5), (300, 10**5), (9, 9)])
 def test_host_positions_are_those_of_the_device(count, size):
     where = np.sort(rng_of(size).choice(size, count, replace=False))
@@ -168,7 +170,7 @@ def test_sparse_entries_come_back(seed, size, density, code, dtype):
     assert_equal_bits(dense[:1], dense[1:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "code",
     [
@@ -285,6 +287,7 @@ def test_omega_lengths_inside_jit():
     assert omega_length(jnp.array(values)).tolist() == [len(omega(value)) for value in values]
 
 
+@pytest.mark.slow
 def test_gspar_by_variance_sends_what_the_closed_form_keeps():
     x = jnp.asarray(rng_of(0).standard_t(1.5, 600), jnp.float32)
     code = jc.gspar(variance=0.5, code="two_part")

@@ -54,6 +54,7 @@ def test_laws_for_all_shapes(code):
     assert_compressor_laws(code, shapes=[(600,)], key=jax.random.key(1), magnitudes=magnitudes)
 
 
+@pytest.mark.sampled(3)
 @each_code
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (2, 1, 3, 2, 2)])
 def test_any_shape_under_strict_promotion(code, shape):
@@ -205,6 +206,7 @@ def test_random_k_variance_is_exact(density, variance):
     assert abs(errors.mean() - variance * 169) < 5 * errors.std() / np.sqrt(20_000) + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [3, 100])
 def test_random_k_survives_the_average(workers):
     code = jc.random_k(0.2)

@@ -9,6 +9,7 @@ from jaxdist.compressors import drive
 from jaxdist.compressors.sign import _hadamard, _random_signs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 40])
 def test_blocks_are_the_reference(size):
     x = np.random.default_rng(0).standard_normal(size).astype(np.float32)

@@ -80,6 +80,7 @@ def running_average(code, steps=3000, decay=0.999):
     return np.asarray(code.decompress(payload, target) / (target * (1 - 0.5 * decay**steps)), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [dynamic_fp8(), cast(jnp.bfloat16, rounding="stochastic")], ids=["fp8", "bfloat16"])
 def test_an_average_that_moves_little_arrives(code):
     found = running_average(code)

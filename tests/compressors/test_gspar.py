@@ -122,6 +122,7 @@ def draws(x, count, number):
     return chances, np.asarray(where), np.asarray(chosen)
 
 
+@pytest.mark.slow
 def test_every_entry_is_kept_as_often_as_its_probability_says():
     x = student(300)
     chances, where, chosen = draws(x, 30, 40_000)
@@ -132,6 +133,7 @@ def test_every_entry_is_kept_as_often_as_its_probability_says():
     assert (np.abs(frequency - chances) <= 5 * np.sqrt(chances * (1 - chances) / 40_000) + 1e-9).all()
 
 
+@pytest.mark.slow
 def test_the_variance_is_what_the_probabilities_say():
     x, code = student(200), jc.gspar(0.1)
     keys = jax.random.split(jax.random.key(0), 20_000)

@@ -23,6 +23,7 @@ def sets(count, size, draws=3):
     yield np.concatenate([np.arange(count // 2), np.arange(size - (count - count // 2), size)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("count", "size"),
     [(0, 7), (1, 1), (1, 65_536), (3, 10), (10, 10), (5, 65_537), (40, 4096), (9000, 65_536), (300, 2**30)],

@@ -36,7 +36,7 @@ def gaussian(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_norm
 @each_table
 def test_is_the_reference(table, bits, zero_level, norm):
@@ -53,6 +53,7 @@ def test_is_the_reference(table, bits, zero_level, norm):
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_paper_s_example():
     """r = (.2308, .3077, 0, .9231): up with (.8462, .2308, 0, .8462)."""
     assert reference.with_levels(X, PAPER, 0.5)[1] == pytest.approx(7.71875)
@@ -68,6 +69,7 @@ def test_the_paper_s_example():
     assert (np.abs(out.mean(0) - X) <= 5 * out.std(0) / np.sqrt(20_000) + 1e-5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "zero", "without"), [(3, 17.1, 127.0), (4, 0.337, 0.253)])
 def test_gaussian_buckets_without_a_zero_level(bits, zero, without):
     x = gaussian(16, 8192)

@@ -22,6 +22,7 @@ def codes_of(form):
     return np.concatenate([codes, codes + 2 ** (form.bits - 1)]).astype(np.uint8)
 
 
+@pytest.mark.sampled(3)
 @each_form
 def test_codes_are_the_bits_of_the_format(name):
     form, dtype = FORMS[name]
@@ -35,6 +36,7 @@ def test_codes_are_the_bits_of_the_format(name):
     np.testing.assert_array_equal(back, np.where(values == 0, 0, codes))
 
 
+@pytest.mark.sampled(3)
 @each_form
 def test_nearest_is_the_cast_of_the_format(name):
     form, dtype = FORMS[name]

@@ -17,6 +17,7 @@ def stream(codes, bits):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 32])
 def test_round_trip_of_any_width_and_length(bits):
     sizes = (0, 1, 21)
@@ -31,6 +32,7 @@ def test_round_trip_of_any_width_and_length(bits):
         np.testing.assert_array_equal(back, codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 3])
 def test_leading_axes_are_packed_apart(bits):
     codes = np.random.default_rng(0).integers(0, 2**bits, (2, 3, 5)).astype(narrowest(bits))

@@ -31,6 +31,7 @@ def heavy_tailed(size, seed=0):
 # top_k
 
 
+@pytest.mark.slow
 def test_methods_agree_and_the_sampled_one_keeps_what_it_says():
     x = heavy_tailed(10_000)
     expected = reference.top_k(x, 200)
@@ -107,6 +108,7 @@ def worst_magnitudes(size):
     return np.pad(np.diff((j * np.sqrt(m) + np.sqrt(j * (size - j) * (size - m))) / size), (0, size - m))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("block", "constant"), [(2, 1.0), (3, 0.9), (64, 0.635), (256, 0.546), (1024, 0.474)])
 def test_two_means_constant_is_attained_and_never_broken(block, constant):
     code = jc.two_means(block=block)

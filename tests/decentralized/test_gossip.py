@@ -102,6 +102,7 @@ def drawn_entries(code, count):
     return np.asarray(code.decompress(code.compress(jnp.ones(6), key), jnp.ones(6)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", [graphs.random_matchings(8), graphs.one_peer_exponential(8)], ids=lambda g: g.name)
 def test_sparse_mixing_reaches_consensus_on_graphs_that_change(graph):
     """Without steps the mean stays, and the workers' distance shrinks with every step; not to a floor."""
@@ -123,7 +124,7 @@ def test_sparse_mixing_needs_entries_as_they_are():
             jd.decentralized.saps_psgd(code)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_twenty_steps_equal_the_paper(name):
     method, graph, expect, options = EQUATIONS[name]

@@ -54,7 +54,7 @@ WIRE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", WIRE)
 def test_the_mesh_equals_the_simulation_and_sends_what_it_says(name):
     method, graph, expected = WIRE[name]
@@ -104,6 +104,7 @@ def test_eight_devices_agree_after_one_turn(mesh):
 INT8 = jd.compressors.int8(block=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "size"),
     [(jd.decentralized.d_psgd(), 4 * N), (jd.decentralized.choco(INT8, step_size=0.5), payload_of(INT8))],

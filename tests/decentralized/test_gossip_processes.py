@@ -42,6 +42,7 @@ def results():
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in printed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["d_psgd", "sgp", "one_peer", "choco", "relay_sgd"])
 def test_four_processes_give_what_the_simulation_gives(results, name):
     found = np.concatenate([one[name] for one in results[:4]])

@@ -36,6 +36,7 @@ INNER = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("inner", "graph", "buffers", "overlap"),
     [
@@ -95,7 +96,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_round_of_any_method_is_a_fresh_run_from_the_mean(name):
     """What a method keeps (trackers, estimates, counts of a tree) belongs to models that the average has replaced."""
@@ -123,6 +124,7 @@ def place(tx, where):
     return jd.place({"x": jd.PerWorker(jnp.zeros(N)), "opt": tx.init(jnp.zeros(N))}, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "buffers"),
     [(jd.decentralized.sgp(), "average"), (jd.decentralized.osgp(), "reset")],

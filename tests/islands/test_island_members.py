@@ -14,6 +14,7 @@ from problems import assert_close
 from jaxdist import islands
 
 
+@pytest.mark.slow
 def test_who_enters_later_has_the_same_parameters_at_once_and_counts_in_the_next_round():
     store, tx = islands.memory(), method("4 bits with feedback")
     first, reports = train(store, tx, "a", 3, keep_every=2)
@@ -183,6 +184,7 @@ def round_differently(island, number, *, times):
         island._replay._take_step = take_other_step
 
 
+@pytest.mark.slow
 def test_an_island_with_another_bit_is_found_in_the_next_round_and_takes_the_parameters_of_the_run():
     store, names = islands.memory(), ["a", "b", "c"]
     prepare = lambda island, number: round_differently(island, number, times=1)  # noqa: E731

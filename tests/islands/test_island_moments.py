@@ -17,6 +17,7 @@ from jaxdist import islands
 each_stride = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 
 
+@pytest.mark.slow
 @each_stride
 def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride):
     """Neither one that is there, nor the next of that name, nor one that comes later."""
@@ -46,6 +47,7 @@ def test_a_kill_between_any_two_calls_of_the_store_stops_no_other_island(stride)
     assert moment > 30
 
 
+@pytest.mark.slow
 @each_stride
 def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride):
     """Whatever the other does between any two of its calls of the store; and it has the same bits at once."""
@@ -79,6 +81,7 @@ def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride):
     assert moment > 20
 
 
+@pytest.mark.sampled(8)
 @each_stride
 @pytest.mark.parametrize(("reducer", "overlap"), [("exact", False), ("exact", True), ("4 bits with feedback", False)])
 def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(reducer, overlap, stride):

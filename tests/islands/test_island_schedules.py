@@ -97,6 +97,7 @@ def play(reducer, overlap, schedule):
     assert {number: found for number, found in digests.items() if len(found) > 1} == {}
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(REDUCERS), st.booleans(), SCHEDULES)
 def test_nothing_is_lost_in_any_schedule(reducer, overlap, schedule):

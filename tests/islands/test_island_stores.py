@@ -79,6 +79,7 @@ def outcomes(reports):
     return [(report.round, report.counted, report.offline) for report in reports]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["refused", "done, and the answer lost"])
 def test_a_call_that_fails_once_costs_nothing(after):
     """Each call in turn: every round counts, and no drift is lost, taken twice or overwritten."""
@@ -96,6 +97,7 @@ def test_a_call_that_fails_once_costs_nothing(after):
         assert_close(global_params(state), path, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_a_store_that_throttles_slows_a_run_down_and_no_more():
     tx = method("4 bits with feedback")
     throttled = failing(written_once(), {number for number in range(PROBE_CALLS, 10_000) if number % 3})
@@ -105,6 +107,7 @@ def test_a_store_that_throttles_slows_a_run_down_and_no_more():
     ]
 
 
+@pytest.mark.slow
 def test_bytes_that_are_cut_on_their_way_are_read_again():
     """Each call in turn: a meeting goes on, and a drift that was not taken for that reason is kept."""
     tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))

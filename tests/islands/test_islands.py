@@ -35,7 +35,7 @@ from jaxdist.islands.replay import Replay
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_reducer
 def test_islands_agree_in_every_bit_and_take_every_drift(reducer):
     names = ["a", "b", "c"]
@@ -71,7 +71,7 @@ def number_as_on_a_mesh(island, number):
     island._index = np.int32(number)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_reducer
 def test_one_round_on_given_drifts_has_the_bits_of_local_steps_on_a_mesh(reducer):
     inner = optax.sgd(0.1)
@@ -81,6 +81,7 @@ def test_one_round_on_given_drifts_has_the_bits_of_local_steps_on_a_mesh(reducer
     assert_close(global_params(found["a"][0]), on_a_mesh(tx, 1), tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", ["exact", "4 bits with feedback"])
 def test_five_rounds_of_fixed_members_are_those_of_local_steps_on_a_mesh(reducer):
     """Up to 4 units in the last place of the largest entry, since `vmap` compiles the steps of a mesh otherwise."""
@@ -92,6 +93,7 @@ def test_five_rounds_of_fixed_members_are_those_of_local_steps_on_a_mesh(reducer
         assert np.max(np.abs(x - y)) <= 4 * np.spacing(np.max(np.abs(np.asarray(y))))
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_dict_give_the_same_bits(tmp_path):
     tx, names = method("4 bits with feedback"), ["a", "b"]
     found = [train_together(store, tx, names, 3) for store in (islands.folder(tmp_path), islands.memory())]
@@ -111,7 +113,7 @@ def test_bytes_are_those_of_the_formula(reducer):
             assert 0 < report.received_bytes - 2 * payload <= 3 * 1024
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_reducer
 def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     """Every drift is the sum of what was taken of it, the residual, and what is still ahead of the anchor."""
@@ -179,6 +181,7 @@ def test_a_meeting_ends_though_the_others_finish_rounds_faster_than_it_takes_the
         assert report.round == len(ended) + 1
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_never_sent():
     store, tx = islands.memory(), method("4 bits with feedback")
     with islands.join(store, tx, name="a", round_timeout=0.05) as island:
@@ -193,6 +196,7 @@ def test_what_is_not_finite_is_never_sent():
         assert report.counted
 
 
+@pytest.mark.slow
 def test_a_code_shortens_bodies_and_changes_no_bit():
     goal, found = np.random.default_rng(0).standard_normal(4000).astype(np.float32), {}
 
@@ -227,7 +231,7 @@ def test_a_body_that_is_no_code_is_damaged():
         replay._decode(records.hash_of(body), body)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -322,6 +326,7 @@ def local_steps_with(reducer):
     return jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=4, reducer=reducer, axis=None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("reducer", "reason"),
     [
@@ -391,6 +396,7 @@ def compiled_programs():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.slow
 def test_no_change_of_membership_compiles_anything():
     store, tx = islands.memory(), method("4 bits with feedback")
     step = step_of(tx)
@@ -404,6 +410,7 @@ def test_no_change_of_membership_compiles_anything():
         assert compiled == []
 
 
+@pytest.mark.slow
 def test_a_step_that_was_compiled_ahead_of_time_leaves_nothing_to_compile_to_the_first_meeting():
     tx = method("4 bits with feedback")
     step = step_of(tx).lower(begin(tx), GOALS[0]).compile()

@@ -51,6 +51,7 @@ def bytes_sent(program, branch="max"):
 METRIC = SENT * 4
 
 
+@pytest.mark.slow
 def test_no_byte_between_rounds(mesh):
     tx = jd.local_steps(optax.adam(0.05), NESTEROV, sync_period=8)
     program = compiled(tx, mesh)

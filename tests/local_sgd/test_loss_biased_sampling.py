@@ -85,6 +85,7 @@ def test_training_with_the_table_equals_the_paper():
     assert np.abs(loss_table(EXAMPLES, everything)[-1] - tables[-1]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_mesh_does_the_same_and_sends_the_table_once_a_round():
     mesh = jd.make_mesh({"data": WORKERS})
     step, simulated = jd.distribute(train_step, mesh), jd.simulate(train_step, workers=WORKERS)

@@ -130,6 +130,7 @@ def ran():
     return on_mesh, simulated, compiled
 
 
+@pytest.mark.slow
 def test_simulation_equals_the_mesh(ran):
     on_mesh, simulated, _ = ran
     problems.assert_close(on_mesh, simulated, 2e-5)

@@ -45,6 +45,7 @@ def loop(drawn, pulls, rate, probability, pull, period):
     return np.stack(out)
 
 
+@pytest.mark.slow
 def test_forty_steps_equal_a_loop_with_the_same_coins():
     drawn = targets(40)
     rates = np.full(40, 0.05, np.float32)

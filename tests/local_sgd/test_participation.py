@@ -58,6 +58,7 @@ def train(reducer, run, workers):
     return np.stack(anchors)[PERIOD - 1 :: PERIOD], np.asarray(state.params.value), state.opt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCERS)
 def test_rounds_are_those_of_fed_avg(name, mesh):
     """On the mesh and in simulation; workers that are not drawn keep their residuals and take the new parameters."""

@@ -11,6 +11,7 @@ from register import position_bytes
 import jaxdist as jd
 
 
+@pytest.mark.slow
 def test_feedback_keeps_what_was_not_sent():
     """`β e + Δ = s + e'` on each worker, and the agreed model moves by the mean of the `s` alone."""
     drawn = targets(12, 4, 64)
@@ -40,6 +41,7 @@ def test_feedback_keeps_what_was_not_sent():
             assert len(np.unique(np.round(np.abs(s[np.abs(s) > 1e-6]), 5))) == 2
 
 
+@pytest.mark.slow
 def test_all_entries_one_value_a_mean_is_plain_averaging():
     drawn = targets(12)
     tx = jd.local_sgd.sparse_loco(optax.sgd(0.1), sync_period=4, density=1.0, values_block=1, learning_rate=0.65)
@@ -49,6 +51,7 @@ def test_all_entries_one_value_a_mean_is_plain_averaging():
     np.testing.assert_allclose(state.reducer[0].residual.value, 0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_sends_a_two_hundredth_of_float32_and_nothing_between():
     """Ten bits and a quarter for one entry of 64. With indices of 12 bits it would be 14, 146 times less."""
     tx, size = jd.local_sgd.sparse_loco(optax.sgd(0.1), sync_period=30), 8 * 4096

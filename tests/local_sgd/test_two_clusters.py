@@ -57,6 +57,7 @@ def simulated():
     return states[1:]
 
 
+@pytest.mark.slow
 def test_the_mesh_does_what_the_simulation_does(compiled, simulated):
     """And what is agreed, is: clusters part between rounds and only there."""
     mesh, run = compiled

@@ -33,6 +33,7 @@ def place(tx, where):
     return jd.place({"x": jd.PerWorker(x, axis=AXES), "opt": tx.init(x)}, where, axis=AXES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("periods", [(2, 4), (2, 5)], ids=["a multiple", "between rounds of chips"])
 def test_equals_the_reference_on_a_mesh_and_simulated(periods, pods):
     steps = 11

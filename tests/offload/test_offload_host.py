@@ -90,6 +90,7 @@ def test_equals_more_optimizers(name):
 SHAPES = [(29, 4), (40, 3), (41, 2, 9), (4096,), (5120,), (33,), (2, 3)]
 
 
+@pytest.mark.slow
 def test_tiles_of_every_shape():
     """With a remainder that fills registers and one that does not; vectors that do and one that does not."""
     found = {str(shape): jnp.linspace(-1, 1, math.prod(shape)).reshape(shape) for shape in SHAPES}
@@ -108,6 +109,7 @@ def test_tiles_of_every_shape():
     assert kinds(streamed_state) == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_bytes_that_cross():
     """The formulas, and a few numbers of four bytes (counts and rates) besides."""
     like = {"w": jnp.zeros((64, 64)), "b": jnp.zeros(4096)}
@@ -156,6 +158,7 @@ def test_types_of_the_trace():
             assert not any("<host>" in str(var.aval) for var in eqn.outvars)
 
 
+@pytest.mark.slow
 def test_master_takes_what_bfloat16_loses():
     tiny = optax.sgd(1e-5)
     found, state = run(offload.host(tiny, master_dtype=jnp.float32), jnp.bfloat16, 300)
@@ -181,6 +184,7 @@ def reference_delayed(inner, start, steps):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 3])
 def test_delayed(start):
     """Clipping sees the norm of the gradients of the step before."""
@@ -266,6 +270,7 @@ def three_steps(tx, place):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["host", "device"])
 def test_around_zero(compute, four, expected):
     state = three_steps(offload.host(ZERO, compute=compute), four)

@@ -48,6 +48,7 @@ def test_cut_and_offloaded_training_is_the_same_training(plain, spelling, offloa
     assert any(sent == pytest.approx((1 + times) / 2, rel=0.1) for times in gathers)
 
 
+@pytest.mark.slow
 def test_blocks_are_whole_one_at_a_time():
     writing = text.text_workload(gpt.SIZES["tiny"]._replace(layers=2), held_out_examples=16)
     whole, cut = (run(spelling, workload=writing) for spelling in ("exact", "zero:3"))
@@ -62,6 +63,7 @@ def test_blocks_are_whole_one_at_a_time():
     assert 0.98 * (3 * blocks + 2 * ends) < sent < 1.02 * (3 * blocks + 3 * ends)
 
 
+@pytest.mark.slow
 def test_a_run_on_disk_goes_on(plain, tmp_path):
     arguments = ["train", *TINY, "--zero", "3", "--offload", f"nvme:{tmp_path / 'disk'}", "--no-baseline"]
     for steps in (2, 4):

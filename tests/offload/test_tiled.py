@@ -122,6 +122,7 @@ def mesh_of_4():
     return jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
 
 
+@pytest.mark.slow
 def test_cut_tiles(mesh_of_4):
     """On the mesh and simulated, two steps equal those of whole kernels; the bytes are those of stage 3."""
     step, make, plain, batch = stage_3(70, 3)
@@ -141,6 +142,7 @@ def test_cut_tiles(mesh_of_4):
     assert analysis.collectives(program).wire_bytes == 3 * 3 / 4 * 4 * cut + 2 * 3 / 4 * 4
 
 
+@pytest.mark.slow
 def test_temporaries_do_not_grow_with_the_width(mesh_of_4):
     """Four times as wide in four times as many tiles: only this worker's own pieces, stacked for the loop, grow."""
 

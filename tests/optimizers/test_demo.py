@@ -33,6 +33,7 @@ def test_the_cosine_transform_of_one_two_three_four():
     np.testing.assert_allclose(from_frequencies(found, (1, 4), x), x, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (6,), (12, 10), (7, 6), (2, 3, 4, 5)])
 def test_tiles_keep_lengths_and_come_back(shape):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)

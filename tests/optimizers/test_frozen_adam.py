@@ -87,6 +87,7 @@ def test_residuals_of_entries_that_are_always_zero_stay_small():
     assert 0 < found[:, :, :4].max() < found[:, :, 4:].max()
 
 
+@pytest.mark.slow
 def test_what_each_phase_sends():
     """Floats in the warm-up, then bytes: of chunks of signs and their scales, one message each way."""
     found = jd.analysis.collectives(ran("one_bit_adam").compiled, branch="min")
@@ -100,6 +101,7 @@ def test_what_each_phase_sends():
     assert float(jd.transforms.stats(states[-1])["bytes"]) == 3 * optimizer.bytes(8) + 2 * optimizer.cheapest(8)
 
 
+@pytest.mark.slow
 def test_the_command_line_counts_its_bytes(mesh):
     method = parse.parse_method("one_bit_adam:1e-3,freeze_step=1", "sgd:0.1")
     run = train.prepare(digits.digits_workload(4), **method._asdict(), mesh=mesh, batch_size=8)

@@ -15,7 +15,7 @@ from jaxdist._cli import results
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @each
 def test_the_wire_carries_what_the_docstring_says(name):
     optimizer, found = OPTIMIZERS[name], jd.analysis.collectives(ran(name).compiled)
@@ -27,6 +27,7 @@ def test_the_wire_carries_what_the_docstring_says(name):
     assert cheapest == (optimizer.cheapest or optimizer.bytes)(8)
 
 
+@pytest.mark.sampled(3)
 @each
 def test_mesh_and_simulation_agree(name):
     """To a rounding of the largest entry of each leaf: residuals are small differences of numbers as large as that."""
@@ -51,7 +52,7 @@ def test_a_checkpoint_gives_every_state_back(tmp_path):
     assert_close(results.restore(tmp_path / "states", states), states, tolerance=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @each
 def test_inside_the_wrappers_of_optax(name):
     """A learning rate that is injected is one that is given; masks and maps over the parameters find their way."""
@@ -67,7 +68,7 @@ def test_inside_the_wrappers_of_optax(name):
     assert jax.tree.structure(mapped) == jax.tree.structure(state.opt)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @each
 def test_a_schedule_is_asked_for_each_step(name):
     tx = OPTIMIZERS[name].make(lambda count: jnp.where(count < 1, 0.0, 0.1), axis=None)
@@ -91,7 +92,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @each
 def test_leaves_of_every_kind(name):
     """One worker: updates of the same shape and dtype, finite, for gradients and for zeros."""

@@ -107,6 +107,7 @@ def test_a_rate_of_zero():
     assert np.isfinite(states[-1].momentum.value).all()
 
 
+@pytest.mark.slow
 def test_half_precision_parameters_follow_the_anchor():
     """What a bfloat16 parameter cannot hold stays in the anchor."""
     tx = jd.optimizers.zero_one_adam(1e-4, freeze_step=20, doubling_steps=5, longest_interval=2)
@@ -120,6 +121,7 @@ def test_half_precision_parameters_follow_the_anchor():
     np.testing.assert_allclose(half[1][19].anchor.value, single[1][19].anchor.value, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_each_step_sends():
     found = jd.analysis.collectives(ran("zero_one_adam").compiled, branch="all")
     kinds = sorted((op.kind, op.dtype) for op in found.ops)

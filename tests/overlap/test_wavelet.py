@@ -34,6 +34,7 @@ def one_by_one(params, waves):
     return jax.tree.map(lambda x: x / len(waves), total)
 
 
+@pytest.mark.slow
 def test_pair_equals_one_by_one():
     """To the bit, in a loop and unrolled, with three waves, which turn the slots around and back."""
     waves = tuple(data(seed) for seed in range(3))
@@ -96,6 +97,7 @@ def run(wave, start, batches, flush=True):
 BATCHES = [data(seed) for seed in range(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True])
 def test_rolling_equals_delayed_gradients(unroll):
     tx = optax.sgd(0.5)
@@ -110,6 +112,7 @@ def test_rolling_equals_delayed_gradients(unroll):
     assert not state.pending
 
 
+@pytest.mark.slow
 def test_flush_and_go_on():
     """Flushing applies the last wave once; with nothing under way it changes nothing, and the next wave is fresh."""
     tx = optax.adamw(0.1)
@@ -148,6 +151,7 @@ def compiled(f, *args, donate=()):
     return jax.jit(f, donate_argnums=donate).lower(*args).compile()
 
 
+@pytest.mark.slow
 def test_memory():
     """By the compiler's plan, with activations of many times the bytes of the parameters."""
     layers, examples = 24, 4 * WIDTH

@@ -40,6 +40,7 @@ def rolling(tx: optax.GradientTransformation = REDUCED, **options):
     }
 
 
+@pytest.mark.slow
 def test_pair_on_a_mesh(pair):
     """One all-reduce of the gradients for two waves."""
     tx = optax.chain(REDUCED, optax.sgd(0.1))

@@ -72,6 +72,7 @@ def test_a_planted_disagreement_is_named(mesh, monkeypatch):
         run(now, batch())
 
 
+@pytest.mark.slow
 def test_checking_values_changes_nothing_else(mesh):
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25)))), optax.sgd(0.1))
     typed, valued = (jd.distribute(make_step(tx), mesh, check=check) for check in ("types", "values"))
@@ -118,6 +119,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_untypable_losses_train(mesh, name):
     objective, init = MODELS[name]

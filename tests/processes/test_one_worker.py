@@ -78,14 +78,14 @@ CODED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*PLAIN, *PLAIN_APART])
 def test_it_is_the_optimizer_alone(name):
     found = ran({**PLAIN, **PLAIN_APART}[name](), apart=name in PLAIN_APART)
     assert_close(found, by_hand(adam()), 1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CODED)
 def test_a_coded_model_is_the_optimizer_up_to_its_code(name):
     assert_close(ran(CODED[name](), apart=True), by_hand(adam()), STEPS * 0.4 / 255)
@@ -110,7 +110,7 @@ def test_diloco_is_an_outer_step_along_the_own_drift():
     assert_close(found, rounds(adam(), optax.sgd(0.7, momentum=0.9, nesterov=True), 2), 1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reducer_is_what_it_is_without_an_axis(name):
     case, alone = CASES[name], jd.comm.alone()
@@ -130,7 +130,7 @@ def test_a_reducer_is_what_it_is_without_an_axis(name):
     assert_close(found, by_hand(optax.chain(local, optax.sgd(0.1))), max(case.tolerance, 1e-5))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_what_it_is_without_an_axis(name):
     one = OPTIMIZERS[name]

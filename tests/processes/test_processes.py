@@ -56,6 +56,7 @@ def results(tmp_path_factory, wanted):
     return [json.loads(part.split("RESULT ")[1].splitlines()[0]) for part in text]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*NAMES, "skip_nonfinite"])
 def test_two_processes_give_what_the_simulation_gives(results, name):
     tolerance = CASES[name].tolerance if name in CASES else 0

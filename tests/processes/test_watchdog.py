@@ -189,6 +189,7 @@ def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
     assert ended[0]
 
 
+@pytest.mark.slow
 def test_a_process_that_compiles_is_waited_for(ended):
     """As long as a first call may take."""
     watch, _ = watch_of_two(Heartbeat(11, 0, compiling=True), True, first_seconds=2.0)

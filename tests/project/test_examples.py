@@ -58,15 +58,13 @@ def start(command):
     return run.stdout
 
 
-# Four processes, each of which compiles; three meshes with several programs each; methods that pages run too.
-SLOW = {
-    "islands.py",
-    "tensor_parallel.py",
-    *("does_not_fit.py", "hospitals.py", "two_clusters.py", "uneven_workers.py"),
-}
+# The others compile more programs, or run in four processes.
+QUICK = {"chain_with_optax.py", "two_processes.py"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROMISES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in PROMISES]
+)
 def test_example_runs(name):
     printed = start([EXAMPLES / name])
     assert PROMISES[name] in printed

@@ -73,7 +73,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_wire_is_what_the_table_says(name):
     tx, differ, expected = ALGORITHMS[name]
@@ -164,6 +164,7 @@ def test_nodes_act_as_one(pods):
         np.testing.assert_allclose(found, expected, atol=0.01)  # a step of a code
 
 
+@pytest.mark.slow
 def test_codes_between_nodes_are_of_shards(pods):
     """ByteGrad with feedback on two levels: bytes between nodes are those of a quarter; twelve means are exact ones."""
     tx = bagua.bytegrad(SGD, feedback=True, hierarchical=True, axis=AXES)

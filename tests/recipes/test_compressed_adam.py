@@ -67,6 +67,7 @@ def test_one_worker_without_a_code_is_adamw():
     )
 
 
+@pytest.mark.slow
 def test_it_moves_rare_entries_as_far_as_others():
     """With a steady gradient every entry should move by the rate in every step; after the mean few do."""
     steady = np.broadcast_to(np.logspace(-2, 1, SIZE), (60, WORKERS, SIZE))
@@ -76,6 +77,7 @@ def test_it_moves_rare_entries_as_far_as_others():
     assert after.min() < 0.1 * RATE * len(steady)
 
 
+@pytest.mark.slow
 def test_only_the_code_is_sent():
     mesh = jd.make_mesh({"data": WORKERS})
 

@@ -195,6 +195,7 @@ def test_each_step_sends_the_bytes_of_its_level():
     assert 4 < low.sum() < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [30, 60])
 def test_compression_is_no_change_of_regime(interval):
     """Stationary gradients: what feedback holds back under high compression, and lets go of under low, is no news."""
@@ -209,7 +210,7 @@ def test_compression_is_no_change_of_regime(interval):
         assert np.flatnonzero(levels_of(states.reducer)).tolist() == list(range(interval + 30))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("wrap", [jd.error_feedback, lambda reducer: reducer], ids=["feedback", "none"])
 @pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 3), (3, 5)])
 def test_judged_is_what_workers_computed(wrap, epoch, interval):
@@ -225,6 +226,7 @@ def test_judged_is_what_workers_computed(wrap, epoch, interval):
         np.testing.assert_allclose(states.regime.norm[start + epoch - 1], wanted, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_feedback_outlives_every_switch():
     rows = changing()
     reducer = jd.error_feedback(jd.reducers.accordion(top(0.5), top(0.02), epoch_steps=1, interval_steps=2))
@@ -246,6 +248,7 @@ def test_the_idle_reducer_stays_as_it_is():
     assert (moved["high"] == ~low).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("eta", "make"), [(0.0, lambda: low_rank(2)), (0.5, lambda: top(0.1))], ids=["low", "both"])
 def test_one_level_is_the_reducer_itself(eta, make):
     """Never switched, or switched between equal reducers that keep nothing."""
@@ -285,6 +288,7 @@ def test_the_rate_reaches_the_reducer():
     assert np.asarray(run(rates))[0].tolist() == [10] * 9 + [1] * 3 + [10] * 5 + [1] * 3
 
 
+@pytest.mark.slow
 def test_each_group_decides_for_itself():
     rows = {"w": changing(), "v": np.ones((24, 2, 12, 9), np.float32)}
     reducer = jd.reducers.accordion(
@@ -302,6 +306,7 @@ def test_each_group_decides_for_itself():
     assert low["of w"].sum() > 6
 
 
+@pytest.mark.slow
 def test_both_levels_are_in_the_program_and_send_their_own_bytes(mesh):
     reducer = jd.reducers.accordion(
         low_rank(3), low_rank(1), epoch_steps=1, interval_steps=2, groups=lambda path, leaf: path
@@ -347,7 +352,7 @@ def noisy(steps=40, workers=3):
     return (1 + noise - noise.mean(1, keepdims=True)).astype(np.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 8), (5, 5)])
 def test_raw_and_reduced_gradients_have_verdicts_of_their_own(epoch, interval):
     rows, settings = noisy(), {"epoch_steps": epoch, "interval_steps": interval, "eta": 0.2}

@@ -29,7 +29,7 @@ def heavy(*shape):
     return (rows(*shape) * scales).astype(np.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alq", "alq exact", "amq"])
 def test_every_device_holds_the_same_levels(name):
     states = ran(name).mesh
@@ -41,7 +41,7 @@ def test_every_device_holds_the_same_levels(name):
     assert (np.asarray(states[0].opt[0].reducer.levels) != np.asarray(states[1].opt[0].reducer.levels)).any()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @each_reducer
 def test_copies_of_one_worker_fit_its_levels(make):
     one = rows(1, 1, 200)
@@ -53,6 +53,7 @@ def test_copies_of_one_worker_fit_its_levels(make):
     np.testing.assert_array_equal(together, np.repeat(together[:1], 4, axis=0))
 
 
+@pytest.mark.slow
 def test_levels_move_at_scheduled_steps_only():
     updates = heavy(9, 1, 64) * rows(9, 1, 1, seed=1)
     reducer = jd.reducers.amq(3, bucket=64, update_steps=(2,), every=5)
@@ -62,7 +63,7 @@ def test_levels_move_at_scheduled_steps_only():
     assert (levels[0] != np.asarray(reducer.init(jnp.zeros(64)).levels)).any()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @each_reducer
 def test_gradients_that_say_nothing_leave_the_levels(make):
     updates = rows(5, 2, 40)
@@ -73,7 +74,7 @@ def test_gradients_that_say_nothing_leave_the_levels(make):
     assert (np.diff(levels) > 0).all()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @each_reducer
 @pytest.mark.parametrize("exponent", [-100, 124])
 def test_levels_are_fitted_to_gradients_of_any_magnitude(make, exponent):
@@ -87,6 +88,7 @@ def test_levels_are_fitted_to_gradients_of_any_magnitude(make, exponent):
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [REDUCERS["exact"], REDUCERS["amq"]], ids=["exact", "amq"])
 def test_the_mean_is_right_on_average(make):
     updates = heavy(1, 2, 128)
@@ -100,6 +102,7 @@ def test_the_mean_is_right_on_average(make):
     assert (errors**2).sum(1).mean() == pytest.approx(wanted / 4, rel=0.1)  # of two workers: a quarter of the sum
 
 
+@pytest.mark.slow
 def test_weights_decide_which_buckets_count():
     """Small buckets with heavy tails beside large Gaussian ones: with 2 the sum is least, with 0 the sum of ratios."""
     x = np.concatenate([rows(4, 256) * 10, np.random.default_rng(1).standard_t(2, (12, 256))]).astype(np.float32)

@@ -22,6 +22,7 @@ def errors():
     return json.loads(out.stdout)
 
 
+@pytest.mark.slow
 def test_a_compressor_is_not_a_reducer(errors):
     assert len(errors) > 20
     for name, (kind, message) in errors.items():

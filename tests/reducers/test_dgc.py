@@ -35,6 +35,7 @@ def test_dgc_follows_the_reference(options):
     np.testing.assert_allclose(states.unsent.value, v, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_without_momentum_it_is_error_feedback():
     updates = rows(10, 4, 40).astype(np.float32)
     means, _, states = trajectory(dgc(0.1, momentum=0.0), updates)
@@ -43,6 +44,7 @@ def test_without_momentum_it_is_error_feedback():
     np.testing.assert_array_equal(states.unsent.value, others.residual.value)
 
 
+@pytest.mark.slow
 def test_sending_everything_is_momentum_sgd_without_memory():
     """With masking all momentum is gone after each step; without it the velocities are those of heavy ball."""
     updates = rows(5, 4, 12).astype(np.float32)
@@ -67,6 +69,7 @@ def test_the_clip_is_that_of_all_leaves_together():
         np.testing.assert_allclose(run(tiny).mean["b"], [[min(0.8, 4 * factor)]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_warm_up_sends_at_each_density_for_its_part():
     reducer = dgc(0.1, warmup_densities=(0.5, 0.25), warmup_steps=4)
     updates = rows(6, 4, 40).astype(np.float32)

@@ -65,6 +65,7 @@ def test_after_the_first_step_int8_travels_and_nothing_else(mesh):
     assert [(op.kind, op.dtype, op.bytes, op.messages) for op in later.ops] == [("all-reduce", "int8", TOTAL, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 127])
 def test_no_sum_overflows(workers):
     """All workers at the largest entry: 127 = 127 · 1 fits an int8, and one more worker would not."""

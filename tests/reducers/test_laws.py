@@ -19,6 +19,7 @@ each_code = pytest.mark.parametrize("name", CODES)
 sampled = pytest.mark.sampled(SAMPLE)
 
 
+@pytest.mark.sampled(8)
 @sampled
 @each_code
 def test_compressors_keep_their_laws(name):
@@ -26,6 +27,7 @@ def test_compressors_keep_their_laws(name):
     assert_compressor_laws(code.make(), shapes=[(37,)], dtypes=[jnp.float32, jnp.float16], magnitudes=code.magnitudes)
 
 
+@pytest.mark.sampled(3)
 @each_code
 @pytest.mark.parametrize("size", [0, 1, 37, 600])
 def test_compressors_send_what_they_say(name, size):
@@ -37,6 +39,7 @@ def test_compressors_send_what_they_say(name, size):
     assert sent <= code.bytes(max(size, 1))
 
 
+@pytest.mark.sampled(3)
 @sampled
 @each_code
 def test_compressors_keep_their_types(name, mesh, request):
@@ -64,6 +67,7 @@ def test_compressors_keep_their_types(name, mesh, request):
         assert out.shape == (40,)
 
 
+@pytest.mark.sampled(8)
 @sampled
 @each_case
 def test_reducers_keep_their_laws(name, request):
@@ -81,6 +85,7 @@ def test_reducers_keep_their_laws(name, request):
     )
 
 
+@pytest.mark.sampled(8)
 @sampled
 @each_case
 def test_the_wire_carries_what_the_docstring_says(name):

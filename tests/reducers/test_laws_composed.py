@@ -28,7 +28,7 @@ def wrapped(case, axis):
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @each_case
 def test_inside_the_wrappers_of_optax(name, request):
     """On the mesh and in simulation in turn; both with `--slow`."""
@@ -49,6 +49,7 @@ def test_inside_the_wrappers_of_optax(name, request):
     assert jax.tree.structure(mapped) == jax.tree.structure(state.opt)
 
 
+@pytest.mark.slow
 def test_wrappers_leave_the_numbers_alone():
     """Masked and partitioned: the same updates as for the leaves alone, and none for the others."""
     reducer = jd.error_feedback(jd.compressed(jd.top_k(0.1)))
@@ -90,7 +91,7 @@ LEAVES = {
 ON_LEAVES = [name for name in CASES if name not in ("top_k", "feedback of qsgd 2", "power_sgd", "tracked")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ON_LEAVES)
 def test_leaves_of_every_kind(name, request):
     """Finite results of the same shape and dtype, in one tree, for one worker; half of the leaves without `--slow`."""
@@ -131,6 +132,7 @@ def test_float64_is_reduced_in_float64(mesh):
             assert {op.dtype for op in jd.analysis.collectives(compiled).ops} == {"float64"}
 
 
+@pytest.mark.sampled(3)
 @each_case
 def test_integer_leaves_are_refused(name):
     axis, _, _ = where(CASES[name])

@@ -47,6 +47,7 @@ def test_follows_the_reference():
     assert not error(states)[[6, 13]].any()
 
 
+@pytest.mark.slow
 def test_feedback_does_not_end_after_so_many_steps_that_a_count_would():
     reducer = jd.reducers.loco(jd.compressed(int4()), reset_every=4, block=16)
     x = jnp.array([0.3, -0.7, 0.1, 1.0])

@@ -25,6 +25,7 @@ def test_follows_the_reference(float64, own):
     np.testing.assert_allclose(states.residual.value, residuals, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
     rows = {"w": gradients(50, 4), "b": gradients(50, 4)[..., 0]}
     feedback = jd.error_feedback(reducer(2))
@@ -52,6 +53,7 @@ def test_the_second_step_loses_nothing_up_to_the_rank():
     np.testing.assert_allclose(means[1], matrix, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_equal_shapes_do_not_share_a_scale(one_sided):
     """A common norm of all matrices of one shape would shrink each of them."""

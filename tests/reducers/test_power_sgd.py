@@ -42,6 +42,7 @@ def test_stacks_of_unequal_heights_keep_their_matrices_apart(float64):
         np.testing.assert_allclose(states.residual.value[name], residuals, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_many_workers_are_one_worker_on_the_averaged_gradients(float64):
     rows = {"w": gradients(50, 4), "b": gradients(50, 4)[..., 0]}
     feedback = jd.error_feedback(reducer(2))
@@ -85,7 +86,7 @@ def test_the_basis_of_q_does_not_matter(float64):
     np.testing.assert_allclose(trajectory(two, rows)[0], trajectory(two, rows, state=turned)[0], atol=1e-12)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("exponent", [63, 67, 100, 118, -63, -67, -100])
 def test_the_scale_of_gradients_does_not_matter(one_sided, exponent):
@@ -112,6 +113,7 @@ def test_a_huge_finite_gradient_is_forgotten(one_sided, value):
     assert (left**2).sum() < 0.8 * (target**2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda x: x, jd.error_feedback], ids=["alone", "with feedback"])
 def test_recovers_from_a_zero_gradient(wrap):
     rows = gradients(4, 2).astype(np.float32)
@@ -136,6 +138,7 @@ def spread(rows, **options):
     return np.linalg.norm((residuals - residuals.mean(1, keepdims=True)).reshape(len(rows), -1), axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_local_residuals_are_bounded_by_noise_alone(float64, one_sided):
     """Where the mean keeps its column space, what unlike workers have outside of it is never sent."""

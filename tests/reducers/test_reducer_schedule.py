@@ -16,6 +16,7 @@ def rows(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_first_one_then_the_other():
     updates, code = rows(4, 3, 20), jd.compressed(jd.top_k(0.2))
     means, owns, states = trajectory(jd.reducers.reducer_schedule(jd.exact(), code, 2), updates)
@@ -34,6 +35,7 @@ def test_power_sgd_that_starts_later_is_such_a_switch():
     np.testing.assert_array_equal(means, trajectory(jd.error_feedback(jd.power_sgd(2, start_step=2)), updates)[0])
 
 
+@pytest.mark.slow
 def test_each_step_sends_what_its_own_reducer_sends(mesh):
     both = ran("reducer_schedule").collectives
     assert [(op.kind, op.dtype) for op in both.ops] == [("all-reduce", "float32")]
@@ -45,6 +47,7 @@ def test_each_step_sends_what_its_own_reducer_sends(mesh):
     assert words.tolist() == [1.5 * 400, 1.5 * 400 + 3 * CODES["top_k"].bytes(100)]
 
 
+@pytest.mark.slow
 def test_the_weaker_law_and_both_debts():
     sign, exact = jd.two_shot(jd.compressors.scaled_sign()), jd.exact()
     assert jd.reducers.reducer_schedule(exact, exact, 3).law == Law.EXACT

@@ -83,6 +83,7 @@ def test_the_virtual_iterate_follows_plain_descent(float64):
     np.testing.assert_allclose(virtual, xs[0] - rate * np.cumsum(means, axis=0), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_repelling_example_needs_feedback(float64):
     first, one = jnp.ones(3), top(1 / 3)
     xs, _, _ = descend(one, repelled, REPELLING, first, 0.1, 5)
@@ -121,6 +122,7 @@ def test_feedback_refuses_what_it_cannot_correct():
                 wrap(inner)
 
 
+@pytest.mark.slow
 def test_noisy_steps_are_divided_by_their_inflation():
     """`Σ_w |D(C(x_w))|² / Σ_w |x_w|²`, measured over all workers and leaves; the law stays exact."""
     grads = {"a": jnp.asarray(rows(4, 30)), "b": jnp.asarray(1e25 * rows(4, 5, 2, seed=1), jnp.float32)}
@@ -192,6 +194,7 @@ def test_the_learning_rate_inside_follows_the_reference(float64):
     np.testing.assert_allclose(residuals, owed, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_at_a_rate_of_zero_the_debt_stays():
     reducer = jd.error_feedback(top(0.5), with_learning_rate=True)
     x = jnp.array([1.0, 4.0])
@@ -262,6 +265,7 @@ def messages(compiled):
     return sorted((op.kind, op.dtype, op.bytes) for op in jd.analysis.collectives(compiled).ops)
 
 
+@pytest.mark.slow
 def test_parts_share_a_collective_and_frozen_leaves_cost_nothing(mesh):
     reducer = jd.reducers.per_leaf(
         lambda path, leaf: path, {"a": top(0.1), "b": jd.compressed(jd.qsgd(4)), "frozen": None}
@@ -309,6 +313,7 @@ def test_each_bucket_is_a_message_of_its_own(mesh):
     assert sum(op.bytes for op in found.ops) == 4 * 200
 
 
+@pytest.mark.slow
 def test_a_code_sees_the_whole_bucket_and_buckets_draw_apart():
     updates = {"a": np.full((1, 2, 40), 10.0, np.float32), "b": np.ones((1, 2, 40), np.float32)}
     means, _, _ = trajectory(jd.reducers.bucketed(top(0.5)), updates)
@@ -324,6 +329,7 @@ def test_a_code_sees_the_whole_bucket_and_buckets_draw_apart():
 # Hierarchical
 
 
+@pytest.mark.slow
 def test_levels_use_their_own_links():
     fast, slow = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
     sent = {fast: 0.0, slow: 0.0}
@@ -372,6 +378,7 @@ def test_hierarchical_refuses_what_cannot_work():
 # Tracked
 
 
+@pytest.mark.slow
 def test_counted_bytes_are_those_of_the_compiled_program():
     found = ran("tracked")
     stats = jd.transforms.stats(found.mesh[-1].opt)
@@ -380,6 +387,7 @@ def test_counted_bytes_are_those_of_the_compiled_program():
     assert 0 < float(stats["compression_error"]) < 1
 
 
+@pytest.mark.slow
 def test_bytes_of_both_branches_are_counted():
     """The plain mean before the start sends more than the low rank after it."""
     reducer = jd.error_feedback(jd.reducers.with_stats(jd.power_sgd(1, start_step=1)))
@@ -388,6 +396,7 @@ def test_bytes_of_both_branches_are_counted():
     assert (words @ [2.0**32, 1]).tolist() == [1.5 * 4 * 96, 1.5 * 4 * (96 + 20)]
 
 
+@pytest.mark.slow
 def test_the_compression_error_is_that_of_this_step():
     updates = np.array([[[3.0, 4.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]], np.float32)
     _, _, states = trajectory(jd.reducers.with_stats(top(0.25)), updates)
@@ -408,6 +417,7 @@ def test_a_count_of_reductions_stops_at_the_largest_number():
     assert int(after.syncs) == 2**31 - 1
 
 
+@pytest.mark.slow
 def test_a_count_of_empty_steps_stops_at_the_largest_number():
     for tx in (jd.all_reduce(jd.exact(), axis=None), jd.zero_redundancy(optax.sgd(0.1), axis=None)):
         state = tx.init(jnp.zeros(2))._replace(empty=jnp.int32(2**31 - 1))
@@ -415,6 +425,7 @@ def test_a_count_of_empty_steps_stops_at_the_largest_number():
         assert int(after.empty) == 2**31 - 1
 
 
+@pytest.mark.slow
 def test_nothing_to_reduce():
     """A label without leaves, a masked tree: no buckets, nothing sent, the same state."""
     for reducer in (

@@ -57,6 +57,7 @@ def test_equal_weights_change_nothing(name):
         np.testing.assert_allclose(reduce_rows(reducer, rows), weighted, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @each_robust
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf, 3e38, -1e20])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -109,6 +110,7 @@ def test_in_a_chain_with_examples(name):
     np.testing.assert_allclose(run(rows, counts)[0], found[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_combinators_pass_the_weights_on():
     """Of the same reducer in all places they do; a mixture with other reducers is refused, and so are pods."""
     rows, counts = drawn(6), np.array([0, 1, 0, 2, 4, 4], np.float32)

@@ -102,6 +102,7 @@ def test_an_unbiased_second_code_is_right_on_average_and_the_biased_one_by_its_r
     assert off(jd.two_shot(exact, second=jd.qsgd(2))) < 5 * 0.5 / 400**0.5
 
 
+@pytest.mark.slow
 def test_odd_sizes_fewer_entries_than_workers_and_no_entries():
     for size in (0, 1, 3, 8, 9, 65):
         x = rows(2, 8, size).astype(np.float32)
@@ -115,6 +116,7 @@ def test_odd_sizes_fewer_entries_than_workers_and_no_entries():
         np.testing.assert_allclose(means.sum(0) + residual + held[:size], x.mean(1).sum(0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_differ_between_directions_steps_workers_and_chunks():
     updates = np.broadcast_to(np.linspace(0, 1, 64, dtype=np.float32), (2, 4, 64))
     means, owns, _ = trajectory(jd.two_shot(jd.qsgd(2)), updates)

@@ -34,6 +34,7 @@ def ids_of_batches(example, processes, count, position=None):
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sees_the_same_batches_and_ends_with_the_same_bits(example, tmp_path):
     whole = example["train"](tmp_path / "whole", STEPS)
     first = example["train"](tmp_path / "parts", LOST_AFTER)

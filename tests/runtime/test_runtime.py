@@ -44,6 +44,7 @@ def test_mesh_and_simulation_agree(mesh, run, simulated):
     assert_close(train(run, fresh(TX, mesh)), train(simulated, fresh(TX, 8)))
 
 
+@pytest.mark.slow
 def test_several_axes(pods, run, mesh):
     axis = ("pod", "chip")
     on_mesh = train(
@@ -62,6 +63,7 @@ def test_explicit_axes(mesh, run):
     assert_close(found, train(run, fresh(TX, mesh)))
 
 
+@pytest.mark.slow
 def test_one_device(simulated):
     one = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
     found = train(jd.distribute(make_step(TX), one), fresh(TX, one))
@@ -118,7 +120,7 @@ def test_cut_state(mesh):
 # ---- states of other kinds, names of leaves
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("run", [jd.simulate, lambda step, size: jd.distribute(step, jd.make_mesh({"data": size}))])
 @pytest.mark.parametrize("make", [jd.reducers.dgc, lambda density: jd.error_feedback(jd.compressed(jd.top_k(density)))])
 def test_the_state_of_a_reducer_may_be_the_whole_state(run, make):
@@ -240,6 +242,7 @@ def test_static_arguments_make_programs(mesh):
     assert [len(jd.analysis.collectives(program).ops) for program in programs] == [1, 0]
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_call(mesh, run):
     many = {k: np.stack([batch(seed=seed)[k] for seed in range(3)]) for k in ("x", "y")}
 

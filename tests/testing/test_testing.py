@@ -93,6 +93,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("law", BROKEN)
 def test_a_broken_reducer_is_told_its_law(law):
     with pytest.raises(AssertionError, match=f"law '{law}"):
@@ -109,6 +110,7 @@ def test_server_residuals_that_are_delivered_to_the_wrong_entries_are_found():
         assert_reducer_laws(holding_elsewhere(), like={"w": jax.ShapeDtypeStruct((32,), jnp.float32)}, steps=100)
 
 
+@pytest.mark.slow
 def test_a_sound_reducer_passes_with_the_standard_leaves():
     assert_reducer_laws(averaging())
     assert_reducer_laws(averaging(lambda x: x / 2)._replace(law=Law.NONE), like=LIKE)

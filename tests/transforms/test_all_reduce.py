@@ -110,6 +110,7 @@ def test_join_as_pytorch_has_it():
     assert (left.tolist(), stayed.tolist()) == ([2.0], [1.5])
 
 
+@pytest.mark.slow
 def test_no_examples_at_all(mesh):
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25)))), optax.sgd(0.1))
 

@@ -141,6 +141,7 @@ class Model(nnx.Module):
         return self.dense(self.norm(x))
 
 
+@pytest.mark.slow
 def test_nnx_split_and_merge(mesh):
     """The module's structure is static, its variables are the state."""
     structure = nnx.graphdef(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
@@ -175,6 +176,7 @@ def nnx_optimizer(tx):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCERS)
 def test_nnx_optimizer_as_a_part_of_the_state(mesh, name):
     """A module and an optimizer are pytrees: their marks stay, and the result is that of optax."""
@@ -234,7 +236,7 @@ def marks_of(tree):
     return {kind: sum(isinstance(x, kind) for x in leaves) for kind in (jd.PerWorker, jd.Sharded)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].levels == 1])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a biased code without feedback
 def test_every_reducer_keeps_its_marks_in_an_nnx_optimizer(name):
@@ -279,6 +281,7 @@ def test_other_methods_keep_their_marks_in_an_nnx_optimizer(name):
             jax.eval_shape(jd.simulate(noisy_step, 8), unmarked, batch(32))
 
 
+@pytest.mark.slow
 def test_batch_norm_and_dropout_with_an_nnx_optimizer(mesh):
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.power_sgd(rank=1))), optax.sgd(0.01))
     model, optimizer, _ = both_ways(noisy_step, lambda: noisy_optimizer(tx), mesh)

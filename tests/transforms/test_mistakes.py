@@ -87,6 +87,7 @@ def found(ended):
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for _, text in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_in_each_process(found, name):
     wanted = MISTAKES[name]

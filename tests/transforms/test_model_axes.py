@@ -61,7 +61,7 @@ def baseline(both):
     return over_model(make(jd.exact()), both)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "reducer",
     [
@@ -88,6 +88,7 @@ def test_the_numbers_are_those_without_a_model_axis(both, flat, reducer):
     assert with_axis.params["w"].sharding.is_equivalent_to(jax.NamedSharding(both, SPECS["w"]), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto_workers", "explicit_workers"])
 def test_explicit_model_axis_keeps_its_shards(both, baseline, kind):
     """The step sees the parameters sharded, as they were placed, and has the results and the bytes of Auto axes."""
@@ -106,7 +107,7 @@ def test_explicit_model_axis_keeps_its_shards(both, baseline, kind):
         assert over_model(tx, explicit) == baseline
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "reducer",
     [jd.exact(), jd.error_feedback(jd.compressed(F16)), jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))],

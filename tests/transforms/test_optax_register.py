@@ -227,6 +227,7 @@ def test_inside_local_steps(name):
     assert_same(apart(name, jd.local_steps(make(name), optax.sgd(1.0), sync_period=2), alike=True), plain(name))
 
 
+@pytest.mark.sampled(3)
 @parametrized(set(REGISTER) - APART - NO_LOSS - {"sam", "momo", "momo_adam"})
 def test_outside_local_steps(name):
     """The drift of one step of gradient descent is the mean gradient."""
@@ -259,6 +260,7 @@ def test_buffers_of_local_steps(name, buffers):
         assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_single_examples():
     """Clipped by each worker before the mean: eight examples in two workers as in one, without noise."""
     clip = contrib.differentially_private_aggregate(1.0, 0.0, key=KEY)
@@ -288,6 +290,7 @@ def test_two_sets_of_parameters():
     assert_same(jax.tree.map(lambda x: x[0], found), wanted)
 
 
+@pytest.mark.slow
 def test_sam_inside_local_steps():
     with pytest.raises(ValueError, match=r"adversarial point .* opaque_mode=True\) and pass grad_fn="):
         apart("sam", jd.local_steps(make("sam"), optax.sgd(1.0), sync_period=2), alike=True)

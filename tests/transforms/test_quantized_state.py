@@ -53,6 +53,7 @@ def plain():
     return run(optax.adam(1e-2, b2=0.99))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "within"), [(None, 0.05), (BFLOAT16, 0.02)], ids=["fp8", "bfloat16"])
 def test_takes_the_steps_of_the_optimizer(plain, code, within):
     state = run(jd.transforms.quantized_state(optax.adam(1e-2, b2=0.99), code))
@@ -76,6 +77,7 @@ def test_evenly_spaced_numbers_would_not_do():
     assert second_step(int8(block=4096)) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "bytes_each"), [(None, 1 + 1 / 32), (BFLOAT16, 2)], ids=["fp8", "bfloat16"])
 def test_memory_of_the_compiled_step(code, bytes_each):
     big = {"w": jnp.zeros((128, 256)), "v": jnp.zeros(8192)}
@@ -94,6 +96,7 @@ def make_plain(tx):
     return step
 
 
+@pytest.mark.slow
 def test_on_a_mesh_all_workers_keep_the_same(tmp_path):
     """Behind a reducer and inside `skip_nonfinite`; and the bits come back from a checkpoint."""
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
@@ -109,6 +112,7 @@ def test_on_a_mesh_all_workers_keep_the_same(tmp_path):
     assert_close(checkpoint.restore(tmp_path, before), state, 0)
 
 
+@pytest.mark.slow
 def test_each_worker_has_its_own_inside_local_steps():
     """And a round may set it to zero, but not average the codes."""
 

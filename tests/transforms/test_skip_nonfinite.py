@@ -65,6 +65,7 @@ def test_what_a_step_makes_is_looked_at_too(where):
     assert (int(state.skipped), int(state.consecutive), bool((updates != 0).all())) == (1, 0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_state_on_the_host_is_guarded(inside):
     """The guard inside of what is offloaded, and around it; the statistics of both can be read."""
@@ -137,6 +138,7 @@ def test_without_a_limit_it_goes_on():
             jd.skip_nonfinite(optax.sgd(0.1), max_consecutive=limit)
 
 
+@pytest.mark.slow
 def test_simulation_skips_too(mesh, run):
     state, simulated = fresh(guarded(), mesh), jd.simulate(make_step(guarded()), 8)
     other = state

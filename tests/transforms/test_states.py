@@ -70,6 +70,7 @@ def states():
     return {name: filled(state) for name, state in {**jd.place(plain, 4), **pods}.items()}
 
 
+@pytest.mark.slow
 def test_no_leaf_is_without_entries(states):
     """orbax writes no such arrays; as one worker means the states, and placed."""
     written = jax.eval_shape(lambda: {name: make().init(params()) for name, make in TRANSFORMATIONS.items()})
@@ -103,6 +104,7 @@ def test_flax_serialization(states):
     assert_close(found, states, tolerance=0)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_bytes(mesh):
     """Numpy arrays, as flax gives them, with keys and residuals."""
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.qsgd(2)))), optax.adam(0.1))

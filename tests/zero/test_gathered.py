@@ -91,6 +91,7 @@ def test_equals_whole_parameters(through, smallest, expected):
     assert_close(jd.consensus(state.params), expected, 2e-6)
 
 
+@pytest.mark.slow
 def test_simulated(expected):
     tx = jd.zero_redundancy(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
     state, _ = run(tx, in_a_loop, shard(params(), smallest=0), 4)
@@ -110,6 +111,7 @@ def test_master_parameters():
     assert_close(jd.consensus(state.params), jax.tree.map(lambda x: x.astype(jnp.bfloat16), master), 0)
 
 
+@pytest.mark.slow
 def test_bytes_and_memory():
     width = 256
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])

@@ -75,6 +75,7 @@ def check(found, start, value, tolerance=1e-5):
         np.testing.assert_allclose(x, y, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_two_levels_give_the_same_gradients():
     mesh = jd.make_mesh(PLACE, devices=jax.devices()[:W])
     step = jd.distribute(gradient_step(loss_of(secondary_partition=True, reducer=LEVELS)), mesh, axis=AXES)
@@ -82,6 +83,7 @@ def test_two_levels_give_the_same_gradients():
     check(found, params(), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secondary", [False, True])
 def test_the_gradient_is_that_of_the_coded_parameters(secondary):
     """Straight through, at the parameters that everybody computed with, in forward and backward pass."""
@@ -90,6 +92,7 @@ def test_the_gradient_is_that_of_the_coded_parameters(secondary):
     check(found, coded_parts(jc.int8(), params()), value, 2e-6)
 
 
+@pytest.mark.slow
 def test_coded_gradients():
     """4 bits twice; leaves that are not cut keep their local gradient."""
     options = {"compressor": jc.int8(), "secondary_partition": True, "reducer": QGZ}
@@ -128,6 +131,7 @@ def crossing(op):
     return any(len({device // 2 for device in group}) > 1 for group in op.replica_groups)
 
 
+@pytest.mark.slow
 def test_bytes_between_pods():
     width, layers = 64, 2
     mesh = jd.make_mesh(PLACE, devices=jax.devices()[:W])

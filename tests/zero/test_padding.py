@@ -42,6 +42,7 @@ def test_cleared(size, groups):
     np.testing.assert_array_equal(filled, jnp.where(expected[2] == 1, 0, -jnp.inf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", [TWO_SHOTS, jd.reducers.ring(FILLS)])
 def test_one_level(reducer):
     grads = jnp.arange(1.0, 7).reshape(2, 3)
@@ -52,6 +53,7 @@ def test_one_level(reducer):
     np.testing.assert_allclose(jax.vmap(one_worker, axis_name="data")(grads)[0], grads.mean(0), rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scattered", [False, True])
 def test_two_levels(scattered):
     """In one of both pods the last chip has padding alone."""
@@ -100,6 +102,7 @@ def test_steps_that_are_nan_at_zero_gradients(dtype, inner, options):
         assert jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secondary", [False, True])
 def test_gathered_codes_see_no_padding(secondary):
     """Cut parameters that some other optimizer has moved, padding and all."""

@@ -50,6 +50,7 @@ def coded(mesh4):
     return tx, jd.distribute(make(tx), mesh4, donate=False)
 
 
+@pytest.mark.slow
 def test_takes_the_steps_of_the_optimizer(mesh4, coded):
     """Within the noise of the code; on the mesh as in simulation; and what is small is not touched."""
     bare = jd.zero_redundancy(optax.adam(1e-2, b2=0.99))
@@ -116,6 +117,7 @@ def test_bfloat16_with_master_parameters(workers):
     assert 0 < off < 0.01
 
 
+@pytest.mark.slow
 def test_refusals():
     with pytest.raises(ValueError, match=r"every 8 entries by themselves.*dynamic_fp8\(block=8\)"):
         jd.zero_redundancy(optax.adam(1e-3), state_compressor=int8())

@@ -82,6 +82,7 @@ def scattered():
     return jax.jit(jax.vmap(one_worker, in_axes=1, axis_name="data"))(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_pieces_of_the_mean_of_what_was_sent(name, scattered):
     found = scattered[name]
@@ -98,6 +99,7 @@ def test_pieces_of_the_mean_of_what_was_sent(name, scattered):
     assert (off > 1e-4) == (name not in ("exact", "identity"))
 
 
+@pytest.mark.slow
 def test_the_laws_see_pieces_of_a_wrong_length():
     two_shot = jd.two_shot(jc.int8())
     assert_reducer_laws(two_shot, like={"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, steps=1, dtypes=[jnp.bfloat16])

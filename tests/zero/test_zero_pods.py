@@ -159,6 +159,7 @@ def test_masters_of_coded_updates_are_refused(between):
         run(tx, PODS, steps=1)
 
 
+@pytest.mark.slow
 def test_a_tracker_of_gradients_that_chips_do_not_share_is_refused():
     tx = jd.gossip(INSIDE["1"].make(), RING, axis="pod", method=decentralized.gradient_tracking())
     with pytest.raises(ValueError, match="gradients of one pod differ"):

@@ -77,7 +77,7 @@ def run(tx, place, steps=20, dtype=jnp.float32):
     return state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_equals_the_optimizer(name):
     found = run(jd.zero_redundancy(ELEMENTWISE[name]), 4)
@@ -109,6 +109,7 @@ def test_master_parameters_take_what_bfloat16_loses():
     np.testing.assert_array_equal(with_master.params["b"], master["b"].astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_bytes_and_memory():
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     big = {"w": jnp.zeros((64, 256)), "b": jnp.zeros(100)}
@@ -203,7 +204,7 @@ def run_tree(tx, start, workers, *, mean_first=False):
     return state.params
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", LEAFWISE)
 def test_what_looks_at_more_than_entries(name):
     start = {name: x for name, x in params().items() if x.size} | {"m": jnp.ones((128, 130)) * 0.1}
@@ -230,6 +231,7 @@ def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
         assert_close(found, expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_on_parts():
     """Reductions see no padding; what is not known is gathered; branches and calls are entered."""
 

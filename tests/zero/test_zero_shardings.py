@@ -37,6 +37,7 @@ def step_of(tx, gradients):
     return step
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx", [optax.adafactor(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(1e-2))]
 )
