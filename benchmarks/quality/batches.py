@@ -1,6 +1,6 @@
 """Accordion's batches as training: small in the first critical regime and large after it, on real digits.
 
-    python benchmarks/accordion_batch.py --out benchmarks/reports/NAME
+    python benchmarks/quality batches --out benchmarks/reports/NAME
 
 Four simulated workers train a small convolutional network with momentum for the same number of epochs, and a rate that
 is divided by ten after ten of sixteen; it is in proportion to the batch. Compared are small batches, large ones (with a
@@ -9,7 +9,6 @@ as a control the sizes of Accordion's epochs in the opposite order: as many upda
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
 
 import jaxdist as jd
 from jaxdist._cli.models.digits import digits_workload
@@ -156,22 +156,16 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=8, help="channels of the first convolution")
     parser.add_argument("--small", type=int, default=32)
     parser.add_argument("--large", type=int, default=256)
     parser.add_argument("--interval", type=int, default=2, help="epochs from one verdict to the next")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     results = compare(Settings(given.small, given.large, given.interval), given.width, given.seeds)
     print(table(results))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "accordion_batch.json").write_text(json.dumps(results, indent=1) + "\n")
-        (given.out / "accordion_batch.md").write_text(table(results) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "accordion_batch", results, table(results))

@@ -1,6 +1,6 @@
 """Codes with fixed and with adapted levels on real data: accuracy, loss, and how far the mean gradient is off.
 
-    python benchmarks/quality_levels.py --out benchmarks/reports/NAME
+    python benchmarks/quality levels --out benchmarks/reports/NAME
 
 Four simulated workers train a small convolutional network on scikit-learn's digits by SGD with momentum. All gradients
 span buckets over the whole network. Every method starts from the same parameters and sees the same batches, for each
@@ -140,8 +140,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, default=3)
     parser.add_argument("--bucket", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=100)
@@ -151,7 +150,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16, help="of the network, which has about 80 width² parameters")
     parser.add_argument("--every", type=int, default=25, help="steps between fits of the levels")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     workload = digits_workload(given.width)
     rows = []
     for name, make in methods(given.bits, given.bucket, given.every).items():
@@ -164,7 +165,3 @@ def main() -> None:
         # What diverged has no numbers.
         (given.out / "quality_levels.json").write_text(json.dumps(found, indent=1).replace("NaN", "null") + "\n")
         (given.out / "quality_levels.md").write_text(table(rows) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The cost of compression in accuracy: real digits, four simulated workers, equal seeds and batches.
 
-    python benchmarks/quality_low_rank.py --out benchmarks/reports/NAME
+    python benchmarks/quality low_rank --out benchmarks/reports/NAME
 
 A small convolutional network is trained with momentum and a learning rate that falls twice. Every reducer sees the same
 initial values and the same batches; only what the workers send differs. Bytes are what one worker sends in a step, mean
@@ -8,7 +8,6 @@ over the run.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
 
 import jaxdist as jd
 from jaxdist._cli.models.digits import digits_workload
@@ -153,13 +153,14 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=16, help="channels of the first convolution")
     parser.add_argument("--only", help="reducers whose name contains this")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     workload, results = digits_workload(given.width), []
     for name, make in reducers().items():
         if given.only is None or given.only in name:
@@ -167,11 +168,4 @@ def main() -> None:
             row = results[-1]
             print(f"{name:36} {row['accuracy']} {row['seconds']:.0f} s", flush=True)
     print(table(results))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "quality_low_rank.json").write_text(json.dumps(results, indent=1) + "\n")
-        (given.out / "quality_low_rank.md").write_text(table(results) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "quality_low_rank", results, table(results))

@@ -1,0 +1,62 @@
+"""What the commands of this folder share: subcommands, records, and processes that print JSON.
+
+It imports the standard library alone: JAX reads its settings when it is imported, and some of the processes run under a
+Python that does not have it.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def make_parser(about: str | None) -> argparse.ArgumentParser:
+    """Makes a parser whose help is the docstring of a script, as it is written."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run_subcommand(about: str | None, subcommands: dict[str, str]) -> int | None:
+    """Runs the module that the first argument names: its `add_options(parser)`, and then `main(given)`.
+
+    The others are not imported, since each module sets JAX up for itself.
+
+    Args:
+      about: the docstring of the command.
+      subcommands: the names of the modules, and a line of help for each.
+    """
+    parser = make_parser(about)
+    parsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for name, line in subcommands.items():
+        own = parsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if sys.argv[1:2] == [name]:
+            module = importlib.import_module(name)
+            own.description = module.__doc__
+            module.add_options(own)
+    given = parser.parse_args()
+    return importlib.import_module(vars(given).pop("subcommand")).main(given)
+
+
+def write_record(folder: Path | None, name: str, found: Any, table: str | None = None) -> None:
+    """Writes `NAME.json`, and `NAME.md` if there is a table; nothing if there is no folder."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    if table is not None:
+        (folder / f"{name}.md").write_text(table.rstrip("\n") + "\n")
+
+
+def run_process(command: list[str], settings: dict[str, str] | None = None) -> Any:
+    """Runs a command with more environment variables, and returns the JSON of its last line."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path} | (settings or {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with status {done.returncode}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
