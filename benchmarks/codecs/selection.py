@@ -1,6 +1,6 @@
 """The speed of selecting the largest entries: `top_k` and its peers, relative to a copy of the same bytes in place.
 
-    python benchmarks/selection.py --torch-python PYTHON --out benchmarks/reports/NAME
+    python benchmarks/codecs selection --torch-python PYTHON --out benchmarks/reports/NAME
 
 Milliseconds to compress, the fastest of all turns, since noise only ever adds time; the contestants take turns. `copy`
 is `x -> -x` into a buffer that is given away, warm: what the hardware needs to read and write the array once. The last
@@ -8,10 +8,7 @@ column is its time divided by theirs: the part of that bandwidth which is reache
 """
 
 import argparse
-import json
 import os
-import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import run_process, write_record
+from timing import make_copy, time_call
 
 import jaxdist as jd
 from jaxdist.compressors import block_top_k
@@ -56,30 +55,22 @@ def contestants(size: int, density: float) -> dict[str, Callable[[Any], Any]]:
     return runs
 
 
-def time_call(run: Callable[[Any], Any], x: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(x))
-    return time.perf_counter() - start
-
-
 def measure(size: int, density: float, turns: int, torch_python: str | None) -> dict[str, float]:
     x = jnp.asarray(np.random.default_rng(0).standard_normal(size, np.float32))
     runs = contestants(size, density)
-    copy = jax.jit(jnp.negative, donate_argnums=0)
-    buffer = copy(x + 0)
+    copy = make_copy(x)
+    jax.block_until_ready(copy())  # compiles
     best: dict[str, float] = {}
     for turn in range(turns + 1):
         for _ in range(5):
-            start = time.perf_counter()
-            buffer = jax.block_until_ready(copy(buffer))
-            best["copy"] = min(best.get("copy", 1e9), time.perf_counter() - start)
+            best["copy"] = min(best.get("copy", 1e9), time_call(copy))
         for name, run in runs.items():
-            seconds = time_call(run, x)
+            seconds = time_call(partial(run, x))
             if turn:  # the first compiles
                 best[name] = min(best.get(name, 1e9), seconds)
     if torch_python:
         arguments = [torch_python, "-c", TORCH, str(size), str(round(density * size)), str(turns)]
-        best["torch.topk"] = json.loads(subprocess.run(arguments, capture_output=True, check=True, text=True).stdout)
+        best["torch.topk"] = run_process(arguments)
     return best
 
 
@@ -91,14 +82,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2**20, 2**24], help="entries, powers of two")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--torch-python", help="a Python with PyTorch, for torch.topk")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     rows = []
     for size in given.sizes:
         best = measure(size, given.density, given.turns, given.torch_python)
@@ -108,12 +100,5 @@ def main() -> None:
             rows.append(row | {"of_copy": best["copy"] / seconds})
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "density": given.density, "rows": rows}
     print(table(rows))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "selection.json").write_text(json.dumps(found, indent=1) + "\n")
-        heading = f"# Finding the largest {given.density:.0%}\n\n{found['device']}, jax {found['jax']}.\n\n"
-        (given.out / "selection.md").write_text(heading + table(rows) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    heading = f"# Finding the largest {given.density:.0%}\n\n{found['device']}, jax {found['jax']}.\n\n"
+    write_record(given.out, "selection", found, heading + table(rows))

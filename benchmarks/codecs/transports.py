@@ -1,6 +1,6 @@
 """The overhead of reducers over their codes: processor time of every code in every transport, beside its parts alone.
 
-    python benchmarks/transports.py --out benchmarks/reports/NAME
+    python benchmarks/codecs transports --out benchmarks/reports/NAME
 
 Four simulated workers reduce one array; the time is the processor's, of one worker and one step. *Parts* is the work of
 the transport, from the codes timed alone, and one plain mean of the array for moving the data:
@@ -14,7 +14,6 @@ took 2.6 times as long. Ends with 1 if one does.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,7 +28,9 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 import jax.numpy as jnp
+from common import write_record
 from jax.sharding import NamedSharding, PartitionSpec
+from timing import time_call
 
 import jaxdist as jd
 from jaxdist import compressors as jc
@@ -60,10 +61,9 @@ def processor_seconds(run: Callable[[], Any], turns: int) -> float:
     """The median, after one run that compiles."""
     seconds = []
     for turn in range(turns + 1):
-        start = time.process_time()
-        jax.block_until_ready(run())
+        taken = time_call(run, time.process_time)
         if turn:
-            seconds.append(time.process_time() - start)
+            seconds.append(taken)
     return statistics.median(seconds)
 
 
@@ -102,13 +102,14 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=10_500_000, help="entries, a multiple of 4")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--codes", nargs="*", default=list(CODES), choices=list(CODES))
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> int:
     mesh = jd.make_mesh({"data": WORKERS})
     values = jax.random.normal(jax.random.key(1), (WORKERS * given.size,))
     x = jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
@@ -136,15 +137,8 @@ def main() -> int:
         "rows": found,
     }
     print(table(record))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "transports.json").write_text(json.dumps(record, indent=1) + "\n")
-        (given.out / "transports.md").write_text(table(record))
+    write_record(given.out, "transports", record, table(record))
     over = [row for row in found if row["seconds"] > BOUND * row["parts_seconds"]]
     for row in over:
         print(f"{row['code']} by {row['transport']} takes more than {BOUND} times its parts")
     return bool(over)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

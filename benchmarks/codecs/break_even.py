@@ -1,6 +1,6 @@
 """The break-even bandwidth of each code, below which it beats a plain all-reduce, from its speed on this machine.
 
-    python benchmarks/break_even.py --out benchmarks/reports/NAME
+    python benchmarks/codecs break_even --out benchmarks/reports/NAME
 
 A code saves bytes and costs time. With `E = 2(W-1)/W 4n` bytes for the plain mean of `n` float32 entries over `W`
 workers, `S` bytes sent with the code and `t` seconds for coding and decoding, it wins if the link moves fewer than
@@ -9,10 +9,8 @@ once and a `W`-th of it again. Hiding communication behind computation moves the
 """
 
 import argparse
-import json
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import write_record
+from timing import time_call
 
 from jaxdist._cli.spellings import parse
 
@@ -58,9 +58,7 @@ def measure(spelling: str, x: jax.Array, turns: int) -> Cost:
     times: list[list[float]] = [[], []]
     for _ in range(turns):
         for found, run in zip(times, (lambda: compress(x, key), lambda: decompress(payload)), strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            found.append(time.perf_counter() - start)
+            found.append(time_call(run))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(payload))
     return Cost(*(statistics.median(found) for found in times), size, code.summable)
 
@@ -96,12 +94,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=2**22, help="elements")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal(given.size, np.float32))
     rows = []
     for spelling in CODES:
@@ -114,12 +113,5 @@ def main() -> None:
         rows.append({"code": spelling, "ratio": x.nbytes / cost.bytes, **cost._asdict(), "break_even": found})
         print(f"{spelling:16} {1e3 * cost.compress:8.1f} ms, {1e3 * cost.decompress:8.1f} ms", flush=True)
     print(table(rows))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        about = {"elements": given.size, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}
-        (given.out / "break_even.json").write_text(json.dumps(about, indent=1) + "\n")
-        (given.out / "break_even.md").write_text(table(rows) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    about = {"elements": given.size, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}
+    write_record(given.out, "break_even", about, table(rows))

@@ -1,6 +1,6 @@
 """The speed of the codes, relative to a copy of the array, and to PyTorch if it has the operation.
 
-    python benchmarks/codecs.py --torch-python PYTHON --out benchmarks/reports/NAME
+    python benchmarks/codecs speed --torch-python PYTHON --out benchmarks/reports/NAME
 
 The yardstick is a warm copy in place, `jit(lambda x: -x)` with a donated argument: it reads and writes the array once.
 A ratio is the seconds of the copy over those of the code, so 1 is the speed of memory. The contestants take turns, and
@@ -13,11 +13,8 @@ which takes longer than most codes. With a GPU (`JAX_PLATFORMS=cuda`) it measure
 
 import argparse
 import functools
-import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from common import run_process, write_record
+from timing import make_copy, time_call
 
 from jaxdist import compressors as jc
 
@@ -105,23 +104,10 @@ def best_times(contestants: dict[Any, Callable[[], Any]], turns: int) -> dict[An
     best = {}
     for turn in range(turns + 1):
         for name, run in contestants.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds = time.perf_counter() - start
+            seconds = time_call(run)
             if turn:  # the first compiles
                 best[name] = min(best.get(name, seconds), seconds)
     return best
-
-
-def copying(x: jax.Array) -> Callable[[], jax.Array]:
-    negated = jax.jit(lambda x: -x, donate_argnums=0)
-    held = [x + 0.0]
-
-    def run():
-        held[0] = negated(held[0])
-        return held[0]
-
-    return run
 
 
 def contestants(x: jax.Array, key: jax.Array) -> tuple[dict[tuple[str, str], Callable[[], Any]], dict[str, float]]:
@@ -136,11 +122,6 @@ def contestants(x: jax.Array, key: jax.Array) -> tuple[dict[tuple[str, str], Cal
         found[name, "compress"] = functools.partial(compress, x, key)
         found[name, "decompress"] = functools.partial(decompress, payload)
     return found, smaller
-
-
-def torch_times(python: str, size: int, turns: int) -> dict[str, float]:
-    done = subprocess.run([python, "-c", IN_TORCH, str(size), str(turns)], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -164,20 +145,23 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=2**24, help="elements, a multiple of 4096")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--torch-python", help="a Python with PyTorch, to measure beside")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
     key = jax.random.key(0)
     x = jax.random.normal(key, (given.size,))
     runs, smaller = contestants(x, key)
-    times = best_times({"copy": copying(x), **runs}, given.turns)
-    torch = torch_times(given.torch_python, given.size, given.turns) if given.torch_python else {}
+    times = best_times({"copy": make_copy(x), **runs}, given.turns)
+    torch = {}
+    if given.torch_python:
+        torch = run_process([given.torch_python, "-c", IN_TORCH, str(given.size), str(given.turns)])
     rows = []
     for name, ratio in smaller.items():
         row = {"code": name, "smaller": ratio}
@@ -198,11 +182,4 @@ def main() -> None:
         for name, target in TARGETS.items():
             reached = times["copy"] / times[name, "compress"]
             print(f"{name}: {reached:.2f} of the copy, {target} wanted: {'reached' if reached >= target else 'missed'}")
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "codecs.json").write_text(json.dumps(found, indent=1) + "\n")
-        (given.out / "codecs.md").write_text(table(found))
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "codecs", found, table(found))

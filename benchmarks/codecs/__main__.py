@@ -1,0 +1,20 @@
+"""The speed of the codes: alone, inside reducers, and what it means for a link.
+
+python benchmarks/codecs speed --torch-python PYTHON --out benchmarks/reports/NAME
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+from common import run_subcommand
+
+SUBCOMMANDS = {
+    "speed": "each code beside a copy of the array and beside PyTorch; on a GPU too",
+    "selection": "top_k beside lax.top_k, lax.approx_max_k and torch.topk",
+    "transports": "processor time of each code in each transport beside that of its parts, held to a bound",
+    "break_even": "the bandwidth below which each code beats a plain all-reduce",
+}
+
+if __name__ == "__main__":
+    raise SystemExit(run_subcommand(__doc__, SUBCOMMANDS))
