@@ -1,6 +1,6 @@
 """Compile time against the number of leaves: about four million parameters in all, two devices.
 
-    python benchmarks/compile_time.py --out benchmarks/reports/NAME
+    python benchmarks/overhead compile_time --out benchmarks/reports/NAME
 
 `equal`: all matrices of one shape, which PowerSGD stacks into one batch. `mixed`: 40 different shapes. Each program is
 compiled in a separate process, so that nothing is cached, `--repetitions` times; the fastest counts.
@@ -9,10 +9,11 @@ compiled in a separate process, so that nothing is cached, `--repetitions` times
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from common import run_process, write_record
 
 LEAVES = (10, 100, 400)
 PARAMETERS = 4 * 2**20
@@ -72,14 +73,8 @@ def compile_one(reducer: str, leaves: int, shapes: str) -> dict:
 
 
 def measure(reducer: str, leaves: int, shapes: str, repetitions: int) -> dict:
-    command = [sys.executable, __file__, "--one", reducer, str(leaves), shapes]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    found = []
-    for _ in range(repetitions):
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+    command = [sys.executable, str(Path(__file__).parent), "compile_time", "--one", reducer, str(leaves), shapes]
+    found = [run_process(command) for _ in range(repetitions)]
     return min(found, key=lambda one: one["trace_seconds"] + one["compile_seconds"])
 
 
@@ -101,12 +96,13 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     if given.one:
         print(json.dumps(compile_one(given.one[0], int(given.one[1]), given.one[2])))
         return
@@ -118,13 +114,7 @@ def main() -> None:
                 one = results[-1]
                 total = one["trace_seconds"] + one["compile_seconds"]
                 print(f"{reducer:10}{shapes:6}{leaves:5} leaves {total:7.2f} s", flush=True)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "compile_time.json").write_text(json.dumps(results, indent=1))
+    write_record(given.out, "compile_time", results)
     print(table(results))
     slowest = max(one["trace_seconds"] + one["compile_seconds"] for one in results if one["reducer"] == "power_sgd")
     print(f"PowerSGD at most {slowest:.1f} s; the target is {TARGET_SECONDS:g} s")
-
-
-if __name__ == "__main__":
-    main()

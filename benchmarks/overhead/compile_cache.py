@@ -1,6 +1,6 @@
 """The time that several processes take to their first step, with and without a compilation cache.
 
-    python benchmarks/compile_cache.py --out benchmarks/reports/NAME
+    python benchmarks/overhead compile_cache --out benchmarks/reports/NAME
 
 A GPT with PowerSGD, feedback and AdamW, in processes of one CPU device each, started as by `jaxdist launch`. Seconds
 are from the start of the job to the end of the first step, including the start of Python, imports and tracing, which no
@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from common import write_record
 
 RUNS = 3
 ALL_PROGRAMS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -81,7 +83,7 @@ def start(processes: int, given: dict[str, str]) -> list[dict]:
 
     own = {"BEGUN": str(time.time()), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, __file__, "--first-step", out]
+        command = [sys.executable, str(Path(__file__).parent), "compile_cache", "--first-step", out]
         launch(command, processes, logs=f"{out}/logs", environment={**os.environ, **own, **given})
         return [json.loads((Path(out) / f"{number}.json").read_text()) for number in range(processes)]
 
@@ -103,12 +105,13 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-step", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     if given.first_step:
         first_step(given.first_step)
         return
@@ -119,12 +122,6 @@ def main() -> None:
                 runs = [start(processes, variables) for _ in range(RUNS)]
                 results.append({"processes": processes, "cache": cache, "runs": runs})
                 print(table(results[-1:]).splitlines()[-1], flush=True)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        version = results[0]["runs"][0][0]["jax"]
-        (given.out / f"compile_cache_{version}.json").write_text(json.dumps(results, indent=1) + "\n")
+    version = results[0]["runs"][0][0]["jax"]
+    write_record(given.out, f"compile_cache_{version}", results)
     print(table(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The overhead over a hand-written step: `all_reduce(exact())` under `distribute` against one `lax.pmean`.
 
-    python benchmarks/overhead.py --out benchmarks/reports/NAME
+    python benchmarks/overhead step --out benchmarks/reports/NAME
 
 Eight simulated devices run the same small multilayer perceptron. The two steps take turns; the ratio is that of their
 medians, and its spread that of the ratios of the single rounds. The opponents: one `pmean` of the concatenated
@@ -9,7 +9,6 @@ gradients, and a `pmean` for each leaf, which sends as many messages as there ar
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import time
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -88,12 +88,13 @@ def by_hand(mesh, flat):
     return run, jax.jit(lambda: (make_params(), tx.init(make_params())), out_shardings=everywhere)()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10, help="of each contestant in a round")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     mesh = jd.make_mesh({"data": 8})
     random = np.random.default_rng(0)
     inputs = random.standard_normal((EXAMPLES, DIMENSIONS[0])).astype(np.float32)
@@ -126,17 +127,11 @@ def main() -> None:
         ratios[other] = {"ratio": round(whole["library"] / whole[other], 3), "quartiles_of_rounds": quartiles}
         print(f"library / {other}: {ratios[other]['ratio']:.3f}, middle half of the rounds {quartiles}")
     print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in whole.items()}, losses)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        found = {
-            "median_seconds": whole,
-            "ratios": ratios,
-            "losses": losses,
-            "rounds": given.rounds,
-            "jax": jax.__version__,
-        }
-        (given.out / "overhead.json").write_text(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    found = {
+        "median_seconds": whole,
+        "ratios": ratios,
+        "losses": losses,
+        "rounds": given.rounds,
+        "jax": jax.__version__,
+    }
+    write_record(given.out, "overhead", found)
