@@ -12,8 +12,8 @@ import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
 from jaxdist.analysis import pods
 
-sys.path.append(str(REPOSITORY / "benchmarks"))
-from zero_stages import stage_step
+sys.path.append(str(REPOSITORY / "benchmarks" / "zero"))
+from stages import stage_step
 
 SMALL = GPTConfig(layers=3, width=64, heads=2, context=32)
 # 100 million parameters.

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-import zero_stages as stages
+import stages
 
 import jaxdist as jd
 from jaxdist._cli.models import gpt

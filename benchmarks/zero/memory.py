@@ -1,6 +1,6 @@
 """Memory and bytes of the stages of ZeRO on TPU v5e, by the TPU's own compiler, without a TPU.
 
-    JAX_PLATFORMS=cpu python benchmarks/zero_memory.py --out benchmarks/reports/NAME
+    JAX_PLATFORMS=cpu python benchmarks/zero memory --out benchmarks/reports/NAME
 
 Needs libtpu (`pip install 'jax[tpu]'`). Compiles a GPT of 100 million parameters under each stage for 8 chips, and for
 each stage the models between which memory runs out, one chip having 15.75 GiB. A program that is in the report already
@@ -19,8 +19,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from zero_offloaded import make_offloaded_step
-from zero_stages import stage_step
+from common import write_record
+from offloaded import make_offloaded_step
+from stages import stage_step
 
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
@@ -70,9 +71,8 @@ def weigh(name: str, config: GPTConfig, master: bool, topology: str = TOPOLOGY) 
 
 class Report:
     def __init__(self, folder: Path):
-        self.path = folder / "memory.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.folder, path = folder, folder / "memory.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
         self.runs = known.get("runs", [])
 
     def get(self, name: str, config: GPTConfig, master: bool, topology: str = TOPOLOGY) -> dict:
@@ -82,9 +82,7 @@ class Report:
                 return run
         self.runs.append(weigh(name, config, master, topology))
         versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-        self.path.write_text(
-            json.dumps({"versions": versions, "topology": topology, "runs": self.runs}, indent=1) + "\n"
-        )
+        write_record(self.folder, "memory", {"versions": versions, "topology": topology, "runs": self.runs})
         print(json.dumps(self.runs[-1]), flush=True)
         return self.runs[-1]
 
@@ -129,11 +127,12 @@ def tables(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", help="100m:STAGE[:master], wide:STAGE:WIDTH:LAYERS or largest:STAGE:WIDTH")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     report = Report(given.out)
     for job in given.only or [
         *(f"100m:{name}" for name in ("3", "2 unrolled", "1 unrolled", "1", "0")),
@@ -151,7 +150,3 @@ def main() -> None:
         else:
             largest(report, name, int(rest[0]))
     print(tables(report.runs))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The cost of the codes of ZeRO++ in loss: a small GPT on text, four simulated workers in two groups, equal batches.
 
-    python benchmarks/zero_coded.py --out benchmarks/reports/NAME
+    python benchmarks/zero coded --out benchmarks/reports/NAME
 
 Parameters are sharded (stage 3) and trained by Adam. All begin with the same values; what differs is how layers are
 gathered (qwZ), how gradients are averaged (qgZ) and whether the backward pass gathers inside the groups (hpZ).
@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import optax
+from common import write_record
 
 import jaxdist as jd
 from jaxdist import compressors as jc
@@ -94,24 +95,20 @@ def train(name: str, steps: int, seed: int) -> dict[str, Any]:
     return found | {"seconds": round(time.perf_counter() - start)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS))
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     rows = []
     for seed in range(given.seeds):
         for name in given.only or VARIANTS:
             rows.append(train(name, given.steps, seed))
             print(json.dumps(rows[-1]), flush=True)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "coded.json").write_text(json.dumps({"jax": jax.__version__, "runs": rows}, indent=1) + "\n")
+    write_record(given.out, "coded", {"jax": jax.__version__, "runs": rows})
     for name in given.only or VARIANTS:
         means = [np.mean([row[key] for row in rows if row["name"] == name]) for key in ("train", "held_out")]
         print(f"| {name} | {means[0]:.4f} | {means[1]:.4f} |")
-
-
-if __name__ == "__main__":
-    main()
