@@ -1,6 +1,6 @@
 """AdamW on the host's processor: `offload.host` beside PyTorch's fused AdamW, one large leaf and many small ones.
 
-    python benchmarks/host_adam.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
+    python benchmarks/host adam --torch-python PYTHON --out benchmarks/reports/NAME
 
 The same number of entries in one leaf and in many. Each system runs in a separate process, and they take turns; the
 median of the steps of all turns counts. A step reads gradient, parameter and two moments and writes three of them, 28
@@ -11,12 +11,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import run_process, write_record
 
 SYSTEMS = ("jaxdist", "optax", "torch")
 # Otherwise every step gives its memory back and pays for fresh pages, PyTorch's as much as ours.
@@ -96,8 +97,7 @@ def child(system: str, entries: int, leaves: int, seconds: float) -> None:
     print(json.dumps(found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-python", help="without it PyTorch is left out")
     parser.add_argument("--entries", type=int, default=2**26)
     parser.add_argument("--leaves", type=int, nargs="+", default=[1, 256])
@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each system and turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs=2, metavar=("SYSTEM", "LEAVES"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     if given.child:
         child(given.child[0], given.entries, int(given.child[1]), given.seconds)
         return
@@ -116,12 +118,9 @@ def main() -> None:
         for leaves in given.leaves:
             for system in systems:
                 python = given.torch_python if system == "torch" else sys.executable
-                command = [python, __file__, "--child", system, str(leaves)]
+                command = [python, str(Path(__file__).parent), "adam", "--child", system, str(leaves)]
                 command += ["--entries", str(given.entries), "--seconds", str(given.seconds)]
-                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | KEEP_MEMORY)
-                if done.returncode:
-                    sys.exit(done.stderr)
-                for name, values in json.loads(done.stdout.splitlines()[-1]).items():
+                for name, values in run_process(command, KEEP_MEMORY).items():
                     found.setdefault((system, leaves), {"step": [], "copy": []})[name] += values
 
     rows = []
@@ -134,10 +133,4 @@ def main() -> None:
             f"| {system} | {leaves} | {1e3 * step:.0f} | {given.entries / step / 1e9:.2f} G | {1e3 * bound:.0f} | "
             f"{bound / step:.0%} |"
         )
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "host_adam.json").write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "host_adam", rows)

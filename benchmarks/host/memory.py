@@ -1,13 +1,12 @@
 """The memory of a step on a TPU that is not attached: state on the device or the host, sharded or replicated.
 
-    python benchmarks/host_memory.py --out benchmarks/reports/NAME
+    python benchmarks/host memory --out benchmarks/reports/NAME
 
 It needs `libtpu` (`pip install 'jax[tpu]'`) and no TPU. Every row is compiled by the TPU's own compiler, which says
 what it would allocate on one chip and in the memory of its host; nothing runs.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import jax.numpy as jnp
 import optax
+from common import write_record
 
 import jaxdist as jd
 from jaxdist import offload
@@ -70,15 +70,16 @@ def plan_step(tx, dtype, mesh, layers: int, width: int):
     return pods.plan(jd.distribute(step, mesh), lambda: {"params": params(), "opt": tx.init(params())}, batch, mesh)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tile-mib", type=int, default=32)
     parser.add_argument("--only", nargs="+", help="the beginnings of names")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     mesh = pods.tpu(given.topology)
     print(
         "| state | chip: arguments | temporary | host: arguments | temporary | collectives |\n|---|---|---|---|---|---|"
@@ -107,12 +108,6 @@ def main() -> None:
             Path(os.environ["DUMP"], name.replace(" ", "_").replace('"', "") + ".txt").write_text(
                 plan.compiled.as_text() or ""
             )
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "host.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_record(given.out, "host", found)
     if not found:
         sys.exit("nothing was compiled")
-
-
-if __name__ == "__main__":
-    main()
