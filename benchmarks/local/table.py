@@ -1,6 +1,6 @@
 """Markdown tables from the log of `jaxdist compare --suite local`, and the log without its single steps.
 
-python benchmarks/local_table.py runs/local/log.jsonl --out benchmarks/reports/NAME
+python benchmarks/local table runs/local/log.jsonl --out benchmarks/reports/NAME
 """
 
 import argparse
@@ -44,12 +44,13 @@ def table(found: dict[tuple[int, str], list[tuple[int, float, float]]], workers:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path)
     parser.add_argument("--name", default="local", help="what the files of the report are called")
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     lines = read_log(given.log)
     found = runs(lines)
     text = "\n\n".join(
@@ -61,7 +62,3 @@ def main() -> None:
         (given.out / f"{given.name}.md").write_text(text + "\n")
         kept = [json.dumps(line) for line in lines if line["kind"] != "step"]
         (given.out / f"{given.name}.jsonl").write_text("\n".join(kept) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How long must a synchronous start be before local methods hold? DiLoCo and others at H = 32 to the end of a cosine.
 
-    python benchmarks/local_long.py --out benchmarks/reports/NAME
+    python benchmarks/local warm_start --out benchmarks/reports/NAME
 
 Every run has the same tokens in the same order and the same AdamW with clipping, at the same rate in every step. Its
 first `warmup_steps` average gradients, the rest of its steps are rounds, and Adam's moments are carried over. The
@@ -193,8 +193,7 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=32, help="windows of a step, all workers together")
@@ -206,7 +205,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--check", action="store_true", help="compare a shared start with warmup_steps=")
     parser.add_argument("--out", type=Path, default=Path("runs/local"))
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     workload = parse.parse_workload("text", options.model)
     if options.check:
         return check(workload, options)
@@ -230,7 +231,3 @@ def main() -> None:
     (options.out / "warm_start.md").write_text(text + "\n")
     if methods:
         draw(rows, options.out / "warm_start.png")
-
-
-if __name__ == "__main__":
-    main()
