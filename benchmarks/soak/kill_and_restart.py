@@ -1,6 +1,6 @@
 """Kills a random process of a job at a random moment, again and again: does it end as if nothing had happened?
 
-python benchmarks/soak/kill_and_restart.py --out benchmarks/reports/2026-11-faults
+python benchmarks/soak kill_and_restart --out benchmarks/reports/2026-11-faults
 
 `jaxdist launch --restarts 4` runs `training.py` in two processes of two devices and starts it anew, from its newest
 checkpoint, after each kill; after four it has done its steps, and is launched for more. Three methods share a job, each
@@ -9,7 +9,6 @@ steps, or, one in four, while it starts after the kill before. At the end of eac
 by leaf and bit by bit, with that of an undisturbed job.
 """
 
-import argparse
 import json
 import os
 import random
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from common import write_record
 
 from jaxdist import checkpoint
 
@@ -49,7 +49,7 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 def start(work, name, folder, methods, steps, *, restarts=0, save_every=SAVE_EVERY, pause=0.02):
     """Starts the launcher as a user would."""
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--restarts", str(restarts)]
-    command += ["--logs", str(work / f"{name}-logs"), str(HERE / "training.py"), str(folder), "--methods", *methods]
+    command += ["--logs", str(work / f"{name}-logs"), str(HERE), "training", str(folder), "--methods", *methods]
     command += ["--steps", str(steps), "--save-every", str(save_every), "--pause", str(pause), "--devices", "2"]
     environment = {
         **os.environ,
@@ -194,13 +194,14 @@ def good(found):
     return same and not lost and all(one["told"] == one["process"] for one in found["kills"])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser):
     parser.add_argument("--groups", nargs="+", type=int, default=range(len(GROUPS)), help="of methods (default: all)")
     parser.add_argument("--kills", type=int, default=20, help="of each group")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the folder; existing results of other groups are kept")
-    given = parser.parse_args()
+
+
+def main(given):
     all_good = True
     for group in given.groups:
         work, began = Path(tempfile.mkdtemp()), time.monotonic()
@@ -213,11 +214,6 @@ def main():
         print(*GROUPS[group], {name: value for name, value in found.items() if name != "kills"}, flush=True)
         if given.out:
             file = given.out / "kill_and_restart.json"
-            given.out.mkdir(parents=True, exist_ok=True)
             old = json.loads(file.read_text()) if file.exists() else {}
-            file.write_text(json.dumps(old | {" ".join(GROUPS[group]): found}, indent=1) + "\n")
+            write_record(given.out, "kill_and_restart", old | {" ".join(GROUPS[group]): found})
     return 0 if all_good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Kills a process that saves without pause, again and again: is the newest checkpoint always whole?
 
-python benchmarks/soak/kill_during_save.py --kills 50 --out benchmarks/reports/2026-11-checkpoints
+python benchmarks/soak kill_during_save --kills 50 --out benchmarks/reports/2026-11-checkpoints
 
 Each child goes on from the newest checkpoint and saves step after step, keeping three, until SIGKILL comes at a random
 moment. Then every checkpoint that is there is read, its files checked and each bit compared. At the end come
@@ -8,7 +8,6 @@ moment. Then every checkpoint that is there is read, its files checked and each 
 """
 
 import argparse
-import json
 import random
 import shutil
 import signal
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from common import write_record
 
 from jaxdist import checkpoint
 
@@ -48,7 +48,7 @@ def same(folder, step):
 
 def kill(folder, draw):
     """Kills once; returns the phase that it met, and whether all checkpoints are good."""
-    command = [sys.executable, __file__, "--child", str(folder)]
+    command = [sys.executable, str(Path(__file__).parent), "kill_during_save", "--child", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         child.stdout.readline()
         time.sleep(draw.uniform(0.0, 1.5))
@@ -86,13 +86,14 @@ def damage(folder, draw):
     return {"how": how, "file": file.name, "named": named}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser):
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given):
     if given.child:
         save_without_pause(given.child)
         return
@@ -109,10 +110,4 @@ def main():
     met = [one["met"] for one in kills]
     print({name: met.count(name) for name in sorted(set(met))})
     print("all good:", all(one["good"] == one["kept"] for one in kills), "named:", sum(d["named"] for d in damages))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "kill_during_save.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "kill_during_save", found)
