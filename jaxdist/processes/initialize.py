@@ -42,21 +42,26 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
       timeout_seconds: how long to wait for the others.
       heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others. Time in which
         the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
-        notice processes that die.
+        notice processes that die. Without a launcher that ends the others, as in an island of several processes on
+        spot machines, make it shorter, such as 10: process 0 may wait that long for one that was killed.
 
     Raises:
       MissingProcessError: a process did not check in in time; the message names it.
       MismatchError: a process has another version or setting than process 0, or expects another number of processes.
       PortError: the coordinator's address does not lead to process 0's machine, process 0 cannot listen at its port, or
         another program answers there.
-      ValueError: some of the three variables are missing or not numbers; or JAX has started already, in a job of
-        several processes.
+      ValueError: a timeout is less than a second; some of the three variables are missing or not numbers; or JAX has
+        started already, in a job of several processes.
 
     Examples:
       >>> import jaxdist as jd
       >>> jd.initialize()
       False
     """
+    timeouts = {"timeout_seconds": timeout_seconds, "heartbeat_timeout_seconds": heartbeat_timeout_seconds}
+    for name, seconds in timeouts.items():
+        if seconds < 1:
+            raise ValueError(f"{name} must be a whole number of seconds, at least 1, got {seconds}")
     if jax.distributed.is_initialized():
         return jax.process_count() > 1
     job = detect(os.environ)
