@@ -1,15 +1,17 @@
 """Islands: the loss under churn, bytes on a shaped link, and kills of processes.
 
     python benchmarks/islands.py quality --seed 0 --out benchmarks/reports/NAME     # and seeds 1, 2
-    sudo python benchmarks/islands.py bytes --s3 PYTHON --out benchmarks/reports/NAME
+    sudo python benchmarks/islands.py bytes --out benchmarks/reports/NAME           # and with --overlap
     python benchmarks/islands.py host --out benchmarks/reports/NAME
     python benchmarks/islands.py kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME
 
 `quality` trains the small GPT of the command line on three islands of one process, undisturbed and with kills, late
 ones and joins that are drawn, and beside them `local_steps` on a mesh. `bytes` compares what the interfaces of network
-namespaces count with what the library reports; the store is an S3 server, moto's, whose Python is given
-(`pip install 'moto[s3,server]'`). `host` has the processor time of the parts of a meeting, for 10.5 million parameters
-on one core. `kills` plays the slow test of processes for figures. Records of runs add up in a file.
+namespaces count with what the library reports, and how long meetings take with what the link and the processor need;
+the store is a server of files (`links/files.py`), or with `--s3 PYTHON` moto's S3 server of that Python
+(`pip install 'moto[s3,server]'`), which is so slow that it hides the link. `host` has the processor time of the parts
+of a meeting, for 10.5 million parameters on one core. `kills` plays the slow test of processes for figures. Records of
+runs add up in a file.
 """
 
 import argparse
@@ -34,12 +36,13 @@ import optax
 import jaxdist as jd
 
 ROOT = Path(__file__).parents[1]
+LINKS = ROOT / "benchmarks" / "links"
 PERIOD = 20
 TRIO = ("a", "b", "c")
 # What Ethernet, IPv4 and TCP with its timestamps add to each frame.
 HEADER_BYTES = 14 + 20 + 32
 SHAPE = (3000, 3500)
-S3_PORT = 5000
+PORT = 5000
 
 
 class KilledError(BaseException):
@@ -213,21 +216,26 @@ def measure_quality(options):
 
 
 def measure_bytes(options):
-    """Three islands and an S3 server in namespaces, each behind a shaped link; what interfaces and islands count."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "links"))
+    """Three islands and a store in namespaces, each behind a shaped link; what interfaces and islands count."""
+    sys.path.insert(0, str(LINKS))
     import cluster
 
     keys = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1"}
     environment = os.environ | keys | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     with cluster.hosts(1 + len(TRIO), options.rate_mbit) as hosts, contextlib.ExitStack() as stack:
         server, *others = hosts
-        serve = [*server.command, options.s3, "-m", "moto.server", "-H", server.address, "-p", str(S3_PORT)]
+        # A bucket serves all of its users at once.
+        server.set_rate(options.store_mbit)
+        moto = [options.s3, "-m", "moto.server", "-H", server.address, "-p", str(PORT)]
+        files = [sys.executable, str(LINKS / "files.py"), server.address, str(PORT)]
+        serve = [*server.command, *(moto if options.s3 else files)]
         process = stack.enter_context(subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         stack.callback(process.kill)
         jobs = []
         for name, host in zip(TRIO, others, strict=True):
             command = [*host.command, sys.executable, __file__, "island", "--name", name, "--address", server.address]
-            command += ["--rounds", str(options.rounds)] + ["--overlap"] * options.overlap
+            command += ["--rounds", str(options.rounds), "--train", str(options.train)]
+            command += ["--overlap"] * options.overlap + ["--s3"] * bool(options.s3)
             job = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
             stack.callback(job.kill)
             jobs.append(job)
@@ -236,29 +244,44 @@ def measure_bytes(options):
             stack.callback(timer.cancel)
         # Together, or a full pipe of one would hold the others.
         with ThreadPoolExecutor(len(jobs)) as pool:
-            return [row for found in pool.map(partial(read_rows, options.rate_mbit), jobs) for row in found]
+            return [row for found in pool.map(partial(read_rows, options), jobs) for row in found]
 
 
-def read_rows(rate_mbit, job):
+def read_rows(options, job):
     """The rows that an island prints, until its end."""
     rows = []
     for line in job.stdout:
-        rows.append(json.loads(line) | {"rate_mbit": rate_mbit})
+        row = json.loads(line)
+        on_link = 8e-6 * (row["sent_bytes"] + row["received_bytes"]) / options.rate_mbit
+        rows.append(row | {"rate_mbit": options.rate_mbit, "link_seconds": on_link})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def take_part(options):
-    """One island of `measure_bytes`, in its namespace: prints a row for each meeting."""
-    address = f"http://{options.address}:{S3_PORT}"
+def connect_to_store(options):
+    """The store of `measure_bytes`, when its server answers."""
+    address = f"http://{options.address}:{PORT}"
     for _ in range(600):
         with contextlib.suppress(OSError):
-            # Whoever is first makes the bucket; for the others it is there.
-            urllib.request.urlopen(urllib.request.Request(f"{address}/bench", method="PUT"), timeout=30).close()
+            # Of a bucket, whoever is first makes it; for the others it is there.
+            method = "PUT" if options.s3 else "GET"
+            urllib.request.urlopen(
+                urllib.request.Request(f"{address}/bench?prefix=", method=method), timeout=30
+            ).close()
             break
         time.sleep(0.2)
-    client = {"allow_http": True, "timeout": "120s"}
-    store = jd.islands.bucket("s3://bench/run", endpoint=address, client_options=client)
+    if options.s3:
+        client = {"allow_http": True, "timeout": "120s"}
+        return jd.islands.bucket("s3://bench/run", endpoint=address, client_options=client)
+    sys.path.insert(0, str(LINKS))
+    import files
+
+    return jd.islands.SharedStore(*files.connect(options.address, PORT))
+
+
+def take_part(options):
+    """One island of `measure_bytes`, in its namespace: prints a row for each meeting."""
+    store = connect_to_store(options)
     tx = make_method(optax.sgd(0.1), axis=None)
     move = jax.jit(lambda x, key: x + 0.01 * jax.random.normal(key, x.shape))
     params, key = jnp.zeros(SHAPE), jax.random.key(sum(options.name.encode()))
@@ -266,16 +289,17 @@ def take_part(options):
     with jd.islands.join(store, tx, name=options.name, **limits) as island:
         state = island.enter({"params": params, "opt": tx.init(params)})
         for number in range(options.rounds):
-            state["params"] = move(state["params"], jax.random.fold_in(key, number))
-            before = read_counters()
+            state["params"] = jax.block_until_ready(move(state["params"], jax.random.fold_in(key, number)))
+            before, started = read_counters(), time.process_time()
             state, report = island.meet(state)
-            after = read_counters()
+            jax.block_until_ready(state)
+            processor, after = time.process_time() - started, read_counters()
             counted = {name: after[name] - before[name] for name in before}
             fields = ("round", "members", "counted", "wait_seconds", "sent_bytes", "received_bytes", "digest")
             row = {"name": options.name, "overlap": options.overlap, **{name: getattr(report, name) for name in fields}}
-            print(json.dumps(row | counted), flush=True)
+            print(json.dumps(row | counted | {"processor_seconds": processor}), flush=True)
             # Interfaces count what is left of this round's acknowledgements before the next one begins.
-            time.sleep(1)
+            time.sleep(options.train)
 
 
 def read_counters():
@@ -350,8 +374,9 @@ def main() -> None:
     quality.add_argument("--rate", type=float, default=4e-3)
     quality.add_argument("--outer-rate", type=float, default=0.4)
     quality.add_argument("--timeout", type=float, default=2.0)
-    links.add_argument("--s3", required=True, metavar="PYTHON", help="a Python that has moto[s3,server]")
+    links.add_argument("--s3", metavar="PYTHON", help="a Python that has moto[s3,server]")
     links.add_argument("--rate-mbit", type=float, default=100)
+    links.add_argument("--store-mbit", type=float, default=1000, help="of the store's own link")
     links.add_argument("--limit", type=float, default=800, help="seconds")
     kills.add_argument("--kills", type=int, default=50)
     kills.add_argument("--stops", type=int, default=15)
@@ -361,6 +386,7 @@ def main() -> None:
     for one in (links, island):
         one.add_argument("--rounds", type=int, default=4)
         one.add_argument("--overlap", action="store_true")
+        one.add_argument("--train", type=float, default=1, help="seconds between two meetings")
     for one in (quality, kills):
         one.add_argument("--seed", type=int, default=0)
     host.add_argument("--repeat", type=int, default=5)
@@ -368,6 +394,7 @@ def main() -> None:
         one.add_argument("--out", type=Path)
     island.add_argument("--name")
     island.add_argument("--address")
+    island.add_argument("--s3", action="store_true")
     options = parser.parse_args()
     if options.command == "island":
         return take_part(options)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,30 +32,32 @@ class Connection:
         self._together = together and jax.process_count() > 1
         self.deadline = float("inf")
         self.sent = self.received = 0
+        # Bytes that process 0 has read ahead, by name; never others than those in the store.
+        self.read_ahead: Mapping[str, bytes] = {}
 
     def create(self, name: str, body: bytes) -> bool:
         """Stores `body` under a new name, and returns false if the name exists."""
         self.sent += len(body)
-        return self._ask(self.store.create, name, body)
+        return self.ask(self.store.create, name, body)
 
     def put(self, name: str, body: bytes) -> None:
         """Stores `body` under a name, and replaces what it has."""
         self.sent += len(body)
-        self._ask(self.store.put, name, body)
+        self.ask(self.store.put, name, body)
 
     def get(self, name: str) -> bytes | None:
         """The bytes under a name, or `None` if there are none."""
-        body = self._ask(self.store.get, name)
+        body = self.ask(self._read, name)
         self.received += len(body or b"")
         return body
 
     def list(self, prefix: str) -> list[str]:
         """The names with this prefix, sorted."""
-        return self._ask(self.store.list, prefix)
+        return self.ask(self.store.list, prefix)
 
     def delete(self, name: str) -> None:
         """Deletes a name, which may be missing."""
-        self._ask(self.store.delete, name)
+        self.ask(self.store.delete, name)
 
     def now(self) -> float:
         """Seconds on the monotonic clock of process 0. Clocks of different islands are never compared."""
@@ -66,7 +68,8 @@ class Connection:
         """Waits in this process."""
         time.sleep(seconds)
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a function that process 0 calls, again while it raises; `bytes`, or what JSON can hold."""
         pause = FIRST_PAUSE
         while True:
             answer, problem = (_call_once if self._together else _call)(function, *arguments)
@@ -76,6 +79,9 @@ class Connection:
                 raise ConnectionError(f"the store is out of reach: {problem}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _read(self, name: str) -> bytes | None:
+        return self.read_ahead[name] if name in self.read_ahead else self.store.get(name)
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:

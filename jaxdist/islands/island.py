@@ -4,16 +4,17 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from .._core.types import PyTree, State, Updates
+from .._core.types import PyTree
 from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
 from . import records, rounds, run
+from .background import Message
 from .connection import LONGEST_PAUSE, Connection
 from .errors import AnchorDiffersError, DamagedError, NameTakenError, TooFewIslandsError
 from .exchange import (
@@ -30,6 +31,7 @@ from .exchange import (
 )
 from .model import MeetingState, find_model, replace_model
 from .options import JoinOptions, Report
+from .outbox import InFlight, Outbox
 from .records import Commit, Drift, round_name
 from .replay import Replay, _LeftBehindError
 from .rounds import Next
@@ -37,18 +39,6 @@ from .rounds import Next
 # An island that is late so often is not waited for.
 LATE_IS_SLOW = 3
 DIFFERING_IS_FATAL = 3
-# A meeting takes so many ended rounds though its deadline has passed, and ends in time if there are more.
-ROUNDS_IN_ANY_CASE = 4
-
-
-class _InFlight(NamedTuple):
-    """A drift in the store whose round this island has not seen the end of, and the reducer's state if it counts."""
-
-    round: int
-    body: str
-    drift: Updates
-    reducer: State
-    sent_at: float
 
 
 class Island:
@@ -59,7 +49,7 @@ class Island:
         self._replay = Replay(store, config)
         self._index = np.int32(zlib.crc32(options.name.encode()) % 2**31)
         self._session = 0
-        self._in_flight: _InFlight | None = None
+        self._outbox = Outbox(store, options.round_timeout)
         self._entered = False
         # Whether rounds have ended that this island had no time to take.
         self._behind = False
@@ -137,11 +127,17 @@ class Island:
         if not self._entered:
             return None
         result = None if state is None else self._meet(state, float(examples), leaving=True)
+        self._store.deadline = self._store.now() + self._options.round_timeout
+        # What is under way counts, if the store can be reached.
+        with suppress(ConnectionError, DamagedError):
+            self._outbox.finish_transfer()
+            self._outbox.deliver()
         self._say_left(self._store)
         return result
 
     def abandon(self) -> None:
         """Leaves the run after an error, which the other processes of this island may not have: none waits for them."""
+        self._outbox.abandon()
         if self._entered and jax.process_index() == 0:
             self._say_left(Connection(self._store.store, together=False))
 
@@ -197,8 +193,8 @@ class Island:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
         report = self._settle(model, report)
         # A drift sent to a round that has ended would count in none.
-        while not self._behind and (not leaving or self._in_flight is None):
-            if self._in_flight is None:
+        while not self._behind and (not leaving or self._outbox.flight is None):
+            if self._outbox.flight is None:
                 if not self._send(model, examples, leaving=leaving):
                     return report._replace(nonfinite=True)
                 if leaving or self._options.overlap:
@@ -217,17 +213,22 @@ class Island:
     def _settle(self, model: MeetingState, report: Report) -> Report:
         """Applies the rounds that have ended, and with `overlap` waits for that of the drift that is under way.
 
-        The deadline ends it, since others may finish rounds faster than this island takes them.
+        Those that had ended when this island found the first of them are applied in any case, so that it gets ahead.
+        After them the deadline ends it, since others may finish rounds faster than this island takes them.
         """
         self._behind = False
-        if self._in_flight is not None:
+        self._outbox.finish_transfer()
+        if self._outbox.flight is not None:
             commit = self._await_commit()
             if commit is None:
                 return report
             report = self._apply(model, commit, report)
-        first = self._replay.round
+        last = None
         while (commit := self._replay.read_commit(self._replay.round)) is not None:
-            if self._replay.round - first >= ROUNDS_IN_ANY_CASE and self._store.now() >= self._store.deadline:
+            if last is None:
+                # A listing may miss a round of the last moments.
+                last = max([self._replay.round, *run.ended_rounds(self._store)])
+            if self._replay.round > last and self._store.now() >= self._store.deadline:
                 self._behind = True
                 break
             report = self._apply(model, commit, report)._replace(late=True)
@@ -247,20 +248,17 @@ class Island:
             self._store.create(self._name("left"), b"{}")
             return False
         name = self._name("drift")
-        hosts = [to_host(x) for x in arrays]
-        place = self._replay.write_body(name, hosts)
+        place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
         record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
-        if not self._store.create(name, records.to_json(record)):
-            # Created by a try of ours whose answer was lost, or by an earlier process of this name: that one counts.
-            found = records.parse(Drift, name, self._store.get(name) or b"")
-            place = found.body if found.session == self._session else ""
-        self._in_flight = _InFlight(self._replay.round, place, drift, after, self._store.now())
+        message = Message(self._replay.round, name, records.to_json(record), place, body)
+        flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
+        self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
         return True
 
     def _await_commit(self) -> Commit | None:
         """Returns the commit of the open round, which this island may create; `None` if the deadline comes first."""
-        store, flight, pause = self._store, self._in_flight, 0.002
+        store, flight, pause = self._store, self._outbox.flight, 0.002
         assert flight is not None
         at_least = self._options.begin_with if self._replay.round == 0 else 1
         prefix = round_name(self._replay.round, "")
@@ -268,6 +266,9 @@ class Island:
             seen = rounds.see(name.removeprefix(prefix) for name in store.list(prefix))
             if self._options.name not in seen.drifts:
                 self._replay.check_not_forgotten(self._replay.round)
+            if not seen.committed and self._outbox.deliver():
+                # The store was out of reach when it was sent.
+                continue
             now = store.now()
             # The deadline of this meeting ends the wait too: a drift of an earlier meeting has waited long enough.
             elapsed = float("inf") if now >= store.deadline else now - flight.sent_at
@@ -308,7 +309,7 @@ class Island:
 
     def _apply(self, model: MeetingState, commit: Commit, report: Report) -> Report:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
-        local, flight = model.local, self._in_flight
+        local, flight = model.local, self._outbox.flight
         ahead = measure_drift(local.anchor, model.params)
         if commit.base != self._replay.digest:
             local = self._take_kept_anchor(local)
@@ -322,7 +323,7 @@ class Island:
             local = local._replace(reducer=(flight.reducer,))
         model.local = with_shared(local, shared)
         model.params = rebase(shared.anchor, model.params, ahead)
-        self._in_flight = None
+        self._outbox.clear()
         if self._replay.round % self._options.keep_every == 0:
             with suppress(DamagedError):  # what cannot be read now is deleted another time
                 self._replay.keep(model.local)
@@ -355,13 +356,13 @@ class Island:
 
     def _jump(self, model: MeetingState) -> None:
         """Goes on from kept parameters, where the rounds before them are gone. What none of them took is kept."""
-        flight, ahead = self._in_flight, measure_drift(model.local.anchor, model.params)
+        flight, ahead = self._outbox.flight, measure_drift(model.local.anchor, model.params)
         anchor, local = self._replay.load_newest(model.local)
         if flight is not None and (self._options.name, flight.body) in anchor.counted:
             ahead = subtract(ahead, flight.drift)
             local = with_shared(local._replace(reducer=(flight.reducer,)), select_shared(local))
         model.local, model.params = local, rebase(local.anchor, model.params, ahead)
-        self._in_flight = None
+        self._outbox.clear()
         self._replay.go_to(anchor)
 
     def _take_kept_anchor(self, local: LocalStepsState) -> LocalStepsState:

@@ -161,8 +161,8 @@ class Replay:
             self._bodies[place] = self._decode(place, body)
         return self._bodies[place]
 
-    def write_body(self, tag: str, arrays: list[Any]) -> str:
-        """Stores the arrays of this island's drift, and returns the name of the body."""
+    def pack_body(self, tag: str, arrays: list[Any]) -> tuple[str, bytes]:
+        """Returns the hash and the bytes of the body with the arrays of this island's drift."""
         codec = self._reducer.forms.codec
         if codec is not None:
             arrays = [np.frombuffer(codec.encode(arrays, self._updates), np.uint8)]
@@ -170,8 +170,7 @@ class Replay:
         place = records.hash_of(body)
         # Decoded as all islands decode it, so that their bits are the same.
         self._bodies[place] = self._decode(place, body)
-        self._store.put(records.body_name(place), body)
-        return place
+        return place, body
 
     def _decode(self, place: str, body: bytes) -> list[Any]:
         codec = self._reducer.forms.codec

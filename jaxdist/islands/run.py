@@ -116,6 +116,12 @@ def read_commit(store: Connection, number: int) -> Commit | None:
     return None if body is None else records.parse(Commit, name, body)
 
 
+def ended_rounds(store: Connection) -> list[int]:
+    """The rounds that have ended and are not deleted yet, in order."""
+    names = (name.split("/") for name in store.list("rounds/"))
+    return sorted(int(number) for _, number, kind, *_ in names if kind == "commit")
+
+
 def open_round(store: Connection, number: int) -> int:
     """The first round, from this one on, that has no commit."""
     while read_commit(store, number) is not None:

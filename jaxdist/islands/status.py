@@ -70,8 +70,7 @@ def status(url: "str | os.PathLike[str] | SharedStore", *, last: int = 10) -> Ru
     store = Connection(open_store(url))
     store.deadline = 0.0
     _check_run(store.get("run.json"), url)
-    commits = [name for name in store.list("rounds/") if name.endswith("/commit")]
-    numbers = sorted(int(name.split("/")[1]) for name in commits)
+    numbers = run.ended_rounds(store)
     sessions: dict[str, int] = {}
     for name in store.list("names/"):
         island, number = name.split("/")[1:3]

@@ -20,7 +20,8 @@ class SharedStore(NamedTuple):
     """Named bytes that several jobs share; names are relative paths with `/`.
 
     Every function may raise `OSError` (or what the library beneath raises) when the store is out of reach; islands
-    then try again. A store of your own needs these five functions.
+    then try again. A store of your own needs these five functions; with `overlap` a second thread calls them, though
+    never two threads at once.
 
     Attributes:
       create: `create(name, body) -> bool`: writes whole bytes under a name that is absent. Of several callers at once
@@ -133,7 +134,8 @@ def memory() -> SharedStore:
         names[name] = [body]
 
     def get(name: str) -> bytes | None:
-        return names[name][0] if name in names else None
+        box = names.get(name)
+        return None if box is None else box[0]
 
     def delete(name: str) -> None:
         names.pop(name, None)

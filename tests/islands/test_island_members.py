@@ -6,9 +6,22 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from islands_run import GOALS, begin, global_params, method, step_of, train, train_together
+from island_stores import wrap
+from islands_run import (
+    GOALS,
+    begin,
+    contribution,
+    global_params,
+    left_of,
+    method,
+    step_of,
+    total,
+    train,
+    train_together,
+)
 from problems import assert_close
 
 from jaxdist import islands
@@ -154,6 +167,37 @@ def test_old_rounds_go_and_a_straggler_jumps_over_them():
         assert report.counted
         assert report.round == 13
     assert jax.tree.leaves(ahead)
+
+
+@pytest.mark.parametrize("timeout", [1e-6, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting(timeout):
+    """It reads the newest kept parameters and the rounds since, however many there were, though time is up."""
+    tx, calls = method("4 bits with feedback", inner=optax.sgd(0.1)), []
+
+    def count(number, name, function, arguments):
+        calls.append(name)
+        return function(*arguments)
+
+    store = islands.memory()
+    options = {"round_timeout": 0.001, "keep_every": 10}
+    with (
+        islands.join(wrap(store, count), tx, name="slept", round_timeout=timeout, keep_every=10) as slept,
+        islands.join(store, tx, name="awake", **options) as awake,
+    ):
+        state, other = step_of(tx)(slept.enter(begin(tx)), GOALS[0]), awake.enter(begin(tx))
+        moved = jax.tree.map(lambda a, p: a - p, total(state.opt.anchor), total(state.params))
+        for _ in range(407):
+            other, report = awake.meet(other)
+        awake.leave()
+        calls.clear()
+        state, found = slept.meet(state)
+        assert (found.counted, found.late, found.round) == (True, True, report.round + 1)
+        # Of each round a commit, a drift's record and its body, and listings; of 407 rounds it would be 2,000.
+        assert len(calls) <= 2 * 10 * 5 + 30
+        assert len(slept._replay._bodies) <= 2
+        taken = contribution(store, "slept", report.round, tx, state)
+        assert_close(jax.tree.map(np.add, taken, left_of(state)), moved, tolerance=1e-5)
+    assert {one.round: one.members for one in islands.status(store).rounds}[407] == ("slept",)
 
 
 def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again():

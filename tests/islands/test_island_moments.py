@@ -112,8 +112,11 @@ def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(red
                 moved = jax.tree.map(lambda m, b, a: m + b - a, moved, before, total(state.params))
                 state, report = slow.meet(state)
                 digests[report.round].add(report.digest)
+            # The other thread may be making its pause.
+            slow._store.deadline = float("inf")
+            slow._outbox.finish_transfer()
             # A drift that is under way is still ahead of this island's anchor.
-            ahead = slow._in_flight.body if slow._in_flight else None
+            ahead = slow._outbox.flight.body if slow._outbox.flight else None
         if not paused:
             break
         assert {number: found for number, found in digests.items() if len(found) > 1} == {}

@@ -62,12 +62,13 @@ class Session:
         if leaves:
             self.state, _ = self.island.leave(self.state)
         self.island._entered = False  # killed: it says nothing more
+        self.island._outbox.abandon()
         self._context.__exit__(None, None, None)
 
     def check(self, bodies, commits, tx):
         """Moved = taken by rounds + residual + ahead of the global parameters."""
         # A drift that is under way is still ahead of this island's own copy of them.
-        under_way = self.island._in_flight.body if self.island._in_flight else None
+        under_way = self.island._outbox.flight.body if self.island._outbox.flight else None
         members = [member.body for commit in commits.values() for member in commit.members]
         drifts = [body for body in members if body in self.drifts and body != under_way]
         taken = [decoded(bodies[body], body, tx, self.state) for body in drifts]

@@ -1,5 +1,7 @@
 """Islands over stores that are away, refuse, lose answers, damage bytes or lie."""
 
+import threading
+
 import optax
 import pytest
 from island_stores import PROBE_CALLS, failing, truncating, wrap, written_once
@@ -95,6 +97,94 @@ def test_a_call_that_fails_once_costs_nothing(after):
             (2, True, False),
         ]
         assert_close(global_params(state), path, tolerance=1e-6)
+
+
+def silent_from(store, moment, silent):
+    """A store that does what it is asked, but from its call number `moment` on gives no answer while `silent[0]`."""
+
+    def around(number, name, function, arguments):
+        answer = function(*arguments)
+        if number >= moment and silent[0]:
+            raise TimeoutError("no answer")
+        return answer
+
+    return wrap(store, around)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_that_are_lost_for_the_rest_of_a_meeting_lose_and_double_no_progress(overlap):
+    """From each call of it on: the store may have the drift, or even the commit, and the island does not know it."""
+    tx = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
+    step, options = step_of(tx), {"name": "a", "round_timeout": 0.02, "overlap": overlap}
+    entering = calls_of(lambda store: enter_and_leave(store, tx))
+    path, offline = own_path(tx, step, 5), []
+    for moment in range(entering - 1, entering + 12):
+        silent = [False]
+        with islands.join(silent_from(written_once(), moment, silent), tx, **options) as island:
+            state = island.enter(begin(tx))
+            for number in range(5):
+                for _ in range(H):
+                    state = step(state, GOALS[0])
+                silent[0] = number == 0
+                state, report = island.meet(state)
+                if number == 0:
+                    offline.append(report.offline)
+                    wait_for_transfer(island)
+        assert_close(state.params, path, tolerance=1e-5)
+        assert report.counted
+    assert any(offline)
+
+
+def wait_for_transfer(island):
+    if island._outbox._transfer is not None:
+        island._outbox._transfer._thread.join()
+
+
+def test_overlap_asks_for_no_body_in_a_meeting():
+    """Neither its own nor those of the others: they cross the link in another thread, between the meetings."""
+    tx, store, asked = method("4 bits with feedback"), islands.memory(), []
+
+    def around(number, name, function, arguments):
+        if arguments[0].startswith("bodies/"):
+            asked.append((name, threading.current_thread() is threading.main_thread()))
+        return function(*arguments)
+
+    options = {"overlap": True, "keep_every": 100}
+    with (
+        islands.join(wrap(store, around), tx, name="a", **options) as a,
+        islands.join(store, tx, name="b", **options) as b,
+    ):
+        states = {a: a.enter(begin(tx)), b: b.enter(begin(tx))}
+        asked.clear()
+        for _ in range(4):
+            for number, island in enumerate(states):
+                states[island], report = island.meet(step_of(tx)(states[island], GOALS[number]))
+            for island in states:
+                wait_for_transfer(island)
+        assert report.members == ("a", "b")
+        assert report.round == 3
+    assert sorted(asked) == [("get", False)] * 4 + [("put", False)] * 4
+
+
+def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_next_meeting():
+    tx, silent = method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0)), [False]
+
+    def around(number, name, function, arguments):
+        if silent[0] and threading.current_thread() is not threading.main_thread():
+            raise ConnectionError("no route")
+        return function(*arguments)
+
+    step = step_of(tx)
+    with islands.join(wrap(written_once(), around), tx, name="a", round_timeout=0.1, overlap=True) as island:
+        state = island.enter(begin(tx))
+        for number in range(3):
+            for _ in range(H):
+                state = step(state, GOALS[0])
+            silent[0] = number == 1
+            state, report = island.meet(state)
+            wait_for_transfer(island)
+        assert (report.round, report.counted, report.offline) == (2, True, False)
+    assert_close(state.params, own_path(tx, step, 3), tolerance=1e-6)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class MachineClock(threading.Thread):
 
 
 def main(folder, name, rounds, begin_with, timeout, pace):
-    jd.initialize()
+    jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
