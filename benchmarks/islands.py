@@ -74,7 +74,12 @@ class Trainer:
     """
 
     def __init__(self, store, tx, run, *, name, seed, timeout, begin_with):
-        self.mortal, self._run, self.state = MortalStore(store), run.with_seed(seed), run.with_seed(run.seed).state
+        # Its own batches, and a copy of the first parameters, since a step donates its state.
+        self.mortal, self._run, self.state = (
+            MortalStore(store),
+            run._replace(seed=seed),
+            jax.tree.map(jnp.copy, run.state),
+        )
         self._context = jd.islands.join(
             self.mortal.store, tx, name=name, round_timeout=timeout, begin_with=begin_with, keep_every=10
         )
@@ -359,7 +364,9 @@ def measure_kills(options):
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         counts = {"kills": options.kills, "stops": options.stops, "pace": options.pace, "seed": options.seed}
+        before, started = os.getloadavg()[0], time.monotonic()
         found = play_events(Path(folder, "run"), Path(folder), **counts)
+    found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
     print(json.dumps(found), flush=True)
     return [found]
 

@@ -96,7 +96,7 @@ class Transfer:
                     done.add(name)
             if seen.committed or not rounds.missing_islands(seen, self._expected):
                 return
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = min(1.2 * pause, LONGEST_PAUSE)
 
     def _read(self, name: str) -> None:
         record = self._store.get(name) or b""

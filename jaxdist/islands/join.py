@@ -52,7 +52,8 @@ def join(
       begin_with: how many islands to wait for before the first round ends.
       quorum: the fewest drifts that make a round.
       patience: seconds after which too few islands are an error.
-      overlap: send, go on training, and merge at the next meeting what the round gave; own progress is kept.
+      overlap: send and read in a second thread while the island trains, and merge at the next meeting what the round
+        gave; own progress is kept.
       keep_every: rounds between kept global parameters.
 
     Yields:
