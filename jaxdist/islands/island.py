@@ -258,8 +258,7 @@ class Island:
 
     def _await_commit(self) -> Commit | None:
         """Returns the commit of the open round, which this island may create; `None` if the deadline comes first."""
-        store, flight, pause = self._store, self._outbox.flight, 0.002
-        assert flight is not None
+        store, pause = self._store, 0.002
         at_least = self._options.begin_with if self._replay.round == 0 else 1
         prefix = round_name(self._replay.round, "")
         while True:
@@ -269,9 +268,10 @@ class Island:
             if not seen.committed and self._outbox.deliver():
                 # The store was out of reach when it was sent.
                 continue
+            assert self._outbox.flight is not None
             now = store.now()
             # The deadline of this meeting ends the wait too: a drift of an earlier meeting has waited long enough.
-            elapsed = float("inf") if now >= store.deadline else now - flight.sent_at
+            elapsed = float("inf") if now >= store.deadline else now - self._outbox.flight.sent_at
             action = rounds.decide(
                 seen,
                 self._replay.expected,

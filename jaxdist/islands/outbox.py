@@ -61,11 +61,13 @@ class Outbox:
 
     def deliver(self) -> bool:
         """Puts the drift into the store, unless it is known to be there; returns whether there was one to put."""
-        message = None if self.flight is None else self.flight.message
-        if message is None:
+        if self.flight is None or self.flight.message is None:
             return False
+        message = self.flight.message
         self._store.put(records.body_name(message.place), message.body)
         self._confirm(message, self._store.create(message.name, message.record))
+        # The others get their time from now on.
+        self.flight = self.flight._replace(sent_at=self._store.now())
         return True
 
     def finish_transfer(self) -> None:
