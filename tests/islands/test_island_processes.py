@@ -55,14 +55,16 @@ def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_island_of_two_processes_beside_one_of_one(tmp_path):
-    pair = Job(tmp_path / "run", "pair", 4, 2, log=tmp_path, processes=2, timeout=60)
-    single = Job(tmp_path / "run", "single", 4, 2, log=tmp_path, timeout=60)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_island_of_two_processes_beside_one_of_one(tmp_path, overlap):
+    pair = Job(tmp_path / "run", "pair", 4, 2, log=tmp_path, processes=2, overlap=overlap, timeout=60)
+    single = Job(tmp_path / "run", "single", 4, 2, log=tmp_path, overlap=overlap, timeout=60)
     jobs = [pair, single]
     try:
         wait_until(lambda: all(process.poll() == 0 for job in jobs for process in job.processes), jobs)
-        assert sorted(check_digests(jobs)) == [1, 2, 3, 4]
-        for report in pair.reports() + single.reports():
+        # With overlap the first meeting sends, and takes no round.
+        assert sorted(check_digests(jobs)) == [*range(1 - overlap, 5)]
+        for report in pair.reports()[overlap:] + single.reports()[overlap:]:
             assert report["members"] == ["pair", "single"]
             assert report["counted"]
     finally:

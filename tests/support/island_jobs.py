@@ -20,10 +20,10 @@ NAMES = ("a", "bb", "ccc")
 class Job:
     """A running island and the reports that it has printed; `process` is the first of its processes."""
 
-    def __init__(self, folder, name, rounds, begin_with, *, log, processes=1, timeout=TIMEOUT, pace=0.0):
+    def __init__(self, folder, name, rounds, begin_with, *, log, processes=1, overlap=0, timeout=TIMEOUT, pace=0.0):
         self.name, self.processes = name, []
         self.logs = [log / f"{name}-{time.monotonic_ns()}-{number}" for number in range(processes)]
-        arguments = [str(folder), name, str(rounds), str(begin_with), str(timeout), str(pace)]
+        arguments = [str(x) for x in (folder, name, rounds, begin_with, overlap, timeout, pace)]
         environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         if processes > 1:
             address = f"127.0.0.1:{free_port()}"

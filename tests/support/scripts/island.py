@@ -1,7 +1,8 @@
-"""One island as a process, or as several of a launcher: `island.py FOLDER NAME ROUNDS BEGIN_WITH TIMEOUT PACE`.
+"""One island as a process, or as several of a launcher: `island.py FOLDER NAME ROUNDS BEGIN_WITH OVERLAP TIMEOUT PACE`.
 
 Process 0 prints one JSON line for each meeting: the report, and in `machine_seconds` how much of its wait was the
-machine's and not the protocol's. `PACE` is the time to sleep in each step. At SIGTERM it sends its progress and leaves.
+machine's and not the protocol's. `OVERLAP` is 0 or 1, `PACE` the time to sleep in each step. At SIGTERM it sends its
+progress and leaves.
 """
 
 import json
@@ -55,7 +56,7 @@ class MachineClock(threading.Thread):
         return jd.islands.SharedStore(*map(time_function, store))
 
 
-def main(folder, name, rounds, begin_with, timeout, pace):
+def main(folder, name, rounds, begin_with, overlap, timeout, pace):
     jd.initialize(heartbeat_timeout_seconds=20)
     mesh = jd.make_mesh({"data": jax.device_count()})
     reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
@@ -80,7 +81,8 @@ def main(folder, name, rounds, begin_with, timeout, pace):
     state = step(state, batch) and state  # compiled before the others wait
     clock = MachineClock()
     store = clock.time_calls(jd.islands.folder(folder))
-    with jd.islands.join(store, tx, name=name, round_timeout=timeout, begin_with=begin_with, keep_every=5) as island:
+    options = {"round_timeout": timeout, "begin_with": begin_with, "overlap": bool(overlap), "keep_every": 5}
+    with jd.islands.join(store, tx, name=name, **options) as island:
         state, number = island.enter(state), 0
         while True:
             state, number = step(state, batch), number + 1
@@ -99,4 +101,4 @@ def main(folder, name, rounds, begin_with, timeout, pace):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *map(float, sys.argv[5:]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:6]), *map(float, sys.argv[6:]))
