@@ -200,6 +200,13 @@ def test_an_island_that_slept_for_407_rounds_is_in_step_after_one_meeting(timeou
     assert {one.round: one.members for one in islands.status(store).rounds}[407] == ("slept",)
 
 
+def test_an_island_may_have_the_name_of_a_record():
+    store = islands.memory()
+    train(store, method(), "commit", 2)
+    found = islands.status(store)
+    assert (found.round, [one.round for one in found.rounds]) == (2, [0, 1])
+
+
 def test_a_checkpoint_from_before_the_last_drift_does_not_send_it_again():
     """The drift of the earlier process counts, and what the checkpoint holds of it is not added to it."""
     store, tx = islands.memory(), method(inner=optax.sgd(0.1), outer=lambda: optax.sgd(1.0))
