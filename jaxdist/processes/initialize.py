@@ -43,7 +43,7 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
       heartbeat_timeout_seconds: how long after the last sign of life of a process JAX ends the others. Time in which
         the job is suspended as a whole (`scontrol suspend`) counts: make it longer than that, and use a `watchdog` to
         notice processes that die. Without a launcher that ends the others, as in an island of several processes on
-        spot machines, make it shorter, such as 10: process 0 may wait that long for one that was killed.
+        spot machines, make it shorter, such as 20: process 0 may wait that long for one that was killed.
 
     Raises:
       MissingProcessError: a process did not check in in time; the message names it.
