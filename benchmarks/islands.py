@@ -302,7 +302,7 @@ def take_part(options):
             counted = {name: after[name] - before[name] for name in before}
             fields = ("round", "members", "counted", "wait_seconds", "sent_bytes", "received_bytes", "digest")
             row = {"name": options.name, "overlap": options.overlap, **{name: getattr(report, name) for name in fields}}
-            print(json.dumps(row | counted | {"processor_seconds": processor}), flush=True)
+            print(json.dumps(row | counted | {"processor_seconds": processor, "load": os.getloadavg()[0]}), flush=True)
             # Interfaces count what is left of this round's acknowledgements before the next one begins.
             time.sleep(options.train)
 
