@@ -25,7 +25,6 @@ from .combinators import chained as chained
 from .combinators import scaled as scaled
 from .gspar import closed_form_probabilities as closed_form_probabilities
 from .gspar import expected_bits as expected_bits
-from .gspar import greedy_probabilities as greedy_probabilities
 from .gspar import gspar as gspar
 from .levels import expected_variance as expected_variance
 from .levels import nuqsgd as nuqsgd

@@ -1,7 +1,8 @@
 """GSpar: unbiased sparsification that keeps large entries with certainty and small ones at random (Wangni et al.).
 
-`gspar` draws exactly k entries, by systematic sampling. The two algorithms of the paper for the probabilities, and its
-expected message size, are `closed_form_probabilities`, `greedy_probabilities` and `expected_bits`.
+`gspar` draws exactly k entries, by systematic sampling. Of the two algorithms of the paper for the probabilities, a
+density uses the greedy one, in rounds until they change nothing, and a variance with a code the closed form
+(`closed_form_probabilities`). `expected_bits` is the mean length of the paper's messages.
 """
 
 import math
@@ -136,7 +137,7 @@ def _inverse_rate(
 
 
 def _keep_probabilities(magnitudes: Float[Array, " size"], count: int) -> Float[Array, " size"]:
-    """The probabilities of the minimal variance for `count` entries."""
+    """The probabilities of the minimal variance for `count` entries: the limit of the paper's greedy algorithm."""
     budget = _budget(count, magnitudes.shape[0])
 
     def newton_step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -220,30 +221,6 @@ def closed_form_probabilities(x: Float[Array, " size"], variance: float | int) -
     return jnp.where(certain & (magnitudes > 0), 1.0, probabilities(magnitudes, rate))
 
 
-def greedy_probabilities(x: Float[Array, " size"], density: float | int, *, rounds: int = 2) -> Float[Array, " size"]:
-    """The paper's rounds, without a sort: the budget that certain entries leave is spread over the others.
-
-    `p = min(κ d |x| / Σ|x|, 1)`, then `p = min(c p, 1)` with `c = (κ d - #{p = 1}) / Σ_{p < 1} p` above 1.
-    The sum is at most `κ d`, for a density κ in (0, 1]; two rounds come within a few parts in a thousand, many converge
-    to the minimal variance for `κ d` entries on average.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> p = greedy_probabilities(jnp.array([4.0, -3.0, 2.0, 1.0, 0.0]), 0.6, rounds=0)
-      >>> [round(x, 3) for x in p.tolist()]
-      [1.0, 0.9, 0.6, 0.3, 0.0]
-    """
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}")
-    magnitudes = relative_magnitudes(x)
-    count = density * x.shape[0]
-    # From rate 0, where no entry is certain.
-    rate = newton_rate(magnitudes, jnp.zeros(()), count)
-    for _ in range(rounds):
-        rate = jnp.maximum(rate, newton_rate(magnitudes, rate, count))
-    return probabilities(magnitudes, rate)
-
-
 def expected_bits(probabilities: Float[Array, " size"], *, value_bits: int = 32) -> Float[Array, ""]:
     """The mean length of the paper's messages, whose length differs from step to step.
 
@@ -271,9 +248,10 @@ def probabilities(magnitudes: Float[Array, "..."], rate: Float[Array, ""]) -> Fl
 
 
 def newton_rate(magnitudes: Float[Array, " size"], rate: Float[Array, ""], count: float | Array) -> Float[Array, ""]:
-    """One step of Newton's method for `Σ min(λ a, 1) = count`, from below: a round of `greedy`.
+    """One step of Newton's method for `Σ min(λ a, 1) = count`, from below; infinite if all nonzero entries are certain.
 
-    Infinite if all nonzero entries are certain.
+    A round of the paper's greedy algorithm, `p = min(c p, 1)` with `c = (count - #{p = 1}) / Σ_{p < 1} p`, is such a
+    step: with `p = min(λ a, 1)`, `c λ` is the next rate.
     """
     certain = rate * magnitudes >= 1
     others = sum_vector(jnp.where(certain, 0.0, magnitudes))

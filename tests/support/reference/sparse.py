@@ -43,3 +43,17 @@ def water_filling(x, count):
     # The k largest are certain, for the first k with which the next one is not.
     k = np.argmax((count - np.arange(len(falling))) * falling <= rest)
     return np.minimum(magnitudes * (count - k) / rest[k], 1) if rest[k] else (magnitudes > 0).astype(float)
+
+
+def greedy_rounds(x, density, rounds):
+    """The greedy algorithm of Wangni et al. (Algorithm 3, arXiv 1710.09854): probabilities after so many rounds."""
+    magnitudes = np.abs(np.asarray(x, np.float64))
+    budget = density * len(magnitudes)
+    p = np.minimum(budget * magnitudes / magnitudes.sum(), 1)
+    for _ in range(rounds):
+        below = p < 1
+        factor = (budget - (~below).sum()) / p[below].sum()
+        if factor <= 1:
+            break
+        p = np.minimum(factor * p, 1)
+    return p
