@@ -59,7 +59,7 @@ def assert_compressor_laws(
         for dtype in dtypes:
             _check_types(compressor, jax.ShapeDtypeStruct(shape, dtype), key)
         _check_values(compressor, shape, key, magnitudes)
-    _check_calls(compressor, _inputs(largest, key)[0].astype(dtypes[0]), key)
+    _check_calls(compressor, draw_inputs(largest, key)[0].astype(dtypes[0]), key)
     for dtype in dtypes[1:]:
         _check_ends(compressor, jax.ShapeDtypeStruct(largest, dtype), key)
     if compressor.summable:
@@ -72,12 +72,13 @@ def _round_trip(compressor: Compressor, x: Array, key: PRNGKeyArray) -> tuple[Py
     return payload, compressor.decompress(payload, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
 
-def _law(name: str, holds: bool | np.bool_, x: Like, detail: str) -> None:
+def check_law(name: str, holds: bool | np.bool_, x: Like, detail: str) -> None:
+    """Raises the error that names a law, with the input and what was found, if it does not hold."""
     if not holds:
         raise AssertionError(f"law '{name}' broken for shape {x.shape}, dtype {x.dtype}: {detail}")
 
 
-def _inputs(shape: Shape, key: PRNGKeyArray) -> Array:
+def draw_inputs(shape: Shape, key: PRNGKeyArray) -> Array:
     """Gaussian, equal and one-hot entries (the spread on which the constants of codes differ most), zeros and NaN."""
     gaussian = np.random.default_rng(np.asarray(jax.random.key_data(key))).standard_normal(shape)
     one_hot = np.zeros(shape)
@@ -90,16 +91,16 @@ def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
     # By shapes alone: nothing is computed, so all shapes and dtypes are cheap.
     payload, decoded = jax.eval_shape(lambda x, key: _round_trip(compressor, x, key), x, key)
     same = decoded.shape == x.shape and decoded.dtype == x.dtype
-    _law("round trip keeps shape and dtype", same, x, f"decoded to {decoded}")
+    check_law("round trip keeps shape and dtype", same, x, f"decoded to {decoded}")
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     wide = jax.eval_shape(lambda payload: compressor.decompress(payload, like), payload)
     same = wide.shape == like.shape and wide.dtype == like.dtype
-    _law("decompress follows `like`", same, x, f"asked for {like}, got {wide}")
+    check_law("decompress follows `like`", same, x, f"asked for {like}, got {wide}")
 
 
 def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, stated: tuple[float, float]) -> None:
     """All inputs by all draws in one compiled call."""
-    inputs, keys = _inputs(shape, key), jax.random.split(key, DRAWS)
+    inputs, keys = draw_inputs(shape, key), jax.random.split(key, DRAWS)
     # All magnitudes of float32 must stay finite; those for which the laws are stated are drawn separately.
     sized = np.concatenate([_of_magnitudes(shape, *ends) for ends in sorted({MAGNITUDES, stated})])
     # One input after another: all of them by all draws may not fit the memory.
@@ -107,7 +108,7 @@ def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, state
     decoded = np.asarray(every(jnp.concatenate([inputs, sized]), keys), np.float64)
     # The last two inputs are zeros, which have no relative error, and NaN, which must only not raise.
     finite = np.isfinite(decoded[len(inputs) - 2])
-    _law("zeros decode to finite values", finite.all(), inputs[-2], f"got {decoded[len(inputs) - 2]}")
+    check_law("zeros decode to finite values", finite.all(), inputs[-2], f"got {decoded[len(inputs) - 2]}")
     for x, draws in zip(inputs[:-2], decoded, strict=False):
         _check_error(compressor, x, draws)
     for x, draws in zip(map(np.asarray, sized), decoded[len(inputs) :], strict=True):
@@ -132,7 +133,7 @@ def _check_size(
     """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
     sizes = np.abs(x[x != 0])
     detail = f"{kind} from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else kind
-    _law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
+    check_law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
     # Beyond the stated magnitudes ω is not checked, and δ is 0.
     if (sizes < np.float32(stated[0])).any() or (sizes > np.float32(stated[1])).any():
         delta = None if compressor.contraction is None else lambda shape: 0.0
@@ -164,12 +165,14 @@ def _check_error(
         # The mean of n draws is off by the n-th part of their variance; 25 is five standard errors of one entry.
         spread = max(error, omega * energy) if rare else error
         unbiased = bias <= add_flushed(25 * spread / draws + 1e-12 * energy)
-        _law("unbiased", unbiased, x, f"the mean is off by {bias**0.5:.3g}{detail}")
+        check_law("unbiased", unbiased, x, f"the mean is off by {bias**0.5:.3g}{detail}")
         within = error <= add_flushed(omega * energy + margin)
-        _law("variance", within, x, f"{error:.6g} > ω|x|² = {omega * energy:.6g}{detail}")
+        check_law("variance", within, x, f"{error:.6g} > ω|x|² = {omega * energy:.6g}{detail}")
     if compressor.contraction is not None:
         bound = (1 - float(compressor.contraction(x.shape))) * energy
-        _law("contraction", error <= add_flushed(bound + margin), x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}{detail}")
+        check_law(
+            "contraction", error <= add_flushed(bound + margin), x, f"{error:.6g} > (1 - δ)|x|² = {bound:.6g}{detail}"
+        )
 
 
 def _of_magnitudes(shape: Shape, low: float, high: float) -> np.ndarray:
@@ -192,7 +195,7 @@ def _check_ends(compressor: Compressor, like: Like, key: PRNGKeyArray) -> None:
     for name, value in (("zeros", 0.0), ("the largest numbers", float(jnp.finfo(like.dtype).max))):
         decoded = decode(jnp.full(like.shape, value, like.dtype), key)
         finite = np.isfinite(np.asarray(decoded, np.float64)).all()
-        _law(f"{name} decode to finite values", finite, like, f"got {decoded}")
+        check_law(f"{name} decode to finite values", finite, like, f"got {decoded}")
 
 
 def _check_calls(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:
@@ -201,24 +204,26 @@ def _check_calls(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:
 
     compiled = jax.jit(round_trip)
     first = compiled(x, key)
-    _law("one key, one result", _same(first, compiled(x, key), 0.0), x, "two calls differ")
+    check_law("one key, one result", _same(first, compiled(x, key), 0.0), x, "two calls differ")
     # A few units in the last place: compilation may fuse a multiplication and an addition.
     tolerance = 4 * float(jnp.finfo(x.dtype).eps)
-    _law("jit equals eager", _same(first, round_trip(x, key), tolerance), x, "compiled and eager results differ")
+    check_law("jit equals eager", _same(first, round_trip(x, key), tolerance), x, "compiled and eager results differ")
     mapped = jax.jit(jax.vmap(round_trip, in_axes=(0, None)))(x[None], key)
-    _law("vmap", _same(first, jax.tree.map(lambda leaf: leaf[0], mapped), tolerance), x, "differs from a single call")
+    check_law(
+        "vmap", _same(first, jax.tree.map(lambda leaf: leaf[0], mapped), tolerance), x, "differs from a single call"
+    )
 
 
 def _check_linear(compressor: Compressor, shape: Shape, key: PRNGKeyArray) -> None:
     # Workers with one key each, or all with the same, as a reducer would give them.
-    x = _inputs((WORKERS, *shape), key)[0]
+    x = draw_inputs((WORKERS, *shape), key)[0]
     keys = jnp.broadcast_to(key, WORKERS) if compressor.shared_key else jax.random.split(key, WORKERS)
     payloads, decoded = jax.jit(jax.vmap(lambda x, key: _round_trip(compressor, x, key)))(x, keys)
     averaged = jax.tree.map(lambda leaf: jnp.mean(leaf, 0, dtype=jnp.float32).astype(leaf.dtype), payloads)
     # The average is rounded to the dtype of the payload.
     narrowest = max((float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(payloads)), default=0.0)
     holds = _same(compressor.decompress(averaged, x[0]), decoded.mean(0), max(1e-5, 4 * narrowest))
-    _law("summable", holds, x[0], "the decoded mean of payloads is not the mean of the decoded ones")
+    check_law("summable", holds, x[0], "the decoded mean of payloads is not the mean of the decoded ones")
 
 
 def _same(left: PyTree, right: PyTree, tolerance: float) -> bool:

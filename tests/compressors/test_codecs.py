@@ -27,6 +27,7 @@ from jaxdist.compressors.qsgd import QuantizedPayload
 from jaxdist.compressors.rans import decode_symbols, encode_symbols
 from jaxdist.compressors.rounding import whole_words
 from jaxdist.compressors.sparse import SparsePayload
+from jaxdist.testing import assert_codec_laws
 
 # Of checksum, kind and counts; and at most 20 bits for each lane of Elias's code.
 FRAME, LANES = 13, 20 / LANE
@@ -170,8 +171,7 @@ def test_sparse_entries_come_back(seed, size, density, code, dtype):
     assert_equal_bits(dense[:1], dense[1:])
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
+each_code = pytest.mark.parametrize(
     "code",
     [
         jc.qsgd(3, bucket=64, code="elias"),
@@ -181,6 +181,16 @@ def test_sparse_entries_come_back(seed, size, density, code, dtype):
     ],
     ids=repr,
 )
+
+
+@pytest.mark.sampled(3)
+@each_code
+def test_codecs_keep_the_laws(code):
+    assert_codec_laws(code)
+
+
+@pytest.mark.sampled(3)
+@each_code
 def test_what_was_compressed_is_decoded(code):
     x = jnp.asarray(rng_of(1).standard_t(2.0, (40, 17)), jnp.float32)
     decode = jax.jit(code.decompress)

@@ -1,13 +1,19 @@
 """The public law checks find what is broken."""
 
+import itertools
+import re
+import zlib
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxdist as jd
 from jaxdist.comm import over
+from jaxdist.compressors import Codec, Compressor, DamagedCodeError
 from jaxdist.reducers import Forms, Law, Reduced, Reducer
-from jaxdist.testing import assert_reducer_laws
+from jaxdist.testing import assert_codec_laws, assert_reducer_laws
 
 LIKE = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
@@ -116,3 +122,63 @@ def test_a_sound_reducer_passes_with_the_standard_leaves():
     assert_reducer_laws(averaging(lambda x: x / 2)._replace(law=Law.NONE), like=LIKE)
     assert_reducer_laws(jd.exact(), workers={"pod": 2, "chip": 2}, like=LIKE)
     assert_reducer_laws(holding(), like=LIKE)
+
+
+def encode_rounded(payload, like):
+    body = zlib.compress(payload.tobytes())
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def decode_rounded(body, like):
+    if zlib.crc32(body[4:]).to_bytes(4, "little") != body[:4]:
+        raise DamagedCodeError("cut or altered")
+    return np.frombuffer(zlib.decompress(body[4:]), np.int8).reshape(like.shape)
+
+
+def rounded(**changes):
+    """Rounds to integers, with a codec of which some functions are replaced."""
+    codec = Codec(encode_rounded, decode_rounded, lambda payload, like: jnp.float32(8.0 * payload.size), "rounded")
+    return Compressor(
+        lambda x, key: jnp.nan_to_num(jnp.clip(jnp.round(x), -9, 9)).astype(jnp.int8),
+        lambda payload, like: payload.astype(like.dtype),
+        codec=codec._replace(**changes),
+    )
+
+
+COUNTER = itertools.count()
+BROKEN_CODECS = {
+    "encode returns bytes": {"encode": lambda payload, like: bytearray(encode_rounded(payload, like))},
+    "one payload, one code": {"encode": lambda payload, like: str(next(COUNTER)).encode()},
+    "decode returns a payload": {"decode": lambda body, like: decode_rounded(body, like).astype(np.int32)},
+    "decoded payloads decompress alike": {"decode": lambda body, like: -decode_rounded(body, like)},
+    "expected_bits is f32[]": {"expected_bits": lambda payload, like: jnp.sum(payload, dtype=jnp.int32)},
+    "expected_bits": {"expected_bits": lambda payload, like: jnp.zeros(())},
+    "other bytes are refused": {"decode": lambda body, like: decode_rounded(body.removesuffix(b"\0"), like)},
+}
+
+
+@pytest.mark.parametrize("law", BROKEN_CODECS)
+def test_a_broken_codec_is_told_its_law(law):
+    with pytest.raises(AssertionError, match=f"law '{re.escape(law)}' broken"):
+        assert_codec_laws(rounded(**BROKEN_CODECS[law]), shapes=[(1000,)], dtypes=[jnp.float32])
+
+
+def test_damage_must_be_named():
+    def decode(body, like):
+        try:
+            return decode_rounded(body, like)
+        except DamagedCodeError as error:
+            raise EOFError from error
+
+    with pytest.raises(EOFError) as caught:
+        assert_codec_laws(rounded(decode=decode), shapes=[(100,)], dtypes=[jnp.float32])
+    assert caught.value.__notes__ == ["law 'other bytes are refused' broken: this is no DamagedCodeError"]
+
+
+def test_a_sound_codec_passes():
+    assert_codec_laws(rounded(), shapes=[(), (0,), (3, 40)])
+
+
+def test_a_compressor_without_a_codec_is_told_so():
+    with pytest.raises(AssertionError, match=r"qsgd\(4\) has none"):
+        assert_codec_laws(jd.qsgd(4))
