@@ -117,6 +117,11 @@ class _Config(NamedTuple):
     axis: AxisNames
     carriers: AxisNames
 
+    def __repr__(self) -> str:
+        # Without the inner optimizer, whose `repr` has addresses of functions.
+        carriers = "" if self.carriers is None else f", carriers={self.carriers!r}"
+        return f"gossip({self.topology!r}, method={self.method!r}, axis={self.axis!r}{carriers})"
+
 
 def _init(cfg: _Config, params: PyTree) -> State:
     check_leaves(params, sharded=True)

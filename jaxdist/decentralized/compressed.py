@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.trees import minus, plus, wide
 from .._core.types import Array, Payload, PyTree
@@ -30,6 +31,7 @@ from .method import (
 )
 
 
+@with_description
 def choco(compressor: Compressor, *, step_size: float | int) -> Method:
     """Each worker sends the compressed difference between its model and a public copy `x̂` that its neighbors track.
 
@@ -91,6 +93,7 @@ def _choco_step(compressor: Compressor, step_size: float | int, context: StepCon
     return StepResult(params, inner, {"public": plus(public, own), "pull": plus(pull, from_neighbors)})
 
 
+@with_description
 def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = False) -> Method:
     """Each worker sends its compressed step and applies the decoded step to its own model, as its neighbors do.
 
@@ -179,6 +182,7 @@ def _exchange_replicas(
     return jax.tree.map(lambda x: x[0], rows), {"replicas": rows}
 
 
+@with_description
 def ecd_psgd(compressor: Compressor) -> Method:
     """Each worker averages its neighbors' decoded models over time, so that compression noise fades.
 
@@ -236,6 +240,7 @@ def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
     return StepResult(params, inner, {"mixed": mixed})
 
 
+@with_description
 def saps_psgd(compressor: Compressor) -> Method:
     """Neighbors exchange a few entries of their models, which all workers draw alike, and average only these.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import check_range
+from .._core.descriptions import with_description
 from .._core.trees import minus, plus, tree_where, wide
 from .._core.types import Array, PyTree, State, Updates
 from ..topology.base import Topology
@@ -28,6 +29,7 @@ from .plain import Order, check_order, d_psgd
 SMALLEST_EIGENVALUE = -1 / 3 + 1e-6
 
 
+@with_description
 def d2(*, exact_diffusion: bool | None = None) -> Method:
     """Each worker subtracts the disagreement that it has had with its neighbors so far, so that bias cancels.
 
@@ -108,6 +110,7 @@ def _d2_step(context: StepContext) -> StepResult:
     return StepResult(plus(before_mixing, delta), inner, {"correction": new_correction, "rate": rate})
 
 
+@with_description
 def gradient_tracking(*, order: Order = "adapt_then_combine") -> Method:
     """A tracker `y` follows the mean gradient of all workers, and the inner optimizer steps along it.
 
@@ -180,6 +183,7 @@ def _current_gradient(context: StepContext) -> Updates:
     return gradient if context.active is None else tree_where(context.active, gradient, context.state["gradient"])
 
 
+@with_description
 def quasi_global_momentum(
     learning_rate: LearningRate | None = None,
     *,
@@ -281,6 +285,7 @@ def _learning_rate(learning_rate: LearningRate | None, context: StepContext) -> 
     return rate_at(learning_rate, context.count)
 
 
+@with_description
 def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: float | int = 1e-8) -> Method:
     """Adam whose moments follow the mean model: both are averages of the normalized change of the model in a step.
 

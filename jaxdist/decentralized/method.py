@@ -63,12 +63,17 @@ class Method(NamedTuple):
       step: `step(context) -> StepResult`.
       entrywise: treats each entry of a model by itself, so that parameters may be `Sharded` over another axis. `False`:
         it takes norms of whole models.
+      description: the call that made it, such as `d_psgd()`, for `repr`.
     """
 
     prepare: Callable[[Topology], Topology]
     init: Callable[[PyTree, Topology], State]
     step: Callable[[StepContext], StepResult]
     entrywise: bool = True
+    description: str = ""
+
+    def __repr__(self) -> str:
+        return self.description or f"Method{tuple(self)}"
 
 
 def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> PyTree:

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.descriptions import with_description
 from .._core.trees import plus, wide
 from .._core.types import Array, Float, PyTree, Updates
 from ..comm.base import Comm
@@ -26,6 +27,7 @@ Order = Literal["adapt_then_combine", "combine_then_adapt"]
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
 
 
+@with_description
 def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
     """Each worker takes its own step and averages its model with those of its neighbors.
 
@@ -95,6 +97,7 @@ def _zero_delta(comm: Comm, tree: PyTree) -> PyTree:
     return comm.varying(jax.tree.map(jnp.zeros_like, tree))
 
 
+@with_description
 def sgp() -> Method:
     """Stochastic gradient push: push-sum corrects for links in one direction only.
 
@@ -169,6 +172,7 @@ class OverlappedState(NamedTuple):
     outgoing_weight: Float[Array, ""]
 
 
+@with_description
 def osgp() -> Method:
     """Overlapped stochastic gradient push: the messages of a step arrive one step later, so no gradient waits for them.
 

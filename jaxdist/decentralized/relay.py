@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.descriptions import with_description
 from .._core.trees import plus
 from .._core.types import Array, PyTree
 from ..comm.base import Comm
@@ -24,6 +25,7 @@ class _Color(NamedTuple):
     behind: tuple[int, ...]
 
 
+@with_description
 def relay_sgd() -> Method:
     """Each worker sends along an edge of a tree the mean of all models on its side, and averages over all `W` workers.
 

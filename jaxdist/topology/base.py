@@ -35,6 +35,8 @@ class Round(NamedTuple):
 class Topology(NamedTuple):
     """A graph over the workers, the same in every step or changing with it. It is static and hashable.
 
+    Its `repr` has the number of different rounds and the degree, the most models that a worker sends in a step.
+
     Attributes:
       name: for messages and plots.
       workers: their number `W`.
@@ -46,6 +48,11 @@ class Topology(NamedTuple):
     workers: int
     rounds: tuple[Round, ...]
     order: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        # As many permutations as the largest degree: see `color_arcs`. The spectral gap takes too long for a `repr`.
+        degree = max((len(round.messages) for round in self.rounds), default=0)
+        return f"Topology({self.name!r}, workers={self.workers}, degree={degree}, rounds={len(self.rounds)})"
 
 
 def matrix(topology: Topology, step: int = 0) -> Float[np.ndarray, "w w"]:

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import jax.numpy as jnp
+import optax
 import pytest
 from paths import REPOSITORY, SUPPORT
 from register import CASES, CODES
@@ -76,6 +77,16 @@ def test_a_description_is_the_call():
     assert repr(chosen) == "per_leaf(label, {'w': exact(), 'b': None})"
     levels = jd.compressors.with_levels(jnp.array([0.0, 0.5, 1.0]), bits=3)
     assert repr(levels) == "with_levels(float32[3], bits=3)"
+
+
+def test_methods_of_gossip_are_described_too():
+    choco = jd.decentralized.choco(jd.top_k(0.1), step_size=0.3)
+    assert repr(choco) == "choco(top_k(0.1), step_size=0.3)"
+    assert repr(jd.decentralized.quasi_global_momentum(momentum=0.8)) == "quasi_global_momentum(momentum=0.8)"
+    pods = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=choco, axis="pod", carriers="chip")
+    gossip = "gossip(Topology('ring', workers=4, degree=2, rounds=1), method=choco(top_k(0.1), step_size=0.3)"
+    assert f"{gossip}, axis='pod', carriers='chip')" in repr(pods)
+    assert "method=d_psgd(), axis='data')" in repr(jd.gossip(optax.sgd(0.1), jd.topology.ring(4)))
 
 
 def label(path, leaf):

@@ -207,3 +207,16 @@ def test_matcha_favors_the_link_that_holds_a_graph_together():
 def test_what_cannot_be_says_why(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("graph", "text"),
+    [
+        (graphs.ring(8), "Topology('ring', workers=8, degree=2, rounds=1)"),
+        (graphs.star(5), "Topology('star', workers=5, degree=4, rounds=1)"),
+        (graphs.one_peer_exponential(8), "Topology('one-peer exponential', workers=8, degree=1, rounds=3)"),
+        (graphs.complete(1), "Topology('complete', workers=1, degree=0, rounds=1)"),
+    ],
+)
+def test_a_graph_prints_its_size(graph, text):
+    assert repr(graph) == text
