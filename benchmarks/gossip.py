@@ -4,7 +4,7 @@
 
 Sixteen simulated workers train a convolutional net on handwritten digits; each has its own images, mostly of one to
 three digits (a Dirichlet partition of concentration 0.1; `--concentration 0.01` leaves about one digit to each). The
-learning rate of each method is the best of `RATES` on a separate seed; the others count. The accuracy is that of the
+learning rate of each method is the best of `--rates` on a separate seed; the others count. The accuracy is that of the
 mean of the workers' models, on held-out images. Rows of methods that are not asked for stay in the folder.
 """
 
@@ -176,8 +176,8 @@ def trainer_of(entry: Entry, graph: str, workload: Any, **sizes: int) -> Callabl
     return trainer(tx, workload, entry.gradients(workload.loss, GRAPHS[graph]), local=True, **sizes)
 
 
-def measure(name: str, graph: str, run: Callable[[int, float], tuple], seeds: int) -> dict:
-    tuned = {rate: run(TUNING_SEED, rate)[0] for rate in RATES}
+def measure(name: str, graph: str, run: Callable[[int, float], tuple], rates: list[float], seeds: int) -> dict:
+    tuned = {rate: run(TUNING_SEED, rate)[0] for rate in rates}
     rate = max(tuned, key=lambda rate: (tuned[rate], -rate))
     found = np.array([run(seed, rate) for seed in range(seeds)])
     row = {"method": name, "graph": graph, "rate": rate, "tuning": tuned, "accuracy": found[:, 0].tolist()}
@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--hidden", type=int, help="a perceptron with a layer of this width, in place of convolutions")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="*", default=list(RATES))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS))
     parser.add_argument("--concentration", type=float, default=0.1, help="of the Dirichlet partition")
@@ -235,8 +236,8 @@ def main() -> None:
     for name, graph in order:
         if name not in given.methods or graph not in ("all", *given.graphs):
             continue
-        entry = METHODS[name]
-        rows[name, graph] = measure(name, graph, trainer_of(entry, graph, workload, **sizes), given.seeds)
+        run = trainer_of(METHODS[name], graph, workload, **sizes)
+        rows[name, graph] = measure(name, graph, run, given.rates, given.seeds)
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([rows[key] for key in order if key in rows], indent=1) + "\n")
