@@ -1,4 +1,4 @@
-"""Lists the public names of jaxdist; as a hook of mkdocs it fills in the tables of reference/index.md."""
+"""Lists the public names of jaxdist; as a hook of mkdocs it fills in the tables of the pages of the reference."""
 
 import ast
 import inspect
@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MARKER = "<!-- tables of public names -->"
 LONG = 110
+# A page of the reference with at least so many entries starts with a table of them.
+MANY = 4
 
 
 def exported(source: Path) -> set[str]:
@@ -38,8 +40,13 @@ def documented() -> dict[str, str]:
     return {
         name: page.name
         for page in sorted(ROOT.glob("docs/reference/*.md"))
-        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+        for name in entries_of(page.read_text())
     }
+
+
+def entries_of(markdown: str) -> list[str]:
+    """The `::: name` entries of a page, in its order."""
+    return re.findall(r"^::: (\S+)$", markdown, re.MULTILINE)
 
 
 def resolve(name: str):
@@ -79,24 +86,45 @@ def entry_of(name: str, entries: dict[str, str]) -> str | None:
 
 
 def tables() -> str:
-    """A section with a table for each public module."""
-    entries, modules, sections = documented(), public_names(), []
+    """A table of the public modules, and a section with a table of names for each."""
+    entries, modules = documented(), public_names()
+    sections, rows = [], []
     for module, names in modules.items():
-        rows = []
-        for name in sorted(names, key=str.lower):
-            full = f"{module}.{name}"
-            value = resolve(full)
-            entry = entry_of(full, entries)
-            # A module without a page of its own has a section here.
-            link = f"[`{name}`][{entry}]" if entry else f"[`{name}`](#{full.replace('.', '')})"
-            rows.append(f"| {link} | {kind_of(value)} | {summarize(value)} |")
+        if not names:
+            continue
         summary = summarize(import_module(module))
-        table = "\n".join(["| name | kind | |", "|---|---|---|", *rows])
+        rows.append(f"| [`{module}`](#{module.replace('.', '')}) | {len(names)} | {summary} |")
+        table = _table_of(module, names, entries)
+        if module != "jaxdist":
+            table = f"<details markdown><summary>{len(names)} names</summary>\n\n{table}\n\n</details>"
         sections.append(f"## `{module}`\n\n{summary}\n\n{table}\n")
-    return "\n".join(sections)
+    contents = "\n".join(["| module | names | |", "|---|--:|---|", *rows])
+    return "\n".join([contents, "", *sections])
+
+
+def _table_of(module: str, names: set[str], entries: dict[str, str]) -> str:
+    rows = []
+    for name in sorted(names, key=str.lower):
+        full = f"{module}.{name}"
+        value = resolve(full)
+        entry = entry_of(full, entries)
+        # A module without a page of its own has a section here.
+        link = f"[`{name}`][{entry}]" if entry else f"[`{name}`](#{full.replace('.', '')})"
+        rows.append(f"| {link} | {kind_of(value)} | {summarize(value)} |")
+    return "\n".join(["| name | kind | |", "|---|---|---|", *rows])
+
+
+def with_contents(markdown: str) -> str:
+    """Puts a table of the entries of a page in front of its first section or entry."""
+    names = entries_of(markdown)
+    if len(names) < MANY:
+        return markdown
+    rows = [f"| [`{name.removeprefix('jaxdist.')}`][{name}] | {summarize(resolve(name))} |" for name in names]
+    table = "\n".join(["| on this page | |", "|---|---|", *rows])
+    return re.sub(r"^(?=## |::: )", lambda _: f"{table}\n\n", markdown, count=1, flags=re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **options) -> str:
-    """Replaces the marker of a page by the tables; mkdocs calls this for every page."""
+    """Fills in the tables of a page; mkdocs calls this for every page."""
     del options
-    return markdown.replace(MARKER, tables()) if MARKER in markdown else markdown
+    return markdown.replace(MARKER, tables()) if MARKER in markdown else with_contents(markdown)

@@ -83,11 +83,11 @@ def alq(
     All leaves form one vector in buckets of `bucket` entries. An entry `r = x / norm` goes at random to one of the two
     levels around it, out of `2**bits` from -1 to 1, so that it is right on average (`compressors.with_levels`).
     At step 0, at `update_steps` and every `every` steps, the levels move to a minimum of the expected variance of an
-    entry,
+    entry, a sum over the intervals between levels:
 
-        `Ψ = Σ_j ∫ (l_{j+1} - r) (r - l_j) dF(r)` over the intervals between levels,
+        Ψ = Σ_j ∫ (l_{j+1} - r) (r - l_j) dF(r)
 
-    where F is the distribution of all entries, those of a bucket weighted by `norm**norm_power`:
+    F is the distribution of all entries, those of a bucket weighted by `norm**norm_power`:
 
     - "exact": F is a histogram, and dynamic programming finds the best table of its 257 points.
     - "coordinate": F is a mixture of truncated normal distributions, fitted to the means and variances of blocks of

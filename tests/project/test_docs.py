@@ -14,7 +14,7 @@ from textwrap import dedent
 import jax
 import pytest
 from paths import REPOSITORY
-from public_names import documented, public_names, resolve, tables
+from public_names import documented, public_names, resolve, tables, with_contents
 from transcripts import assert_alike
 
 import jaxdist
@@ -30,7 +30,7 @@ TRANSCRIPTS = (
     *("docs/index.md", "docs/tutorial.md", "docs/how-to/use-flax.md", "docs/how-to/run-on-many-processes.md"),
     *("docs/how-to/train-a-language-model.md", "docs/how-to/tensor-parallelism.md"),
 )
-SHOWN = re.compile(r"^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^( *)```\n\n\1```text\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def page_id(page: Path) -> str:
@@ -65,7 +65,7 @@ def shown_after(page: Path, line: int) -> str:
     rest = "\n".join(page.read_text().split("\n")[line:])
     found = SHOWN.match(rest)
     assert found, f"show what the block prints, at {page}:{line + 1}"
-    return found[1]
+    return dedent(found[2])
 
 
 def test_a_transcript_that_is_out_of_date_fails():
@@ -83,6 +83,18 @@ def test_powersgd_on_a_flax_model_takes_forty_lines():
     assert "power_sgd" in code
     assert "nnx.Module" in code
     assert re.search(r"^one worker sends +[\d,]+$", shown_after(page, line + code.count("\n")), re.MULTILINE)
+
+
+def test_the_tab_of_equinox_prints_what_it_shows(capsys):
+    """Fenced as `py`, which is not run with the page: equinox is not among the dependencies."""
+    pytest.importorskip("equinox", reason="equinox is not installed")
+    page = ROOT / "docs/how-to/use-flax.md"
+    text = page.read_text()
+    tab = re.search(r"^    ```py\n(.*?)^    ```$", text, re.MULTILINE | re.DOTALL)
+    imports = blocks(page)[0][1].split("\n\n\nclass")[0]
+    with jax.numpy_rank_promotion("allow"):
+        exec(f"{imports}\n{dedent(tab[1])}", {"__name__": "__main__"})
+    assert_alike(capsys.readouterr().out, shown_after(page, text.count("\n", 0, tab.end())))
 
 
 @pytest.mark.slow
@@ -177,6 +189,19 @@ def test_the_table_of_the_reference_has_every_public_name():
     page = (ROOT / "docs/reference/index.md").read_text()
     assert "<!-- tables of public names -->" in page
     assert "docs/public_names.py" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_a_long_page_of_the_reference_starts_with_a_table_of_its_entries():
+    page = "# Sums\n\nAll of them.\n\n## Exact\n\n" + "\n\n".join(
+        f"::: jaxdist.{name}" for name in ("exact", "power_sgd", "compressed", "two_shot")
+    )
+    table, rest = with_contents(page).removeprefix("# Sums\n\nAll of them.\n\n").split("\n\n", 1)
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == [
+        f"[`{name}`][jaxdist.{name}]" for name in ("exact", "power_sgd", "compressed", "two_shot")
+    ]
+    assert rest == page.removeprefix("# Sums\n\nAll of them.\n\n")
+    short = page.split("\n\n::: jaxdist.two_shot")[0]
+    assert with_contents(short) == short
 
 
 def test_every_reference_entry_has_a_docstring():

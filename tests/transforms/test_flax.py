@@ -141,6 +141,17 @@ class Model(nnx.Module):
         return self.dense(self.norm(x))
 
 
+def test_a_module_with_its_own_random_keys_is_told_how_to_split_it():
+    """`nnx.split` without a filter makes the keys and the counters of dropout parameters."""
+    from flax import nnx
+
+    _, params = nnx.split(nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'count'.* has dtype uint32: .*nnx\.split\(model, nnx\.Param, \.\.\.\)"):
+        jd.simulate(lambda state, data: (state, TX.update(state, TX.init(state), state)[0]), workers=2)(
+            params, jnp.zeros((2, 1))
+        )
+
+
 @pytest.mark.slow
 def test_nnx_split_and_merge(mesh):
     """The module's structure is static, its variables are the state."""
