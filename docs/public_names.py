@@ -38,9 +38,7 @@ def public_names() -> dict[str, set[str]]:
 def documented() -> dict[str, str]:
     """Each `::: name` of the reference and the file name of its page."""
     return {
-        name: page.name
-        for page in sorted(ROOT.glob("docs/reference/*.md"))
-        for name in entries_of(page.read_text())
+        name: page.name for page in sorted(ROOT.glob("docs/reference/*.md")) for name in entries_of(page.read_text())
     }
 
 

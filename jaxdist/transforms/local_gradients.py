@@ -60,9 +60,9 @@ def check_leaves(tree: PyTree, *, sharded: bool = False) -> None:
             )
         if not is_mark(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; keep counters and random "
-                "keys out of the parameters, as nnx.split(model, nnx.Param, ...) does, or exclude the leaf with "
-                "optax.masked or optax.partition"
+                f"{name} has dtype {leaf.dtype}: only floating leaves have gradients to reduce; keep counters and "
+                "random keys out of the parameters, as nnx.split(model, nnx.Param, ...) does, or exclude the leaf "
+                "with optax.masked or optax.partition"
             )
 
 
