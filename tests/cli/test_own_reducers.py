@@ -41,6 +41,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "own_reducers.py").write_text(MODULE)
     (tmp_path / "broken_reducers.py").write_text("import jaxdist\n\nnothing = 1 / 0\n")
+    (tmp_path / "late_reducers.py").write_text("import jaxdist as jd\n\njd.runtime.use_cpu_devices(0)\n")
     (tmp_path / "needy_reducers.py").write_text("import a_package_that_is_missing\n")
     known = set(sys.modules)
     yield tmp_path
@@ -91,6 +92,11 @@ def test_methods_take_reducers_of_ones_own(folder):
         ("ef:own_reducers:optimizer:0.1", "an optimizer that communicates has no place around or inside"),
         ("own_reducers:code(4)", "give arguments after a colon, as in power_sgd:4"),
         ("broken_reducers:any", "broken_reducers fails at {folder}/broken_reducers.py:3: ZeroDivisionError"),
+        # The line of the module, not that of the function which it calls.
+        (
+            "late_reducers:any",
+            "late_reducers fails at {folder}/late_reducers.py:3: ValueError: count must be at least 1",
+        ),
         ("needy_reducers:any", "needy_reducers fails at .*No module named 'a_package_that_is_missing'"),
         ("eff:top_k:0.1", "did you mean ef\\?"),
     ],

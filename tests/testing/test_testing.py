@@ -13,7 +13,7 @@ import jaxdist as jd
 from jaxdist.comm import over
 from jaxdist.compressors import Codec, Compressor, DamagedCodeError
 from jaxdist.reducers import Forms, Law, Reduced, Reducer
-from jaxdist.testing import assert_codec_laws, assert_reducer_laws
+from jaxdist.testing import assert_codec_laws, assert_compressor_laws, assert_reducer_laws
 
 LIKE = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
@@ -104,6 +104,13 @@ BROKEN = {
 def test_a_broken_reducer_is_told_its_law(law):
     with pytest.raises(AssertionError, match=f"law '{law}"):
         assert_reducer_laws(BROKEN[law], like=LIKE, steps=2)
+
+
+def test_a_payload_whose_shape_depends_on_values_is_told_its_law():
+    for pick in (lambda x, key: x[x > 0], lambda x, key: x if x.sum() > 0 else 2 * x):
+        code = Compressor(pick, lambda payload, like: jnp.zeros(like.shape, like.dtype))
+        with pytest.raises(AssertionError, match=r"law 'static shapes' broken for shape \(\), .*depends on values"):
+            assert_compressor_laws(code)
 
 
 def test_extras_must_be_accepted():

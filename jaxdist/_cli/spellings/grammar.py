@@ -156,7 +156,10 @@ def import_name(kind: str, text: str, spelled: Imported, names: Collection[str])
             raise ValueError(
                 f"{kind} {text!r}: no module {module!r} in {Path.cwd()} or on the path; run in its folder, or {advice}"
             ) from None
-        line = traceback.extract_tb(problem.__traceback__)[-1]
+        lines = traceback.extract_tb(problem.__traceback__)
+        # The line that its author can change, where there is one: not that of a function which it calls.
+        own_lines = [line for line in lines if Path(line.filename).stem == module.rpartition(".")[2]]
+        line = (own_lines or lines)[-1]
         raise ValueError(
             f"{kind} {text!r}: {module} fails at {line.filename}:{line.lineno}: {type(problem).__name__}: {problem}"
         ) from problem
