@@ -1,10 +1,10 @@
 """Hosts on one machine: network namespaces joined by a switch, every link shaped to a rate by a token bucket.
 
-    sudo python benchmarks/links/cluster.py check --hosts 2 --rate 100    # makes them, measures the link, removes them
+    sudo python benchmarks/links/cluster.py check --hosts 2 --rate 100 --delay 10    # makes, measures and removes them
     sudo python benchmarks/links/cluster.py clean                         # removes what a killed run left behind
 
-Needs root and iproute2 for the namespaces. `loopback()` needs neither; with them it is a namespace of its own, so that
-its byte counter sees no other traffic.
+Needs root and iproute2 for the namespaces, and a C compiler for links with a delay (`delay_line.c`). `loopback()` needs
+none of them; with root it is a namespace of its own, so that its byte counter sees no other traffic.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -75,8 +76,10 @@ def loopback(count: int) -> Iterator[list[Host]]:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
+def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[list[Host]]:
     """`count` hosts, each behind a full-duplex link of `rate_mbit` to one switch.
+
+    `delay_ms` is that from host to host; a round trip takes twice as long.
 
     Raises:
       RuntimeError: the machine cannot have them.
@@ -86,22 +89,26 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
         raise RuntimeError(reason)
     switch = f"{PREFIX}-{os.getpid()}-switch"
     names = [f"{PREFIX}-{os.getpid()}-{i}" for i in range(count)]
-    with _cleaning_up([*names, switch]):
+    with _cleaning_up([*names, switch]), contextlib.ExitStack() as until_the_end:
         _add_namespace(switch, [])
         _run("ip", "link", "add", "br0", "type", "bridge", namespace=switch)
         _run("ip", "link", "set", "br0", "up", namespace=switch)
         for i, name in enumerate(names):
-            address = f"{SUBNET}.{i + 1}"
             # All namespaces share one host name; gloo listens on what it resolves to, so each resolves it to itself.
-            _add_namespace(name, [("127.0.0.1", "localhost"), (address, socket.gethostname())])
-            _run(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {switch}".split())
+            _add_namespace(name, [("127.0.0.1", "localhost"), (f"{SUBNET}.{i + 1}", socket.gethostname())])
+        if delay_ms:
+            until_the_end.enter_context(_delay_line(names, switch, delay_ms))
+        for i, name in enumerate(names):
+            address = f"{SUBNET}.{i + 1}"
+            if not delay_ms:
+                _run(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {switch}".split())
             _run(*f"ip link set port{i} master br0 up".split(), namespace=switch)
             _run(*f"ip addr add {address}/24 dev eth0".split(), namespace=name)
             _run("ip", "link", "set", "eth0", "up", namespace=name)
             # What most machines use; a namespace may not choose it for all its sockets, but a route may.
             route = f"ip route replace {SUBNET}.0/24 dev eth0 src {address} congctl cubic"
             _run(*route.split(), namespace=name, check=False)
-            _shape_both(name, switch, i, rate_mbit)
+            _shape_both(name, switch, i, delay_ms, rate_mbit)
         inside = [["ip", "netns", "exec", name] for name in names]
         yield [
             Host(
@@ -109,7 +116,7 @@ def hosts(count: int, rate_mbit: float) -> Iterator[list[Host]]:
                 f"{SUBNET}.{i + 1}",
                 "eth0",
                 partial(_shaped_bytes, command),
-                partial(_shape_both, names[i], switch, i, verb="change"),
+                partial(_shape_both, names[i], switch, i, delay_ms, verb="change"),
             )
             for i, command in enumerate(inside)
         ]
@@ -124,20 +131,24 @@ def clean() -> list[str]:
     return stale
 
 
-def check(count: int, rate_mbit: float, megabytes: int = 8) -> float:
-    """Builds hosts, sends some data from the last to the first, and returns the rate in Mbit/s."""
+def check(count: int, rate_mbit: float, delay_ms: float = 0.0, megabytes: int = 8) -> tuple[float, float]:
+    """Builds hosts, sends some data from the last to the first; returns the rate in Mbit/s and the round trip in ms."""
     receive = """
         import socket, sys, time
-        server = socket.create_server((sys.argv[1], 5201)); print("listening", flush=True)
+        first, server = (socket.create_server((sys.argv[1], port)) for port in (5202, 5201))
+        print("listening", flush=True)
         connection, _ = server.accept(); total, start = len(connection.recv(1 << 20)), time.perf_counter()
         while part := connection.recv(1 << 20): total += len(part)
         print(total * 8 / (time.perf_counter() - start) / 1e6)
         """
     send = """
-        import socket, sys
-        socket.create_connection((sys.argv[1], 5201)).sendall(bytes(int(sys.argv[2]) << 20))
+        import socket, sys, time
+        # The handshake is one round trip; the first one also finds the hardware address.
+        socket.create_connection((sys.argv[1], 5202)).close(); start = time.perf_counter()
+        connection = socket.create_connection((sys.argv[1], 5201)); print(time.perf_counter() - start)
+        connection.sendall(bytes(int(sys.argv[2]) << 20))
         """
-    with hosts(count, rate_mbit) as found:
+    with hosts(count, rate_mbit, delay_ms) as found:
 
         def python(host: Host, code: str, *given: str) -> list[str]:
             return [*host.command, sys.executable, "-c", textwrap.dedent(code), *given]
@@ -145,8 +156,9 @@ def check(count: int, rate_mbit: float, megabytes: int = 8) -> float:
         listener = subprocess.Popen(python(found[0], receive, found[0].address), stdout=subprocess.PIPE, text=True)
         try:
             listener.stdout.readline()
-            subprocess.run(python(found[-1], send, found[0].address, str(megabytes)), check=True, timeout=120)
-            return float(listener.communicate(timeout=120)[0])
+            sender = python(found[-1], send, found[0].address, str(megabytes))
+            sent = subprocess.run(sender, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+            return float(listener.communicate(timeout=120)[0]), 1e3 * float(sent.stdout)
         finally:
             listener.kill()
 
@@ -167,15 +179,33 @@ def _add_namespace(name: str, names_of_addresses: list[tuple[str, str]]) -> None
     (folder / "hosts").write_text("".join(f"{address} {host}\n" for address, host in names_of_addresses))
 
 
-def _shape_both(name: str, switch: str, i: int, rate_mbit: float, verb: str = "add") -> None:
+@contextlib.contextmanager
+def _delay_line(names: list[str], switch: str, delay_ms: float) -> Iterator[None]:
+    """Joins every host to the switch by devices with a delay, as long as the context lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "delay_line")
+        _run("cc", "-O2", "-o", str(program), str(Path(__file__).with_name("delay_line.c")))
+        pairs = [f"{name}:eth0:{switch}:port{i}" for i, name in enumerate(names)]
+        command = [str(program), str(round(1e3 * delay_ms)), *pairs]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as line:
+            try:
+                if line.stdout.readline() != "ready\n":
+                    raise RuntimeError("the delay line did not start; its reason is above")
+                yield
+            finally:
+                line.kill()
+
+
+def _shape_both(name: str, switch: str, i: int, delay_ms: float, rate_mbit: float, verb: str = "add") -> None:
     """Shapes what host `i` sends, and what the switch sends to it."""
-    _shape("eth0", rate_mbit, name, verb)
-    _shape(f"port{i}", rate_mbit, switch, verb)
+    _shape("eth0", rate_mbit, delay_ms, name, verb)
+    _shape(f"port{i}", rate_mbit, delay_ms, switch, verb)
 
 
-def _shape(device: str, rate_mbit: float, namespace: str, verb: str) -> None:
+def _shape(device: str, rate_mbit: float, delay_ms: float, namespace: str, verb: str) -> None:
     burst = max(16 * 1024, int(rate_mbit * 125))  # one millisecond of the line, or one large segment
-    limit = max(256 * 1024, int(rate_mbit * 2500))  # a queue of twenty milliseconds
+    # A queue of twenty milliseconds beside what is on its way.
+    limit = max(256 * 1024, int(rate_mbit * 125 * (20 + 2 * delay_ms)))
     _run(
         *f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit}mbit burst {burst} limit {limit}".split(),
         namespace=namespace,
@@ -215,6 +245,7 @@ def main() -> None:
     parser.add_argument("command", choices=["check", "clean"])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of each link")
+    parser.add_argument("--delay", type=float, default=0.0, help="ms from host to host")
     given = parser.parse_args()
     reason = refusal()
     if reason is not None:
@@ -222,7 +253,9 @@ def main() -> None:
     if given.command == "clean":
         print("removed:", ", ".join(clean()) or "nothing")
     else:
-        print(f"asked for {given.rate:g} Mbit/s, measured {check(given.hosts, given.rate):.1f} Mbit/s of payload")
+        rate, round_trip = check(given.hosts, given.rate, given.delay)
+        print(f"asked for {given.rate:g} Mbit/s and {given.delay:g} ms, measured {rate:.1f} Mbit/s of payload", end="")
+        print(f" and a round trip of {round_trip:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,13 @@ class Racer(Protocol):
 
     def cost(self) -> dict[str, Any]: ...
 
+    def link(self) -> dict[str, float]: ...
+
 
 def serve(build: Callable[[str], Racer], about: dict[str, Any]) -> None:
-    """Answers until the input ends: `start` a mode, `run` some steps, `evaluate`, or tell the `cost` of a step."""
+    """Answers until the input ends: `start` a mode, `run` some steps, `evaluate`, tell the `cost` of a step, or measure
+    the `link`.
+    """
     # Frameworks print; answers keep the real output to themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -47,6 +51,8 @@ def serve(build: Callable[[str], Racer], about: dict[str, Any]) -> None:
             answer = {"seconds": times, "loss": loss}
         elif asked["do"] == "evaluate":
             answer = {"held_out": racer.evaluate()}
-        else:
+        elif asked["do"] == "cost":
             answer = racer.cost()
+        else:
+            answer = racer.link()
         answers.write(json.dumps(answer | {"took": time.perf_counter() - begin}) + "\n")

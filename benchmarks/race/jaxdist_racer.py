@@ -23,6 +23,7 @@ from problems import MOMENTUM
 import jaxdist as jd
 from jaxdist import analysis
 from jaxdist.analysis import step_time
+from jaxdist.analysis.measured import measure_link
 
 H = 8
 REDUCERS = jaxdist_step.REDUCERS | {"two_shot": lambda: jd.two_shot(jd.qsgd(4))}
@@ -115,6 +116,11 @@ class JaxdistRacer:
         ]
         mean = step_time.mean_traffic(most, least, 1 / period)
         return {"coding": coding, "traffic": mean, "schedule": step_time.Schedule(period), "collectives": kinds}
+
+    def link(self) -> dict[str, float]:
+        """Seconds of a hop and bytes per second, as `jaxdist compare --link measured` finds them."""
+        found = measure_link(self.mesh, turns=3)
+        return {"latency": found.latency, "bandwidth": found.bandwidth}
 
 
 def main() -> None:

@@ -1,13 +1,14 @@
 """A race to a loss over slow links: jaxdist beside PyTorch, both at their best learning rates.
 
-    sudo python benchmarks/race/race.py steps  --problem lm --rate 100 1000 --torch-python PYTHON --out FOLDER
-    sudo python benchmarks/race/race.py losses --problem lm --grid 1e-3 2e-3 --torch-python PYTHON --out FOLDER
-    sudo python benchmarks/race/race.py runs   --problem lm --rate 100 --turns jaxdist:power_sgd:2e-3 ... --out FOLDER
+    sudo python benchmarks/race/race.py steps --rate 100 1000 --delay 10 --torch-python PYTHON --out FOLDER
+    sudo taskset -c 0 python benchmarks/race/race.py losses --turns jaxdist:exact:1e-3 ... --out FOLDER
+    sudo python benchmarks/race/race.py runs --rate 100 --turns jaxdist:power_sgd:2e-3 ... --out FOLDER
     python benchmarks/race/report.py FOLDER
 
 `steps` times a few steps of every mode over each link, and measures what the model of `jaxdist.analysis.step_time`
-needs to predict them. `losses` trains without links, since the loss by step does not depend on them. The time to a loss
-is their product; `runs` trains over a link to the target, to verify it. Each command adds to its file in FOLDER.
+needs to predict them. `losses` trains without links, since the loss by step does not depend on them, nor on the number
+of cores. The time to a loss is their product; `runs` trains over a link to the target, to verify it. Each command adds
+to its file in FOLDER.
 `steps --turns` is `steps` and then `runs` over the last link. `--problem tiny` tries a command in seconds.
 
 Two processes of one thread for each system; those of the system that does not run wait. Needs root for the links.
@@ -81,31 +82,48 @@ def chosen_modes(given: argparse.Namespace, system: str) -> list[str]:
 
 
 def measure_steps(given: argparse.Namespace, racers: dict[str, Racers], places: list[cluster.Host]) -> None:
-    """Times every mode over every link, and measures the costs that the model needs."""
-    for name, racer in racers.items():
-        for mode in chosen_modes(given, name):
-            racer.start(mode, START_RATE[given.problem])
+    """Times every mode over every link, and measures the costs that the model needs.
+
+    The modes take turns, in the reverse order at every other repetition: machines drift.
+    """
+    turns = [(name, mode) for name in racers for mode in chosen_modes(given, name)]
+    for repetition in range(given.repetitions):
+        for name, mode in turns if repetition % 2 == 0 else reversed(turns):
+            racers[name].start(mode, START_RATE[given.problem])
             for rate in given.rate:
                 for place in places:
                     place.set_rate(rate)
-                period = EVERY if mode in ("local", "diloco") else 1
-                # A round, or two steps, before the clock: the first steps of a hook differ.
-                probe = racer.run_steps(max(2, period))
-                whole = max(1, round(given.seconds / (sum(probe[-period:]) or 1.0)))
-                count = max(3 if period == 1 else 1, min(whole, 20 if period == 1 else 2)) * period
-                before = places[0].sent()
-                seconds = racer.run_steps(count)
-                record = {"problem": given.problem, "system": name, "mode": mode, "rate_mbit": rate, "period": period}
-                record |= {"seconds": seconds, "bytes": (places[0].sent() - before) / count, "load": os.getloadavg()[0]}
-                rounds = [statistics.mean(seconds[n : n + period]) for n in range(0, count, period)]
-                print(f"{name:8}{mode:10}{rate:6g} Mbit/s {1e3 * statistics.median(rounds):8.1f} ms", flush=True)
+                link = {"rate_mbit": rate, "delay_ms": given.delay, "repetition": repetition}
+                record = {"problem": given.problem, "system": name, "mode": mode, **link}
+                record |= time_steps(racers[name], mode, given.seconds, places[0])
+                per_step = 1e3 * statistics.mean(record["seconds"])
+                print(f"{name:8}{mode:10}{rate:6g} Mbit/s {given.delay:g} ms {per_step:8.1f} ms", flush=True)
                 add(given.out / "steps.json", record)
-            if name == "jaxdist" and mode != "none":
-                cost = racer.ask("cost")
+                if (name, mode) == ("jaxdist", "exact"):
+                    add(given.out / "links.json", link | racers[name].ask("link")[0])
+            if name == "jaxdist" and mode != "none" and repetition == 0:
+                cost = racers[name].ask("cost")
                 coding = statistics.mean(answer["coding"] for answer in cost)
                 record = {"problem": given.problem, "mode": mode, **cost[0], "coding": coding}
                 print(f"        coding {1e3 * coding:.1f} ms, {record['traffic']}", flush=True)
                 add(given.out / "costs.json", record)
+
+
+def time_steps(racer: Racers, mode: str, seconds: float, place: cluster.Host) -> dict[str, Any]:
+    """Whole rounds of a mode, about as many as fit into the given seconds, and what one host sent in a step."""
+    period = EVERY if mode in ("local", "diloco") else 1
+    # A round, or two steps, before the clock: the first steps of a hook differ.
+    probe = racer.run_steps(max(2, period))
+    whole = max(1, round(seconds / (sum(probe[-period:]) or 1.0)))
+    count = max(3 if period == 1 else 1, min(whole, 20 if period == 1 else 2)) * period
+    before = place.sent()
+    times = racer.run_steps(count)
+    return {
+        "period": period,
+        "seconds": times,
+        "bytes": (place.sent() - before) / count,
+        "load": os.getloadavg()[0],
+    }
 
 
 def train(racer: Racers, mode: str, rate: float, seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -155,6 +173,8 @@ def main() -> None:
     parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist runs")
     parser.add_argument("--modes", nargs="+", help="only these, as in jaxdist:exact torch:ddp")
     parser.add_argument("--rate", nargs="+", type=float, default=[100.0, 1000.0], help="Mbit/s of each link")
+    parser.add_argument("--delay", type=float, default=0.0, help="ms from host to host; a round trip takes two")
+    parser.add_argument("--repetitions", type=int, default=3, help="of the steps")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long a mode is timed on each link")
     parser.add_argument("--turns", nargs="+", default=[], help="system:mode:learning rate, for losses and runs")
     parser.add_argument("--steps", type=int, default=240, help="the most steps of a run")
@@ -167,14 +187,14 @@ def main() -> None:
     if given.turns and not given.modes:
         given.modes = [turn.rpartition(":")[0] for turn in given.turns]
     shaped = given.command in ("steps", "runs")
-    made = cluster.hosts(WORKERS, given.rate[0]) if shaped else cluster.loopback(WORKERS)
+    made = cluster.hosts(WORKERS, given.rate[0], given.delay) if shaped else cluster.loopback(WORKERS)
     with made as places, start_racers(given, places) as racers:
         if given.command == "compile":
             compile_all(given, racers)
             return
         if given.command == "steps":
             measure_steps(given, racers, places)
-        link = {"rate_mbit": given.rate[-1] if shaped else None}
+        link = {"rate_mbit": given.rate[-1], "delay_ms": given.delay} if shaped else {}
         if shaped:
             for place in places:
                 place.set_rate(given.rate[-1])

@@ -5,6 +5,7 @@
 
 Time to the target is the steps to it, at each mode's best learning rate, times the measured step over the link.
 Predicted steps are those of `jaxdist.analysis.step_time`, from computation, coding and the compiled step's traffic.
+`time_to_loss.png` shows the language model, `time_to_loss_mlp.png` the classifier.
 With `--links` the model is held against the records of `benchmarks/links/compare.py` instead.
 """
 
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chart
 import numpy as np
 
 # Before the folder of this script, which has a module of the same name.
@@ -40,13 +42,29 @@ LABELS = {
     ("torch", "power_sgd"): "PyTorch PowerSGD hook, rank 4",
     ("torch", "local"): "PyTorch post-local SGD, H=8",
 }
-# Modes whose losses by step are those of another one, up to rounding.
-SAME_LOSSES = {("jaxdist", "f16"): ("jaxdist", "exact"), ("torch", "f16"): ("torch", "ddp")}
-# The share of a link that is payload: segments of 1448 bytes in frames of 1514. Half a round trip is 35 microseconds.
+# Modes whose losses by step are those of another one, up to rounding (`same_losses.json` has both, over some steps).
+SAME_LOSSES = {
+    ("jaxdist", "f16"): ("jaxdist", "exact"),
+    ("torch", "ddp"): ("jaxdist", "exact"),
+    ("torch", "f16"): ("jaxdist", "exact"),
+    ("torch", "local"): ("jaxdist", "local"),
+}
+# Of the links of `links/compare.py`: the share that is payload, segments of 1448 bytes in frames of 1514, and half a
+# round trip, 35 microseconds.
 PAYLOAD, LATENCY = 1448 / 1514, 35e-6
 # Two workers: hops of the modes of `links/compare.py`.
 HOPS = {"exact": 2.0, "hand_flat": 2.0, "power_sgd": 4.0, "f16": 2.0, "qsgd": 1.0, "top_k": 1.0, "sign": 1.0}
-COLORS = {"jaxdist": "#0072B2", "torch": "#D55E00"}
+
+
+class Setting(NamedTuple):
+    """A link."""
+
+    rate_mbit: float
+    delay_ms: float  # from host to host
+
+    def __str__(self) -> str:
+        rate = f"{self.rate_mbit / 1e3:g} Gbit/s" if self.rate_mbit >= 1e3 else f"{self.rate_mbit:g} Mbit/s"
+        return f"{rate}, {self.delay_ms:g} ms" if self.delay_ms else rate
 
 
 class Row(NamedTuple):
@@ -54,7 +72,8 @@ class Row(NamedTuple):
 
     system: str
     mode: str
-    step: float  # measured seconds
+    step: float  # measured seconds, the median of all rounds
+    range: tuple[float, float]  # the medians of the fastest and of the slowest repetition
     predicted: float  # seconds of the model; NaN for the other system
     rate: float  # the best learning rate
     steps: float  # to the target
@@ -68,8 +87,15 @@ class Row(NamedTuple):
         return self.step * self.steps
 
 
-def link_of(rate_mbit: float) -> Link:
-    return Link(f"{rate_mbit:g} Mbit/s", LATENCY, rate_mbit * 1e6 / 8 * PAYLOAD)
+def measured_link(records: list[dict[str, Any]], setting: Setting) -> Link:
+    """The link as `measure_link` found it: a hop of gloo over a link with a delay is a round trip, not half of one."""
+    own = [record for record in records if setting_of(record) == setting]
+    latency, bandwidth = (statistics.median(record[key] for record in own) for key in ("latency", "bandwidth"))
+    return Link(str(setting), latency, bandwidth)
+
+
+def setting_of(record: dict[str, Any]) -> Setting:
+    return Setting(record["rate_mbit"], record["delay_ms"])
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -109,18 +135,19 @@ def run_seconds(run: dict[str, Any], target: float) -> float:
     return float(np.interp(reached, run["steps"], run["seconds"]))
 
 
-def rows_of(folder: Path, problem: str, rate_mbit: float, target: float) -> list[Row]:
+def rows_of(folder: Path, problem: str, setting: Setting, target: float) -> list[Row]:
     def own(name: str, system: str, mode: str) -> list[dict[str, Any]]:
         wanted = {"problem": problem, "system": system, "mode": mode}
         return [each for each in read(folder, name) if all(each[key] == value for key, value in wanted.items())]
 
     def over_link(name: str, system: str, mode: str) -> list[dict[str, Any]]:
-        return [each for each in own(name, system, mode) if each["rate_mbit"] == rate_mbit]
+        return [each for each in own(name, system, mode) if setting_of(each) == setting]
 
     rows = []
     costs = [each for each in read(folder, "costs") if each["problem"] == problem]
     # Without communication no link matters: all measurements of it together.
     alone = own("steps", "jaxdist", "none")
+    link = measured_link(read(folder, "links"), setting)
     for system, mode in LABELS:
         timed = over_link("steps", system, mode)
         if not timed:
@@ -128,15 +155,17 @@ def rows_of(folder: Path, problem: str, rate_mbit: float, target: float) -> list
         predicted = math.nan
         known = [each for each in costs if each["mode"] == mode]
         if system == "jaxdist" and known and alone:
-            predicted = step_seconds(cost_of(known, step_of(alone)), link_of(rate_mbit))
+            predicted = step_seconds(cost_of(known, step_of(alone)), link)
         losses = own("losses", system, mode) or own("losses", *SAME_LOSSES.get((system, mode), (system, mode)))
         rate, steps = best_steps(losses, target)
         runs = [run_seconds(run, target) for run in over_link("runs", system, mode) if run["held_out"][-1] <= target]
+        repeated = [step_of([record]) for record in timed]
         rows.append(
             Row(
                 system,
                 mode,
                 step_of(timed),
+                (min(repeated), max(repeated)),
                 predicted,
                 rate,
                 statistics.mean(steps),
@@ -157,21 +186,25 @@ def table(rows: list[Row], target: float) -> str:
     head = [
         "",
         "step ms",
+        "from-to",
         "predicted ms",
         "error",
         "MB a step",
         "rate",
         f"steps to {target:g}" if math.isfinite(target) else "steps",
         "seconds",
+        "from-to",
         "whole run s",
     ]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * (len(head) - 1)]
     for row in rows:
-        steps = spell(row.steps) + (f" ({row.spread[0]:.0f}-{row.spread[1]:.0f})" if row.seeds > 1 else "")
-        cells = [LABELS[row.system, row.mode], f"{1e3 * row.step:,.0f}", spell(1e3 * row.predicted)]
-        cells += [spell(100 * (row.predicted / row.step - 1), "+.0f") + (" %" if math.isfinite(row.predicted) else "")]
-        cells += [f"{row.megabytes:.2f}", f"{row.rate:g}" if math.isfinite(row.rate) else "", steps]
-        cells += [spell(row.seconds, ",.1f"), spell(row.run, ",.1f")]
+        predicted = math.isfinite(row.predicted)
+        cells = [LABELS[row.system, row.mode], f"{1e3 * row.step:,.0f}"]
+        cells += ["-".join(f"{1e3 * each:,.0f}" for each in row.range), spell(1e3 * row.predicted)]
+        cells += [f"{100 * (row.predicted / row.step - 1):+.0f} %" if predicted else "", f"{row.megabytes:.2f}"]
+        cells += [f"{row.rate:g}" if math.isfinite(row.rate) else "", spell(row.steps), spell(row.seconds, ",.1f")]
+        spread = [spell(row.step * steps, ",.1f") for steps in row.spread]
+        cells += ["-".join(spread) if row.seeds > 1 else "", spell(row.run, ",.1f")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -195,33 +228,16 @@ def order(rows: list[Row]) -> str:
     return f"{said}; order " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
 
 
-def plot(settings: dict[tuple[str, float], list[Row]], targets: dict[str, float], path: Path) -> None:
-    import matplotlib
+def plot(settings: dict[Setting, list[Row]], title: str, path: Path) -> None:
+    def bar(row: Row) -> chart.Bar:
+        spread = (row.step * row.spread[0], row.step * row.spread[1])
+        return chart.Bar(LABELS[row.system, row.mode], row.system, row.seconds, spread, row.predicted * row.steps)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    problems = list(dict.fromkeys(problem for problem, _ in settings))
-    rates = list(dict.fromkeys(rate for _, rate in settings))
-    size = (7.4 * len(problems), 3.9 * len(rates))
-    figure, panels = plt.subplots(len(rates), len(problems), figsize=size, squeeze=False, layout="constrained")
-    for (problem, rate), rows in settings.items():
-        axes = panels[rates.index(rate)][problems.index(problem)]
-        shown = [row for row in rows if math.isfinite(row.seconds)][::-1]
-        axes.barh(range(len(shown)), [row.seconds for row in shown], color=[COLORS[row.system] for row in shown])
-        for place, row in enumerate(shown):
-            axes.text(row.seconds * 1.04, place, f"{row.seconds:,.0f} s", va="center", fontsize=8)
-            if math.isfinite(row.predicted):
-                axes.plot(row.predicted * row.steps, place, "o", color="white", markeredgecolor="black", markersize=5)
-        axes.set_yticks(range(len(shown)), [LABELS[row.system, row.mode] for row in shown])
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlim(right=1.35 * max((row.seconds for row in shown), default=1.0))
-        axes.set_title(f"{PROBLEMS[problem]}, {rate:g} Mbit/s", fontsize=10, loc="left")
-        axes.set_xlabel(f"seconds to a held-out loss of {targets[problem]:g} (circles: predicted)", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    panels = {setting: [bar(row) for row in rows if math.isfinite(row.seconds)] for setting, rows in settings.items()}
+    rates = sorted({setting.rate_mbit for setting in settings})
+    delays = sorted({setting.delay_ms for setting in settings})
+    grid = [[(str(key := Setting(rate, delay)), panels.get(key, [])) for delay in delays] for rate in rates]
+    chart.draw(grid, title, LABELS["torch", "ddp"], path)
 
 
 def check_links(source: Path) -> str:
@@ -245,7 +261,7 @@ def check_links(source: Path) -> str:
                 continue
             one, near = figures[key], found[key]
             cost = StepCost(one["alone"] / 1e3, near["exposed"] / 1e3, Traffic(near["bytes"], HOPS[key[1]]))
-            predicted = 1e3 * step_seconds(cost, link_of(one["rate_mbit"]))
+            predicted = 1e3 * step_seconds(cost, Link("shaped", LATENCY, one["rate_mbit"] * 1e6 / 8 * PAYLOAD))
             cells = [problem, key[1], f"{one['alone']:.0f}", f"{near['exposed']:.0f}", f"{near['bytes'] / 1e6:.2f}"]
             cells += [f"{one['step']:.0f}", f"{predicted:.0f}", f"{100 * (predicted / one['step'] - 1):+.0f} %"]
             lines.append("| " + " | ".join(cells) + " |")
@@ -260,23 +276,36 @@ def main() -> None:
         print(text)
         return
     timed = read(folder, "steps")
-    targets = {record["problem"]: record["target"] for record in read(folder, "losses")}
-    keys = sorted({(record["problem"], record["rate_mbit"]) for record in timed})
-    # Without losses there is no target, and the tables have the steps alone.
-    targets = {problem: targets.get(problem, math.nan) for problem, _ in keys}
-    settings = {key: rows_of(folder, *key, targets[key[0]]) for key in keys}
+    # Runs may have gone on to a lower loss than others; all of them passed the highest.
+    targets: dict[str, float] = {}
+    for record in read(folder, "losses"):
+        targets[record["problem"]] = max(record["target"], targets.get(record["problem"], -math.inf))
     parts = []
-    for (problem, rate), rows in settings.items():
-        alone = {
-            record["system"]: record for record in timed if record["mode"] == "none" and record["problem"] == problem
-        }
-        least = ", ".join(f"{name} {1e3 * step_of([record]):.0f} ms" for name, record in alone.items())
-        parts.append(f"### {PROBLEMS[problem][0].upper() + PROBLEMS[problem][1:]}, two hosts, {rate:g} Mbit/s\n")
-        parts.append(f"{table(rows, targets[problem])}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
+    for problem, label in PROBLEMS.items():
+        # Without losses there is no target, and the tables have the steps alone.
+        target = targets.get(problem, math.nan)
+        found = sorted({setting_of(record) for record in timed if record["problem"] == problem})
+        settings = {setting: rows_of(folder, problem, setting, target) for setting in found}
+        for setting, rows in settings.items():
+            least = ", ".join(f"{name} {seconds}" for name, seconds in alone_by_system(timed, problem, setting).items())
+            parts.append(f"### {label[0].upper() + label[1:]}, two hosts, {setting}\n")
+            parts.append(f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
+        if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
+            title = f"Seconds until a {label} reaches a held-out loss of {target:g}\ntwo machines"
+            plot(settings, title, folder / ("time_to_loss.png" if problem == "lm" else f"time_to_loss_{problem}.png"))
     (folder / "race.md").write_text("\n".join(parts))
-    if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
-        plot(settings, targets, folder / "time_to_loss.png")
     print("\n".join(parts))
+
+
+def alone_by_system(timed: list[dict[str, Any]], problem: str, setting: Setting) -> dict[str, str]:
+    """The step without communication, measured beside those over a link."""
+    found = {}
+    for system in ("jaxdist", "torch"):
+        wanted = {"problem": problem, "system": system, "mode": "none"}
+        near = [each for each in timed if setting_of(each) == setting and wanted.items() <= each.items()]
+        if near:
+            found[system] = f"{1e3 * step_of(near):.0f} ms"
+    return found
 
 
 if __name__ == "__main__":

@@ -78,6 +78,9 @@ class TorchRacer:
     def cost(self) -> dict[str, Any]:
         return {}
 
+    def link(self) -> dict[str, float]:
+        return {}
+
 
 def main() -> None:
     torch.set_num_threads(1)
