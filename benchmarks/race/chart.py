@@ -62,13 +62,9 @@ def draw_panel(axes: Axes, link: str, bars: list[Bar], baseline: str) -> None:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.14 * max((max(bar.seconds, bar.spread[1]) for bar in bars), default=1.0))
-    axes.set_title(f"{link}: {gain(bars, baseline)}" if bars else link, loc="left", fontsize=11)
-
-
-def gain(bars: list[Bar], baseline: str) -> str:
-    """How much sooner the first one arrives than the baseline."""
-    times = next((bar.seconds for bar in bars if bar.label == baseline), math.nan) / bars[0].seconds
-    return f"{bars[0].label}, {times:.1f}x sooner than {baseline}"
+    axes.set_title(link, loc="left", fontsize=12, fontweight="bold")
+    times = [bar.seconds / bars[0].seconds for bar in bars if bar.label == baseline]
+    axes.set_title("".join(f"{each:.1f}x sooner than {baseline}" for each in times), loc="right", fontsize=11)
 
 
 def mark_style() -> dict:

@@ -28,7 +28,11 @@ from jaxdist._cli.race import step_at
 from jaxdist.analysis.cost import Link
 from jaxdist.analysis.step_time import Schedule, StepCost, Traffic, step_seconds
 
-PROBLEMS = {"lm": "language model, 4.9 M parameters", "mlp": "classifier, 10.5 M parameters", "tiny": "tiny classifier"}
+PROBLEMS = {
+    "lm": "language model of 4.9 M parameters",
+    "mlp": "classifier of 10.5 M parameters",
+    "tiny": "tiny classifier",
+}
 LABELS = {
     ("jaxdist", "exact"): "jaxdist exact",
     ("jaxdist", "f16"): "jaxdist f16",
@@ -64,7 +68,7 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         rate = f"{self.rate_mbit / 1e3:g} Gbit/s" if self.rate_mbit >= 1e3 else f"{self.rate_mbit:g} Mbit/s"
-        return f"{rate}, {self.delay_ms:g} ms" if self.delay_ms else rate
+        return f"{rate}, {self.delay_ms:g} ms away" if self.delay_ms else rate
 
 
 class Row(NamedTuple):
@@ -291,7 +295,7 @@ def main() -> None:
             parts.append(f"### {label[0].upper() + label[1:]}, two hosts, {setting}\n")
             parts.append(f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
         if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
-            title = f"Seconds until a {label} reaches a held-out loss of {target:g}\ntwo machines"
+            title = f"Seconds until a {label} reaches a held-out loss of {target:g}"
             plot(settings, title, folder / ("time_to_loss.png" if problem == "lm" else f"time_to_loss_{problem}.png"))
     (folder / "race.md").write_text("\n".join(parts))
     print("\n".join(parts))
