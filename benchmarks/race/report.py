@@ -53,9 +53,10 @@ SAME_LOSSES = {
     ("torch", "f16"): ("jaxdist", "exact"),
     ("torch", "local"): ("jaxdist", "local"),
 }
-# Of the links of `links/compare.py`: the share that is payload, segments of 1448 bytes in frames of 1514, and half a
-# round trip, 35 microseconds.
-PAYLOAD, LATENCY = 1448 / 1514, 35e-6
+# The share of a link that is payload: segments of 1448 bytes in frames of 1514.
+PAYLOAD = 1448 / 1514
+# Half a round trip over the links of `links/compare.py`, in seconds.
+LATENCY = 35e-6
 # Two workers: hops of the modes of `links/compare.py`.
 HOPS = {"exact": 2.0, "hand_flat": 2.0, "power_sgd": 4.0, "f16": 2.0, "qsgd": 1.0, "top_k": 1.0, "sign": 1.0}
 
@@ -76,8 +77,8 @@ class Row(NamedTuple):
 
     system: str
     mode: str
-    step: float  # measured seconds, the median of all rounds
-    range: tuple[float, float]  # the medians of the fastest and of the slowest repetition
+    step: float  # measured seconds, the median of the fastest repetition
+    slowest: float  # that of the slowest repetition
     predicted: float  # seconds of the model; NaN for the other system
     rate: float  # the best learning rate
     steps: float  # to the target
@@ -91,11 +92,14 @@ class Row(NamedTuple):
         return self.step * self.steps
 
 
-def measured_link(records: list[dict[str, Any]], setting: Setting) -> Link:
-    """The link as `measure_link` found it: a hop of gloo over a link with a delay is a round trip, not half of one."""
-    own = [record for record in records if setting_of(record) == setting]
-    latency, bandwidth = (statistics.median(record[key] for record in own) for key in ("latency", "bandwidth"))
-    return Link(str(setting), latency, bandwidth)
+def link_of(setting: Setting, records: list[dict[str, Any]]) -> Link:
+    """The rate as it was asked for, and a hop as `measure_link` found it.
+
+    A hop of gloo is a round trip where a link has a delay. The measured rate is not used: small messages pass a token
+    bucket at once.
+    """
+    latency = min(record["latency"] for record in records if setting_of(record) == setting)
+    return Link(str(setting), latency, setting.rate_mbit * 1e6 / 8 * PAYLOAD)
 
 
 def setting_of(record: dict[str, Any]) -> Setting:
@@ -107,17 +111,19 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def step_of(records: list[dict[str, Any]]) -> float:
-    """The median over rounds, of all records."""
-    rounds = []
-    for record in records:
-        seconds, period = record["seconds"], record["period"]
-        rounds += [statistics.mean(seconds[n : n + period]) for n in range(0, len(seconds), period)]
-    return statistics.median(rounds)
+def step_of(record: dict[str, Any]) -> float:
+    """The median over the rounds of a repetition."""
+    seconds, period = record["seconds"], record["period"]
+    return statistics.median(statistics.mean(seconds[n : n + period]) for n in range(0, len(seconds), period))
+
+
+def fastest(records: list[dict[str, Any]]) -> float:
+    """The step of the repetition that other work on the machine disturbed least."""
+    return min(map(step_of, records))
 
 
 def cost_of(records: list[dict[str, Any]], compute: float) -> StepCost:
-    coding = statistics.median(record["coding"] for record in records)
+    coding = min(record["coding"] for record in records)
     schedule = Schedule(*records[0]["schedule"])
     return StepCost(compute, coding / schedule.period, Traffic(*records[0]["traffic"]), schedule)
 
@@ -151,7 +157,7 @@ def rows_of(folder: Path, problem: str, setting: Setting, target: float) -> list
     costs = [each for each in read(folder, "costs") if each["problem"] == problem]
     # Without communication no link matters: all measurements of it together.
     alone = own("steps", "jaxdist", "none")
-    link = measured_link(read(folder, "links"), setting)
+    link = link_of(setting, read(folder, "links"))
     for system, mode in LABELS:
         timed = over_link("steps", system, mode)
         if not timed:
@@ -159,17 +165,16 @@ def rows_of(folder: Path, problem: str, setting: Setting, target: float) -> list
         predicted = math.nan
         known = [each for each in costs if each["mode"] == mode]
         if system == "jaxdist" and known and alone:
-            predicted = step_seconds(cost_of(known, step_of(alone)), link)
+            predicted = step_seconds(cost_of(known, fastest(alone)), link)
         losses = own("losses", system, mode) or own("losses", *SAME_LOSSES.get((system, mode), (system, mode)))
         rate, steps = best_steps(losses, target)
         runs = [run_seconds(run, target) for run in over_link("runs", system, mode) if run["held_out"][-1] <= target]
-        repeated = [step_of([record]) for record in timed]
         rows.append(
             Row(
                 system,
                 mode,
-                step_of(timed),
-                (min(repeated), max(repeated)),
+                fastest(timed),
+                max(map(step_of, timed)),
                 predicted,
                 rate,
                 statistics.mean(steps),
@@ -190,7 +195,7 @@ def table(rows: list[Row], target: float) -> str:
     head = [
         "",
         "step ms",
-        "from-to",
+        "slowest",
         "predicted ms",
         "error",
         "MB a step",
@@ -204,7 +209,7 @@ def table(rows: list[Row], target: float) -> str:
     for row in rows:
         predicted = math.isfinite(row.predicted)
         cells = [LABELS[row.system, row.mode], f"{1e3 * row.step:,.0f}"]
-        cells += ["-".join(f"{1e3 * each:,.0f}" for each in row.range), spell(1e3 * row.predicted)]
+        cells += [f"{1e3 * row.slowest:,.0f}", spell(1e3 * row.predicted)]
         cells += [f"{100 * (row.predicted / row.step - 1):+.0f} %" if predicted else "", f"{row.megabytes:.2f}"]
         cells += [f"{row.rate:g}" if math.isfinite(row.rate) else "", spell(row.steps), spell(row.seconds, ",.1f")]
         spread = [spell(row.step * steps, ",.1f") for steps in row.spread]
@@ -214,22 +219,25 @@ def table(rows: list[Row], target: float) -> str:
 
 
 def order(rows: list[Row]) -> str:
-    """Whether the model puts the library's own methods in the order in which they were measured."""
+    """Whether the model puts the library's own methods in the order in which they were measured.
+
+    Methods that are less than a tenth apart are not counted.
+    """
     own = [row for row in rows if math.isfinite(row.predicted)]
     errors = [abs(row.predicted / row.step - 1) for row in own]
-
-    def weight(row: Row) -> float:
-        # Without losses the steps themselves are put in order.
-        return row.steps if math.isfinite(row.steps) else 1.0
-
     swapped = [
-        f"{LABELS[a.system, a.mode]} before {LABELS[b.system, b.mode]}"
-        for n, b in enumerate(own)
-        for a in own[n + 1 :]
-        if a.predicted * weight(a) < b.predicted * weight(b)
+        f"{LABELS[b.system, b.mode]} before {LABELS[a.system, a.mode]}"
+        for a in own
+        for b in own
+        if a.step * weight(a) < 0.9 * b.step * weight(b) and a.predicted * weight(a) > b.predicted * weight(b)
     ]
     said = f"largest error of a step {100 * max(errors, default=math.nan):.0f} %"
     return f"{said}; order " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
+
+
+def weight(row: Row) -> float:
+    """The steps to the target; without losses the steps themselves are put in order."""
+    return row.steps if math.isfinite(row.steps) else 1.0
 
 
 def plot(settings: dict[Setting, list[Row]], title: str, path: Path) -> None:
@@ -308,7 +316,7 @@ def alone_by_system(timed: list[dict[str, Any]], problem: str, setting: Setting)
         wanted = {"problem": problem, "system": system, "mode": "none"}
         near = [each for each in timed if setting_of(each) == setting and wanted.items() <= each.items()]
         if near:
-            found[system] = f"{1e3 * step_of(near):.0f} ms"
+            found[system] = f"{1e3 * fastest(near):.0f} ms"
     return found
 
 
