@@ -103,7 +103,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 # Post-local SGD (Lin et al.): a drop of the rate at half of the steps, from where on workers average every H steps.
 
-STEPS, DROPS, PERIOD, MOMENTUM_RATES = 480, (240, 360), 16, (0.025, 0.05, 0.1, 0.2, 0.4)
+STEPS, DROPS, PERIOD, MOMENTUM_RATES = 480, (240, 360), 16, (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def dropping(rate: Any) -> Callable:
@@ -347,7 +347,7 @@ def any_batch() -> Iterator[dict[str, Any]]:
     least = 1 + np.random.default_rng(0).exponential(1.5, 10)
     noise = np.exp(0.2 * np.random.default_rng(1).standard_normal((10, 500)))
     window = jd.schedule.anytime_window(2.5, workers=10, batch=100)
-    tasks = {"linear": (True, (0.02, 0.04, 0.08, 0.16), 0.5), "logistic": (False, (0.4, 0.8, 1.6, 3.2), 0.35)}
+    tasks = {"linear": (True, (0.02, 0.04, 0.08, 0.16), 0.5), "logistic": (False, (1.6, 3.2, 6.4, 12.8, 25.6), 0.35)}
     for name, (squared, rates, level) in tasks.items():
         # Two images at a time, or ten.
         for rule, make, size in (
