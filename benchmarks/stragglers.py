@@ -79,7 +79,7 @@ LINK_METHODS = (
     "pipe_sgd/ef:top_k:0.01",
     "delay_by_one",
     "d_psgd:ring",
-    "d_psgd:relabelled-ring",
+    "d_psgd:relabeled-ring",
     "d_psgd:ring,order=combine_then_adapt",
     "ad_psgd:ring",
     "local_sgd:sync_period=16",

@@ -132,8 +132,8 @@ def main():
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
         for name, reducer in REDUCERS.items():
             losses, sizes[kind, name] = train(mesh, reducer)
-            axes = ", ".join(f"{size:,.0f} bytes along {axis}" for axis, size in sizes[kind, name].items())
-            print(f"{kind.name + ', ' + name:18} loss {losses[0]:.3f} to {losses[-1]:.3f}, {axes}")
+            axes = ", ".join(f"{axis} {size:,.0f} bytes" for axis, size in sizes[kind, name].items())
+            print(f"{kind.name + ', ' + name:18} loss {losses[0]:.3f} to {losses[-1]:.3f}; {axes}")
             if name == "exact":
                 np.testing.assert_allclose(losses, alone, rtol=1e-3)
     exact, compressed, *explicit = sizes.values()

@@ -104,7 +104,7 @@ def relabeled_ring(workers: int, *, rounds: int = 16, seed: int = 0, halves: boo
             move[seats] = np.roll(seats, -step)
             moves.append(move.tolist())
         drawn_rounds.append(permutation_round(workers, moves))
-    return cycle_rounds("relabelled ring", workers, drawn_rounds)
+    return cycle_rounds("relabeled ring", workers, drawn_rounds)
 
 
 def shift_one(workers: int) -> Topology:

@@ -432,7 +432,7 @@ def test_a_run_of_pairs_goes_on_from_a_file(tmp_path):
     ("text", "name"),
     [
         ("ad_psgd", "ad_psgd"),
-        ("ad_psgd:relabelled-ring,rank=2,choice=in_turn", "ad_psgd"),
+        ("ad_psgd:relabeled-ring,rank=2,choice=in_turn", "ad_psgd"),
         ("ad_psgd:hypercube,group=2", "hierarchical_ad_psgd"),
         ("d_psgd:torus,order=combine_then_adapt", "d_psgd"),
         ("delay_by_one", "delay_by_one"),
@@ -457,7 +457,7 @@ def test_neighbors_are_chosen_evenly_and_the_same_each_time():
     assert min(drawn.count(neighbor) for neighbor in (1, 2, 4, 8)) > 160
 
 
-def test_a_relabelled_ring_of_halves_meets_everybody():
+def test_a_relabeled_ring_of_halves_meets_everybody():
     run = seen(
         rules.ad_psgd(lambda n: jd.topology.relabeled_ring(n, halves=True), SGD), 8, 100, durations.constant(1.0)
     )
@@ -472,7 +472,7 @@ def test_a_relabelled_ring_of_halves_meets_everybody():
             5,
             "odd cycle 2 - 1 - 0 - 4 - 3 - 2: use a ring of an even number",
         ),
-        (lambda: rules.ad_psgd(jd.topology.relabeled_ring, SGD), 8, "the relabelled ring has the odd cycle"),
+        (lambda: rules.ad_psgd(jd.topology.relabeled_ring, SGD), 8, "the relabeled ring has the odd cycle"),
         (lambda: rules.ad_psgd(jd.topology.ring(4), SGD), 6, "the ring has 4 workers, but the run has 6"),
         (
             lambda: rules.d_psgd(jd.topology.digraph(3, [(0, 1), (1, 2), (2, 0), (0, 2)]), SGD),

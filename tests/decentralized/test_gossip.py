@@ -237,7 +237,7 @@ def test_quasi_global_momentum_rests_where_the_rate_is_zero():
 STILL = {
     "ring": graphs.ring(8),
     "torus": graphs.torus(8),
-    "relabelled ring": graphs.relabeled_ring(8, rounds=3),
+    "relabeled ring": graphs.relabeled_ring(8, rounds=3),
     "complete": graphs.complete(8),
 }
 

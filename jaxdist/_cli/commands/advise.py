@@ -45,12 +45,15 @@ NOTE = (
 
 @dataclass(frozen=True)
 class AdviseOptions:
-    """Recommends a method for given links: bytes, predicted step times, break-even."""
+    """Recommends a method for given links: bytes, predicted step times, break-even.
+
+    Examples:
+      jaxdist advise --link 100mbit,20ms --workers 8
+      srun jaxdist advise
+    """
 
     link: Text = None
-    """Bandwidth and latency of the links, as in 100mbit,20ms. The default is to measure those between the processes of
-    this job (Slurm, Open MPI, Kubernetes, TPU pods, or the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID), or between the accelerators here."""
+    """Bandwidth and latency, as in 100mbit,20ms. Default: measured between processes, or accelerators here."""
     workers: Integer = None
     """Number of workers; by default all devices of all processes, or 8 with --link."""
     reducers: tuple[str, ...] = METHODS

@@ -72,8 +72,7 @@ class CompareOptions(Options):
         tyro.conf.arg(metavar="STR...", help_behavior_hint="(repeatable)"),
         tyro.conf.UseAppendAction,
     ] = ()
-    """Also predict the time over these links: bandwidth and latency, as in 100mbit,20ms, or measured for the links
-    between the devices here."""
+    """Also predict the time over links, as in 100mbit,20ms; measured stands for those between the devices here."""
     target: Number = None
     """With --link: the held-out loss to reach. By default the lowest that every method reaches."""
     compute: Number = None

@@ -17,7 +17,7 @@ from ..running import Number
 class IslandsOptions:
     """Shows the rounds, members and bytes of a run whose islands meet over a folder or a bucket."""
 
-    url: Annotated[str, tyro.conf.Positional]
+    url: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="URL")]
     """Folder or bucket that the islands join."""
     last: int = 10
     """Rounds to show."""

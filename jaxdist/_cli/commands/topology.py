@@ -21,9 +21,13 @@ MOST_PANELS = 4
 
 @dataclass(frozen=True)
 class TopologyOptions:
-    """Shows a graph over the workers, and how fast it mixes."""
+    """Shows a graph over the workers, and how fast it mixes.
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=", ".join(GRAPHS))]
+    Examples:
+      jaxdist topology ring --workers 16 --png
+    """
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GRAPH", help=", ".join(GRAPHS))]
     workers: int = 16
     """Number of workers."""
     png: bool = False

@@ -68,7 +68,7 @@ class TrainOptions(Options):
     baseline: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
     """Leave out the run with plain all-reduce."""
     save_every: Integer = None
-    """Save every this many steps too, in the background."""
+    """Also save after every so many steps, in the background."""
     resume: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = False
     """Continue from the checkpoint in --out, until --steps in total."""
     islands: Text = None

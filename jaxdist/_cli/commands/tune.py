@@ -32,7 +32,12 @@ PART = 8 * 4  # bytes: partitions are whole multiples of 8 entries
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Finds message sizes for the gradient, for a link that is given or measured."""
+    """Finds message sizes for the gradient, for a link that is given or measured.
+
+    Examples:
+      jaxdist tune --model gpt:medium,layers=11 --bandwidth 10gbit --latency 20us --flops 3e12
+      jaxdist tune --model gpt:demo --workers 4 --measured
+    """
 
     workload: Literal["text", "digits"] = "text"
     """text or digits, as for jaxdist train."""

@@ -96,7 +96,7 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
     "exponential": topology.exponential,
     "one-peer-exponential": topology.one_peer_exponential,
     "random-matchings": topology.random_matchings,
-    "relabelled-ring": topology.relabeled_ring,
+    "relabeled-ring": topology.relabeled_ring,
     # MATCHA activates random matchings of a base graph: each base has its own name.
     "matcha-ring": lambda workers: topology.matcha(topology.ring(workers)),
     "matcha-complete": lambda workers: topology.matcha(topology.complete(workers)),
@@ -152,7 +152,7 @@ def _ad_psgd(
 ) -> Rule:
     if graph is None:
         make_graph = _even_ring
-    elif graph == "relabelled-ring":
+    elif graph == "relabeled-ring":
         # Only the variant of two halves has no odd cycles.
         make_graph = partial(relabeled_ring, halves=True)
     else:

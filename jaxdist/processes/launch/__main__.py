@@ -44,16 +44,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("jaxdist launch", usage=USAGE, description="Starts processes of one script here.")
+    purpose = "Starts several processes of a script on this machine, and stops them together."
+    parser = argparse.ArgumentParser("jaxdist launch", usage=USAGE, description=purpose)
     add = parser.add_argument
-    add("-n", "--processes", type=int, default=1, metavar="N", help="how many (default: 1)")
-    add("--restarts", type=int, default=0, metavar="K", help="restart the whole job after a failure, up to K times")
-    add("--port", type=int, default=0, help="where process 0 listens (default: a free one)")
-    add("--logs", type=Path, default=Path("runs/launch"), metavar="FOLDER", help="default: runs/launch")
+    add("-n", "--processes", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    add("--restarts", type=int, default=0, metavar="K", help="restart all processes after a failure, up to K times")
+    add("--port", type=int, default=0, help="port of process 0 (default: a free one)")
+    add(
+        "--logs",
+        type=Path,
+        default=Path("runs/launch"),
+        metavar="FOLDER",
+        help="folder of the outputs (default: runs/launch)",
+    )
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="to save after SIGTERM or Ctrl-C (default: 30)")
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
-    add("script", metavar="SCRIPT")
-    add("arguments", nargs=argparse.REMAINDER, help="for the script")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("script", metavar="SCRIPT", help="the Python script that each process runs")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
