@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import digits_network
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-import uneven
 
 import jaxdist as jd
 from jaxdist import topology
@@ -114,10 +114,10 @@ def with_perceptron(workload: Workload, hidden: int) -> Workload:
 
     def metrics(params: Any, batch: Any) -> dict[str, Any]:
         images = batch.images.reshape(-1, 64)
-        mean = uneven.losses(params, images, batch.labels).mean()
-        return {"loss": mean, "accuracy": uneven.accuracy(params, images, batch.labels)}
+        mean = digits_network.losses(params, images, batch.labels).mean()
+        return {"loss": mean, "accuracy": digits_network.accuracy(params, images, batch.labels)}
 
-    init = functools.partial(uneven.network, hidden=hidden)
+    init = functools.partial(digits_network.network, hidden=hidden)
     return workload._replace(init=init, loss=lambda params, batch: metrics(params, batch)["loss"], metrics=metrics)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from paths import REPOSITORY
 
 ROOT = REPOSITORY
 CHECK = ROOT / "scripts" / "check.sh"
+BENCHMARKS = ROOT / "benchmarks"
 HALVES = "a\n{} HEAD\nb\n{}\nc\n{} bb09dd3 (d)\n".format("<" * 7, "=" * 7, ">" * 7)
 
 
@@ -68,12 +70,56 @@ def _defined(tree):
 
 def test_benchmarks_import_what_the_scripts_beside_them_have():
     missing, seen = [], 0
-    for script in sorted((ROOT / "benchmarks").rglob("*.py")):
+    for script in sorted(BENCHMARKS.rglob("*.py")):
         for node in ast.walk(ast.parse(script.read_text())):
-            beside = script.parent / f"{node.module}.py" if isinstance(node, ast.ImportFrom) and node.module else None
-            if beside is not None and node.level == 0 and beside.exists():
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            for beside in {folder / f"{node.module}.py" for folder in (script.parent, BENCHMARKS)}:
+                if not beside.exists():
+                    continue
                 names = {*_defined(ast.parse(beside.read_text()))}
                 seen += len(node.names)
                 missing += [f"{script.name}: {a.name} of {beside.name}" for a in node.names if a.name not in names]
     assert seen > 10
+    assert not missing
+
+
+def _subcommands(folder):
+    """The modules that the command of a folder runs."""
+    for node in ast.parse((folder / "__main__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "SUBCOMMANDS":
+            return {*ast.literal_eval(node.value)}
+    raise AssertionError(f"{folder} has no SUBCOMMANDS")
+
+
+def _commands():
+    """The benchmarks that a user starts, without the processes that they start themselves."""
+    files = (path for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__":' in path.read_text())
+    return {*files, *(path.parent for path in BENCHMARKS.glob("*/__main__.py"))}
+
+
+def test_each_subcommand_of_a_benchmark_is_a_module():
+    folders = [path for path in _commands() if path.is_dir()]
+    assert len(folders) > 5
+    for folder in folders:
+        for name in _subcommands(folder):
+            assert {"add_options", "main"} <= {*_defined(ast.parse((folder / f"{name}.py").read_text()))}, name
+
+
+def test_each_benchmark_has_one_line_in_the_readme():
+    named = re.findall(r"^\| `.*?python benchmarks/([\w/.]+)", (BENCHMARKS / "README.md").read_text(), re.M)
+    commands = [str(path.relative_to(BENCHMARKS)) for path in _commands()]
+    assert [name for name in commands if named.count(name) != 1] == []
+
+
+def test_benchmarks_that_pages_and_docstrings_quote_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *BENCHMARKS.rglob("*.md"), *BENCHMARKS.rglob("*.py")]
+    seen, missing = 0, []
+    for page in pages:
+        for name, word in re.findall(r"python benchmarks/([\w/.-]+)(?: (\w+))?", page.read_text()):
+            path = BENCHMARKS / name.rstrip(".")
+            seen += 1
+            if not path.exists() or (path.is_dir() and word not in _subcommands(path)):
+                missing.append(f"{page.name}: {name} {word}")
+    assert seen > 50
     assert not missing

@@ -1,6 +1,6 @@
 """Claims of papers in scenes where they can appear: one function for each, three seeds, and intervals.
 
-    python benchmarks/claims.py CLAIM --out benchmarks/reports/NAME
+    python benchmarks/claims papers CLAIM --out benchmarks/reports/NAME
 
 `post_local`, `ada_comm` and `slowmo_sgp` train a network of 2,410 parameters on handwritten digits, all seeds and rates
 in one program. `ringmaster` and `ringleader` minimize a noisy quadratic, and `any_batch` solves two convex tasks, on
@@ -9,7 +9,6 @@ Intervals are Student's at 95 %.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
+from digits_network import SEEDS, TUNING_SEED, accuracy, digits, losses, network
 from scipy import stats
-from uneven import SEEDS, TUNING_SEED, accuracy, digits, losses, network
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, replay, rules
@@ -362,19 +362,14 @@ def any_batch() -> Iterator[dict[str, Any]]:
 CLAIMS = {f.__name__: f for f in (post_local, slowmo_sgp, ada_comm, ringmaster, ringleader, any_batch)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("claim", choices=tuple(CLAIMS))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     found = []
     for row in CLAIMS[given.claim]():
         found.append(row)
         print_row({key: value for key, value in row.items() if not isinstance(value, list)})
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"{given.claim}.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        write_record(given.out, given.claim, found)

@@ -1,6 +1,6 @@
 """Time to a loss when workers are uneven: every rule on the same clusters, each at its own best rate.
 
-    python benchmarks/stragglers.py --jobs 2 --out benchmarks/reports/NAME
+    python benchmarks/asynchronous stragglers --jobs 2 --out benchmarks/reports/NAME
 
 Eight or sixteen workers on a virtual clock. A gradient takes 5 ms (lognormal), and one worker is six times slower for
 good, or each gradient is six times slower with probability 1/n, or neither. Messages have their real sizes. The
@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # runs side by side, not threads of one
 
+import digits_network
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import uneven
 
 from jaxdist._cli.models.digits import Digits, equal_parts, splits
 from jaxdist._cli.spellings import parse
@@ -146,15 +146,15 @@ def perceptron(hidden: int, size: int) -> Problem:
     train, held = splits()
 
     def loss(model: Any, batch: Digits) -> Any:
-        return uneven.losses(model, batch.images.reshape(-1, 64), batch.labels).mean()
+        return digits_network.losses(model, batch.images.reshape(-1, 64), batch.labels).mean()
 
     def draw_batch(seed: int, worker: int, job: int) -> Digits:
         chosen = np.random.default_rng((seed, worker, job)).integers(0, len(train.labels), size)
         return Digits(train.images[chosen], train.labels[chosen])
 
-    accuracy = jax.jit(lambda model: uneven.accuracy(model, held.images.reshape(-1, 64), held.labels))
+    accuracy = jax.jit(lambda model: digits_network.accuracy(model, held.images.reshape(-1, 64), held.labels))
     task = replay.Task(None, loss, draw_batch, jax.jit(lambda model: loss(model, held)))
-    init = functools.partial(uneven.network, hidden=hidden)
+    init = functools.partial(digits_network.network, hidden=hidden)
     return Problem(beside_a_rate(task), init, accuracy, lambda model: math.nan)
 
 
@@ -305,14 +305,15 @@ def plain(value: Any) -> Any:
     return (round(value, 5) if math.isfinite(value) else None) if isinstance(value, float) else value
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="rules side by side")
     parser.add_argument("--scenes", nargs="*", default=list(SCENES))
     parser.add_argument("--methods", nargs="*", help="of these; default: all of each scene")
     parser.add_argument("--out", type=Path, required=True, help="the folder; rows of what is not asked for stay")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / "stragglers.json"
     rows = {(row["scene"], row["rule"]): row for row in (json.loads(file.read_text()) if file.exists() else [])}
@@ -332,7 +333,3 @@ def main() -> None:
             order = [(scene, name) for scene in SCENES for name in SCENES[scene].methods]
             text = ",\n".join(json.dumps(rows[key]) for key in order if key in rows)
             file.write_text(f"[\n{text}\n]\n")
-
-
-if __name__ == "__main__":
-    main()

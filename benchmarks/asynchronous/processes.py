@@ -1,6 +1,6 @@
 """Rules on real processes with a slow worker, and with one that is killed: loss over wall time.
 
-    python benchmarks/processes.py --out benchmarks/reports/NAME
+    python benchmarks/asynchronous processes --out benchmarks/reports/NAME
 
 Three workers, one of which sleeps until its gradients take five times longer; a convolutional net on digits.
 For each rule the rate of two that is faster on the virtual clock is taken. Then a worker of three equal ones is killed
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
 
 from jaxdist._cli.models.digits import Digits, splits
 from jaxdist._cli.spellings import parse
@@ -123,15 +124,16 @@ def with_a_death(seeds: int, gradients: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
     parser.add_argument("--only", choices=("slow", "deaths"), help="measure that anew, and keep the rest")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--model", default="convnet:16")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--gradients", type=int, default=1200, help="how long the runs with a death are")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     workload = parse.parse_workload("digits", given.model)
     sizes = {"batch": given.batch, "workers": WORKERS}
     *tasks, other = [asynchronous.make_task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
@@ -143,9 +145,4 @@ def main() -> None:
         found["slow"] = with_slow_one(rates, tasks)
     if given.only != "slow":
         found["deaths"] = with_a_death(given.seeds, given.gradients)
-    given.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "processes", found)

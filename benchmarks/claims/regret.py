@@ -1,10 +1,8 @@
 """Rounds of fixed time beside rounds of fixed batches: regret on a stream of digits, and the clock of stragglers.
 
-python benchmarks/any_batch.py --out benchmarks/reports/2026-11-online
+python benchmarks/claims regret --out benchmarks/reports/2026-11-online
 """
 
-import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import write_record
 from sklearn.datasets import load_digits
 
 import jaxdist as jd
@@ -123,10 +122,11 @@ def straggling(rng):
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser):
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given):
     x, y = load_digits(return_X_y=True)
     images = {"x": jnp.asarray(x / 16, jnp.float32), "y": jnp.asarray(y, jnp.int32)}
     fixed, descend = START, jax.jit(lambda x: GEOMETRY.step(x, jax.grad(lambda x: losses(x, images).mean())(x), RATE))
@@ -163,10 +163,4 @@ def main():
             row |= {key: [run[key][chosen] for run in runs] for key in ("static", "dynamic")}
             found["runs"].append(row | {"static_of_each_rate": of_rate.tolist()})
             print(name, row, flush=True)
-            if given.out:
-                given.out.mkdir(parents=True, exist_ok=True)
-                (given.out / "any_batch.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            write_record(given.out, "any_batch", found)

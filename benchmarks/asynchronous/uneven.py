@@ -1,9 +1,8 @@
 """Methods for workers of unequal speed beside their baselines, in virtual seconds: one function for each method.
 
-python benchmarks/uneven.py biased --out benchmarks/reports/2026-11-uneven
+python benchmarks/asynchronous uneven biased --out benchmarks/reports/2026-11-uneven
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,40 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
+from common import write_record
+from digits_network import SEEDS, TUNING_SEED, accuracy, digits, losses, network
 
 import jaxdist as jd
 from jaxdist.asynchronous import durations, links, replay, rules
-
-TUNING_SEED, SEEDS = 100, (0, 1, 2)
-
-
-def digits():
-    """Images and labels: 1437 to train on and 360 held out."""
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int32)
-    return (x[:1437], y[:1437]), (x[1437:], y[1437:])
-
-
-def network(key, hidden=32):
-    first, second = jax.random.split(key)
-    return {
-        "w1": jax.random.normal(first, (64, hidden)) / 8,
-        "b1": jnp.zeros(hidden),
-        "w2": jax.random.normal(second, (hidden, 10)) / hidden**0.5,
-        "b2": jnp.zeros(10),
-    }
-
-
-def losses(params, x, y):
-    hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["w2"] + params["b2"], y)
-
-
-def accuracy(params, x, y):
-    hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
-    return jnp.mean(jnp.argmax(hidden @ params["w2"] + params["b2"], 1) == y)
 
 
 def summary(values):
@@ -228,16 +198,10 @@ def nodes():
 METHODS = {"biased": biased, "allocation": allocation, "nodes": nodes}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser):
     parser.add_argument("method", choices=tuple(METHODS))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    found = METHODS[given.method]()
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"{given.method}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def main(given):
+    write_record(given.out, given.method, METHODS[given.method]())

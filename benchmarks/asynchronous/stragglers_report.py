@@ -1,6 +1,6 @@
-"""Tables and plot from the records of `stragglers.py`.
+"""Tables and plot from the records of `stragglers`.
 
-python benchmarks/stragglers_report.py benchmarks/reports/NAME
+python benchmarks/asynchronous stragglers_report benchmarks/reports/NAME
 """
 
 import argparse
@@ -130,14 +130,12 @@ def _factors(axes: Axes, rows: Rows, names: list[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+
+
+def main(given: argparse.Namespace) -> None:
+    folder = given.folder
     rows = {(row["scene"], row["rule"]): row for row in json.loads((folder / "stragglers.json").read_text())}
     print(tables(rows))
     draw(rows, folder / "stragglers.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The speed of the virtual clock: events per second without a model, and gradients per second with one.
 
-    python benchmarks/events.py --out benchmarks/reports/NAME
+    python benchmarks/asynchronous events --out benchmarks/reports/NAME
 
 Timing alone is measured on one core in processor time, the median of three stretches of a run that is warm; links take
 time and gradients are exponential. With a model (a convolutional net of 5 thousand parameters on handwritten digits) it
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import optax
+from common import write_record
 
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import asynchronous
@@ -59,14 +60,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(f'{value}' for value in row.values())} |" for row in rows])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[16, 128, 1000])
     parser.add_argument("--gradients", type=int, default=50_000, help="of each stretch without a model")
     parser.add_argument("--each", type=int, default=50, help="gradients of each of the thousand workers with a model")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--out", type=Path, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     made = {
         "bsp": rules.bsp(SGD),
         "asgd": rules.asgd(SGD),
@@ -84,10 +86,4 @@ def main() -> None:
     }
     slow = [real(name, rule, 1000, given.each, given.batch) for name, rule in trained.items()]
     print(table(fast), table(slow), sep="\n\n")
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "events.json").write_text(json.dumps({"timing": fast, "real": slow}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    write_record(given.out, "events", {"timing": fast, "real": slow})
