@@ -12,7 +12,6 @@ from common import run_subcommand
 SUBCOMMANDS = {
     "kill_during_save": "kills of a process that saves without pause, and damage to its checkpoints",
     "kill_and_restart": "kills of processes of a job that `jaxdist launch --restarts` starts again",
-    "training": "the job of kill_and_restart",
 }
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 def start(work, name, folder, methods, steps, *, restarts=0, save_every=SAVE_EVERY, pause=0.02):
     """Starts the launcher as a user would."""
     command = [sys.executable, "-m", "jaxdist.processes.launch", "-n", "2", "--restarts", str(restarts)]
-    command += ["--logs", str(work / f"{name}-logs"), str(HERE), "training", str(folder), "--methods", *methods]
+    command += ["--logs", str(work / f"{name}-logs"), str(HERE / "training.py"), str(folder), "--methods", *methods]
     command += ["--steps", str(steps), "--save-every", str(save_every), "--pause", str(pause), "--devices", "2"]
     environment = {
         **os.environ,

@@ -1,12 +1,13 @@
 """An ordinary job: it resumes from its newest checkpoint, trains, saves in the background, and ends at a step.
 
-jaxdist launch -n 2 --restarts 4 benchmarks/soak training FOLDER --methods ef_top_k diloco --steps 80
+jaxdist launch -n 2 --restarts 4 benchmarks/soak/training.py FOLDER --methods ef_top_k diloco --steps 80
 
 It trains one model by each method, all in one program. Batches are drawn from the number of the step, so that a resumed
 job reads the same batches. Each step sleeps a little, as if there were something to compute: a job of
 a second has no moments to be killed at.
 """
 
+import argparse
 import time
 from typing import Any, NamedTuple
 
@@ -93,16 +94,16 @@ def make_step(transformations):
     return step
 
 
-def add_options(parser):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=4)
     parser.add_argument("--devices", type=int, default=1, help="of each process")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds that a step sleeps")
+    given = parser.parse_args()
 
-
-def main(given):
     jd.runtime.use_cpu_devices(given.devices)
     jd.initialize(timeout_seconds=60)
     mesh = jd.make_mesh()
@@ -124,3 +125,7 @@ def main(given):
             print(f"step {number}:", *(f"{name} {float(x):.6f}" for name, x in metrics.items()), flush=True)
             if (number + 1) % given.save_every == 0:
                 writer.save(state, number + 1, data={"examples": BATCH * (number + 1)})
+
+
+if __name__ == "__main__":
+    main()
