@@ -16,11 +16,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def make_parser(about: str | None) -> argparse.ArgumentParser:
-    """Makes a parser whose help is the docstring of a script, as it is written."""
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
 def run_subcommand(about: str | None, subcommands: dict[str, str]) -> int | None:
     """Runs the module that the first argument names: its `add_options(parser)`, and then `main(given)`.
 
@@ -30,10 +25,11 @@ def run_subcommand(about: str | None, subcommands: dict[str, str]) -> int | None
       about: the docstring of the command.
       subcommands: the names of the modules, and a line of help for each.
     """
-    parser = make_parser(about)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=as_written)
     parsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     for name, line in subcommands.items():
-        own = parsers.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        own = parsers.add_parser(name, help=line, formatter_class=as_written)
         if sys.argv[1:2] == [name]:
             module = importlib.import_module(name)
             own.description = module.__doc__
