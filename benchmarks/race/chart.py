@@ -26,7 +26,7 @@ class Bar(NamedTuple):
 
 
 def draw(grid: list[list[tuple[str, list[Bar]]]], title: str, baseline: str, path: Path) -> None:
-    """Draws rows of panels, each with its link and its bars; `baseline` is the label of the method to compare with."""
+    """Draws rows of panels, each with its link and its bars; `baseline` is the label of DDP."""
     rows, columns = len(grid), len(grid[0])
     most = max(len(bars) for row in grid for _, bars in row)
     with mpl.rc_context(STYLE):
@@ -64,7 +64,7 @@ def draw_panel(axes: Axes, link: str, bars: list[Bar], baseline: str) -> None:
     axes.set_xlim(0, 1.14 * max((max(bar.seconds, bar.spread[1]) for bar in bars), default=1.0))
     axes.set_title(link, loc="left", fontsize=12, fontweight="bold")
     times = [bar.seconds / bars[0].seconds for bar in bars if bar.label == baseline]
-    axes.set_title("".join(f"{each:.1f}x sooner than {baseline}" for each in times), loc="right", fontsize=11)
+    axes.set_title("".join(f"{each:.1f}x sooner than DDP" for each in times), loc="right", fontsize=11)
 
 
 def mark_style() -> dict:

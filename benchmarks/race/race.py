@@ -144,7 +144,7 @@ def run_turns(given: argparse.Namespace, racers: dict[str, Racers], link: dict[s
         if system not in racers:
             continue
         for seed in given.seeds:
-            found = train(racers[system], mode, float(rate), seed, given)
+            found = train(racers[system], mode, float(rate), seed, given) | {"load": os.getloadavg()[0]}
             add(path, {"problem": given.problem, "system": system, **link, "target": given.target, **found})
             last = f"{found['held_out'][-1]:.4f} after {found['steps'][-1]} steps, {found['seconds'][-1]:.1f} s"
             print(f"{system:8}{mode:10}{rate:>6} seed {seed}: {last}", flush=True)

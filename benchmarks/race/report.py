@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         rate = f"{self.rate_mbit / 1e3:g} Gbit/s" if self.rate_mbit >= 1e3 else f"{self.rate_mbit:g} Mbit/s"
-        return f"{rate}, {self.delay_ms:g} ms away" if self.delay_ms else rate
+        return f"{rate}, {self.delay_ms:g} ms each way" if self.delay_ms else rate
 
 
 class Row(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 from paths import REPOSITORY
 
 REPORTS = REPOSITORY / "benchmarks" / "reports"
+LINKS = ("100 Mbit/s", "100 Mbit/s, 10 ms each way", "1 Gbit/s", "1 Gbit/s, 10 ms each way")
 pytestmark = pytest.mark.skipif(not REPORTS.exists(), reason="a source distribution has no reports")
 
 
@@ -19,6 +20,24 @@ def find_medians(report: str, row: str) -> list[int]:
     """The step times, ms, of a mode in each table of the links, over 100 Mbit/s alone."""
     shaped = report[report.index("100 Mbit/s") :]
     return [int(found) for found in re.findall(rf"^\| {re.escape(row)} \| (\d+) \|", shaped, re.MULTILINE)]
+
+
+def find_times(report: str, link: str) -> dict[str, float]:
+    """Seconds to the loss of the language model over a link, by method, the fastest first."""
+    table = report.split(f"### Language model of 4.9 M parameters, two hosts, {link}\n")[1].split("###")[0]
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", table, re.M)]
+    return {row[0]: float(row[head.index("seconds")]) for row in rows}
+
+
+def test_times_to_a_loss_of_the_readme_are_those_of_the_report():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    report = (REPORTS / "2026-11-race" / "race.md").read_text()
+    for link in LINKS:
+        times = find_times(report, link)
+        first = next(iter(times))
+        assert times[first] == min(times.values())
+        quoted = f"over {link}: {first} in {times[first]:.0f} s, PyTorch DDP in {times['PyTorch DDP']:.0f} s"
+        assert quoted in readme
 
 
 def test_step_times_of_the_readme_are_those_of_the_report():
