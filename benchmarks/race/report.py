@@ -268,7 +268,7 @@ def check_links(source: Path) -> str:
     ]
     for (link, problem), figures in shaped.items():
         (found,) = (each for (_, name), each in quiet.items() if name == problem)
-        for key in (key for key in figures if link == "shaped" and key[0] == "jaxdist" and key[1] != "none"):
+        for key in (key for key in figures if link.startswith("shaped") and key[0] == "jaxdist" and key[1] != "none"):
             if key not in found:
                 continue
             one, near = figures[key], found[key]
