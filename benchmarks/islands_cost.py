@@ -1,0 +1,209 @@
+"""Islands: what a meeting costs, in bytes and seconds on a shaped link, and in processor time.
+
+    sudo python benchmarks/islands_cost.py bytes --out benchmarks/reports/NAME           # and with --overlap
+    python benchmarks/islands_cost.py host --out benchmarks/reports/NAME
+
+`bytes` compares what the interfaces of network namespaces count with what the library reports, and how long meetings
+take with what the link and the processor need; the store is a server of files (`links/files.py`), or with
+`--s3 PYTHON` moto's S3 server of that Python (`pip install 'moto[s3,server]'`), which is so slow that it hides the
+link. `host` has the processor time of the parts of a meeting. Both have 10.5 million parameters; `host` has one core.
+Records of runs add up in a file.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdist as jd
+
+LINKS = Path(__file__).parent / "links"
+NAMES = ("a", "b", "c")
+# What Ethernet, IPv4 and TCP with its timestamps add to each frame.
+HEADER_BYTES = 14 + 20 + 32
+SHAPE = (3000, 3500)
+PORT = 5000
+
+
+def make_method():
+    """DiLoCo with 4 bits and error feedback."""
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    reducer = jd.error_feedback(jd.compressed(jd.qsgd(4)))
+    return jd.local_steps(optax.sgd(0.1), outer, sync_period=20, reducer=reducer, axis=None)
+
+
+def measure_bytes(options):
+    """Three islands and a store in namespaces, each behind a shaped link; what interfaces and islands count."""
+    sys.path.insert(0, str(LINKS))
+    import cluster
+
+    keys = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1"}
+    environment = os.environ | keys | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    with cluster.hosts(1 + len(NAMES), options.rate_mbit) as hosts, contextlib.ExitStack() as stack:
+        server, *others = hosts
+        # A bucket serves all of its users at once.
+        server.set_rate(options.store_mbit)
+        moto = [options.s3, "-m", "moto.server", "-H", server.address, "-p", str(PORT)]
+        files = [sys.executable, str(LINKS / "files.py"), server.address, str(PORT)]
+        serve = [*server.command, *(moto if options.s3 else files)]
+        process = stack.enter_context(subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        stack.callback(process.kill)
+        jobs = []
+        for name, host in zip(NAMES, others, strict=True):
+            command = [*host.command, sys.executable, __file__, "island", "--name", name, "--address", server.address]
+            command += ["--rounds", str(options.rounds), "--train", str(options.train)]
+            command += ["--overlap"] * options.overlap + ["--s3"] * bool(options.s3)
+            job = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+            stack.callback(job.kill)
+            jobs.append(job)
+            timer = threading.Timer(options.limit, job.kill)
+            timer.start()
+            stack.callback(timer.cancel)
+        # Together, or a full pipe of one would hold the others.
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return [row for found in pool.map(partial(read_rows, options), jobs) for row in found]
+
+
+def read_rows(options, job):
+    """The rows that an island prints, until its end."""
+    rows = []
+    for line in job.stdout:
+        row = json.loads(line)
+        on_link = 8e-6 * (row["sent_bytes"] + row["received_bytes"]) / options.rate_mbit
+        rows.append(row | {"rate_mbit": options.rate_mbit, "link_seconds": on_link})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def connect_to_store(options):
+    """The store of `measure_bytes`, when its server answers."""
+    address = f"http://{options.address}:{PORT}"
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            # Of a bucket, whoever is first makes it; for the others it is there.
+            method = "PUT" if options.s3 else "GET"
+            urllib.request.urlopen(
+                urllib.request.Request(f"{address}/bench?prefix=", method=method), timeout=30
+            ).close()
+            break
+        time.sleep(0.2)
+    if options.s3:
+        client = {"allow_http": True, "timeout": "120s"}
+        return jd.islands.bucket("s3://bench/run", endpoint=address, client_options=client)
+    sys.path.insert(0, str(LINKS))
+    import files
+
+    return jd.islands.SharedStore(*files.connect(options.address, PORT))
+
+
+def take_part(options):
+    """One island of `measure_bytes`, in its namespace: prints a row for each meeting."""
+    store = connect_to_store(options)
+    tx = make_method()
+    move = jax.jit(lambda x, key: x + 0.01 * jax.random.normal(key, x.shape))
+    params, key = jnp.zeros(SHAPE), jax.random.key(sum(options.name.encode()))
+    limits = {"round_timeout": 300, "begin_with": len(NAMES), "keep_every": 1000, "overlap": options.overlap}
+    with jd.islands.join(store, tx, name=options.name, **limits) as island:
+        state = island.enter({"params": params, "opt": tx.init(params)})
+        for number in range(options.rounds):
+            state["params"] = jax.block_until_ready(move(state["params"], jax.random.fold_in(key, number)))
+            before, started = read_counters(), time.process_time()
+            state, report = island.meet(state)
+            jax.block_until_ready(state)
+            processor, after = time.process_time() - started, read_counters()
+            counted = {name: after[name] - before[name] for name in before}
+            fields = ("round", "members", "counted", "wait_seconds", "sent_bytes", "received_bytes", "digest")
+            row = {"name": options.name, "overlap": options.overlap, **{name: getattr(report, name) for name in fields}}
+            print(json.dumps(row | counted | {"processor_seconds": processor, "load": os.getloadavg()[0]}), flush=True)
+            # Interfaces count what is left of this round's acknowledgements before the next one begins.
+            time.sleep(options.train)
+
+
+def read_counters():
+    """What the interface has counted so far, without its headers too."""
+    folder, found = Path("/sys/class/net/eth0/statistics"), {}
+    for short, name in (("tx", "sent"), ("rx", "received")):
+        count, packets = (int((folder / f"{short}_{what}").read_text()) for what in ("bytes", "packets"))
+        found |= {f"interface_{name}": count, f"interface_{name}_payload": count - HEADER_BYTES * packets}
+    return found
+
+
+def measure_host(options):
+    """Processor seconds of the parts of a meeting, the least of a few, on one core."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from jaxdist.islands import exchange, records
+    from jaxdist.local_sgd.base import config_of
+
+    tx, params = make_method(), jnp.zeros(SHAPE)
+    config, local, one = config_of(tx), tx.init(params), np.float32(1)
+    method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
+    drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
+    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, None)  # noqa: E731
+    arrays = [exchange.to_host(x) for x in encode()[0]]
+    body, shared = records.pack("x", arrays), exchange.select_shared(local)
+    zeros = exchange.zeros_like(shared.anchor)
+    parts = {
+        "code": encode,
+        "pack": lambda: records.pack("x", arrays),
+        "hash of the payload": lambda: records.hash_of(body),
+        "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state, None),
+        "outer step": lambda: exchange.take_outer_step(method, shared, drift, one, shared.reducer, None),
+        "digest of parameters and momentum": lambda: exchange.digest_of(shared),
+    }
+    row = {"parameters": int(np.prod(SHAPE)), "payload_bytes": len(body)}
+    for name, function in parts.items():
+        seconds = []
+        for _ in range(1 + options.repeat):  # the first one compiles
+            started = time.process_time()
+            jax.block_until_ready(function())
+            seconds.append(time.process_time() - started)
+        row[f"{name}, ms"] = round(1e3 * min(seconds[1:]), 1)
+    print(json.dumps(row), flush=True)
+    return [row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    links, host = map(commands.add_parser, ("bytes", "host"))
+    links.add_argument("--s3", metavar="PYTHON", help="a Python that has moto[s3,server]")
+    links.add_argument("--rate-mbit", type=float, default=100)
+    links.add_argument("--store-mbit", type=float, default=1000, help="of the store's own link")
+    links.add_argument("--limit", type=float, default=800, help="seconds")
+    island = commands.add_parser("island", help="what `bytes` starts")
+    for one in (links, island):
+        one.add_argument("--rounds", type=int, default=4)
+        one.add_argument("--overlap", action="store_true")
+        one.add_argument("--train", type=float, default=1, help="seconds between two meetings")
+    host.add_argument("--repeat", type=int, default=5)
+    for one in (links, host):
+        one.add_argument("--out", type=Path)
+    island.add_argument("--name")
+    island.add_argument("--address")
+    island.add_argument("--s3", action="store_true")
+    options = parser.parse_args()
+    if options.command == "island":
+        return take_part(options)
+    rows = {"bytes": measure_bytes, "host": measure_host}[options.command](options)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with open(options.out / f"{options.command}.jsonl", "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
