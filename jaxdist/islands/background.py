@@ -14,7 +14,7 @@ from .records import Drift, body_name, round_name
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 
 
-class Message(NamedTuple):
+class DriftMessage(NamedTuple):
     """A drift as bytes: the body, and the record that names it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Message(NamedTuple):
     body: bytes
 
 
-class Transfer:
+class DriftTransfer:
     """Sends a message, then reads ahead the bodies of the others, until all of them are there or the deadline comes.
 
     It asks no device and no other process.
@@ -43,7 +43,7 @@ class Transfer:
       expected: the islands whose bodies to wait for.
     """
 
-    def __init__(self, store: Connection, message: Message, expected: Iterable[str]):
+    def __init__(self, store: Connection, message: DriftMessage, expected: Iterable[str]):
         self._store, self._message, self._expected = store, message, frozenset(expected)
         self._stopped, self._problem = threading.Event(), None
         # Whether the record was created; `None` if that is not known.

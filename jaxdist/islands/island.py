@@ -14,7 +14,7 @@ from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
 from . import records, rounds, run
-from .background import Message
+from .background import DriftMessage
 from .connection import LONGEST_PAUSE, Connection
 from .errors import AnchorDiffersError, DamagedError, NameTakenError, TooFewIslandsError
 from .exchange import (
@@ -251,7 +251,7 @@ class Island:
         place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
         record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
-        message = Message(self._replay.round, name, records.to_json(record), place, body)
+        message = DriftMessage(self._replay.round, name, records.to_json(record), place, body)
         flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
         self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
         return True

@@ -7,7 +7,7 @@ import jax
 
 from .._core.types import State, Updates
 from . import records
-from .background import Message, Transfer
+from .background import DriftMessage, DriftTransfer
 from .connection import LONGEST_PAUSE, Connection
 from .records import Drift
 
@@ -30,7 +30,7 @@ class InFlight(NamedTuple):
     drift: Updates
     reducer: State
     sent_at: float
-    message: Message | None
+    message: DriftMessage | None
     session: int
 
 
@@ -45,7 +45,7 @@ class Outbox:
         self.flight: InFlight | None = None
         self._store, self._seconds = store, seconds
         # In process 0, while this island trains.
-        self._transfer: Transfer | None = None
+        self._transfer: DriftTransfer | None = None
 
     def send(self, flight: InFlight, expected: Iterable[str], *, in_background: bool) -> None:
         """Sends a drift at once, or while the island trains: then it also reads those of the `expected` islands."""
@@ -57,7 +57,7 @@ class Outbox:
             assert flight.message is not None
             store = Connection(self._store.store, together=False)
             store.deadline = store.now() + self._seconds
-            self._transfer = Transfer(store, flight.message, expected)
+            self._transfer = DriftTransfer(store, flight.message, expected)
 
     def deliver(self) -> bool:
         """Puts the drift into the store, unless it is known to be there; returns whether there was one to put."""
@@ -96,7 +96,7 @@ class Outbox:
         self._store.read_ahead, self._transfer = self._transfer.found, None
         return created
 
-    def _confirm(self, message: Message, created: bool) -> None:
+    def _confirm(self, message: DriftMessage, created: bool) -> None:
         """Notes that the store has a drift of this name, and whether it is this one."""
         assert self.flight is not None
         body = self.flight.body
