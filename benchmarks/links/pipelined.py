@@ -18,8 +18,9 @@ import cluster
 from compare import System
 
 MODES = ["none", "exact", "late", "late_thread", "pipelined:4", "layers"]
-# Whole layers in the order in which they are ready, and the same across the border of steps; then by urgency.
-MODES += ["queue:barrier", "queue:fifo", "queue:priority", "queue:priority:1024:1", "queue:priority:1024:2"]
+# Whole layers in the order in which they are ready, and the same across the border of steps; then by urgency, and in
+# partitions of a quarter of a block, which has 3,074 KiB: those of other sizes are padded.
+MODES += ["queue:barrier", "queue:fifo", "queue:priority", "queue:priority:769:1", "queue:priority:769:2"]
 
 
 def main() -> None:
