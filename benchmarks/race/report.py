@@ -235,6 +235,22 @@ def order(rows: list[Row]) -> str:
     return f"{said}; order " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
 
 
+def choices(rows: list[Row]) -> str:
+    """How much later than the first of all methods arrive those that the predictions choose."""
+    own = [row for row in rows if math.isfinite(row.predicted) and math.isfinite(row.seconds)]
+    if not own:
+        return ""
+    first = min(row.seconds for row in rows)
+    # `jaxdist advise` knows no losses: of the steps within a tenth of the shortest it takes the one that sends most.
+    shortest = min(row.predicted for row in own)
+    by_step = max((row for row in own if row.predicted <= 1.1 * shortest), key=lambda row: row.megabytes)
+    by_loss = min(own, key=lambda row: row.predicted * row.steps)
+    loss, step = (
+        f"{LABELS[x.system, x.mode]}, {100 * (x.seconds / first - 1):.0f} % later" for x in (by_loss, by_step)
+    )
+    return f" Chosen by predicted time to the loss: {loss}; by predicted step, as `jaxdist advise` does: {step}."
+
+
 def weight(row: Row) -> float:
     """The steps to the target; without losses the steps themselves are put in order."""
     return row.steps if math.isfinite(row.steps) else 1.0
@@ -301,7 +317,9 @@ def main() -> None:
         for setting, rows in settings.items():
             least = ", ".join(f"{name} {seconds}" for name, seconds in alone_by_system(timed, problem, setting).items())
             parts.append(f"### {label[0].upper() + label[1:]}, two hosts, {setting}\n")
-            parts.append(f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
+            parts.append(
+                f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.{choices(rows)}\n"
+            )
         if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
             title = f"Seconds until a {label} reaches a held-out loss of {target:g}"
             plot(settings, title, folder / ("time_to_loss.png" if problem == "lm" else f"time_to_loss_{problem}.png"))
