@@ -103,6 +103,11 @@ def make_method(inner, *, learning_rate=0.7, **where):
     return jd.local_steps(inner, outer, sync_period=PERIOD, reducer=reducer, **where)
 
 
+def island_seed(seed, session):
+    """The seed of the batches of the `session`-th island that enters."""
+    return 1000 * (seed + 1) + session
+
+
 def draw_churn(rng, rounds):
     """What happens in which round: a kill in every ten, a late island in every ten, a fourth island for a third.
 
@@ -140,7 +145,7 @@ def train_islands(tx, run, *, rounds, timeout, churn):
             beginning = [one for one, start in starts.items() if start == number]
             for one in beginning:
                 sessions += 1
-                settings = {"seed": 1000 * (run.seed + 1) + sessions, "begin_with": 1 if number else len(TRIO)}
+                settings = {"seed": island_seed(run.seed, sessions), "begin_with": 1 if number else len(TRIO)}
                 trainers[one] = Trainer(store, tx, run, name=one, timeout=timeout, **settings)
             # The first ones wait for each other.
             list(pool.map(lambda one: trainers[one].enter(), beginning))
@@ -197,9 +202,12 @@ def measure_quality(options):
     mesh = jd.make_mesh({"data": len(TRIO)})
     whole_tx = make_method(inner, learning_rate=options.outer_rate)
     whole = train.prepare(workload, None, whole_tx, mesh=mesh, sync_period=PERIOD, **settings)
+    # The batches of the three islands side by side: what remains are rounding and the draws of the code.
+    seeds = [island_seed(options.seed, session) for session in range(1, len(TRIO) + 1)]
     state = whole.state
     for step in range(options.rounds * PERIOD):
-        state, _ = whole.step(state, whole.batch(step))
+        parts = [workload.batch(seed, step, options.batch) for seed in seeds]
+        state, _ = whole.step(state, jd.global_batch(jax.tree.map(lambda *rows: np.concatenate(rows), *parts), mesh))
     steps = options.rounds * PERIOD * len(TRIO)
     note("local_steps", {"held_out_loss": whole.evaluate(state)["loss"], "steps": steps})
     return rows
