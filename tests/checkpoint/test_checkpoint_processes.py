@@ -39,6 +39,7 @@ def test_a_save_that_one_cannot_do_is_known_to_both(results, failure):
     assert own[3][0] == other[3][0] == ""  # and the next save works
 
 
+@pytest.mark.slow
 def test_a_step_beyond_32_bits_is_resumed(results):
     assert results[0]["large"] == results[1]["large"] == [3_000_000_000, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
