@@ -226,6 +226,7 @@ def measure_kills(options):
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         counts = {"kills": options.kills, "stops": options.stops, "pace": options.pace, "seed": options.seed}
+        counts["last_round"] = options.rounds
         before, started = os.getloadavg()[0], time.monotonic()
         found = play_events(Path(folder, "run"), Path(folder), **counts)
     found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
@@ -246,6 +247,7 @@ def main() -> None:
     kills.add_argument("--kills", type=int, default=50)
     kills.add_argument("--stops", type=int, default=15)
     kills.add_argument("--pace", type=float, default=0.0, help="seconds of a step; a round has four")
+    kills.add_argument("--rounds", type=int, default=0, help="how many at least")
     kills.add_argument("--cache", type=Path, help="a folder for compiled programs")
     for one in (quality, kills):
         one.add_argument("--seed", type=int, default=0)
