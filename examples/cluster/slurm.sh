@@ -19,13 +19,15 @@ set -uo pipefail
 # srun itself no longer reads it, since Slurm 22.05, and would give each process one core.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
+# srun passes the signal on to the processes, which jd.processes.preemption_requested() tells: they save and leave with 0.
+asked= step=
+trap 'asked=1; [ -z "$step" ] || kill -TERM "$step"' TERM USR1
+
 # --kill-on-bad-exit: the first process that fails ends all. --label: lines behind the number of their process.
 srun --kill-on-bad-exit=1 --label python "$@" &
 step=$!
+[ -z "$asked" ] || kill -TERM "$step" # the signal came before the step was known
 
-# srun passes the signal on to the processes, which jd.processes.preemption_requested() tells: they save and leave with 0.
-asked=
-trap 'asked=1; kill -TERM "$step"' TERM USR1
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do # the signal ended the first wait

@@ -71,14 +71,21 @@ def number_as_on_a_mesh(island, number):
     island._index = np.int32(number)
 
 
+def assert_within_ulps(found, expected, ulps):
+    """Up to so many units in the last place of the largest entry of a leaf."""
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.max(np.abs(x - y)) <= ulps * np.spacing(np.max(np.abs(np.asarray(y))))
+
+
 @pytest.mark.sampled(5)
 @each_reducer
-def test_one_round_on_given_drifts_has_the_bits_of_local_steps_on_a_mesh(reducer):
+def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
+    """In every bit, but for two where the compiler fuses a product and a sum, as it does with `--slow`."""
     inner = optax.sgd(0.1)
     tx = method(reducer, inner=inner, sync_period=1)
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 1, prepare=number_as_on_a_mesh)
     tx = jd.local_steps(inner, outer(), sync_period=1, reducer=REDUCERS[reducer]())
-    assert_close(global_params(found["a"][0]), on_a_mesh(tx, 1), tolerance=0)
+    assert_within_ulps(global_params(found["a"][0]), on_a_mesh(tx, 1), 2)
 
 
 @pytest.mark.slow
@@ -89,8 +96,7 @@ def test_five_rounds_of_fixed_members_are_those_of_local_steps_on_a_mesh(reducer
     tx = method(reducer, inner=inner, sync_period=20)
     found = train_together(islands.memory(), tx, ["a", "b", "c"], 5, prepare=number_as_on_a_mesh)
     tx = jd.local_steps(inner, outer(), sync_period=20, reducer=REDUCERS[reducer]())
-    for x, y in zip(*map(jax.tree.leaves, (global_params(found["a"][0]), on_a_mesh(tx, 100)))):
-        assert np.max(np.abs(x - y)) <= 4 * np.spacing(np.max(np.abs(np.asarray(y))))
+    assert_within_ulps(global_params(found["a"][0]), on_a_mesh(tx, 100), 4)
 
 
 @pytest.mark.slow
