@@ -48,6 +48,15 @@ def write_record(folder: Path | None, name: str, found: Any, table: str | None =
         (folder / f"{name}.md").write_text(table.rstrip("\n") + "\n")
 
 
+def append_rows(folder: Path | None, name: str, rows: list[dict[str, Any]]) -> None:
+    """Appends records to `NAME.jsonl`, one a line, so that those of several runs add up; nothing without a folder."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def run_process(command: list[str], settings: dict[str, str] | None = None) -> Any:
     """Runs a command with more environment variables, and returns the JSON of its last line."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

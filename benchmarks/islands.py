@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import append_rows
 
 import jaxdist as jd
 
@@ -225,10 +226,9 @@ def measure_kills(options):
             "JAX_COMPILATION_CACHE_DIR": str(options.cache or Path(folder, "cache")),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        counts = {"kills": options.kills, "stops": options.stops, "pace": options.pace, "seed": options.seed}
-        counts["last_round"] = options.rounds
+        events = {"kills": options.kills, "stops": options.stops, "last_round": options.rounds}
         before, started = os.getloadavg()[0], time.monotonic()
-        found = play_events(Path(folder, "run"), Path(folder), **counts)
+        found = play_events(Path(folder, "run"), Path(folder), **events, pace=options.pace, seed=options.seed)
     found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
     print(json.dumps(found), flush=True)
     return [found]
@@ -254,10 +254,7 @@ def main() -> None:
         one.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = {"quality": measure_quality, "kills": measure_kills}[options.command](options)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with open(options.out / f"{options.command}.jsonl", "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    append_rows(options.out, options.command, rows)
 
 
 if __name__ == "__main__":

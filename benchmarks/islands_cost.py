@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import append_rows
 
 import jaxdist as jd
 
@@ -199,10 +200,7 @@ def main() -> None:
     if options.command == "island":
         return take_part(options)
     rows = {"bytes": measure_bytes, "host": measure_host}[options.command](options)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with open(options.out / f"{options.command}.jsonl", "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    append_rows(options.out, options.command, rows)
 
 
 if __name__ == "__main__":
