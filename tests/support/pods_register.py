@@ -94,7 +94,7 @@ BETWEEN = {
     # Young moments: where a gradient is near zero, Adam divides its rounding by little more than that.
     "resetting buffers": Between(local(buffers="reset"), apart=1e-3),
     "after a warm-up": Between(local(warmup_steps=2)),
-    "int8": Between(local(reducer=jd.compressed(jc.int8())), whole=True),
+    "int8": Between(local(reducer=jd.compressed(jc.int8())), whole=True, apart=1e-3),
     "feedback": Between(local(reducer=jd.error_feedback(jd.compressed(jd.top_k(0.25)))), whole=True),
     "two shots": Between(
         local(reducer=jd.error_feedback(jd.two_shot(jc.int8(), second=jd.qsgd(8)))), whole=True, apart=1e-3
