@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces joined by a switch, every link shaped to a rate by a token bucket.
 
-    sudo python benchmarks/links/cluster.py check --hosts 2 --rate 100 --delay 10    # makes, measures and removes them
-    sudo python benchmarks/links/cluster.py clean                         # removes what a killed run left behind
+    sudo python benchmarks/links cluster check --hosts 2 --rate 100 --delay 10    # makes, measures and removes them
+    sudo python benchmarks/links cluster clean                         # removes what a killed run left behind
 
 Needs root and iproute2 for the namespaces, and a C compiler for links with a delay (`delay_line.c`). `loopback()` needs
 none of them; with root it is a namespace of its own, so that its byte counter sees no other traffic.
@@ -240,13 +240,14 @@ def _cleaning_up(names: list[str]) -> Iterator[None]:
             _remove(name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", choices=["check", "clean"])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of each link")
     parser.add_argument("--delay", type=float, default=0.0, help="ms from host to host")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     reason = refusal()
     if reason is not None:
         sys.exit(f"cannot make hosts here: {reason}")
@@ -256,7 +257,3 @@ def main() -> None:
         rate, round_trip = check(given.hosts, given.rate, given.delay)
         print(f"asked for {given.rate:g} Mbit/s and {given.delay:g} ms, measured {rate:.1f} Mbit/s of payload", end="")
         print(f" and a round trip of {round_trip:.2f} ms")
-
-
-if __name__ == "__main__":
-    main()

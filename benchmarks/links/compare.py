@@ -1,7 +1,7 @@
 """Step times, exposed communication and bytes of jaxdist beside PyTorch's DDP, on slow and fast links.
 
-    sudo python benchmarks/links/compare.py --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
-    sudo python benchmarks/links/compare.py --suite bagua --link shaped --rate 1000 --rate 100 --problem lm ...
+    sudo python benchmarks/links compare --torch-python /path/to/python/with/torch --out benchmarks/reports/NAME
+    sudo python benchmarks/links compare --suite bagua --link shaped --rate 1000 --rate 100 --problem lm ...
 
 Every process of every system stays up for the whole run, and the modes take turns, so that they share the machine's
 noise. *Exposed communication* is a mode's step less the same system's step without communication, in the same
@@ -164,8 +164,7 @@ def _cpu(chunks: list[list[dict[str, Any]]]) -> float:
     return statistics.mean(answer["cpu_seconds"] for chunk in chunks for answer in chunk)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist is measured")
     parser.add_argument("--link", action="append", choices=["loopback", "shaped"], help="both by default")
     parser.add_argument("--rate", type=float, action="append", help="Mbit/s of the shaped link, 100 by default")
@@ -176,7 +175,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="at least 3; of all modes, in turns")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long a mode runs at each turn")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     modes = dict(part.split(":") for part in given.modes.split(";")) if given.modes else {}
     modes = {name: chosen.split(",") for name, chosen in modes.items()} or SUITES[given.suite]
     rates = given.rate or [100.0]
@@ -208,7 +209,3 @@ def main() -> None:
                     for place in places if link == "shaped" else []:
                         place.set_rate(max(rates))
     report.write(given.out)
-
-
-if __name__ == "__main__":
-    main()

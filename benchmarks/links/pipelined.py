@@ -1,6 +1,6 @@
 """Measures how much communication hides behind computation on CPUs with gloo, over shaped links.
 
-    sudo python benchmarks/links/pipelined.py --rate 1000 --out benchmarks/reports/NAME
+    sudo python benchmarks/links pipelined --rate 1000 --out benchmarks/reports/NAME
 
 The modes of `pipelined_step.py` take turns, a few steps at a time. *Exposed* is a mode's step less the step without
 communication of the same turn; *hidden* is the part of `exact`'s exposed time that it saves. Needs root: the hosts are
@@ -23,8 +23,7 @@ MODES = ["none", "exact", "late", "late_thread", "pipelined:4", "layers"]
 MODES += ["queue:barrier", "queue:fifo", "queue:priority", "queue:priority:769:1", "queue:priority:769:2"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s of each link")
     parser.add_argument("--problem", choices=["lm", "mlp"], default="lm")
@@ -32,7 +31,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of a mode at each turn")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     if cluster.refusal():
         sys.exit(f"this needs shaped links, and cannot make them here: {cluster.refusal()}")
     records: list[dict] = []
@@ -90,7 +91,3 @@ def table(records: list[dict], modes: list[str]) -> str:
             f"| {mode} | {statistics.median(times):.0f} | {spread} | {1e3 * waits:.0f} | {hidden} | {sent:.1f} |"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

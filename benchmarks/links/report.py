@@ -1,14 +1,14 @@
 """Turns the records of `compare.py` into tables and a plot.
 
-    python benchmarks/links/report.py benchmarks/reports/NAME       # again, from links.json
+    python benchmarks/links report benchmarks/reports/NAME       # again, from links.json
 
 Only medians are compared: of a mode's steps in one repetition (exposed: less that of the steps without communication
 between them), then over the repetitions.
 """
 
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,5 +188,9 @@ def write(folder: Path) -> None:
     print("\n".join(parts))
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="where `links.json` is")
+
+
+def main(given: argparse.Namespace) -> None:
+    write(given.folder)

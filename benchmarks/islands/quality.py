@@ -1,20 +1,15 @@
-"""Islands that are killed, stopped, late or new: the loss, and how the others fare.
+"""Islands that are killed, late or new: the loss.
 
-    python benchmarks/islands.py quality --seed 0 --out benchmarks/reports/NAME     # and seeds 1, 2
-    python benchmarks/islands.py kills --kills 10 --stops 3 --pace 0.25 --out benchmarks/reports/NAME
+    python benchmarks/islands quality --seed 0 --out benchmarks/reports/NAME     # and seeds 1, 2
 
-`quality` trains the small GPT of the command line on three islands of one process, undisturbed and with kills, late
-ones and joins that are drawn, and beside them `local_steps` on a mesh. `kills` plays the slow test of processes for
-figures. Records of runs add up in a file.
+It trains the small GPT of the command line on three islands of one process, undisturbed and with kills, late ones and
+joins that are drawn, and beside them `local_steps` on a mesh. Records of runs add up in a file.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import statistics
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +21,6 @@ from common import append_rows
 
 import jaxdist as jd
 
-ROOT = Path(__file__).parents[1]
 PERIOD = 20
 TRIO = ("a", "b", "c")
 
@@ -214,48 +208,16 @@ def measure_quality(options):
     return rows
 
 
-def measure_kills(options):
-    """Kills and stops of processes over a folder, as in the slow test."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import tempfile
-
-    from island_jobs import play_events
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            "JAX_COMPILATION_CACHE_DIR": str(options.cache or Path(folder, "cache")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        events = {"kills": options.kills, "stops": options.stops, "last_round": options.rounds}
-        before, started = os.getloadavg()[0], time.monotonic()
-        found = play_events(Path(folder, "run"), Path(folder), **events, pace=options.pace, seed=options.seed)
-    found |= {"seconds": time.monotonic() - started, "load_before": before, "load_after": os.getloadavg()[0]}
-    print(json.dumps(found), flush=True)
-    return [found]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt:tiny,layers=1,width=32,context=32,heads=2")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--outer-rate", type=float, default=0.4)
+    parser.add_argument("--timeout", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    quality, kills = map(commands.add_parser, ("quality", "kills"))
-    quality.add_argument("--model", default="gpt:tiny,layers=1,width=32,context=32,heads=2")
-    quality.add_argument("--rounds", type=int, default=40)
-    quality.add_argument("--batch", type=int, default=16)
-    quality.add_argument("--rate", type=float, default=4e-3)
-    quality.add_argument("--outer-rate", type=float, default=0.4)
-    quality.add_argument("--timeout", type=float, default=2.0)
-    kills.add_argument("--kills", type=int, default=50)
-    kills.add_argument("--stops", type=int, default=15)
-    kills.add_argument("--pace", type=float, default=0.0, help="seconds of a step; a round has four")
-    kills.add_argument("--rounds", type=int, default=0, help="how many at least")
-    kills.add_argument("--cache", type=Path, help="a folder for compiled programs")
-    for one in (quality, kills):
-        one.add_argument("--seed", type=int, default=0)
-        one.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    rows = {"quality": measure_quality, "kills": measure_kills}[options.command](options)
-    append_rows(options.out, options.command, rows)
-
-
-if __name__ == "__main__":
-    main()
+def main(given: argparse.Namespace) -> None:
+    append_rows(given.out, "quality", measure_quality(given))

@@ -1,14 +1,15 @@
-"""Turns the records of `race.py` into tables and a chart.
+"""Turns the records of `measure.py` into tables and a chart.
 
-    python benchmarks/race/report.py benchmarks/reports/2026-11-race
-    python benchmarks/race/report.py benchmarks/reports/2026-11-race --links benchmarks/reports/2026-11-foundation
+    python benchmarks/race tables benchmarks/reports/2026-11-race
+    python benchmarks/race tables benchmarks/reports/2026-11-race --links benchmarks/reports/2026-11-foundation
 
 Time to the target is the steps to it, at each mode's best learning rate, times the measured step over the link.
 Predicted steps are those of `jaxdist.analysis.step_time`, from computation, coding and the compiled step's traffic.
 `time_to_loss.png` shows the language model, `time_to_loss_mlp.png` the classifier.
-With `--links` the model is held against the records of `benchmarks/links/compare.py` instead.
+With `--links` the model is held against the records of `benchmarks/links compare` instead.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 import chart
 import numpy as np
 
-# Before the folder of this script, which has a module of the same name.
 sys.path.insert(0, str(Path(__file__).parents[1] / "links"))
 
 import report as links_report
@@ -296,10 +296,15 @@ def check_links(source: Path) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    if "--links" in sys.argv:
-        text = check_links(Path(sys.argv[sys.argv.index("--links") + 1]))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="where the records are")
+    parser.add_argument("--links", type=Path, help="a report of `benchmarks/links compare`")
+
+
+def main(given: argparse.Namespace) -> None:
+    folder = given.folder
+    if given.links:
+        text = check_links(given.links)
         (folder / "model_on_links.md").write_text(f"{text}\n")
         print(text)
         return
@@ -336,7 +341,3 @@ def alone_by_system(timed: list[dict[str, Any]], problem: str, setting: Setting)
         if near:
             found[system] = f"{1e3 * fastest(near):.0f} ms"
     return found
-
-
-if __name__ == "__main__":
-    main()

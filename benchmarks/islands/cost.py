@@ -1,7 +1,7 @@
 """Islands: what a meeting costs, in bytes and seconds on a shaped link, and in processor time.
 
-    sudo python benchmarks/islands_cost.py bytes --out benchmarks/reports/NAME           # and with --overlap
-    python benchmarks/islands_cost.py host --out benchmarks/reports/NAME
+    sudo python benchmarks/islands cost bytes --out benchmarks/reports/NAME           # and with --overlap
+    python benchmarks/islands cost host --out benchmarks/reports/NAME
 
 `bytes` compares what the interfaces of network namespaces count with what the library reports, and how long meetings
 take with what the link and the processor need; the store is a server of files (`links/files.py`), or with
@@ -31,7 +31,7 @@ from common import append_rows
 
 import jaxdist as jd
 
-LINKS = Path(__file__).parent / "links"
+LINKS = Path(__file__).parents[1] / "links"
 NAMES = ("a", "b", "c")
 # What Ethernet, IPv4 and TCP with its timestamps add to each frame.
 HEADER_BYTES = 14 + 20 + 32
@@ -64,7 +64,17 @@ def measure_bytes(options):
         stack.callback(process.kill)
         jobs = []
         for name, host in zip(NAMES, others, strict=True):
-            command = [*host.command, sys.executable, __file__, "island", "--name", name, "--address", server.address]
+            command = [
+                *host.command,
+                sys.executable,
+                str(Path(__file__).parent),
+                "cost",
+                "island",
+                "--name",
+                name,
+                "--address",
+                server.address,
+            ]
             command += ["--rounds", str(options.rounds), "--train", str(options.train)]
             command += ["--overlap"] * options.overlap + ["--s3"] * bool(options.s3)
             job = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
@@ -177,8 +187,7 @@ def measure_host(options):
     return [row]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     links, host = map(commands.add_parser, ("bytes", "host"))
     links.add_argument("--s3", metavar="PYTHON", help="a Python that has moto[s3,server]")
@@ -196,12 +205,10 @@ def main() -> None:
     island.add_argument("--name")
     island.add_argument("--address")
     island.add_argument("--s3", action="store_true")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
     if options.command == "island":
         return take_part(options)
     rows = {"bytes": measure_bytes, "host": measure_host}[options.command](options)
     append_rows(options.out, options.command, rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """A race to a loss over slow links: jaxdist beside PyTorch, both at their best learning rates.
 
-    sudo python benchmarks/race/race.py steps --rate 100 1000 --delay 10 --torch-python PYTHON --out FOLDER
-    sudo taskset -c 0 python benchmarks/race/race.py losses --turns jaxdist:exact:1e-3 ... --out FOLDER
-    sudo python benchmarks/race/race.py runs --rate 100 --turns jaxdist:power_sgd:2e-3 ... --out FOLDER
-    python benchmarks/race/report.py FOLDER
+    sudo python benchmarks/race measure steps --rate 100 1000 --delay 10 --torch-python PYTHON --out FOLDER
+    sudo taskset -c 0 python benchmarks/race measure losses --turns jaxdist:exact:1e-3 ... --out FOLDER
+    sudo python benchmarks/race measure runs --rate 100 --turns jaxdist:power_sgd:2e-3 ... --out FOLDER
+    python benchmarks/race tables FOLDER
 
 `steps` times a few steps of every mode over each link, and measures what the model of `jaxdist.analysis.step_time`
 needs to predict them. `losses` trains without links, since the loss by step does not depend on them, nor on the number
@@ -166,8 +166,7 @@ def add(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps([*records, record]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", choices=["steps", "losses", "runs", "compile"])
     parser.add_argument("--problem", choices=["lm", "mlp", "tiny"], default="lm", help="tiny: to try the commands")
     parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist runs")
@@ -182,7 +181,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the batches")
     parser.add_argument("--compiled", type=Path, default=Path("runs/race-compiled"), help="cache of compiled programs")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.turns and not given.modes:
         given.modes = [turn.rpartition(":")[0] for turn in given.turns]
@@ -199,7 +200,3 @@ def main() -> None:
             for place in places:
                 place.set_rate(given.rate[-1])
         run_turns(given, racers, link, given.out / ("runs.json" if shaped else "losses.json"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,19 @@
+"""Islands: what kills, late islands and meetings cost.
+
+python benchmarks/islands quality --seed 0 --out benchmarks/reports/NAME
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+from common import run_subcommand
+
+SUBCOMMANDS = {
+    "quality": "held-out loss with kills, late islands and joins",
+    "kills": "how long a SIGKILL or SIGSTOP of a process holds the others",
+    "cost": "bytes and seconds of a meeting on a shaped link, and its processor time",
+}
+
+if __name__ == "__main__":
+    raise SystemExit(run_subcommand(__doc__, SUBCOMMANDS))
