@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "links"))
 
 import report as links_report
 
+from jaxdist._cli.commands import advise
 from jaxdist._cli.race import step_at
 from jaxdist.analysis.cost import Link
 from jaxdist.analysis.step_time import Schedule, StepCost, Traffic, step_seconds
@@ -241,14 +242,26 @@ def choices(rows: list[Row]) -> str:
     if not own:
         return ""
     first = min(row.seconds for row in rows)
-    # `jaxdist advise` knows no losses: of the steps within a tenth of the shortest it takes the one that sends most.
-    shortest = min(row.predicted for row in own)
-    by_step = max((row for row in own if row.predicted <= 1.1 * shortest), key=lambda row: row.megabytes)
-    by_loss = min(own, key=lambda row: row.predicted * row.steps)
-    loss, step = (
-        f"{LABELS[x.system, x.mode]}, {100 * (x.seconds / first - 1):.0f} % later" for x in (by_loss, by_step)
-    )
-    return f" Chosen by predicted time to the loss: {loss}; by predicted step, as `jaxdist advise` does: {step}."
+    # What `jaxdist advise` says of these predictions, with the losses of the race and without.
+    rows_by_name = {LABELS[row.system, row.mode]: row for row in own}
+    said = []
+    for known in (True, False):
+        found = [
+            advise.Prediction(
+                name,
+                wire_bytes=1e6 * row.megabytes,
+                coding=0,
+                network=0,
+                step=row.predicted,
+                hidden=0,
+                break_even=0,
+                seconds=row.predicted * row.steps if known else math.nan,
+            )
+            for name, row in rows_by_name.items()
+        ]
+        name = advise.recommend(found).name
+        said.append(f"{name}, {100 * (rows_by_name[name].seconds / first - 1):.0f} % later")
+    return f" `jaxdist advise` with losses: {said[0]}; without, by the step alone: {said[1]}."
 
 
 def weight(row: Row) -> float:

@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from ..analysis.measured import measure_link
 from ..analysis.step_time import StepCost, network_seconds, step_seconds
 from . import figures
 from .figures import GREY, color_of, in_bytes, in_rate, new_table
-from .results import RunResult
+from .results import RunResult, read_log
 from .spellings import parse
 from .tables import Record
 
@@ -28,13 +28,23 @@ CAPTION = (
 EVALUATIONS = 20  # of the held-out loss in a run
 
 
+class Curve(NamedTuple):
+    """The held-out losses of a method by step."""
+
+    steps: np.ndarray  # the steps of the evaluations, the end of the run last
+    losses: np.ndarray  # [seeds, evaluations]
+
+    def steps_to(self, target: float) -> np.ndarray:
+        """The steps to a loss, for each seed; infinite if it is not reached."""
+        return np.array([step_at(self.steps, losses, target) for losses in self.losses])
+
+
 class Entrant(NamedTuple):
-    """A method in the race: its held-out losses by step, and the cost of a step."""
+    """A method in the race: its held-out losses, and the cost of a step."""
 
     name: str  # the spelling
     cost: StepCost
-    steps: np.ndarray  # the steps of the evaluations, the end of the run last
-    losses: np.ndarray  # [seeds, evaluations]
+    curve: Curve
 
 
 class Finish(NamedTuple):
@@ -73,12 +83,38 @@ def enter(name: str, cost: StepCost, finished: Sequence[RunResult]) -> Entrant:
         [*(each.held_out["loss"] for each in result.evaluations if each.step < last), result.held_out["loss"]]
         for result in finished
     ]
-    return Entrant(name, cost, np.array([*steps, last]), np.array(losses))
+    return Entrant(name, cost, Curve(np.array([*steps, last]), np.array(losses)))
 
 
-def common_target(entrants: Sequence[Entrant]) -> float:
+def read_curves(path: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
+    """Reads the settings and each method's held-out losses from the log of `jaxdist compare --link`."""
+    runs: dict[str, list[dict[int, float]]] = {}
+    try:
+        lines = read_log(path)
+        for line in lines:
+            if line["kind"] == "run":
+                runs.setdefault(line["reducer"], []).append({})
+            elif line["kind"] in ("evaluation", "summary"):
+                loss = line["held_out"]["loss"]
+                # JSON has no number for the loss of a run that diverged.
+                step = line["step" if line["kind"] == "evaluation" else "steps"]
+                runs[line["reducer"]][-1][step] = math.nan if loss is None else loss
+        curves = {
+            name: Curve(np.array(list(seeds[0])), np.array([list(seed.values()) for seed in seeds]))
+            for name, seeds in runs.items()
+        }
+        settings = lines[0]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is not the log of a finished jaxdist compare: {error}") from error
+    short = [name for name, curve in curves.items() if len(curve.steps) < 2]
+    if short:
+        raise ValueError(f"{path} has no losses of {short} on the way: write it with jaxdist compare --link")
+    return settings, curves
+
+
+def common_target(curves: Iterable[Curve]) -> float:
     """The lowest loss that every method reaches with every seed; methods that diverge are left out."""
-    lowest = np.array([entrant.losses.min(axis=1).max() for entrant in entrants])
+    lowest = np.array([curve.losses.min(axis=1).max() for curve in curves])
     reached = lowest[np.isfinite(lowest)]
     return float(reached.max()) if reached.size else math.nan
 
@@ -112,7 +148,7 @@ def run_race(entrants: Sequence[Entrant], links: Sequence[Link], target: float) 
             cost=entrant.cost,
             network=network_seconds(entrant.cost, link),
             step=step_seconds(entrant.cost, link),
-            steps=np.array([step_at(entrant.steps, losses, target) for losses in entrant.losses]),
+            steps=entrant.curve.steps_to(target),
         )
         for link in links
         for entrant in entrants
@@ -212,12 +248,12 @@ def draw_race(
     for axes, link in zip(panels, links, strict=False):
         figures.open_axes(axes, grid="both")
         for number, entrant in enumerate(entrants):
-            seconds, losses = step_seconds(entrant.cost, link), entrant.losses.mean(axis=0)
-            axes.plot(seconds * entrant.steps, losses, color=color_of(number), linewidth=1.8, label=entrant.name)
-            if len(entrant.losses) > 1:
-                low, high = entrant.losses.min(axis=0), entrant.losses.max(axis=0)
-                axes.fill_between(seconds * entrant.steps, low, high, color=color_of(number), alpha=0.18, linewidth=0)
-            end = seconds * step_at(entrant.steps, losses, target)
+            (steps, losses), step = entrant.curve, step_seconds(entrant.cost, link)
+            axes.plot(step * steps, losses.mean(axis=0), color=color_of(number), linewidth=1.8, label=entrant.name)
+            if len(losses) > 1:
+                low, high = losses.min(axis=0), losses.max(axis=0)
+                axes.fill_between(step * steps, low, high, color=color_of(number), alpha=0.18, linewidth=0)
+            end = step * step_at(steps, losses.mean(axis=0), target)
             if math.isfinite(end):
                 axes.plot(end, target, "o", color=color_of(number), markersize=6)
         axes.axhline(target, color=GREY, linewidth=0.8, linestyle=":")
@@ -237,8 +273,9 @@ def draw_race(
 
 def _limits(entrants: Sequence[Entrant]) -> tuple[float, float]:
     """From the best loss to the highest first evaluation; runs that diverge leave the panel."""
-    best = min((float(np.nanmin(one.losses)) for one in entrants if np.isfinite(one.losses).any()), default=0.0)
-    starts = [float(entrant.losses[:, 0].max()) for entrant in entrants if np.isfinite(entrant.losses[:, 0]).all()]
+    all_losses = [entrant.curve.losses for entrant in entrants]
+    best = min((float(np.nanmin(losses)) for losses in all_losses if np.isfinite(losses).any()), default=0.0)
+    starts = [float(losses[:, 0].max()) for losses in all_losses if np.isfinite(losses[:, 0]).all()]
     worst = max(starts, default=best + 1.0)
     margin = max(0.05 * (worst - best), 1e-3)
     return best - margin, worst + margin

@@ -19,6 +19,7 @@ from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 from jaxdist.analysis import cost, measured
 from jaxdist.analysis.measured import fit
+from jaxdist.runtime.json_log import json_line
 
 COMPUTE = 0.01
 
@@ -105,6 +106,81 @@ def test_advise_says_what_to_take(capsys):
     assert "Stay with exact: compression will lose here, it starts to pay below" in capsys.readouterr().out
 
 
+def _write_log(path, losses):
+    """A log of `compare` as it would be for these held-out losses at steps 10, 20 and 30, of one seed each."""
+    settings = {"workload": "digits", "model": "convnet:4", "optimizer": "adam:1e-3", "batch": 16, "workers": 4}
+    lines = []
+    for name, (first, second, last) in losses.items():
+        lines.append({"kind": "run", "reducer": name, **settings})
+        lines += [
+            {"kind": "evaluation", "reducer": name, "step": step, "held_out": {"loss": loss}}
+            for step, loss in ((10, first), (20, second))
+        ]
+        lines.append({"kind": "summary", "reducer": name, "steps": 30, "held_out": {"loss": last}})
+    path.write_text("".join(json_line(line) for line in lines))
+    return path
+
+
+def test_losses_rank_by_the_time_to_a_loss(tmp_path, capsys, monkeypatch):
+    # A step of f16 takes half as long, and it needs more than twice as many.
+    steps = {"exact": advice.Prediction("exact", 20.0, 0.0, 1.0, 2.0, 2.0, 0.0)}
+    steps["f16"] = steps["exact"]._replace(name="f16", wire_bytes=10.0, step=1.0)
+    steps["sign"] = steps["exact"]._replace(name="sign", wire_bytes=1.0, step=0.5)
+    monkeypatch.setattr(advice, "predict", lambda workload, names, **settings: [steps[name] for name in names])
+    losses = {"exact": (1.0, 0.9, 0.8), "f16": (3.0, 2.0, 1.0), "sign": (3.0, 3.0, math.nan)}
+    log = _write_log(tmp_path / "log.jsonl", losses)
+    table = tmp_path / "table.csv"
+
+    def advise(*arguments):
+        told = ["advise", "--link", "1kbit", "--compute", "1", "--losses", str(log), "--table", str(table)]
+        assert cli.main([*told, *arguments]) == 0
+        return capsys.readouterr().out
+
+    said = advise("--reducers", "exact", "f16")
+    assert "4 workers" in said
+    assert "Stay with exact: it reaches 1 first, after 20.0 s." in said
+    assert "Take f16: it reaches 3 after 10.0 s (exact: after 20.0 s), with 2 times fewer bytes a step." in advise(
+        "--reducers", "exact", "f16", "--target", "3"
+    )
+    assert table.read_text().splitlines()[-1].endswith(",10.0")
+    assert "Take sign: it reaches 3 after 5.0 s" in advise("--target", "3")
+    assert "Not at 0.9 in the steps of the log: f16, sign." in advise("--target", "0.9")
+    assert "Train for longer, or choose a higher --target." in advise("--target", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda text: text, ["--reducers", "exact", "int8"], "has no losses of int8, only of exact, f16"),
+        (lambda text: text, ["--target", "-1"], "--target must be positive"),
+        (lambda text: text[:-20], [], "is not the log of a finished jaxdist compare"),
+        (lambda text: "", [], "is not the log of a finished jaxdist compare"),
+        (lambda text: text.replace('"evaluation"', '"step"'), [], "write it with jaxdist compare --link"),
+    ],
+)
+def test_losses_are_refused(change, arguments, message, tmp_path, capsys):
+    log = _write_log(tmp_path / "log.jsonl", {"exact": (1.0, 0.9, 0.8), "f16": (3.0, 2.0, 1.0)})
+    log.write_text(change(log.read_text()))
+    assert cli.main(["advise", "--link", "1kbit", "--compute", "1", "--losses", str(log), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_comparison_leaves_the_losses(tmp_path, capsys, monkeypatch):
+    """Of every method, also of an optimizer that communicates itself, and with several seeds."""
+    monkeypatch.chdir(tmp_path)
+    small = ["--workload", "digits", "--model", "convnet:4", "--batch", "16", "--optimizer", "adam:1e-2"]
+    names = ["exact", "compressed_adam:1e-2/ef:sign", "local_sgd:H=5"]
+    compare = ["compare", *small, "--reducers", *names, "--steps", "40", "--seeds", "2", "--link", "1mbit"]
+    assert cli.main([*compare, "--compute", "1"]) == 0
+    capsys.readouterr()
+    assert cli.main(["advise", "--link", "1mbit", "--compute", "1", "--losses", "runs/compare/log.jsonl"]) == 0
+    said = capsys.readouterr().out
+    for name in names:
+        assert name in said
+    assert " first, after " in said or "Take " in said
+
+
 @pytest.mark.slow
 def test_two_processes_measure_their_link():
     with socket.socket() as free:
@@ -157,7 +233,8 @@ def test_initialize_refuses(variables, message, monkeypatch):
         (["--link", "fast"], "such as 100mbit,20ms"),
         (["--link", "1gbit", "--workers", "1"], "--workers must be at least 2"),
         (["--link", "1gbit", "--workers", "5"], "multiple of the 5 workers"),
-        (["--link", "1gbit", "--reducers", "demo:1e-3"], "an optimizer that communicates"),
+        (["--link", "1gbit", "--target", "2"], "--target needs losses"),
+        (["--link", "1gbit", "--losses", "missing.jsonl"], "is not the log of a finished jaxdist compare"),
         (["--link", "1gbit", "--reducers", "gzip"], "gzip"),
     ],
 )

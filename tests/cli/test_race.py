@@ -20,7 +20,7 @@ STEPS = np.array([10, 20, 30, 40])
 
 
 def _runner(name, losses, wire_bytes, *, coding=0.0):
-    return race.Entrant(name, StepCost(0.1, coding, Traffic(wire_bytes, 0.0)), STEPS, np.array(losses))
+    return race.Entrant(name, StepCost(0.1, coding, Traffic(wire_bytes, 0.0)), race.Curve(STEPS, np.array(losses)))
 
 
 def _runners():
@@ -41,11 +41,11 @@ def test_the_first_step_at_or_below_the_target():
 
 def test_the_common_target_leaves_out_what_diverges():
     entrants = _runners()
-    assert race.common_target(entrants) == 2.0
+    assert race.common_target(one.curve for one in entrants) == 2.0
     broken = _runner("broken", [[4.0, np.nan, np.nan, np.nan]], 1.0)
-    assert race.common_target([*entrants, broken]) == 2.0
+    assert race.common_target(one.curve for one in [*entrants, broken]) == 2.0
     # Every seed of a method has to reach it.
-    assert race.common_target([entrants[0], _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0)]) == 3.0
+    assert race.common_target([entrants[0].curve, _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0).curve]) == 3.0
 
 
 def test_the_first_method_depends_on_the_link():

@@ -1,8 +1,8 @@
-"""`jaxdist advise`: predicts a step over given links with each of several methods, and recommends one of them."""
+"""`jaxdist advise`: predicts the time of several methods over given links, and recommends one of them."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import jax
@@ -12,11 +12,10 @@ from ...analysis.cost import Link
 from ...analysis.measured import measure_link
 from ...analysis.step_time import StepCost, break_even, network_seconds, step_seconds, step_seconds_if_hidden
 from ...processes.initialize import initialize
-from ...reducers.base import Reducer
 from ...runtime.mesh import make_mesh
-from .. import tables
+from .. import race, tables
 from ..figures import in_bytes, in_rate, new_table
-from ..models.base import TrainingMethod, Workload, check_batch
+from ..models.base import Workload, check_batch
 from ..running import File, Integer, Number, Text, new_console, print_paths
 from ..spellings import parse
 from ..spellings.schedules import ANY_STEPS
@@ -39,25 +38,32 @@ NOTE = (
     "Bytes: sent by one worker, from the traced step. Coding: timed on this device.\n"
     "Step: the model's own work, coding and network, one after the other unless the method's schedule hides some.\n"
     "Hidden: with communication hidden behind the model's own work as far as possible.\n"
-    "Break-even: on slower links than this the method beats the first one."
+    "Break-even: on slower links than this a step of the method is shorter than one of the first."
 )
 
 
 @dataclass(frozen=True)
 class AdviseOptions:
-    """Recommends a method for given links: bytes, predicted step times, break-even.
+    """Recommends a method for given links: bytes, predicted step times, and the time to a loss if losses are known.
 
     Examples:
       jaxdist advise --link 100mbit,20ms --workers 8
-      srun jaxdist advise
+      jaxdist compare --link 1gbit && jaxdist advise --link 100mbit,20ms --losses runs/compare/log.jsonl
+      srun jaxdist advise --losses runs/compare/log.jsonl
     """
 
     link: Text = None
     """Bandwidth and latency, as in 100mbit,20ms. Default: measured between processes, or accelerators here."""
     workers: Integer = None
-    """Number of workers; by default all devices of all processes, or 8 with --link."""
-    reducers: tuple[str, ...] = METHODS
-    """The methods to compare, spelled as for jaxdist compare, also MODULE:NAME; the first is the baseline."""
+    """Number of workers. Default: all devices of all processes; with --link those of --losses, or 8."""
+    losses: File = None
+    """The log of a jaxdist compare --link: methods are ranked by the time to a loss, not of a step. Its workload,
+    model, optimizer and batch are taken too."""
+    target: Number = None
+    """With --losses: the held-out loss to reach. By default the lowest that every method reaches."""
+    reducers: tuple[str, ...] = ()
+    """The methods, spelled as for jaxdist compare, also MODULE:NAME; the first is the baseline. Default: eight common
+    ones, or those of --losses."""
     workload: Literal["text", "digits"] = "text"
     """As for jaxdist train."""
     model: Text = None
@@ -81,14 +87,19 @@ class Prediction(NamedTuple):
     network: float  # seconds in a step that the link is busy
     step: float  # seconds of a step without overlap: compute, coding and network
     hidden: float  # the same with communication hidden behind compute as far as possible
-    # the bandwidth of the link, in bytes per second, below which the method beats the first one; 0 if it never
-    # does, infinity if it always does
+    # the bandwidth of the link, in bytes per second, below which a step of the method is shorter than one of the first;
+    # 0 if it never is, infinity if it always is
     break_even: float
+    # to the target loss, as the mean over the seeds, infinite if one does not reach it; NaN if no losses are known
+    seconds: float = math.nan
 
 
 def run_advise(chosen: AdviseOptions) -> None:
     """Measures the link and the step, or takes them from the options; prints predictions and a recommendation."""
     tables.check_table(chosen.table)
+    if chosen.compute is not None and chosen.compute <= 0:
+        raise ValueError(f"--compute must be positive, got {chosen.compute}")
+    chosen, curves, target = _take_losses(chosen)
     console = new_console()
     # With a link that is given nothing is measured, and no other process is needed.
     several = chosen.link is None and initialize()
@@ -101,24 +112,45 @@ def run_advise(chosen: AdviseOptions) -> None:
         link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
     else:
         raise ValueError("there is no other worker to measure a link to: give one, as in --link 100mbit,20ms")
-    if chosen.compute is not None and chosen.compute <= 0:
-        raise ValueError(f"--compute must be positive, got {chosen.compute}")
     compute = chosen.compute and chosen.compute / 1e3
     if compute is None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
     found = predict(workload, chosen.reducers, **settings, link=link, compute=compute)
+    if curves:
+        found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
     if jax.process_index():
         return
     console.print(
         f"\n{workers} workers, {_spell_link(link)}, {1e3 * compute:,.0f} ms of the model's own work", style="dim"
     )
-    table = _predictions_table(found)
+    table = _predictions_table(found, target)
     console.print(table)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, [each._asdict() for each in found], chosen.table))
-    console.print("\n".join(_conclude(found, link)), highlight=False, soft_wrap=True)
+    lines = _conclude_with_losses(found, target) if curves else _conclude(found, link)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _take_losses(chosen: AdviseOptions) -> tuple[AdviseOptions, dict[str, race.Curve], float]:
+    """Fills in the methods and the settings of their log, and returns its losses and the target, if there is one."""
+    if chosen.losses is None:
+        if chosen.target is not None:
+            raise ValueError("--target needs losses: give a log, as in --losses runs/compare/log.jsonl")
+        return replace(chosen, reducers=chosen.reducers or METHODS), {}, math.nan
+    settings, curves = race.read_curves(chosen.losses)
+    names = chosen.reducers or tuple(curves)
+    unknown = [name for name in names if name not in curves]
+    if unknown:
+        raise ValueError(f"{chosen.losses} has no losses of {', '.join(unknown)}, only of {', '.join(curves)}")
+    target = race.common_target(curves[name] for name in names) if chosen.target is None else float(chosen.target)
+    if not target > 0:
+        raise ValueError(f"--target must be positive, got {target}")
+    taken = {key: settings[key] for key in ("workload", "model", "optimizer", "batch")}
+    if chosen.link is not None:
+        taken["workers"] = chosen.workers or settings["workers"]
+    return replace(chosen, reducers=names, **taken), curves, target
 
 
 def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
@@ -130,18 +162,45 @@ def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
         rates = [other.break_even for other in found[1:] if 0 < other.break_even < math.inf]
         when = f"it starts to pay below {_spell_rate(max(rates))}" if rates else "no link makes these pay"
         return [*lines, f"Stay with {baseline.name}: compression will lose here, {when}."]
-    fewer = f"{baseline.wire_bytes / best.wire_bytes:,.0f} times" if best.wire_bytes else "infinitely many times"
-    lines.append(f"Take {best.name}: {baseline.step / best.step:.1f} times as fast, {fewer} fewer bytes.")
+    lines.append(f"Take {best.name}: {baseline.step / best.step:.1f} times as fast, {_fewer_bytes(best, baseline)}.")
     losing = [other.name for other in found[1:] if other.step > baseline.step]
     if losing:
         lines.append(f"Slower than {baseline.name} over {_spell_link(link)}: {', '.join(losing)}.")
     if best.hidden < best.step / CLOSE:
         lines.append("Hiding it behind the model's own work gains more: see 'Hide the communication'.")
-    return [*lines, "Speed is half of it: jaxdist compare shows what each costs in loss."]
+    return [
+        *lines,
+        "This ranks steps alone, and methods differ in how many they need. To rank the time to a loss, train on any",
+        "machine (jaxdist compare --link 1gbit --reducers ...), and add --losses runs/compare/log.jsonl here.",
+    ]
 
 
-def _predictions_table(found: Sequence[Prediction]) -> Table:
-    headings = ("bytes a step", "coding ms", "network ms", "step ms", "hidden ms", "speed", "break-even")
+def _conclude_with_losses(found: Sequence[Prediction], target: float) -> list[str]:
+    baseline, best = found[0], recommend(found)
+    late = [each.name for each in found if each.seconds == math.inf]
+    lines = [f"Not at {target:.4g} in the steps of the log: {', '.join(late)}."] if late else []
+    if best.seconds == math.inf:
+        return [*lines, "Train for longer, or choose a higher --target."]
+    if best is baseline:
+        return [f"Stay with {baseline.name}: it reaches {target:.4g} first, after {_spell_seconds(best)}.", *lines]
+    plain = "not at all" if baseline.seconds == math.inf else f"after {_spell_seconds(baseline)}"
+    first = f"Take {best.name}: it reaches {target:.4g} after {_spell_seconds(best)} ({baseline.name}: {plain}), with "
+    return [f"{first}{_fewer_bytes(best, baseline)} a step.", *lines]
+
+
+def _fewer_bytes(best: Prediction, baseline: Prediction) -> str:
+    times = f"{baseline.wire_bytes / best.wire_bytes:,.0f}" if best.wire_bytes else "infinitely many"
+    return f"{times} times fewer bytes"
+
+
+def _spell_seconds(prediction: Prediction) -> str:
+    return "-" if prediction.seconds == math.inf else f"{prediction.seconds:,.1f} s"
+
+
+def _predictions_table(found: Sequence[Prediction], target: float) -> Table:
+    headings = ["bytes a step", "coding ms", "network ms", "step ms", "hidden ms", "speed", "break-even"]
+    with_losses = not math.isnan(found[0].seconds)
+    headings += [f"to {target:.4g}"] if with_losses else []
     table = new_table("method", headings, caption=NOTE)
     best = recommend(found)
     for method in found:
@@ -149,7 +208,8 @@ def _predictions_table(found: Sequence[Prediction]) -> Table:
         break_even = "" if method is found[0] else _spell_rate(method.break_even)
         speed = f"{found[0].step / method.step:.2f}x"
         style = "bold green" if method is best else None
-        table.add_row(method.name, in_bytes(method.wire_bytes), *times, speed, break_even, style=style)
+        last = [_spell_seconds(method)] if with_losses else []
+        table.add_row(method.name, in_bytes(method.wire_bytes), *times, speed, break_even, *last, style=style)
     return table
 
 
@@ -181,40 +241,38 @@ def predict(
     if workers < 2:
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
     check_batch(batch_size, workers)
-    parsed = [(name, parse.parse_method(name, optimizer, ANY_STEPS)) for name in names]
     # Every spelling is parsed, so that a wrong one fails before the measurements.
-    for name, method in parsed:
-        _find_reducer(name, method)
+    parsed = [(name, parse.parse_method(name, optimizer, ANY_STEPS)) for name in names]
     examples = max(1, batch_size // workers)
     found: list[tuple[str, StepCost]] = []
     for name, method in parsed:
         settings = {"workers": workers, "examples": examples, "compute": compute}
-        coding = costs.measure_coding(name, method, workload, **settings)
+        cost = costs.measure_cost(name, method, workload, **settings)
         traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size)
-        found.append((name, StepCost(compute, coding, traffic, costs.schedule_of(name, method))))
+        found.append((name, cost._replace(traffic=traffic)))
     return [_predict_step(name, cost, found[0][1], link) for name, cost in found]
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Chooses, of the methods nearly as fast as the fastest, the one that sends most and so changes training least.
+    """Chooses the method that reaches the target first.
+
+    Where no losses are known it chooses, of the methods nearly as fast as the fastest, the one that sends most and so
+    changes training least.
 
     Examples:
       >>> steps = {"exact": 2.0, "qsgd": 1.05, "top_k": 1.0}
       >>> sizes = {"exact": 100, "qsgd": 12, "top_k": 2}
-      >>> recommend([Prediction(name, sizes[name], 0, 0, step, 0, 0) for name, step in steps.items()]).name
+      >>> found = [Prediction(name, sizes[name], 0, 0, step, 0, 0) for name, step in steps.items()]
+      >>> recommend(found).name
       'qsgd'
+      >>> recommend([each._replace(seconds=100.0 * each.step) for each in found]).name
+      'top_k'
     """
+    if not math.isnan(predictions[0].seconds):
+        return min(predictions, key=lambda prediction: prediction.seconds)
     fastest = min(prediction.step for prediction in predictions)
     close = [prediction for prediction in predictions if prediction.step <= CLOSE * fastest]
     return max(close, key=lambda prediction: prediction.wire_bytes)
-
-
-def _find_reducer(name: str, method: TrainingMethod) -> Reducer:
-    """The reducer that encodes and decodes: that of every step, or that of a round."""
-    reducer = costs.find_reducer(name, method)
-    if reducer is None:
-        raise ValueError(f"{name!r} is an optimizer that communicates: try it with jaxdist compare")
-    return reducer
 
 
 def _predict_step(name: str, cost: StepCost, baseline: StepCost, link: Link) -> Prediction:

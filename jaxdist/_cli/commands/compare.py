@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from ...analysis.cost import Link
-from ...analysis.step_time import StepCost, Traffic
+from ...analysis.step_time import StepCost
 from ...runtime.mesh import make_mesh
 from .. import losses, race, results, tables
 from ..models.base import Workload
@@ -167,14 +167,9 @@ def _measure_costs(
         compute = costs.measure_compute(workload, chosen.optimizer, examples, repetitions=7)
     else:
         compute = chosen.compute / 1e3
-    found = {}
-    for name in names:
-        method = parse.parse_method(name, chosen.optimizer, chosen.steps)
-        settings = {"workers": workers, "examples": examples, "compute": compute}
-        coding = costs.measure_coding(name, method, workload, **settings)
-        # The traffic is read from the compiled step, once that is there.
-        found[name] = StepCost(compute, coding, Traffic(0.0, 0.0), costs.schedule_of(name, method))
-    return found
+    settings = {"workers": workers, "examples": examples, "compute": compute}
+    methods = {name: parse.parse_method(name, chosen.optimizer, chosen.steps) for name in names}
+    return {name: costs.measure_cost(name, method, workload, **settings) for name, method in methods.items()}
 
 
 def _report_race(
@@ -185,7 +180,9 @@ def _report_race(
     console: Console,
 ) -> None:
     """Prints the first method to reach the target on each link, and leaves a table and a plot."""
-    target = race.common_target(entrants) if chosen.target is None else float(chosen.target)
+    target = (
+        race.common_target(entrant.curve for entrant in entrants) if chosen.target is None else float(chosen.target)
+    )
     ends = race.run_race(entrants, links, target)
     table, records = race.finish_table(ends, target), race.finish_records(ends, target)
     console.print()

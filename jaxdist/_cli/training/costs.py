@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from ... import analysis
 from ...analysis.base import make_collective, summarize
 from ...analysis.measured import seconds_of
-from ...analysis.step_time import Schedule, Traffic, mean_traffic, traffic
+from ...analysis.step_time import Schedule, StepCost, Traffic, mean_traffic, traffic
 from ...reducers.base import Law, Reducer
 from ...runtime.distribute import distribute
 from ...runtime.mesh import global_batch, make_mesh
@@ -70,6 +70,14 @@ def measure_coding(
     like = jax.eval_shape(workload.init, jax.random.key(0))
     # Methods with local steps encode once in a round of H steps.
     return analysis.codec_seconds(reducer, like, workers=workers) / (method.sync_period or 1)
+
+
+def measure_cost(
+    name: str, method: TrainingMethod, workload: Workload, *, workers: int, examples: int, compute: float
+) -> StepCost:
+    """The cost of a step before its traffic is known, which a trace or the compiled step tells."""
+    coding = measure_coding(name, method, workload, workers=workers, examples=examples, compute=compute)
+    return StepCost(compute, coding, Traffic(0.0, 0.0), schedule_of(name, method))
 
 
 def schedule_of(name: str, method: TrainingMethod) -> Schedule:
