@@ -156,7 +156,7 @@ def measure_host(options):
     """Processor seconds of the parts of a meeting, the least of a few, on one core."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from jaxdist.islands import exchange, records
+    from jaxdist.islands import exchange, protocol
     from jaxdist.local_sgd.base import config_of
 
     tx, params = make_method(), jnp.zeros(SHAPE)
@@ -165,12 +165,12 @@ def measure_host(options):
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
     encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, None)  # noqa: E731
     arrays = [exchange.to_host(x) for x in encode()[0]]
-    body, shared = records.pack("x", arrays), exchange.select_shared(local)
+    body, shared = protocol.pack("x", arrays), exchange.select_shared(local)
     zeros = exchange.zeros_like(shared.anchor)
     parts = {
         "code": encode,
-        "pack": lambda: records.pack("x", arrays),
-        "hash of the payload": lambda: records.hash_of(body),
+        "pack": lambda: protocol.pack("x", arrays),
+        "hash of the payload": lambda: protocol.hash_of(body),
         "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state, None),
         "outer step": lambda: exchange.take_outer_step(method, shared, drift, one, shared.reducer, None),
         "digest of parameters and momentum": lambda: exchange.digest_of(shared),

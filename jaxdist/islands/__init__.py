@@ -1,15 +1,15 @@
 """Islands: several training jobs that meet over a shared folder or a bucket; any may die, join or be late."""
 
-from .errors import AnchorDiffersError as AnchorDiffersError
-from .errors import DamagedError as DamagedError
-from .errors import IslandError as IslandError
-from .errors import NameTakenError as NameTakenError
-from .errors import RunMismatchError as RunMismatchError
-from .errors import StoreUnusableError as StoreUnusableError
-from .errors import TooFewIslandsError as TooFewIslandsError
+from .base import AnchorDiffersError as AnchorDiffersError
+from .base import DamagedError as DamagedError
+from .base import IslandError as IslandError
+from .base import NameTakenError as NameTakenError
+from .base import Report as Report
+from .base import RunMismatchError as RunMismatchError
+from .base import StoreUnusableError as StoreUnusableError
+from .base import TooFewIslandsError as TooFewIslandsError
 from .island import Island as Island
 from .join import join as join
-from .options import Report as Report
 from .status import RoundStatus as RoundStatus
 from .status import RunStatus as RunStatus
 from .status import read as read

@@ -13,10 +13,8 @@ from .._core.types import PyTree
 from ..local_sgd.state import LocalStepsState
 from ..state.marks import bind
 from ..state.placement import place_leaf
-from . import records, rounds, run
-from .background import DriftMessage
-from .connection import LONGEST_PAUSE, Connection
-from .errors import AnchorDiffersError, DamagedError, NameTakenError, TooFewIslandsError
+from . import protocol, run
+from .base import AnchorDiffersError, DamagedError, JoinOptions, NameTakenError, Report, TooFewIslandsError
 from .exchange import (
     compile_programs,
     encode_drift,
@@ -30,11 +28,10 @@ from .exchange import (
     zeros_like,
 )
 from .model import MeetingState, find_model, replace_model
-from .options import JoinOptions, Report
-from .outbox import InFlight, Outbox
-from .records import Commit, Drift, round_name
-from .replay import Replay, _LeftBehindError
-from .rounds import Next
+from .outbox import DriftMessage, InFlight, Outbox
+from .protocol import Commit, Drift, Next, round_name
+from .run import Replay, _LeftBehindError
+from .store import LONGEST_PAUSE, Connection
 
 # An island that is late so often is not waited for.
 LATE_IS_SLOW = 3
@@ -251,7 +248,7 @@ class Island:
         place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
         record = Drift(self._session, place, self._replay.digest, examples, rate, waited, leaving)
-        message = DriftMessage(self._replay.round, name, records.to_json(record), place, body)
+        message = DriftMessage(self._replay.round, name, protocol.to_json(record), place, body)
         flight = InFlight(self._replay.round, place, drift, after, self._store.now(), message, self._session)
         self._outbox.send(flight, self._replay.expected, in_background=self._options.overlap and not leaving)
         return True
@@ -262,7 +259,7 @@ class Island:
         at_least = self._options.begin_with if self._replay.round == 0 else 1
         prefix = round_name(self._replay.round, "")
         while True:
-            seen = rounds.see(name.removeprefix(prefix) for name in store.list(prefix))
+            seen = protocol.see(name.removeprefix(prefix) for name in store.list(prefix))
             if self._options.name not in seen.drifts:
                 self._replay.check_not_forgotten(self._replay.round)
             if not seen.committed and self._outbox.deliver():
@@ -272,7 +269,7 @@ class Island:
             now = store.now()
             # The deadline of this meeting ends the wait too: a drift of an earlier meeting has waited long enough.
             elapsed = float("inf") if now >= store.deadline else now - self._outbox.flight.sent_at
-            action = rounds.decide(
+            action = protocol.decide(
                 seen,
                 self._replay.expected,
                 elapsed=elapsed,
@@ -294,18 +291,18 @@ class Island:
             store.sleep(min(pause, max(time_left, 0.0)))
             pause = min(1.5 * pause, LONGEST_PAUSE, self._options.round_timeout / 50)
 
-    def _commit(self, seen: rounds.Seen) -> None:
+    def _commit(self, seen: protocol.Seen) -> None:
         """Ends the round: reads and checks every drift, then creates the commit, unless another island is faster."""
         drifts, damaged = {}, set()
         for name in sorted(seen.drifts):
             place = round_name(self._replay.round, "drift", name)
             try:
-                drifts[name] = records.parse(Drift, place, self._store.get(place) or b"")
+                drifts[name] = protocol.parse(Drift, place, self._store.get(place) or b"")
                 self._replay.body(drifts[name].body, self._replay.round)
             except DamagedError:
                 damaged.add(name)
-        commit = rounds.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
-        self._store.create(round_name(self._replay.round, "commit"), records.to_json(commit))
+        commit = protocol.make_commit(seen, self._replay.expected, drifts, damaged, self._replay.digest)
+        self._store.create(round_name(self._replay.round, "commit"), protocol.to_json(commit))
 
     def _apply(self, model: MeetingState, commit: Commit, report: Report) -> Report:
         """Takes the outer step of a round; progress that it did not take stays ahead of the new anchor."""
@@ -390,7 +387,7 @@ class Island:
         """Waits for `begin_with` islands before the first round, so that none of them begins alone."""
         while self._replay.round == 0 and self._options.begin_with > 1:
             names = self._store.list(round_name(0, ""))
-            seen = rounds.see(name.removeprefix(round_name(0, "")) for name in names)
+            seen = protocol.see(name.removeprefix(round_name(0, "")) for name in names)
             enough = len(seen.here | seen.drifts) >= self._options.begin_with
             if enough or seen.committed or run.is_forgotten(self._store, 0):
                 return

@@ -9,10 +9,9 @@ import jax
 import optax
 
 from ..local_sgd.base import config_of
-from .connection import Connection
+from .base import JoinOptions
 from .island import Island
-from .options import JoinOptions
-from .store import SharedStore, check_usable, open_store
+from .store import Connection, SharedStore, check_usable, open_store
 
 
 @contextmanager

@@ -1,15 +1,116 @@
-"""The drift of an island that is under way: until the store has it, and until its round has ended."""
+"""The drift of an island that is under way: until the store has it, and until its round has ended.
 
+With `overlap` a thread sends it while the island trains, and then reads those of the others ahead.
+"""
+
+import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax
 
 from .._core.types import State, Updates
-from . import records
-from .background import DriftMessage, DriftTransfer
-from .connection import LONGEST_PAUSE, Connection
-from .records import Drift
+from . import protocol
+from .base import DamagedError
+from .protocol import Drift, body_name, round_name
+from .store import LONGEST_PAUSE, Connection
+
+# Seconds between two looks for drifts of others: there is no hurry before the next meeting.
+FIRST_LOOK, LONGEST_LOOK = 0.05, 5.0
+
+
+class DriftMessage(NamedTuple):
+    """A drift as bytes: the body, and the record that names it.
+
+    Attributes:
+      round: the round that it is for.
+      name: the name of the record, which is created.
+      record: the bytes of the record.
+      place: the hash of the body, which is put first.
+      body: the bytes of the body.
+    """
+
+    round: int
+    name: str
+    record: bytes
+    place: str
+    body: bytes
+
+
+class DriftTransfer:
+    """Sends a message, then reads ahead the bodies of the others, until all of them are there or the deadline comes.
+
+    It asks no device and no other process.
+
+    Args:
+      store: with a deadline.
+      message: what to send.
+      expected: the islands whose bodies to wait for.
+    """
+
+    def __init__(self, store: Connection, message: DriftMessage, expected: Iterable[str]):
+        self._store, self._message, self._expected = store, message, frozenset(expected)
+        self._stopped, self._problem = threading.Event(), None
+        # Whether the record was created; `None` if that is not known.
+        self._created: bool | None = None
+        # Records and bodies of the others, by name.
+        self.found: dict[str, bytes] = {}
+        # An island that ends with an error waits for no store.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Reads nothing more ahead; what it sends, it sends."""
+        self._stopped.set()
+
+    def finish(self, seconds: float) -> bool | None:
+        """Stops after what is under way; returns whether the record was created, `None` if that is not known.
+
+        Raises:
+          TimeoutError: the thread has not ended after `seconds`.
+        """
+        self.stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError("a drift is still under way")
+        if self._problem is not None:
+            raise self._problem
+        return self._created
+
+    def _run(self) -> None:
+        try:
+            with suppress(ConnectionError, DamagedError):
+                self._send()
+                self._read_ahead()
+        # For the thread that finishes it.
+        except BaseException as problem:
+            self._problem = problem
+
+    def _send(self) -> None:
+        message = self._message
+        self._store.put(body_name(message.place), message.body)
+        self._created = self._store.create(message.name, message.record)
+
+    def _read_ahead(self) -> None:
+        prefix, pause, done = round_name(self._message.round, ""), FIRST_LOOK, {self._message.name}
+        while not self._stopped.wait(pause) and self._store.now() < self._store.deadline:
+            seen = protocol.see(name.removeprefix(prefix) for name in self._store.list(prefix))
+            for name in (round_name(self._message.round, "drift", island) for island in sorted(seen.drifts)):
+                if name not in done and not self._stopped.is_set():
+                    self._read(name)
+                    done.add(name)
+            if seen.committed or not protocol.missing_islands(seen, self._expected):
+                return
+            pause = min(1.2 * pause, LONGEST_LOOK)
+
+    def _read(self, name: str) -> None:
+        record = self._store.get(name) or b""
+        place = protocol.parse(Drift, name, record).body
+        body = self._store.get(body_name(place))
+        # Nothing that was cut on the way is kept.
+        if body is not None and protocol.hash_of(body) == place:
+            self.found |= {name: record, body_name(place): body}
 
 
 class InFlight(NamedTuple):
@@ -64,7 +165,7 @@ class Outbox:
         if self.flight is None or self.flight.message is None:
             return False
         message = self.flight.message
-        self._store.put(records.body_name(message.place), message.body)
+        self._store.put(protocol.body_name(message.place), message.body)
         self._confirm(message, self._store.create(message.name, message.record))
         # The others get their time from now on.
         self.flight = self.flight._replace(sent_at=self._store.now())
@@ -102,6 +203,6 @@ class Outbox:
         body = self.flight.body
         if not created:
             # Created by a try of ours whose answer was lost, or by an earlier process of this name: that one counts.
-            found = records.parse(Drift, message.name, self._store.get(message.name) or b"")
+            found = protocol.parse(Drift, message.name, self._store.get(message.name) or b"")
             body = body if found.session == self.flight.session else ""
         self.flight = self.flight._replace(body=body, message=None)

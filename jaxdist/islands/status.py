@@ -9,12 +9,10 @@ import optax
 
 from .._core.types import PyTree
 from ..local_sgd.base import config_of
-from . import records, run
-from .connection import Connection
-from .records import Member, round_name
-from .replay import Replay
-from .rounds import see
-from .store import SharedStore, open_store
+from . import protocol, run
+from .protocol import Member, round_name, see
+from .run import Replay
+from .store import Connection, SharedStore, open_store
 
 # For so long `read` tries again when the store is out of reach.
 READ_SECONDS = 60.0
@@ -99,7 +97,7 @@ def _read_round(store: Connection, number: int) -> RoundStatus | None:
 
 
 def _body_size(store: Connection, member: Member) -> int:
-    return len(store.get(records.body_name(member.body)) or b"")
+    return len(store.get(protocol.body_name(member.body)) or b"")
 
 
 def read(

@@ -14,7 +14,7 @@ from islands_run import GOALS, begin, decoded, left_of, method, step_of, total
 from problems import assert_close
 
 from jaxdist import islands
-from jaxdist.islands import records
+from jaxdist.islands import protocol
 
 NAMES = "abc"
 ACTIONS = ["train", "meet", "meet", "meet", "stop", "leave", "offline"]
@@ -48,7 +48,7 @@ class Session:
         answer = function(*arguments)
         # Not the bodies that it puts: one may equal that of an earlier session, whose drift is the one that counts.
         if function_name == "create" and "/drift/" in arguments[0] and answer:
-            self.drifts.add(records.parse(records.Drift, *arguments).body)
+            self.drifts.add(protocol.parse(protocol.Drift, *arguments).body)
         return answer
 
     def train(self):

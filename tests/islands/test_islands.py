@@ -27,10 +27,10 @@ from problems import assert_close
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import records
-from jaxdist.islands.connection import Connection
+from jaxdist.islands import protocol
 from jaxdist.islands.exchange import RoundMethod
-from jaxdist.islands.replay import Replay
+from jaxdist.islands.run import Replay
+from jaxdist.islands.store import Connection
 
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
@@ -230,11 +230,11 @@ def test_a_code_shortens_bodies_and_changes_no_bit():
 
 
 def test_a_body_that_is_no_code_is_damaged():
-    reducer, body = jd.compressed(jd.qsgd(4, code="entropy")), records.pack("x", [np.zeros(9, np.uint8)])
+    reducer, body = jd.compressed(jd.qsgd(4, code="entropy")), protocol.pack("x", [np.zeros(9, np.uint8)])
     replay = Replay(Connection(islands.memory()), RoundMethod(reducer, outer()))
     replay._updates = jnp.zeros(40)
     with pytest.raises(islands.DamagedError, match="is no code of entropy 4 512: "):
-        replay._decode(records.hash_of(body), body)
+        replay._decode(protocol.hash_of(body), body)
 
 
 @pytest.mark.sampled(5)
@@ -275,7 +275,7 @@ def test_another_format_of_the_store_is_refused(monkeypatch):
     store, tx = islands.memory(), method()
     train(store, tx, "a", 1)
     names = store.list("")
-    monkeypatch.setattr(records, "FORMAT", 2)
+    monkeypatch.setattr(protocol, "FORMAT", 2)
     mismatch = pytest.raises(islands.RunMismatchError, match="other format: 1, and this island 2")
     with mismatch, islands.join(store, tx, name="b") as island:
         island.enter(begin(tx))

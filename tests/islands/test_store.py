@@ -11,8 +11,7 @@ import pytest
 from islands_run import method, train_together
 
 from jaxdist import islands
-from jaxdist.islands.connection import Connection
-from jaxdist.islands.store import check_usable, open_store
+from jaxdist.islands.store import Connection, check_usable, open_store
 
 # Set by the fixture: the address of an S3 server.
 S3 = []

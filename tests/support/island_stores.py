@@ -3,7 +3,7 @@
 import itertools
 
 from jaxdist import islands
-from jaxdist.islands import records
+from jaxdist.islands import protocol
 
 # The probe of `join`, which creates a name twice, reads, lists and deletes it.
 PROBE_CALLS = 5
@@ -95,7 +95,7 @@ def archived(store):
     def create(name, body):
         created = store.create(name, body)
         if created and name.endswith("/commit"):
-            commits.setdefault(name, records.parse(records.Commit, name, body))
+            commits.setdefault(name, protocol.parse(protocol.Commit, name, body))
         return created
 
     return store._replace(put=put, create=create), bodies, commits

@@ -12,7 +12,7 @@ import optax
 
 import jaxdist as jd
 from jaxdist import islands
-from jaxdist.islands import checks, exchange, records
+from jaxdist.islands import exchange, protocol
 
 H = 4
 GOALS = np.random.default_rng(0).normal(size=(8, 12, 5)).astype(np.float32)
@@ -105,14 +105,14 @@ def total(tree):
 
 def contribution(store, name, number, tx, state):
     """What a round took of an island's drift, decoded from the bytes in the store."""
-    commit = records.parse(records.Commit, "", store.get(records.round_name(number, "commit")))
+    commit = protocol.parse(protocol.Commit, "", store.get(protocol.round_name(number, "commit")))
     body = next(member.body for member in commit.members if member.name == name)
-    return decoded(store.get(records.body_name(body)), body, tx, state)
+    return decoded(store.get(protocol.body_name(body)), body, tx, state)
 
 
 def decoded(body, place, tx, state):
     payload, decode = decoder(tx)
-    arrays = [jnp.asarray(x) for x in records.unpack(place, body, payload)]
+    arrays = [jnp.asarray(x) for x in protocol.unpack(place, body, payload)]
     return total(decode(state.opt.anchor, arrays, state.opt.reducer[0])[0])
 
 
@@ -120,7 +120,7 @@ def decoded(body, place, tx, state):
 def decoder(tx):
     """The shapes of what an island sends, and what decodes it, compiled once."""
     reducer = jd.local_sgd.base.config_of(tx).reducer
-    return checks.check_reducer(reducer, begin(tx).opt.anchor), jax.jit(partial(exchange.decode, reducer))
+    return exchange.check_reducer(reducer, begin(tx).opt.anchor), jax.jit(partial(exchange.decode, reducer))
 
 
 def left_of(state):
