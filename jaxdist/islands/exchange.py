@@ -26,6 +26,10 @@ from ..state.marks import is_mark
 from ..state.placement import place_leaf
 from .protocol import hash_of
 
+ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
+# Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
+OWN, SHARED, ARRIVED = 1, 2, 4
+
 
 class Shared(NamedTuple):
     """What all islands compute alike: global parameters, outer state, and replicated leaves of the reducer's state."""
@@ -247,12 +251,6 @@ def _with_replicated(state: State, replicated: Sequence[Array]) -> State:
     leaves, structure = jax.tree.flatten(state, is_leaf=is_mark)
     fresh = iter(replicated)
     return structure.unflatten([leaf if is_mark(leaf) else next(fresh) for leaf in leaves])
-
-
-ONE_MESSAGE = "exact(), compressed(code), or error_feedback around compressed(code)"
-
-# Labels of the trace of a round: what only this island has, what all islands have, and what arrives.
-OWN, SHARED, ARRIVED = 1, 2, 4
 
 
 def check_reducer(reducer: Reducer, like: PyTree) -> list[jax.ShapeDtypeStruct]:

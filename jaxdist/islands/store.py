@@ -22,6 +22,7 @@ from .base import IslandError, StoreUnusableError
 PROBE_PAUSES = (0.1, 1.0)
 # Bytes of one request to a bucket.
 PIECE = 8 * 2**20
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 
 
 class SharedStore(NamedTuple):
@@ -271,9 +272,6 @@ class _Bucket:
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._place, name)
-
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 
 
 class Connection:

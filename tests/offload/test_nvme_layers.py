@@ -16,7 +16,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist import offload
-from jaxdist.offload.layers import programs
+from jaxdist.offload.layers import step
 from jaxdist.offload.layers.step import Step
 from jaxdist.offload.nvme import files
 
@@ -156,8 +156,8 @@ def test_workers_average_each_layer(tmp_path):
         run.step({"x": np.zeros((3, 5), np.float32), "y": np.zeros((3, 3), np.float32)})
     run.close()
 
-    cfg = programs.Config(STACK, jd.exact(), mesh, "data")
-    layer_grads = programs.build_programs(cfg).layer_grads
+    cfg = step.Config(STACK, jd.exact(), mesh, "data")
+    layer_grads = step.build_programs(cfg).layer_grads
     x = jnp.ones((8, WIDTH))
     ops = jd.analysis.collectives(layer_grads.lower(params["layers"][0], x, x).compile()).ops
     assert [op.kind for op in ops] == ["all-reduce"]
@@ -246,8 +246,8 @@ def test_activations_in_host_memory(tmp_path, monkeypatch):
         STACK, optax.sgd(0.1), offload.Store(tmp_path), mesh=jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     )
     start(run, params)
-    monkeypatch.setattr(programs, "on_host", lambda device: False)
-    monkeypatch.setattr(programs.jax, "device_put", note)
+    monkeypatch.setattr(step, "on_host", lambda device: False)
+    monkeypatch.setattr(step.jax, "device_put", note)
     run.step(make_batch(0))
     monkeypatch.undo()
     assert kinds.count("pinned_host") == 3

@@ -14,8 +14,8 @@ from jaxdist import compressors, islands, transforms
 from jaxdist._core.checks import Portable
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.checkpoint import errors as checkpoint_errors
-from jaxdist.offload.nvme import store as store_errors
-from jaxdist.processes import CollectiveError, cluster, heartbeat
+from jaxdist.offload.nvme import files as store_errors
+from jaxdist.processes import CollectiveError, ProcessLostError, StepTimeoutError, cluster
 from jaxdist.processes.launch import ProcessFailedError
 
 FILE = pathlib.Path("run", "5", "state")
@@ -39,8 +39,8 @@ RAISED = [
     cluster.MismatchError("no", (1,)),
     cluster.MissingProcessError("no", (1,)),
     cluster.PortError("no"),
-    heartbeat.StepTimeoutError("late", 1, 7),
-    heartbeat.ProcessLostError("gone", 1, 7),
+    StepTimeoutError("late", 1, 7),
+    ProcessLostError("gone", 1, 7),
     ray_engine.StalledError({-1: (0, 1)}, (2,), 3.0),
     ray_engine.ActorLostError(-1, "is gone"),
     replay.DeadlockError({-1: (0, 1)}, 3.0, (2,)),

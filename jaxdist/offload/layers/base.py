@@ -15,15 +15,41 @@ from ...reducers.base import Reducer
 from ...reducers.exact import exact
 from ...state.marks import axis_tuple
 from ..nvme.disk import Access, Disk
+from ..nvme.files import Store, StreamedStats
 from ..nvme.model import Model, describe
-from ..nvme.store import Store, StreamedStats
-from .optimizer import PartProgram, init_program, update_program
-from .parts import StackPart, lay_out_parts, reshape_vectors
-from .programs import Config, build_programs, check_dtypes, check_reducer
-from .stack import LayerStack, StreamedLayers
-from .step import Step
+from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
+from .step import Config, LayerStack, Step, build_programs, check_dtypes, check_reducer
 
 EXACT = exact()
+
+
+class StreamedLayers(NamedTuple):
+    """A run whose parameters and optimizer state are on disk.
+
+    A part is `"embed"`, `"head"` or the number of a layer, from 0.
+
+    Attributes:
+      init: `init(layer, count, *, embed, head) -> step`. `layer(i)` returns the initial parameters of layer `i`; only
+        one layer is in memory at a time. `embed` and `head` are their parameters, `{}` for none. If the folder holds
+        a run, it continues from there, the given values only tell the shapes, and the step is that of the last commit.
+      step: `step(batch) -> loss`, one step of training. If it raises, the run on disk is that of the last commit, and
+        it can be called again.
+      loss: `loss(batch) -> loss`, the forward pass alone; nothing is written.
+      params: `params(part) -> tree`, in numpy.
+      state: `state(part) -> state`, the optimizer's state for the part, in numpy.
+      flush: `flush() -> step`: waits until the last step is committed, and returns its number.
+      stats: `stats() -> StreamedStats`, counters.
+      close: releases the folder.
+    """
+
+    init: Callable[..., int]
+    step: Callable[[PyTree], Array]
+    loss: Callable[[PyTree], Array]
+    params: Callable[[str | int], PyTree]
+    state: Callable[[str | int], State]
+    flush: Callable[[], int]
+    stats: Callable[[], StreamedStats]
+    close: Callable[[], None]
 
 
 def nvme_layers(

@@ -14,8 +14,8 @@ from . import arrays
 from .chunks import Runner
 from .disk import Disk
 from .entrywise import Split
+from .files import Store, Streamed, StreamedStats
 from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
-from .store import Store, Streamed, StreamedStats
 
 
 def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any | None = None) -> Streamed:

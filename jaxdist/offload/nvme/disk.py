@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from . import files
 from .chunks import Layout
-from .store import StreamedStats
+from .files import StreamedStats
 
 # Works on a buffer: the number of its access, and its bytes.
 Visit = Callable[[int, np.ndarray], None]

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.compat import cast_varying, host_compute, is_on_host, varying_axes
-from ..._core.jaxprs import CASTS, ELEMENTWISE
-from ..._core.types import Array
-from ..program import Operation, Program, flatten, run_operations
-from .cut import place_operations
+from .._core.compat import cast_varying, host_compute, is_on_host, varying_axes
+from .._core.jaxprs import CASTS, ELEMENTWISE
+from .._core.types import Array
+from .program import Operation, Program, flatten, place_operations, run_operations
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 # Smaller portions are merged, and not cut into tiles.

@@ -1,1 +1,0 @@
-"""Optimizer state in the host's memory."""
