@@ -9,8 +9,8 @@ from .base import Widened as Widened
 from .base import table as table
 from .base import upcast_collectives as upcast_collectives
 from .collectives import collectives as collectives
-from .hlo.reader import opcodes as opcodes
-from .logical import logical_collectives as logical_collectives
+from .collectives import logical_collectives as logical_collectives
+from .hlo_reader import opcodes as opcodes
 from .measured import codec_seconds as codec_seconds
 from .measured import measure_link as measure_link
 from .memory import Memory as Memory

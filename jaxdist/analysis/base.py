@@ -194,7 +194,7 @@ def upcast_collectives(logical: Collectives, compiled: Collectives, *, tolerance
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jaxdist.analysis.collectives import collectives
-      >>> from jaxdist.analysis.logical import logical_collectives
+      >>> from jaxdist.analysis.collectives import logical_collectives
       >>> add = jax.jit(lambda x: x + 1)
       >>> upcast_collectives(logical_collectives(add, jnp.ones(4)), collectives(add.lower(jnp.ones(4))))
       ()
@@ -212,7 +212,7 @@ def table(found: Collectives) -> str:
 
     Examples:
       >>> import jax
-      >>> from jaxdist.analysis.logical import logical_collectives
+      >>> from jaxdist.analysis.collectives import logical_collectives
       >>> add = lambda x, y: (jax.lax.psum(x, "data"), jax.lax.ppermute(y, "data", [(0, 1), (1, 0)]))
       >>> x = jax.ShapeDtypeStruct((1024,), "float32")
       >>> print(table(logical_collectives(add, x, x, axis_sizes={"data": 2})))

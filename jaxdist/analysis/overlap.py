@@ -9,9 +9,7 @@ from typing import NamedTuple
 from .base import Collective, check_branch, repeat
 from .collectives import BRANCHES_OF, CALLERS, calls_target, chain_of, chains, is_continuation, kind_of, record
 from .cost import Cluster, compute_seconds, crossings, seconds
-from .hlo.loops import trip_count
-from .hlo.op_cost import HOST_SPACE, CostModel
-from .hlo.reader import (
+from .hlo_reader import (
     Computation,
     Instruction,
     Module,
@@ -22,6 +20,7 @@ from .hlo.reader import (
     program_text,
     shapes,
 )
+from .hlo_work import HOST_SPACE, CostModel, trip_count
 
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 SMALL = 1024  # bytes: operations on scalars and counters are too short to hide communication

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from jaxdist import analysis
-from jaxdist.analysis.hlo import reader
+from jaxdist.analysis import hlo_reader
 
 DATA_GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
 POD_GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -67,7 +67,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_replica_groups_in_every_spelling(spelling):
-    assert reader.replica_groups(f" channel_id=1, {spelling}, to_apply=%sum", 8) == SPELLINGS[spelling]
+    assert hlo_reader.replica_groups(f" channel_id=1, {spelling}, to_apply=%sum", 8) == SPELLINGS[spelling]
 
 
 def test_asynchronous_operations_count_once_with_the_bytes_of_their_operands():
@@ -222,7 +222,7 @@ def test_old_conditionals_sends_and_ragged_exchanges():
 
 def test_narrow_and_unusual_types_have_their_numpy_names_and_bits():
     types = "(pred[3], s4[5], u8[2], f8e4m3fn[7], f8e5m2[1], f4e2m1fn[3], c64[2], bf16[<=4,2], token[])"
-    assert reader.arrays(types) == [
+    assert hlo_reader.arrays(types) == [
         ("bool", 3),
         ("int4", 3),
         ("uint8", 2),

@@ -5,8 +5,8 @@ from paths import SUPPORT
 
 from jaxdist import analysis
 from jaxdist.analysis import cost
-from jaxdist.analysis.hlo.op_cost import CostModel
-from jaxdist.analysis.hlo.reader import parse
+from jaxdist.analysis.hlo_reader import parse
+from jaxdist.analysis.hlo_work import CostModel
 
 DATA = SUPPORT / "data"
 # Stage 3 of ZeRO with prefetch on 2x4 devices: four layers of two bfloat16 kernels of 1024 x 1024, 512 rows a device.

@@ -14,7 +14,7 @@ from problems import assert_close
 import jaxdist as jd
 from jaxdist import schedule
 from jaxdist._cli.models import gpt
-from jaxdist.analysis.hlo import reader
+from jaxdist.analysis import hlo_reader
 from jaxdist.wire import encoded as ordered
 
 # Not the order of the alphabet; all sizes differ.
@@ -170,10 +170,12 @@ def ancestors(module, name):
 
 def waits(program):
     """For the forward product of each layer the all-reduces (their bytes) that it waits for; and all of them."""
-    module = reader.parse(program.as_text())
+    module = hlo_reader.parse(program.as_text())
     entry = module.computations[module.entry].instructions
     reduces = {
-        name: sum(size for _, size in reader.arrays(x.result)) for name, x in entry.items() if x.opcode == "all-reduce"
+        name: sum(size for _, size in hlo_reader.arrays(x.result))
+        for name, x in entry.items()
+        if x.opcode == "all-reduce"
     }
 
     def forward(x, layer):

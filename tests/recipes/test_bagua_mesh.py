@@ -10,7 +10,7 @@ import pytest
 from reference.blocks import min_max
 
 import jaxdist as jd
-from jaxdist.analysis.hlo import reader
+from jaxdist.analysis import hlo_reader
 from jaxdist.recipes import bagua
 
 WORKERS = 4
@@ -132,7 +132,7 @@ def test_models_travel_without_waiting_for_the_gradient(name, waits):
     talking = optax.GradientTransformation(tx.init, update)
     mesh = jd.make_mesh({"data": WORKERS})
     compiled = jd.distribute(make(talking), mesh, donate=False).lower(start(tx, mesh, "data"), batch()).compile()
-    module = reader.parse(reader.program_text(compiled))
+    module = hlo_reader.parse(hlo_reader.program_text(compiled))
     body = module.computations[module.entry].instructions
     sent = [one.name for one in body.values() if one.opcode in ("all-reduce", "collective-permute")]
     assert sent

@@ -11,7 +11,7 @@ from reference.late import pipe_sgd
 import jaxdist as jd
 from jaxdist import analysis
 from jaxdist._core.jaxprs import propagate
-from jaxdist.analysis.hlo import reader
+from jaxdist.analysis import hlo_reader
 
 TOP_K = jd.error_feedback(jd.compressed(jd.top_k(0.25)))
 POWER_SGD = jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))
@@ -153,7 +153,7 @@ def compiled(tx, mesh, metrics=False):
 
 def dependent_pairs(program):
     """The all-reduces and products of matrices of which one waits for the other."""
-    module = reader.parse(program.as_text())
+    module = hlo_reader.parse(program.as_text())
     entry = module.computations[module.entry].instructions
 
     def ancestors(name):

@@ -1,4 +1,4 @@
-"""Parses HLO text, as far as the rest of this folder needs it."""
+"""Parses HLO text, as far as `analysis` needs it."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ..base import mesh_groups
+from .base import mesh_groups
 
 Program = jax.stages.Compiled | jax.stages.Lowered | str
 

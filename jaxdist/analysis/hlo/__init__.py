@@ -1,1 +1,0 @@
-"""Reads compiled HLO: its instructions, their cost, and the trip counts of loops."""
