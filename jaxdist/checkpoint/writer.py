@@ -17,8 +17,7 @@ from .._core.trees import is_key
 from .._core.types import Array, State
 from . import _files, _manifest
 from ._manifest import orbax, path_of
-from ._together import LONGEST_PAUSE, SETTLE_SECONDS, Together
-from .errors import FULL, CheckpointFullError, number_of
+from .errors import FULL, LONGEST_PAUSE, SETTLE_SECONDS, CheckpointFullError, Together, number_of
 
 VISIBLE_SECONDS = 60.0  # NFS may show a new folder that much later
 
