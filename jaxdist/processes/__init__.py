@@ -8,11 +8,11 @@ from .cluster import MismatchError as MismatchError
 from .cluster import MissingProcessError as MissingProcessError
 from .cluster import PortError as PortError
 from .consistency import check_consistency as check_consistency
-from .heartbeat import ProcessLostError as ProcessLostError
-from .heartbeat import StepTimeoutError as StepTimeoutError
 from .initialize import initialize as initialize
 from .initialize import preemption_requested as preemption_requested
 from .self_check import CollectiveError as CollectiveError
 from .self_check import self_check as self_check
+from .watchdog import ProcessLostError as ProcessLostError
+from .watchdog import StepTimeoutError as StepTimeoutError
 from .watchdog import Watchdog as Watchdog
 from .watchdog import watchdog as watchdog

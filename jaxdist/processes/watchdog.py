@@ -1,4 +1,8 @@
-"""Ends a process with an error when a step does not end in time, and names the process that blocks it."""
+"""Ends a process with an error when a step does not end in time, and names the process that blocks it.
+
+Each process writes a heartbeat, a line of JSON with the step that it has started, to the key-value store of JAX's
+coordination service. The service runs in process 0 in separate threads, which Python cannot block.
+"""
 
 import contextlib
 import itertools
@@ -9,16 +13,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from .._core import compat
+from .._core.checks import Portable
 from .._core.trees import is_key
 from .._core.types import Number
-from . import heartbeat
 
 LONGEST_PAUSE = 0.2  # seconds between two heartbeats, and between two checks of the running steps
 HEARTBEATS = 20  # at least this many within the time limit
@@ -27,6 +32,115 @@ LAST_HEARTBEAT_SECONDS = 1.0
 COMPILING = "/jax/core/compile/"  # the prefix of the events of JAX after tracing, after lowering, and after:
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _numbers = itertools.count()
+
+
+class StepTimeoutError(Portable, RuntimeError):
+    """A step has not ended in time: `step`. The others wait for `process`; None if all have started the step."""
+
+    def __init__(self, message: str, process: int | None, step: int):
+        super().__init__(message)
+        self.process, self.step = process, step
+
+
+class ProcessLostError(Portable, RuntimeError):
+    """A process, of number `process`, has died, or shows no sign of life; `step` is the last that it started."""
+
+    def __init__(self, message: str, process: int, step: int):
+        super().__init__(message)
+        self.process, self.step = process, step
+
+
+class Heartbeat(NamedTuple):
+    """The last step that a process has started, a counter, whether the process is done, and whether it compiles."""
+
+    step: int
+    count: int
+    done: bool = False
+    compiling: bool = False
+
+
+class Channel(NamedTuple):
+    """Where heartbeats are exchanged: `write(process, text)`, and `read()` for the last text of every process."""
+
+    write: Callable[[int, str], None]
+    read: Callable[[], dict[int, str]]
+
+
+class Received(NamedTuple):
+    """The last heartbeat of a process, and when it arrived."""
+
+    heartbeat: Heartbeat
+    when: float
+
+
+def open_channel(name: str) -> Channel:
+    """Opens a channel between the processes of a job; `name` is new, and the same in all of them."""
+    client = compat.coordination_client()
+    folder = f"jaxdist/{name}/"
+
+    def write(process: int, text: str) -> None:
+        client.key_value_set(f"{folder}{process}", text, allow_overwrite=True)
+
+    def read() -> dict[int, str]:
+        return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(folder)}
+
+    return Channel(write, read)
+
+
+def merge_heartbeats(received: Mapping[int, Received], texts: Mapping[int, str], now: float) -> dict[int, Received]:
+    """Updates the heartbeats of the processes whose counter has changed; the others have been silent."""
+    found = dict(received)
+    for process, text in texts.items():
+        # By the clock of the reader, and by its counter: clocks of machines differ, and text may be old.
+        heartbeat = Heartbeat(**json.loads(text))
+        if process not in received or received[process].heartbeat.count != heartbeat.count:
+            found[process] = Received(heartbeat, now)
+    return found
+
+
+def silent_processes(
+    received: Mapping[int, Received], others: Iterable[int], now: float, seconds: float
+) -> tuple[int, ...]:
+    """Returns those of the others that are not done and have sent no heartbeat for `seconds`."""
+
+    def is_silent(process: int) -> bool:
+        last = received.get(process)
+        return last is None or (not last.heartbeat.done and now - last.when > seconds)
+
+    return tuple(filter(is_silent, others))
+
+
+def any_compiling(received: Mapping[int, Received], silent: tuple[int, ...]) -> bool:
+    """Returns whether a process that is alive is compiling."""
+    alive = (last.heartbeat for process, last in received.items() if process not in silent)
+    return any(heartbeat.compiling and not heartbeat.done for heartbeat in alive)
+
+
+def lost_error(received: Mapping[int, Received], silent: tuple[int, ...]) -> ProcessLostError:
+    """Makes the error that names the first of the silent processes."""
+    process, step, since = silent[0], -1, " and never did" if received else ""
+    if process in received:
+        step = received[process].heartbeat.step
+        since = f" since it started step {step}"
+    return ProcessLostError(f"process {process} shows no sign of life{since}: it died or is stopped", process, step)
+
+
+def timeout_error(
+    received: Mapping[int, Received], silent: tuple[int, ...], own: int, step: int, seconds: float
+) -> StepTimeoutError:
+    """Makes the error of a step in process `own`, which names the process that blocks the step."""
+    timeout, waiting = f"step {step} timed out after {round(seconds, 1):g} s", f"(process {own} is waiting)"
+    # A silent process is a better answer than one that is alive and late: it may be the reason for that.
+    if silent:
+        return StepTimeoutError(f"{timeout}: {lost_error(received, silent)} {waiting}", silent[0], step)
+    # All are alive: the step waits for a process that has not started it.
+    behind = [process for process, last in sorted(received.items()) if last.heartbeat.step < step]
+    if not behind:
+        return StepTimeoutError(f"{timeout} in process {own}, but all processes have started it", None, step)
+    last = received[behind[0]].heartbeat
+    missing = "it" if last.step + 1 == step else f"step {last.step + 1}"
+    what = f"left after step {last.step}" if last.done else f"is alive but has not started {missing}"
+    return StepTimeoutError(f"{timeout}: process {behind[0]} {what} {waiting}", behind[0], step)
 
 
 class _Call(NamedTuple):
@@ -45,8 +159,8 @@ class Watchdog:
         seconds: Number,
         first_seconds: Number,
         step: int,
-        on_timeout: Callable[[heartbeat.StepTimeoutError], Any] | None,
-        channel: heartbeat.Channel | None,
+        on_timeout: Callable[[StepTimeoutError], Any] | None,
+        channel: Channel | None,
         own: int,
         processes: int,
     ):
@@ -68,7 +182,7 @@ class Watchdog:
         self._thread, self._compiling = 0, False
         # (function, instance, signature) of the calls that have run.
         self._known: list[tuple[Any, Any, int]] = []
-        self._received: dict[int, heartbeat.Received] = {}
+        self._received: dict[int, Received] = {}
         self._polled = time.monotonic()  # when the channel last answered
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         tasks = [self._watch_steps] + ([] if channel is None else [self._publish_heartbeats])
@@ -147,10 +261,10 @@ class Watchdog:
             waited = 0.0 if call is None else now - max(since, self._excused)
             if call is not None and waited > call.limit:
                 silent = self._find_silent()
-                if heartbeat.any_compiling(self._received, silent) and now - since < self._first_seconds:
+                if any_compiling(self._received, silent) and now - since < self._first_seconds:
                     self._excused = now
                     continue
-                error = heartbeat.timeout_error(self._received, silent, self._own, call.step, waited)
+                error = timeout_error(self._received, silent, self._own, call.step, waited)
                 # An error of the callback must not keep the process from its end.
                 if self._on_timeout is not None:
                     with contextlib.suppress(Exception):
@@ -169,11 +283,11 @@ class Watchdog:
             done = self._stopped.wait(self._pause)
             # The service may be gone, with process 0; that shows in the age of `_polled`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                own = heartbeat.Heartbeat(self._step, count, done, self._compiling)
+                own = Heartbeat(self._step, count, done, self._compiling)
                 self._channel.write(self._own, json.dumps(own._asdict()))
                 # A process that is on time need not read: that costs process 0 a message of every process.
                 if self._late.is_set() or self._failed.is_set():
-                    self._received = heartbeat.merge(self._received, self._channel.read(), time.monotonic())
+                    self._received = merge_heartbeats(self._received, self._channel.read(), time.monotonic())
                 self._polled = time.monotonic()
             if done:
                 return
@@ -184,9 +298,9 @@ class Watchdog:
         now, longest = time.monotonic(), SILENCE * self._pause
         if self._channel is not None and now - self._polled > longest:
             return (0,) if self._own else ()
-        return heartbeat.silent_processes(self._received, self._others, now, longest)
+        return silent_processes(self._received, self._others, now, longest)
 
-    def _find_lost(self, problem: BaseException) -> heartbeat.ProcessLostError | None:
+    def _find_lost(self, problem: BaseException) -> ProcessLostError | None:
         """Returns an error for the process that died, if that is the cause of an error of XLA."""
         # A program that fails before its call has returned raises ValueError with the name of the status.
         of_xla = isinstance(problem, jax.errors.JaxRuntimeError) or str(problem).startswith("UNKNOWN: ")
@@ -197,7 +311,7 @@ class Watchdog:
         time.sleep((SILENCE + 3) * self._pause)
         self._failed.clear()
         silent = self._find_silent()
-        return heartbeat.lost_error(self._received, silent) if silent else None
+        return lost_error(self._received, silent) if silent else None
 
 
 def watchdog(
@@ -205,7 +319,7 @@ def watchdog(
     *,
     step: int = 0,
     first_timeout_seconds: Number = 600,
-    on_timeout: Callable[[heartbeat.StepTimeoutError], Any] | None = None,
+    on_timeout: Callable[[StepTimeoutError], Any] | None = None,
 ) -> Watchdog:
     """Ends this process if a step does not end in time, with an error that names the process that blocks it.
 
@@ -243,7 +357,7 @@ def watchdog(
     if timeout_seconds <= 0 or first_timeout_seconds <= 0:
         raise ValueError(f"time limits must be positive, got {timeout_seconds} and {first_timeout_seconds} seconds")
     processes = jax.process_count()
-    channel = heartbeat.open_channel(f"watchdog-{next(_numbers)}") if processes > 1 else None
+    channel = open_channel(f"watchdog-{next(_numbers)}") if processes > 1 else None
     first = max(timeout_seconds, first_timeout_seconds)
     return Watchdog(timeout_seconds, first, step, on_timeout, channel, jax.process_index(), processes)
 

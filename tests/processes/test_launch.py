@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jaxdist.processes.launch import ProcessFailedError, job, launch, resources, worker
+from jaxdist.processes.launch import ProcessFailedError, job, launch, worker
 
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
@@ -51,7 +51,7 @@ def start(tmp_path):
     ) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(SCRIPT + body)
         command = ["sh", "-c", f'{shell} exec "$@"', "sh"] if shell else []
-        command += [sys.executable, "-c", ALONE, str(pathlib.Path(resources.__file__).parents[2])]
+        command += [sys.executable, "-c", ALONE, str(pathlib.Path(job.__file__).parents[2])]
         command += [*options, "script.py", *arguments]
         pipes = {"stdout": out, "stderr": out, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
@@ -397,13 +397,13 @@ def test_none_is_left_where_a_log_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_held_port_is_for_process_0_alone():
-    with resources.hold_port() as held:
-        port = resources.port_of(held)
+    with job.hold_port() as held:
+        port = job.port_of(held)
         with (
             socket.create_server(("127.0.0.1", port)),
             pytest.raises(ValueError, match=rf"port {port} is not available .* in use"),
         ):
-            resources.hold_port(port)
+            job.hold_port(port)
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
             pass
 
@@ -411,36 +411,36 @@ def test_a_held_port_is_for_process_0_alone():
 def test_gpus_are_dealt_out(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    name = resources.CHOSEN
-    assert resources.assign_gpus(2, {}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
-    assert resources.assign_gpus(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path) == [{name: "0"}, {name: "1"}]
-    assert resources.assign_gpus(2, {"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
+    name = job.CHOSEN
+    assert job.assign_gpus(2, {}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
+    assert job.assign_gpus(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path) == [{name: "0"}, {name: "1"}]
+    assert job.assign_gpus(2, {"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == [{name: "0,1"}, {name: "2,3"}]
     for variables in ({"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": "-1"}, {name: "0"}):
-        assert resources.assign_gpus(3, variables, tmp_path) == [{}, {}, {}]
+        assert job.assign_gpus(3, variables, tmp_path) == [{}, {}, {}]
     with pytest.raises(ValueError, match="4 GPUs do not divide among 3 processes"):
-        resources.assign_gpus(3, {}, tmp_path)
+        job.assign_gpus(3, {}, tmp_path)
 
 
 def test_processes_on_the_cpu_keep_their_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "is_glibc", lambda: True)
+    monkeypatch.setattr(job, "is_glibc", lambda: True)
     kept = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
     for variables in ({}, {"JAX_PLATFORMS": "cpu"}, {"GLIBC_TUNABLES": "glibc.rtld.nns=4"}, {"LD_PRELOAD": "x.so"}):
-        assert resources.allocator_settings(variables, tmp_path) == kept
+        assert job.allocator_settings(variables, tmp_path) == kept
     for name, value in [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")]:
-        assert resources.allocator_settings({name: value}, tmp_path) == {}
-    assert resources.allocator_settings({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, tmp_path) == {}
-    assert resources.allocator_settings({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) == {}
-    monkeypatch.setattr(resources, "is_glibc", lambda: False)
-    assert resources.allocator_settings({}, tmp_path) == {}
+        assert job.allocator_settings({name: value}, tmp_path) == {}
+    assert job.allocator_settings({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, tmp_path) == {}
+    assert job.allocator_settings({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) == {}
+    monkeypatch.setattr(job, "is_glibc", lambda: False)
+    assert job.allocator_settings({}, tmp_path) == {}
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "kfd", "accel0", "vfio/0"])
 def test_processes_on_accelerators_have_the_allocator_as_it_is(tmp_path, device):
     (tmp_path / device).parent.mkdir(exist_ok=True)
     (tmp_path / device).touch()
-    assert not resources.on_cpu({}, tmp_path)
-    assert resources.on_cpu({"JAX_PLATFORMS": "cpu"}, tmp_path)
-    assert resources.on_cpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == (device == "nvidia0")
+    assert not job.on_cpu({}, tmp_path)
+    assert job.on_cpu({"JAX_PLATFORMS": "cpu"}, tmp_path)
+    assert job.on_cpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == (device == "nvidia0")
 
 
 def test_launch_sets_what_keeps_memory_and_respects_what_is_set(tmp_path, capfd):
@@ -448,11 +448,11 @@ def test_launch_sets_what_keeps_memory_and_respects_what_is_set(tmp_path, capfd)
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     for given in ({"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu", "MALLOC_TOP_PAD_": "0"}):
         launch([sys.executable, "-c", body], 1, logs=tmp_path, environment=environment | given)
-    first = sorted(resources.KEEPING) if resources.is_glibc() else []
+    first = sorted(job.KEEPING) if job.is_glibc() else []
     assert capfd.readouterr().out == f"[0] {first}\n[0] ['MALLOC_TOP_PAD_']\n"
 
 
-@pytest.mark.skipif(not resources.is_glibc(), reason="for glibc")
+@pytest.mark.skipif(not job.is_glibc(), reason="for glibc")
 def test_a_large_block_is_mapped_once(tmp_path, capfd):
     """In a thread, as XLA takes memory: pages that are cleared anew for a block of 80 MiB, which has 20,480."""
     body = """
@@ -468,7 +468,7 @@ def faults():
 thread = threading.Thread(target=lambda: print(faults() and max(faults(), faults()) < 100))
 thread.start()
 """
-    own = resources.user_allocator(os.environ)
+    own = job.user_allocator(os.environ)
     environment = {name: value for name, value in os.environ.items() if name not in own}
     launch([sys.executable, "-c", body], 1, logs=tmp_path, environment=environment | {"JAX_PLATFORMS": "cpu"})
     assert capfd.readouterr().out == "[0] True\n"

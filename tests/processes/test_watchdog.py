@@ -15,9 +15,8 @@ import pytest
 from paths import REPOSITORY, SUPPORT
 
 import jaxdist as jd
-from jaxdist.processes import heartbeat
 from jaxdist.processes import watchdog as make
-from jaxdist.processes.heartbeat import Heartbeat, Received
+from jaxdist.processes.watchdog import Heartbeat, Received
 
 # What comes at once comes before this on a busy machine too; what nothing ends would wait for minutes.
 SOON = 30.0
@@ -28,10 +27,10 @@ module = sys.modules["jaxdist.processes.watchdog"]
 
 
 def test_a_sign_is_new_when_its_count_is():
-    first = heartbeat.merge({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
+    first = module.merge_heartbeats({}, {1: '{"step": 3, "count": 8, "done": false}'}, now=10.0)
     assert first == {1: Received(Heartbeat(3, 8), 10.0)}
-    assert heartbeat.merge(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
-    assert heartbeat.merge(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
+    assert module.merge_heartbeats(first, {1: '{"step": 3, "count": 8}'}, now=11.0) == first
+    assert module.merge_heartbeats(first, {1: '{"step": 3, "count": 9}'}, now=11.0)[1].when == 11.0
 
 
 def test_who_is_silent():
@@ -40,7 +39,7 @@ def test_who_is_silent():
         1: Received(Heartbeat(3, 1), 5.0),
         2: Received(Heartbeat(1, 1, True), 5.0),
     }
-    assert heartbeat.silent_processes(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
+    assert module.silent_processes(seen, range(4), now=10.0, seconds=2.0) == (1, 3)
 
 
 def test_the_one_who_is_missing_is_named():
@@ -52,7 +51,7 @@ def test_the_one_who_is_missing_is_named():
     late, waiting = "step 12 timed out after 30 s", "(process 0 is waiting)"
 
     def error(seen, gone=()):
-        found = heartbeat.timeout_error(seen, gone, 0, 12, 30.0)
+        found = module.timeout_error(seen, gone, 0, 12, 30.0)
         return found.process, found.step, str(found)
 
     assert error(seen) == (2, 12, f"{late}: process 2 is alive but has not started it {waiting}")
@@ -60,10 +59,8 @@ def test_the_one_who_is_missing_is_named():
     assert error({1: seen[1]}) == (None, 12, f"{late} in process 0, but all processes have started it")
     silent = "process 1 shows no sign of life since it started step 12: it died or is stopped"
     assert error(seen, (1,)) == (1, 12, f"{late}: {silent} {waiting}")
-    assert str(heartbeat.lost_error({}, (0,))) == "process 0 shows no sign of life: it died or is stopped"
-    assert (
-        str(heartbeat.lost_error(seen, (4,))) == "process 4 shows no sign of life and never did: it died or is stopped"
-    )
+    assert str(module.lost_error({}, (0,))) == "process 0 shows no sign of life: it died or is stopped"
+    assert str(module.lost_error(seen, (4,))) == "process 4 shows no sign of life and never did: it died or is stopped"
 
 
 # ---- the watchdog of process 0 of two, with a board in memory
@@ -88,10 +85,10 @@ def watch_of_two(other: Heartbeat, alive: bool, **options):
 
     def read():
         said = other._replace(count=time.monotonic_ns() if alive else 0)
-        return texts | {1: heartbeat.json.dumps(said._asdict())}
+        return texts | {1: module.json.dumps(said._asdict())}
 
     settings = {"seconds": 0.5, "first_seconds": 0.5, "step": 12, "on_timeout": None} | options
-    return module.Watchdog(**settings, channel=heartbeat.Channel(texts.__setitem__, read), own=0, processes=2), texts
+    return module.Watchdog(**settings, channel=module.Channel(texts.__setitem__, read), own=0, processes=2), texts
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -226,11 +223,11 @@ def test_a_step_fails_because_another_process_died(ended):
     watch, _ = watch_of_two(Heartbeat(7, 0), False)
     with watch:
         with pytest.raises(
-            heartbeat.ProcessLostError, match="process 1 shows no sign of life since it started step 7"
+            module.ProcessLostError, match="process 1 shows no sign of life since it started step 7"
         ) as lost:
             watch(fails)
         assert (lost.value.process, lost.value.step) == (1, 7)
-        with pytest.raises(heartbeat.ProcessLostError):
+        with pytest.raises(module.ProcessLostError):
             watch(fails, ValueError)
         with pytest.raises(ValueError, match="mine"):
             watch(int, "mine")

@@ -19,7 +19,7 @@ from ...analysis.measured import measure_link
 from ...processes.cluster import AgreementError
 from ...processes.consistency import PACKAGES
 from ...processes.initialize import initialize
-from ...processes.launch import resources
+from ...processes.launch import job
 from ...processes.self_check import CollectiveError, self_check
 from ...runtime.mesh import groups, make_mesh, use_cpu_devices
 from ..running import Integer, new_console
@@ -153,14 +153,14 @@ def list_settings(environment: Mapping[str, str]) -> list[Finding]:
 
 def check_allocator(environment: Mapping[str, str]) -> list[Finding]:
     """Checks that glibc keeps freed memory between steps on the CPU; empty on other platforms and C libraries."""
-    if jax.default_backend() != "cpu" or not resources.is_glibc():
+    if jax.default_backend() != "cpu" or not job.is_glibc():
         return []
-    chosen = " ".join(f"{name}={value}" for name, value in resources.user_allocator(environment).items())
+    chosen = " ".join(f"{name}={value}" for name, value in job.user_allocator(environment).items())
     if chosen:
         # Another choice of the user is reported without a verdict.
-        kept = resources.KEEPING.items() <= environment.items()
+        kept = job.KEEPING.items() <= environment.items()
         return [Finding("freed memory", chosen, "good" if kept else "")]
-    variables = " ".join(f"{name}={value}" for name, value in resources.KEEPING.items())
+    variables = " ".join(f"{name}={value}" for name, value in job.KEEPING.items())
     advice = f"start with jaxdist launch, or with {variables}"
     return [Finding("freed memory", "returned to the system and cleared in every step", "look", advice)]
 
