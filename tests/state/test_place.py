@@ -14,7 +14,7 @@ from jaxdist.asynchronous import SERVER, After, Message, Role, Rule, Send, Site,
 from jaxdist.asynchronous.portable import flat, read, write
 from jaxdist.asynchronous.ray_engine.role_runner import Envelope, RoleRunner
 from jaxdist.asynchronous.ray_engine.state_store import ActorReport, StatePacker, StateStore
-from jaxdist.asynchronous.replay.task import gradient_function
+from jaxdist.asynchronous.replay.base import gradient_function
 
 WORKERS = 3
 SGD = optax.sgd(0.1, momentum=0.5)

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ActorLostError, NonFiniteGradientError
 from ..portable import flat, read, write
 from ..protocol import SERVER, Rule, Site
-from ..replay.task import Task, gradient_function
+from ..replay.base import Task, gradient_function
 from ..values import force
 from .role_runner import RoleRunner
 from .state_store import ActorReport, Entry, StatePacker

@@ -13,8 +13,7 @@ from ..._core.types import Number
 from ..errors import ActorLostError, StalledError
 from ..portable import read
 from ..protocol import RECOVERED, SERVER, Rule
-from ..replay.task import Task
-from ..replay.trace import FAULT, Result, trace_of
+from ..replay.base import FAULT, Result, Task, trace_of
 from ..values import mean_of
 from .actor import Actor, RunConfig
 from .role_runner import Records

@@ -22,7 +22,7 @@ from ..protocol import (
     StepRecord,
 )
 from ..protocol import TIMER as TIMER_KIND
-from ..replay.trace import COLLECTIVE, DONE, MESSAGE, TIMER
+from ..replay.base import COLLECTIVE, DONE, MESSAGE, TIMER
 from ..values import force, mean_of, nbytes_of
 
 # The kind of a contribution to a collective, on its way to the first member of the group.

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..._core.types import Number
 from ..protocol import Rule
-from ..replay.task import Task
-from ..replay.trace import Result
+from ..replay.base import Result, Task
 from .driver import Driver, RunOptions, Status
 
 

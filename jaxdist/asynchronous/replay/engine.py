@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, no_type_check
 
 from ..durations import Durations, outages, stream
 from ..errors import DeadlockError, TooManyEventsError
-from ..links import Links
+from ..links import Busy, Links, book, first_gap
 from ..protocol import (
     COMPUTED,
     RECOVERED,
@@ -28,8 +28,7 @@ from ..protocol import (
 )
 from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
-from .cards import Busy, book, first_gap
-from .trace import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
+from .base import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
 
 
 @dataclass

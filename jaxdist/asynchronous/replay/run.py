@@ -15,9 +15,8 @@ from ..links import Links, instant
 from ..portable import flat, read, write
 from ..protocol import Rule
 from ..values import Spec, force, spec_of
+from .base import Result, Task, gradient_function, trace_of
 from .engine import Engine, ReplayConfig, ReplayState, begin_replay, copy_state
-from .task import Task, gradient_function
-from .trace import Result, trace_of
 
 _FOREVER = 2**62
 # Integers per row of these columns of a state.
