@@ -17,8 +17,8 @@ from typing import Any
 import optax
 from common import write_record
 
+from jaxdist._cli.commands.replay import make_task
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import Rule, durations, links, replay, rules
 
 SGD = optax.sgd(0.02)
@@ -44,7 +44,7 @@ def timing(name: str, rule: Rule, workers: int, gradients: int) -> dict[str, Any
 
 def real(name: str, rule: Rule, workers: int, each: int, batch: int) -> dict[str, Any]:
     """Times a run in which every worker computes about `each` gradients, from compilation to the last evaluation."""
-    task = asynchronous.make_task(parse.parse_workload("digits", "convnet:8"), batch=batch, seed=0, workers=workers)
+    task = make_task(parse.parse_workload("digits", "convnet:8"), batch=batch, seed=0, workers=workers)
     began = time.perf_counter()
     run = replay.run(rule, task, durations=LAW, workers=workers, gradients=workers * each, evaluate_every=each / 20)
     seconds = time.perf_counter() - began

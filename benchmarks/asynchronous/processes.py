@@ -21,9 +21,9 @@ import numpy as np
 import optax
 from common import write_record
 
+from jaxdist._cli.commands.replay import make_task
 from jaxdist._cli.models.digits import Digits, splits
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import ray_engine, replay
 from jaxdist.asynchronous.durations import constant
 
@@ -136,7 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> None:
     workload = parse.parse_workload("digits", given.model)
     sizes = {"batch": given.batch, "workers": WORKERS}
-    *tasks, other = [asynchronous.make_task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
+    *tasks, other = [make_task(workload, seed=seed, **sizes) for seed in range(given.seeds + 1)]
     file = given.out / "processes.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     found["settings"] = {"model": given.model, "factor": FACTOR, "target": TARGET, "cores": os.cpu_count()} | sizes

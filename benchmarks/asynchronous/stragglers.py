@@ -35,9 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist._cli.commands.replay import make_task, staleness
 from jaxdist._cli.models.digits import Digits, equal_parts, splits
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import asynchronous
 from jaxdist.asynchronous import Rule, durations, links, replay
 
 BATCH, GRADIENT, SPREAD, FACTOR = 16, 5e-3, 0.2, 6
@@ -161,7 +161,7 @@ def perceptron(hidden: int, size: int) -> Problem:
 def network(workers: int, size: int) -> Problem:
     """A convolutional net on all digits."""
     workload = parse.parse_workload("digits", "convnet:8")
-    plain = asynchronous.make_task(workload, batch=size, seed=0, workers=workers)
+    plain = make_task(workload, batch=size, seed=0, workers=workers)
     _, held = splits()
     accuracy = jax.jit(lambda model: workload.metrics(model, held)["accuracy"])
     return Problem(beside_a_rate(plain), workload.init, accuracy, lambda model: math.nan)
@@ -263,7 +263,7 @@ def run(name: str, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
         if scene.skew is None and np.isfinite(to_target(result)):
             break
     reached, gradients = to_target(result), result.trace.gradients
-    staleness = asynchronous.staleness(name.partition("/")[0], result.trace)
+    old = staleness(name.partition("/")[0], result.trace)
     counted = float((gradients.tick <= reached * result.ticks_per_second).sum()) if np.isfinite(reached) else math.inf
     size = BATCH // PIECES.get(rule.name, 1)
     problem, model = problem_of(scene.workers, scene.skew, scene.hidden, size), result.params["model"]
@@ -274,7 +274,7 @@ def run(name: str, scene: Scene, rate: float, seed: int) -> dict[str, Any]:
         "slow worker's loss": float(problem.own(model)),
         "accuracy": float(problem.accuracy(model)),
         "gradients a second": len(gradients) / result.seconds,
-        "staleness": float(staleness.mean()) if len(staleness) else 0.0,
+        "staleness": float(old.mean()) if len(old) else 0.0,
         "computing": float(result.computing.mean()),
         "bytes a gradient": float(result.sent.sum() / max(1, len(gradients))),
         "curve": {

@@ -17,10 +17,9 @@ from ..processes.launch import __main__ as launcher
 from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import CompareOptions, run_compare
 from .commands.doctor import DoctorOptions, run_doctor
-from .commands.islands import IslandsOptions, run_islands
 from .commands.plan import PlanOptions, run_plan
-from .commands.reducers import ReducersOptions, run_reducers
 from .commands.replay import ReplayOptions, run_replay
+from .commands.show import IslandsOptions, ReducersOptions, run_islands, run_reducers
 from .commands.topology import TopologyOptions, run_topology
 from .commands.train import TrainOptions, run_train
 from .commands.tune import TuneOptions, run_tune

@@ -9,7 +9,7 @@ import pytest
 
 import jaxdist as jd
 from jaxdist._cli import main as cli
-from jaxdist._cli.spellings import parse, schedules
+from jaxdist._cli.spellings import parse, tables
 
 
 def rates(spelling, steps=10):
@@ -103,6 +103,6 @@ def test_commands_take_the_length_from_steps(arguments, tmp_path):
 
 
 def test_plans_do_not_depend_on_the_length():
-    method = parse.parse_method("exact", "adamw:1e-3,schedule=cosine,warmup_steps=100", schedules.ANY_STEPS)
+    method = parse.parse_method("exact", "adamw:1e-3,schedule=cosine,warmup_steps=100", tables.ANY_STEPS)
     state = method.optimizer.init(jnp.zeros(3))
     assert method.optimizer.update(jnp.ones(3), state, jnp.zeros(3))

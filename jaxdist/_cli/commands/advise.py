@@ -18,7 +18,7 @@ from ..figures import in_bytes, in_rate, new_table
 from ..models.base import Workload, check_batch
 from ..running import File, Integer, Number, Text, new_console, print_paths
 from ..spellings import parse
-from ..spellings.schedules import ANY_STEPS
+from ..spellings.tables import ANY_STEPS
 from ..training import costs
 from ..training.costs import AXIS
 

@@ -19,7 +19,7 @@ from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, ne
 from ..models import gpt
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
-from ..spellings.schedules import ANY_STEPS
+from ..spellings.tables import ANY_STEPS
 from ..training.one_worker import parse_offload
 
 PARTS = {"parameters": COLORS[1], "optimizer state": COLORS[6], "batch": COLORS[3], "temporaries": "#B8B8B8"}

@@ -1,11 +1,15 @@
 """`jaxdist replay`: asynchronous methods on a virtual clock."""
 
 import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
@@ -16,10 +20,11 @@ from rich.table import Table
 
 from ...asynchronous import replay
 from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, write
+from ..models.base import Workload
+from ..models.digits import Digits, equal_parts, splits
 from ..running import File, Number, Text, new_console, path_in, print_paths
 from ..spellings import parse
-from ..training import asynchronous
-from ..training.asynchronous import staleness
+from ..spellings.grammar import parse_call
 
 EVALUATIONS = 60
 WAITING = "#D9D9D9"
@@ -93,7 +98,7 @@ def run_replay(chosen: ReplayOptions) -> None:
     model = chosen.model or ("convnet:8" if chosen.workload == "digits" else None)
     workload = parse.parse_workload(chosen.workload, model)
     data = {"batch": chosen.batch, "seed": chosen.seed, "workers": chosen.workers, "skew": chosen.skew}
-    task = asynchronous.make_task(workload, **data)
+    task = make_task(workload, **data)
     settings = {"workers": chosen.workers, "durations": law, "links": parse.parse_links(chosen.link)}
     settings |= {"seed": chosen.seed, "timing_only": chosen.timing_only}
     if not chosen.timing_only:
@@ -108,7 +113,7 @@ def run_replay(chosen: ReplayOptions) -> None:
             result = _simulate(name, clock, chosen.seconds, console)
             finished.append((name, result))
             if log is not None:
-                asynchronous.write_events(name, result, log)
+                write_events(name, result, log)
     title = (
         f"{workload.name}, {chosen.workers} workers, gradients take {law.name}, {chosen.optimizer}, seed {chosen.seed}"
     )
@@ -130,6 +135,50 @@ def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Conso
             now += f", loss {state.losses[-1]:.3f}" if len(state.losses) else ""
             progress.update(bar, completed=piece, now=now)
     return clock.result(state)
+
+
+def make_task(workload: Workload, *, batch: int, seed: int, workers: int, skew: float | None = None) -> replay.Task:
+    """Makes the task of the workers, with batches drawn from (seed, worker, job), evaluated on the held-out data.
+
+    With `skew`, for digits, each worker has its own mixture of labels, with this concentration.
+    """
+
+    def draw_alike(seed: int, worker: int, job: int) -> Any:
+        # One step number for each pair of job and worker.
+        return workload.batch(seed, (job << 24) | worker, batch)
+
+    def draw_own(train: Digits, parts: list[np.ndarray], seed: int, worker: int, job: int) -> Digits:
+        # Each worker draws from its own part alone, which makes the data of the workers differ.
+        rows = np.random.default_rng((seed, worker, job)).choice(parts[worker], batch)
+        return Digits(train.images[rows], train.labels[rows])
+
+    draw_batch = draw_alike
+    if skew is not None:
+        if workload.name != "digits":
+            raise ValueError(f"--skew is for the workload 'digits', got {workload.name!r}")
+        train, _ = splits()
+        draw_batch = partial(draw_own, train, equal_parts(train.labels, workers, concentration=skew))
+
+    # Held-out batches and the compiled metrics are made once, for all evaluations of all rules.
+    held_out = workload.held_out(256)
+    metrics = jax.jit(workload.metrics)
+
+    def evaluate(params: Any) -> Any:
+        return jnp.mean(jnp.stack([metrics(params, rows)["loss"] for rows in held_out]))
+
+    return replay.Task(workload.init(jax.random.key(seed)), workload.loss, draw_batch, evaluate)
+
+
+def staleness(name: str, trace: replay.Trace) -> np.ndarray:
+    """The staleness of each gradient used: in versions of the model, or for `ad_psgd`, which has none, in gradients."""
+    return replay.peer_delays(trace) if parse_call(name)[0] == "ad_psgd" else replay.delays(trace)
+
+
+def write_events(name: str, run: replay.Result, log: TextIO) -> None:
+    """Writes each event as a line of JSON, with the rule's name first."""
+    for line in replay.event_lines(run.trace):
+        # Spliced as text: the lines are JSON already, and there are many.
+        log.write(json.dumps({"rule": name})[:-1] + ", " + line[1:] + "\n")
 
 
 def rules_table(finished: list[tuple[str, replay.Result]], target: float | None) -> Table:

@@ -35,9 +35,9 @@ from ..running import (
     unit_of,
 )
 from ..spellings import parse
-from ..training import asynchronous, train
+from ..training import train
 from ..training.one_worker import parse_offload
-from .replay import draw_replays, rules_table
+from .replay import draw_replays, make_task, rules_table, write_events
 
 MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
 ISLAND_OPTIONS = ("name", "round_timeout", "begin_with")
@@ -274,7 +274,7 @@ def train_processes(chosen: TrainOptions) -> None:
             raise ValueError(f"--{name} must be positive, got {getattr(chosen, name)}")
     rule = parse.parse_rule(chosen.rule, parse.parse_optimizer(chosen.optimizer), chosen.gradient)
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
-    task = asynchronous.make_task(workload, batch=chosen.batch, seed=chosen.seed, workers=chosen.workers)
+    task = make_task(workload, batch=chosen.batch, seed=chosen.seed, workers=chosen.workers)
     console = new_console()
     run = _run_processes(chosen, chosen.workers, rule, task, console)
     settings = {"rule": chosen.rule, "optimizer": chosen.optimizer, "workload": workload.name, "model": chosen.model}
@@ -284,7 +284,7 @@ def train_processes(chosen: TrainOptions) -> None:
         results.write_line(log, {"kind": "run", "engine": "ray", **settings})
         for seconds, loss in zip(run.times.tolist(), run.losses.tolist()):
             results.write_line(log, {"kind": "evaluation", "rule": chosen.rule, "seconds": seconds, "loss": loss})
-        asynchronous.write_events(chosen.rule, run, log)
+        write_events(chosen.rule, run, log)
         counts = {"steps": len(run.trace.steps), "gradients": len(run.trace.gradients), "seconds": run.seconds}
         sent = {"held_out_loss": run.losses[-1].item(), "sent": run.sent.tolist(), "computing": run.computing.tolist()}
         results.write_line(log, {"kind": "summary", "rule": chosen.rule, **counts, **sent, "down": run.down.tolist()})

@@ -23,7 +23,7 @@ from ...transforms.all_reduce import all_reduce
 from ...transforms.common import LearningRate
 from ..models import gpt
 from ..models.base import TrainingMethod, Workload
-from . import grammar, schedules
+from . import grammar, tables
 from .grammar import call, parse_call
 from .tables import AVERAGING, COLLECTIVES, FEEDBACK, LAWS, OPTIMIZERS, REDUCERS, RULES, SYNCS
 
@@ -175,7 +175,7 @@ def parse_optimizer(text: str, steps: int | None = None) -> optax.GradientTransf
     """Makes any optax optimizer from `name:learning_rate[,key=value...]`, as in `adamw:3e-4,b2=0.95`.
 
     `schedule=`, `warmup_steps=`, `decay_steps=` and `end_factor=` change the rate over the `steps` of the run: see
-    `schedules.make_rate`.
+    `tables.make_rate`.
     """
     name, values, keywords = parse_call(text)
     if name not in list_optimizers():
@@ -183,7 +183,7 @@ def parse_optimizer(text: str, steps: int | None = None) -> optax.GradientTransf
     if not values and "learning_rate" not in keywords:
         raise ValueError(f"optimizer {text!r} needs a learning rate, as in {name}:3e-4")
     factory = getattr(optax, name)
-    known = [*inspect.signature(factory).parameters, *schedules.ARGUMENTS]
+    known = [*inspect.signature(factory).parameters, *tables.SCHEDULE_ARGUMENTS]
     for keyword in keywords:
         if keyword not in known:
             grammar.refuse_name(f"argument {keyword!r} of optimizer", text, keyword, known)
@@ -206,7 +206,7 @@ def _take_rate(text: str, values: Sequence[Any], keywords: dict[str, Any], steps
     # Text would fail only when the first step is traced.
     if type(rate) not in (int, float):
         raise ValueError(f"optimizer {text!r}: the learning rate must be a number, got {rate!r}")
-    return schedules.make_rate(text, rate, schedules.take_schedule(keywords), steps)
+    return tables.make_rate(text, rate, tables.take_schedule(keywords), steps)
 
 
 def is_sync(text: str) -> bool:

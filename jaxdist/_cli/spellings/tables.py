@@ -1,4 +1,7 @@
-"""All names that a command line knows, with their factories; the arguments are read from the signatures."""
+"""All names that a command line knows, with their factories; the arguments are read from the signatures.
+
+Learning-rate schedules have no names of their own: `adamw:4e-3,schedule=cosine,warmup_steps=100`.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +15,7 @@ from ...asynchronous import durations, rules
 from ...asynchronous.protocol import Rule
 from ...topology.base import Topology
 from ...topology.varying import relabeled_ring
+from ...transforms.common import LearningRate
 from .grammar import Spelling, refuse_name
 
 FEEDBACK = {
@@ -105,6 +109,10 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
     "path": topology.path,
     "binary-tree": topology.binary_tree,
 }
+SCHEDULES = ("constant", "cosine", "linear")
+SCHEDULE_ARGUMENTS = ("schedule", "warmup_steps", "decay_steps", "end_factor")
+# For commands that compile or time a step without training: its length changes neither.
+ANY_STEPS = 1 << 30
 
 
 def find_graph(name: str) -> Callable[[int], Topology]:
@@ -217,3 +225,66 @@ LAWS = {
     name: Spelling(getattr(durations, name), "")
     for name in ("constant", "exponential", "shifted_exponential", "lognormal")
 }
+
+
+def take_schedule(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Removes the arguments of a schedule from those of an optimizer, and returns them.
+
+    Examples:
+      >>> keywords = {"b2": 0.99, "schedule": "cosine"}
+      >>> take_schedule(keywords), keywords
+      ({'schedule': 'cosine'}, {'b2': 0.99})
+    """
+    return {name: keywords.pop(name) for name in SCHEDULE_ARGUMENTS if name in keywords}
+
+
+def make_rate(text: str, rate: float | int, given: dict[str, Any], steps: int | None) -> LearningRate:
+    """Makes the learning rate of an optimizer: a number, or a schedule if its spelling has arguments of one.
+
+    In the first `warmup_steps` the rate rises linearly to `rate`; by the end of `decay_steps`, which include them, it
+    falls to `end_factor * rate`, along a cosine or a line, and stays there.
+
+    Args:
+      text: the spelling, for messages.
+      given: the arguments of the schedule, from `take_schedule`.
+      steps: the length of the run, the default of `decay_steps`; None if the command has no number of steps.
+
+    Examples:
+      >>> rate = make_rate("sgd:0.1,schedule=linear,warmup_steps=2", 0.1, {"schedule": "linear", "warmup_steps": 2}, 6)
+      >>> [round(float(rate(step)), 3) for step in range(8)]
+      [0.05, 0.1, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
+    """
+    if not given:
+        return rate
+    _check_schedule(text, given)
+    name, warm = given.get("schedule", "constant"), given.get("warmup_steps", 0)
+    # The first step has a rate above zero: 1/warm of the full rate.
+    rise = optax.linear_schedule(rate / max(warm, 1), rate, max(warm - 1, 1))
+    if name == "constant":
+        return optax.join_schedules([rise, optax.constant_schedule(rate)], [warm])
+    last, end = given.get("decay_steps", steps), given.get("end_factor", 0.0)
+    if last is None:
+        raise ValueError(f"optimizer {text!r}: this command has no number of steps; add decay_steps=N to the schedule")
+    if warm >= last:
+        raise ValueError(f"optimizer {text!r}: warmup_steps={warm} leaves none of the {last} steps for {name}")
+    length = last - warm
+    if name == "cosine":
+        fall = optax.cosine_decay_schedule(rate, length, alpha=end)
+    else:
+        fall = optax.linear_schedule(rate, end * rate, length)
+    return optax.join_schedules([rise, fall], [warm])
+
+
+def _check_schedule(text: str, given: dict[str, Any]) -> None:
+    """Checks the arguments of a schedule by themselves."""
+    name, end = given.get("schedule", "constant"), given.get("end_factor", 0.0)
+    if name not in SCHEDULES:
+        refuse_name("schedule", f"{name}", f"{name}", SCHEDULES)
+    for key in ("warmup_steps", "decay_steps"):
+        if key in given and (type(given[key]) is not int or given[key] < 0):
+            raise ValueError(f"optimizer {text!r}: {key} must be a whole number of steps, got {given[key]!r}")
+    if type(end) not in (int, float) or not 0 <= end <= 1:
+        raise ValueError(f"optimizer {text!r}: end_factor must be from 0 to 1, got {end!r}")
+    extra = {"decay_steps", "end_factor"} & set(given)
+    if name == "constant" and extra:
+        raise ValueError(f"optimizer {text!r}: {min(extra)} goes with schedule=cosine or schedule=linear")

@@ -17,8 +17,7 @@ from ...runtime.mesh import global_batch, make_mesh
 from ...state.placement import init_state
 from ..models.base import TrainingMethod, Workload
 from ..spellings import parse
-from ..spellings.schedules import ANY_STEPS
-from ..spellings.tables import SYNCS
+from ..spellings.tables import ANY_STEPS, SYNCS
 from .one_worker import one_worker
 from .train import Run
 
