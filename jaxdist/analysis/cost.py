@@ -65,12 +65,12 @@ class Crossing(NamedTuple):
     seconds: float
 
 
-_TPU = "https://cloud.google.com/tpu/docs/"  # the pages v5e, v5p and v6e there give the figures of each generation
 _T, _G = 1e12, 1e9
 
-# TPU: peak in bfloat16, which float32 products use too by default; memory and its bandwidth as on the pages above. The
-# compiler refuses v5e programs of more than 15.75 GiB. The host's link is a share of PCIe, 16 lanes of generation 3 or
-# more: 15 GB/s ("How To Scale Your Model", jax-ml.github.io/scaling-book/tpus, 2025), twice that on v6e (generation 5).
+# TPU: peak in bfloat16, which float32 products use too by default; memory and its bandwidth as on the pages v5e, v5p
+# and v6e below https://cloud.google.com/tpu/docs/. The compiler refuses v5e programs of more than 15.75 GiB. The host's
+# link is a share of PCIe, 16 lanes of generation 3 or more: 15 GB/s ("How To Scale Your Model",
+# jax-ml.github.io/scaling-book/tpus, 2025), twice that on v6e (generation 5).
 # GPU: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU" data sheets, SXM, without sparsity; float32 is
 # TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way.
 _HOPPER = {"bfloat16": 989 * _T, "float16": 989 * _T, "float8": 1979 * _T, "int8": 1979 * _T, "other": 494.7 * _T}
