@@ -13,8 +13,7 @@ from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Law, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at

@@ -10,8 +10,7 @@ import optax
 from .._core.jaxprs import CASTS, ELEMENTWISE, evaluate
 from .._core.types import PyTree, State, Updates
 from ..comm.base import Comm
-from ..reducers.base import Extras, Reducer
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, exact
 from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..wire.shards import group_by_sharding, map_groups, select_leaves, whole_likes
 

@@ -13,8 +13,7 @@ from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..compressors.qsgd import qsgd
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, check_reducer, exact
 from ..reducers.feedback import error_feedback
 from ..reducers.two_shot import two_shot
 from ..reducers.with_stats import add_bytes

@@ -15,8 +15,7 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, check_reducer, exact
 from ..reducers.feedback import ErrorFeedbackState, error_feedback
 from ..reducers.two_shot import TwoShotState, two_shot
 from ..reducers.with_stats import add_bytes

@@ -17,10 +17,10 @@ from .base import Law as Law
 from .base import Messages as Messages
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
+from .base import exact as exact
 from .base import from_generator as from_generator
 from .compressed import compressed as compressed
 from .dgc import dgc as dgc
-from .exact import exact as exact
 from .feedback import ef21 as ef21
 from .feedback import error_feedback as error_feedback
 from .feedback import loco as loco

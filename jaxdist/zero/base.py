@@ -15,8 +15,7 @@ from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
-from ..reducers.base import Extras, Reducer, is_map_params_placeholder, shards_of
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, exact, is_map_params_placeholder, shards_of
 from ..state.marks import NO_PARAMETER, OnHost, Sharded, beside, bind, is_mark, with_value
 from ..transforms.local_gradients import (
     check_leaves,
