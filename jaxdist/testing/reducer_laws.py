@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
-from ..comm.base import Comm
-from ..comm.groups import alone, nested
+from ..comm.base import Comm, alone, nested
 from ..comm.over import over
 from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
 from ..reducers.feedback import error_feedback
