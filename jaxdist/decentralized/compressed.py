@@ -16,9 +16,8 @@ from ..compressors.base import Compressor
 from ..topology.base import Topology
 from ..transforms.common import zeros_like
 from ..wire.encoded import contraction_form
-from ..wire.flat import fuse_bytes, stack_by_shape, unstack
+from ..wire.flat import fuse_bytes, map_groups, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
-from ..wire.shards import map_groups
 from .method import (
     Method,
     StepContext,

@@ -13,8 +13,7 @@ from .._core.types import Array, PyTree
 from ..comm.base import Comm
 from ..topology.base import Topology, matrix
 from ..topology.coloring import color_edges
-from ..wire.flat import fuse
-from ..wire.shards import map_groups
+from ..wire.flat import fuse, map_groups
 from .method import Method, StepContext, StepResult, check_static
 
 

@@ -17,8 +17,7 @@ from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step
 from ..transforms.local_gradients import check_leaves, check_shards
-from ..wire.flat import fuse
-from ..wire.shards import map_groups
+from ..wire.flat import fuse, map_groups
 from .fragments import SyncPeriod, check_period, period_at
 from .state import check_step, copy_wide
 from .synchronize import cond_or_static, merge_anchor, parse_sync_override, round_like, skip

@@ -17,7 +17,7 @@ from ..state.marks import NO_PARAMETER, PerWorker, beside, is_mark, with_value
 from ..transforms.common import check_per_worker
 from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
-from ..wire.shards import gather_marked, split_marked
+from ..wire.flat import gather_marked, split_marked
 from .fragments import merge, split
 from .sharded import exact_mean
 from .synchronize import Fragment, cond_or_static

@@ -18,8 +18,7 @@ from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Up
 from ..comm.base import Comm
 from ..compressors.base import Codec, Compressor
 from ..wire.encoded import NO_CONTRACTION, contraction_form
-from ..wire.flat import fuse, fuse_bytes
-from ..wire.shards import rows
+from ..wire.flat import fuse, fuse_bytes, rows
 
 
 class Law(enum.IntEnum):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
-from ..wire.shards import length
+from ..wire.flat import length
 from .base import (
     Extras,
     Forms,

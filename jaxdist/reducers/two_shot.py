@@ -17,8 +17,20 @@ from ..compressors.base import Compressor
 from ..compressors.packing import pack, unpack
 from ..state.marks import Sharded, with_value
 from ..wire.encoded import contraction_form, decode_mean, step_key
-from ..wire.flat import MULTIPLE, concatenate, from_vectors, fuse_bytes, group_alike, vector_likes, vectors
-from ..wire.shards import clear_padding, concat_rows, rows, split_leaves, unshard
+from ..wire.flat import (
+    MULTIPLE,
+    clear_padding,
+    concat_rows,
+    concatenate,
+    from_vectors,
+    fuse_bytes,
+    group_alike,
+    rows,
+    split_leaves,
+    unshard,
+    vector_likes,
+    vectors,
+)
 from .base import (
     NO_EXTRAS,
     DrawState,

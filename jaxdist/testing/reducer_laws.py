@@ -17,7 +17,7 @@ from ..reducers.feedback import error_feedback
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
-from ..wire.shards import length
+from ..wire.flat import length
 
 LIKE = {
     "matrix": jax.ShapeDtypeStruct((8, 6), jnp.float32),

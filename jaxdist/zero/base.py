@@ -29,8 +29,7 @@ from ..transforms.local_gradients import (
 )
 from ..transforms.quantized_state import is_coded
 from ..wire.encoded import contraction_form
-from ..wire.flat import MULTIPLE
-from ..wire.shards import length, piece
+from ..wire.flat import MULTIPLE, length, piece
 from .parts import Part, as_parts, is_part, local_shard, on_parts
 from .shards import (
     StateCodec,
