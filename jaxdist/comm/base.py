@@ -143,6 +143,17 @@ def total_bytes(ledger: list[Sent]) -> Array | float:
     return sum((sent.bytes for sent in ledger), 0.0)
 
 
+def add_bytes(words: Array, sent: Any) -> Array:
+    """Adds bytes to (high, low) words; bytes are static unless some are sent under a condition."""
+    if isinstance(sent, float):
+        high, low = map(jnp.uint32, divmod(round(sent), 1 << 32))
+    else:
+        high, low = jnp.uint32(0), sent.astype(jnp.uint32)
+    # Unsigned words wrap around: a sum below one of its terms has a carry.
+    total = words[1] + low
+    return jnp.stack([words[0] + high + (total < low).astype(jnp.uint32), total])
+
+
 def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *operands: Any) -> Any:
     """`lax.cond` whose branches may communicate: `on_true(comm, *operands)` or `on_false(comm, *operands)`.
 

@@ -12,9 +12,9 @@ from .. import comm as comms
 from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
+from ..comm.base import add_bytes
 from ..comm.over import over
 from ..reducers.base import Law, Reducer, check_reducer, exact
-from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes

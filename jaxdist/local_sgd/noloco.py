@@ -11,9 +11,8 @@ from .. import comm as comms
 from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Key, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..comm.over import over
-from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step
 from ..transforms.local_gradients import check_leaves, check_shards

@@ -11,9 +11,8 @@ from .. import comm as comms
 from .._core.checks import NO_PARAMS
 from .._core.trees import next_count, plus, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..comm.over import over
-from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, with_value
 from ..topology.base import Topology
 from ..topology.spectrum import is_doubly_stochastic

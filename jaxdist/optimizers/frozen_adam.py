@@ -10,13 +10,12 @@ import optax
 from .. import comm as comms
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..compressors.qsgd import qsgd
 from ..compressors.sign import scaled_sign
 from ..reducers.base import Extras, Reducer, check_reducer, exact
 from ..reducers.feedback import error_feedback
 from ..reducers.two_shot import two_shot
-from ..reducers.with_stats import add_bytes
 from ..state.marks import bind
 from ..transforms.common import LearningRate, moving_average, zeros_like
 from ..transforms.local_gradients import check_leaves

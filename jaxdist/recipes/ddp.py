@@ -9,9 +9,9 @@ from jaxtyping import DTypeLike
 from .._core.types import AxisNames, Like, PyTree
 from ..compressors.cast import cast
 from ..reducers.base import Reducer, exact, list_named_leaves
+from ..reducers.combinators import per_leaf
 from ..reducers.compressed import compressed
 from ..reducers.partitioned import bucketed
-from ..reducers.per_leaf import per_leaf
 from ..transforms.all_reduce import all_reduce
 
 

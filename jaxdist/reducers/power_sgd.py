@@ -33,7 +33,7 @@ from ..wire.low_rank import (
 )
 from ..wire.low_rank import squarest_view as squarest_view
 from .base import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, exact, from_generator, run
-from .reducer_schedule import reducer_schedule
+from .combinators import reducer_schedule
 
 Own = Literal["local", "paper"]
 
