@@ -3,7 +3,7 @@
 import optax
 
 from .._core.types import AxisNames
-from ..optimizers.base import check_adam
+from ..optimizers.frozen_adam import check_adam
 from ..reducers.base import Reducer
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate
