@@ -39,9 +39,17 @@ from .nested import (
     unmark_inner,
     update_inner_buffers,
 )
-from .sharded import check_entrywise, init_reducer
 from .state import Buffers, LocalStepsState, check_step, copy_wide, merge_state, split_state
-from .synchronize import Fragment, merge_anchor, parse_sync_override, set_anchor, synchronize_fragment, warm_mean
+from .synchronize import (
+    Fragment,
+    check_entrywise,
+    init_reducer,
+    merge_anchor,
+    parse_sync_override,
+    set_anchor,
+    synchronize_fragment,
+    warm_mean,
+)
 
 
 class _Config(NamedTuple):

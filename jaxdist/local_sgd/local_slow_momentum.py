@@ -14,9 +14,8 @@ from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.local_gradients import check_leaves, check_shards
 from .fragments import SyncPeriod, check_period, period_at
-from .sharded import check_entrywise
 from .state import check_step, copy_wide
-from .synchronize import cond_or_static, merge_anchor, round_like, skip
+from .synchronize import check_entrywise, cond_or_static, merge_anchor, round_like, skip
 
 
 class LocalSlowMomentumState(NamedTuple):

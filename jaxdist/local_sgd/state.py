@@ -19,8 +19,7 @@ from ..transforms.local_gradients import check_leaves, check_local
 from ..transforms.quantized_state import is_coded
 from ..wire.flat import gather_marked, split_marked
 from .fragments import merge, split
-from .sharded import exact_mean
-from .synchronize import Fragment, cond_or_static
+from .synchronize import Fragment, cond_or_static, exact_mean
 
 Buffers = Literal["maintain", "reset", "average"]
 
