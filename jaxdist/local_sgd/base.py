@@ -30,16 +30,21 @@ from .fragments import (
     period_at,
     split,
 )
-from .nested import (
+from .state import (
+    Buffers,
+    LocalStepsState,
     check_nested,
+    check_step,
+    copy_wide,
     has_models,
     inner_anchor,
     mark_inner,
+    merge_state,
     restart_models,
+    split_state,
     unmark_inner,
     update_inner_buffers,
 )
-from .state import Buffers, LocalStepsState, check_step, copy_wide, merge_state, split_state
 from .synchronize import (
     Fragment,
     check_entrywise,
