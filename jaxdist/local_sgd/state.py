@@ -1,4 +1,7 @@
-"""The state of `local_steps`, its split into fragments, and the treatment of the inner state in a synchronization."""
+"""The state of `local_steps`, its split into fragments, and what a synchronization does to the inner state.
+
+The inner optimizer may keep models itself: gossip on the axis of `local_steps`, or local steps on a faster one.
+"""
 
 from collections.abc import Sequence
 from functools import partial
