@@ -11,8 +11,7 @@ from .._core.descriptions import with_description
 from .._core.trees import plus
 from .._core.types import Array, PyTree
 from ..comm.base import Comm
-from ..topology.base import Topology, matrix
-from ..topology.coloring import color_edges
+from ..topology.base import Topology, color_edges, matrix
 from ..wire.flat import fuse, map_groups
 from .method import Method, StepContext, StepResult, check_static
 
