@@ -60,15 +60,15 @@ def relay_sgd() -> Method:
       Vogels, He, Koloskova, Lin, Karimireddy, Stich, Jaggi, "RelaySum for Decentralized Deep Learning on Heterogeneous
       Data", arXiv:2110.04175, 2021.
     """
-    return Method(_check_tree, _init, _step)
+    return Method(_check_tree, _init_messages, _relay_step)
 
 
-def _init(params: PyTree, topology: Topology) -> list[PyTree]:
+def _init_messages(params: PyTree, topology: Topology) -> list[PyTree]:
     # The last message of each color: the mean of models that all are x_0.
     return [params] * len(_colors(topology))
 
 
-def _step(context: StepContext) -> StepResult:
+def _relay_step(context: StepContext) -> StepResult:
     comm, workers = context.comm, context.topology.workers
     steps, inner = context.adapt(context.gradients)
     own, structure = jax.tree.flatten(plus(context.params, steps))
@@ -83,14 +83,14 @@ def _step(context: StepContext) -> StepResult:
         total = _sum_weighted(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
         count = workers - behind[i]
         sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
-        received = jax.tree.leaves(map_groups(partial(_send, comm, color), structure.unflatten(sent)))
+        received = jax.tree.leaves(map_groups(partial(_send_color, comm, color), structure.unflatten(sent)))
         messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
     params = [x / workers for x in _sum_weighted(own, behind, messages)]
     return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
 
 
-def _send(comm: Comm, color: _Color, tree: PyTree) -> PyTree:
+def _send_color(comm: Comm, color: _Color, tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(fuse(lambda x: comm.ppermute(x, color.pairs), leaves))
 
