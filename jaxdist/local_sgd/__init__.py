@@ -5,9 +5,6 @@ from .fragments import Fragments as Fragments
 from .fragments import balanced as balanced
 from .fragments import due_fragments as due_fragments
 from .fragments import strided as strided
-from .local_slow_momentum import LocalSlowMomentumState as LocalSlowMomentumState
-from .local_slow_momentum import local_slow_momentum as local_slow_momentum
-from .noloco import noloco as noloco
 from .palsgd import palsgd as palsgd
 from .palsgd import random_pull as random_pull
 from .recipes import diloco as diloco
@@ -24,3 +21,6 @@ from .sampling import LossTable as LossTable
 from .sampling import loss_biased_sampling as loss_biased_sampling
 from .sampling import participation as participation
 from .state import global_params as global_params
+from .without_all_reduce import LocalSlowMomentumState as LocalSlowMomentumState
+from .without_all_reduce import local_slow_momentum as local_slow_momentum
+from .without_all_reduce import noloco as noloco
