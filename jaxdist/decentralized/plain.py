@@ -1,4 +1,4 @@
-"""Averages of whole models: with neighbors (D-PSGD), over links in one direction (SGP, OSGP), along a tree (RelaySGD)."""
+"""Averages of whole models: with neighbors (D-PSGD), over one-way links (SGP, OSGP), along a tree (RelaySGD)."""
 
 from functools import partial
 from typing import Literal, NamedTuple

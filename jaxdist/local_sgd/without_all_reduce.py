@@ -1,4 +1,4 @@
-"""Outer steps without an all-reduce: slow momentum of each worker's own drift, and NoLoCo's averages over random pairs."""
+"""Outer steps without an all-reduce: slow momentum of each worker's own drift, and NoLoCo's random pairs."""
 
 from functools import partial
 from typing import Any, NamedTuple

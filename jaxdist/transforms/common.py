@@ -1,4 +1,4 @@
-"""Helpers that several methods share: learning rates, weight decay, moving averages and the step of an inner optimizer."""
+"""Helpers that several methods share: learning rates, weight decay, moving averages, the step of an optimizer."""
 
 from typing import Any
 
