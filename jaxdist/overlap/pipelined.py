@@ -17,8 +17,7 @@ from ..schedule.buckets import LayerSplit, split_layers
 from ..state.marks import MARKS, PerWorker, bind
 from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
-from ..wire.encoded import after
-from ..wire.flat import fuse
+from ..wire.flat import after, fuse
 
 
 class PipelinedState(NamedTuple):

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Codec, Compressor
-from ..wire.encoded import NO_CONTRACTION, contraction_form
+from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
 from ..wire.flat import fuse, fuse_bytes, rows
 
 

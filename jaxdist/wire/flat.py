@@ -1,4 +1,7 @@
-"""Trees as flat buffers, so that many leaves share one collective, and arrays as flat shards."""
+"""Trees on the wire: flat buffers, so that many leaves share one collective, flat shards, and what payloads need.
+
+Payloads need keys, a mean that decodes them one after the other, and an order among collectives.
+"""
 
 import itertools
 import math
@@ -10,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.compat import mesh_axes_left_over
-from .._core.types import Array, Like, PyTree
+from .._core.types import Array, Int, Key, Like, Payload, PyTree, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marked, with_value
@@ -285,3 +288,35 @@ def split_marked(tree: PyTree) -> PyTree:
 def _shard_marks(marks: Sequence[Any]) -> list[Sharded]:
     # Without an axis, for a single worker, arrays stay as they were written.
     return [mark for mark in marks if isinstance(mark, Sharded) and axis_tuple(mark.axis)]
+
+
+def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: bool) -> Key[Array, ""]:
+    """The key of this step; different on each worker unless it is `shared`."""
+    # The order of all keys in the library: the count of steps, the worker, the leaf.
+    key = jax.random.fold_in(key, count)
+    return key if shared else jax.random.fold_in(key, comm.index)
+
+
+def decode_mean(decode: Callable[[Payload], Array], payloads: Payload) -> Array:
+    """Averages decoded payloads `[W, ...]`, one worker after the other: one accumulator, not `W` decoded copies."""
+    first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
+    workers = jax.tree.leaves(payloads)[0].shape[0]
+    total = decode(first)
+    if workers > 1:
+        total, _ = lax.scan(lambda total, payload: (total + decode(payload), None), total, rest)
+    return total / workers
+
+
+def after(updates: Updates, previous: PyTree) -> Updates:
+    """Makes `updates` depend on every array of `previous`, without changing a bit.
+
+    Compilers merge independent collectives, and XLA:CPU removes optimization barriers before it does so. This is a real
+    dependence: on a comparison that always holds, NaN or not, and that no compiler folds.
+    """
+    numbers = [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(previous) if leaf.size]
+    if not numbers:
+        return updates
+    there = jnp.array(True)
+    for number in numbers:
+        there &= (number <= 0) | (number > 0) | (number != number)
+    return jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), updates)
