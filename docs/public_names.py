@@ -48,7 +48,7 @@ def entries_of(markdown: str) -> list[str]:
 
 
 def resolve(name: str):
-    """`jaxdist.reducers.exact` -> the function, not the module of that name."""
+    """`jaxdist.compressors.cast` -> the function, not the module of that name."""
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(module), attribute)
 

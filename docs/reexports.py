@@ -1,10 +1,10 @@
-"""An extension of griffe that lets the reference pages find `jaxdist.reducers.exact`, the function, not its module."""
+"""An extension of griffe that lets the reference pages find `jaxdist.compressors.cast`, the function, not its module."""
 
 from griffe import Alias, AliasResolutionError, Extension
 
 
 class FunctionsBeforeModules(Extension):
-    """After `from .exact import exact as exact` Python's `reducers.exact` is that function; griffe takes the module."""
+    """After `from .cast import cast as cast` Python's `compressors.cast` is that function; griffe takes the module."""
 
     def on_package(self, *, pkg, **kwargs):
         """Puts such functions in the place of such modules, in all of the package."""

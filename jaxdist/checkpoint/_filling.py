@@ -12,8 +12,8 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import Sharded
-from ..state.placement import copy_to_workers, cutting, refit
+from ..state.marks import Sharded, cutting
+from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import Leaf, Manifest, name_leaves, orbax, path_of
 from .errors import CheckpointDamagedError

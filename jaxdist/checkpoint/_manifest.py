@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, is_mark, with_value
-from ..state.placement import cutting
+from ..state.marks import MARKS, OnHost, PerWorker, Sharded, axis_tuple, cutting, is_mark, with_value
 from .errors import CheckpointDamagedError
 
 FORMAT = 1

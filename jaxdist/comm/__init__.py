@@ -16,11 +16,11 @@ replication checking, and give the same numbers under `vmap` (simulation). It wo
 
 from .base import Comm as Comm
 from .base import Sent as Sent
+from .base import alone as alone
 from .base import cond as cond
 from .base import count_sent as count_sent
+from .base import nested as nested
+from .base import split_group as split_group
 from .base import switch as switch
 from .base import total_bytes as total_bytes
-from .groups import alone as alone
-from .groups import nested as nested
-from .groups import split_group as split_group
 from .over import over as over

@@ -12,8 +12,7 @@ from jax import lax
 from .._core.compat import cast_varying, mesh_axes_being_mapped
 from .._core.types import Array, AxisNames
 from ..state.marks import axis_tuple
-from .base import Comm, check_permutation, complete_permutation, map_over_trees
-from .groups import alone
+from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
 
 Axes = tuple[str, ...]
 

@@ -10,6 +10,8 @@ from .adapt_levels import optimal_levels as optimal_levels
 from .base import Codec as Codec
 from .base import Compressor as Compressor
 from .base import DamagedCodeError as DamagedCodeError
+from .base import chained as chained
+from .base import scaled as scaled
 from .block_floats import dynamic_fp8 as dynamic_fp8
 from .block_floats import e3m0 as e3m0
 from .block_floats import fp8 as fp8
@@ -21,8 +23,6 @@ from .blocks import min_max_uint8 as min_max_uint8
 from .cast import cast as cast
 from .cast import identity as identity
 from .cast import natural as natural
-from .combinators import chained as chained
-from .combinators import scaled as scaled
 from .gspar import closed_form_probabilities as closed_form_probabilities
 from .gspar import expected_bits as expected_bits
 from .gspar import gspar as gspar

@@ -16,10 +16,18 @@ from jax import lax
 
 from .._core.types import Array, Float, Like
 from .base import Codec, DamagedCodeError
-from .elias import Reader, decode_omega, encode_omega, number_bytes, omega, omega_length
+from .entropy_codes import (
+    Reader,
+    decode_omega,
+    decode_symbols,
+    encode_omega,
+    encode_symbols,
+    number_bytes,
+    omega,
+    omega_length,
+)
 from .indices import decode_host_positions, encode_host_positions
 from .packing import bytes_of_codes, pack_on_host, unpack, unpack_on_host
-from .rans import decode_symbols, encode_symbols
 from .rounding import whole_words
 
 LevelCode = Literal["elias", "entropy"]

@@ -21,5 +21,5 @@ from .method import mix as mix
 from .plain import OverlappedState as OverlappedState
 from .plain import d_psgd as d_psgd
 from .plain import osgp as osgp
+from .plain import relay_sgd as relay_sgd
 from .plain import sgp as sgp
-from .relay import relay_sgd as relay_sgd

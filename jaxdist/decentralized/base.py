@@ -12,9 +12,8 @@ from .. import comm as comms
 from .._core.checks import NO_PARAMS
 from .._core.trees import next_count, wide
 from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..comm.over import over
-from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, bind, flatten_marks, with_value
 from ..topology.base import Topology
 from ..transforms.common import check_per_worker, inner_step

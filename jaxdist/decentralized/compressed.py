@@ -12,13 +12,11 @@ from .._core.dtypes import working_dtype
 from .._core.trees import minus, plus, wide
 from .._core.types import Array, Payload, PyTree
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.base import Compressor, contraction_form
 from ..topology.base import Topology
 from ..transforms.common import zeros_like
-from ..wire.encoded import contraction_form
-from ..wire.flat import fuse_bytes, stack_by_shape, unstack
+from ..wire.flat import fuse_bytes, map_groups, stack_by_shape, unstack
 from ..wire.mixing import times, weight_of
-from ..wire.shards import map_groups
 from .method import (
     Method,
     StepContext,

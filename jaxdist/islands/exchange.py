@@ -17,7 +17,7 @@ import optax
 from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
-from ..comm.groups import alone
+from ..comm.base import alone
 from ..local_sgd.state import LocalStepsState
 from ..local_sgd.synchronize import round_like
 from ..reducers.base import Extras, Law, Messages, Reduced, Reducer

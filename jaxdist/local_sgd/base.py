@@ -12,10 +12,9 @@ from .. import comm as comms
 from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
+from ..comm.base import add_bytes
 from ..comm.over import over
-from ..reducers.base import Law, Reducer, check_reducer
-from ..reducers.exact import exact
-from ..reducers.with_stats import add_bytes
+from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
 from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
@@ -31,18 +30,31 @@ from .fragments import (
     period_at,
     split,
 )
-from .nested import (
+from .state import (
+    Buffers,
+    LocalStepsState,
     check_nested,
+    check_step,
+    copy_wide,
     has_models,
     inner_anchor,
     mark_inner,
+    merge_state,
     restart_models,
+    split_state,
     unmark_inner,
     update_inner_buffers,
 )
-from .sharded import check_entrywise, init_reducer
-from .state import Buffers, LocalStepsState, check_step, copy_wide, merge_state, split_state
-from .synchronize import Fragment, merge_anchor, parse_sync_override, set_anchor, synchronize_fragment, warm_mean
+from .synchronize import (
+    Fragment,
+    check_entrywise,
+    init_reducer,
+    merge_anchor,
+    parse_sync_override,
+    set_anchor,
+    synchronize_fragment,
+    warm_mean,
+)
 
 
 class _Config(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.types import Array, Bool, Int, PyTree
 from ..schedule.periods import check_whole
-from ..wire.shards import whole_likes
+from ..wire.flat import whole_likes
 
 # `H`, or a schedule from the step to `H`.
 SyncPeriod = int | Callable[[Int[Array, ""]], Int[Array, ""] | int]

@@ -14,7 +14,7 @@ from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
 from ..reducers.base import Reducer
 from ..transforms.common import LearningRate
-from ..wire.encoded import step_key
+from ..wire.flat import step_key
 from .base import with_rate
 from .fragments import SyncPeriod
 from .recipes import diloco

@@ -18,7 +18,7 @@ from optax.contrib import muon
 from .._core.checks import check_range
 from .._core.dtypes import working_dtype
 from .._core.types import AxisNames, Like, Updates
-from ..compressors.combinators import chained
+from ..compressors.base import chained
 from ..compressors.sign import two_means
 from ..compressors.sparse import block_top_k
 from ..reducers.base import Reducer

@@ -1,6 +1,5 @@
 """Online learning with uneven batches: mirror descent and dual averaging."""
 
-from .any_batch import any_batch as any_batch
 from .geometries import Geometry as Geometry
 from .geometries import ball as ball
 from .geometries import box as box
@@ -8,6 +7,7 @@ from .geometries import diagonal as diagonal
 from .geometries import entropy as entropy
 from .geometries import euclidean as euclidean
 from .geometries import p_norm as p_norm
+from .mirror_descent import any_batch as any_batch
 from .mirror_descent import anytime_minibatch as anytime_minibatch
 from .mirror_descent import mirror_descent as mirror_descent
 from .regret import dynamic_regret as dynamic_regret

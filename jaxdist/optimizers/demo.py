@@ -18,10 +18,9 @@ from .._core.types import Array, AxisNames, Float, Int, Like, Shape, State, UInt
 from ..compressors.packing import pack, unpack
 from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import LearningRate, rate_at, zeros_like
+from ..transforms.common import LearningRate, descend, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, local_gradients
 from ..wire.flat import group_alike
-from .base import descend
 
 
 class DemoState(NamedTuple):

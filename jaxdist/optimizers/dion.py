@@ -16,11 +16,10 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import LearningRate, rate_at
+from ..transforms.common import LearningRate, descend, rate_at
 from ..transforms.local_gradients import check_leaves, local_gradients
 from ..wire.flat import group_alike
 from ..wire.low_rank import STACKED_SIZE, orthonormal, outer
-from .base import descend
 
 # Keeps columns of length zero finite.
 EPSILON = 1e-8

@@ -8,20 +8,18 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
+from .._core.checks import check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..compressors.qsgd import qsgd
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, check_reducer, exact
 from ..reducers.feedback import error_feedback
 from ..reducers.two_shot import two_shot
-from ..reducers.with_stats import add_bytes
 from ..state.marks import bind
-from ..transforms.common import LearningRate, moving_average, zeros_like
-from ..transforms.local_gradients import check_leaves
-from .base import check_adam, descend, divide, mask_unseen, multiply, preconditioner, start_step
+from ..transforms.common import LearningRate, descend, moving_average, rate_at, zeros_like
+from ..transforms.local_gradients import check_leaves, local_gradients
 
 
 class FrozenAdamState(NamedTuple):
@@ -236,3 +234,43 @@ def _preconditioner(cfg: _Config, variance: Updates, count: Array | int) -> Upda
         s = jnp.minimum(count, cfg.freeze_step)
         variance = jax.tree.map(lambda v: v / (1 - cfg.b2 ** s.astype(v.dtype)), variance)
     return preconditioner(variance, cfg.eps)
+
+
+def check_adam(b1: float | int, b2: float | int, eps: float | int, weight_decay: float | int) -> None:
+    """Checks the range of Adam's arguments."""
+    check_range("b1", b1, 0, 1)
+    check_range("b2", b2, 0, 1)
+    check_range("eps", eps, 0)
+    check_range("weight_decay", weight_decay, 0)
+
+
+def start_step(
+    updates: Updates, axis: AxisNames, examples: Array | int | None, learning_rate: LearningRate, count: Array
+) -> tuple[Updates, Comm, list[comms.Sent], Array]:
+    """Returns gradients in float32 or better, the group of workers, the ledger of the bytes it sends, and the rate."""
+    gradients, comm = local_gradients(updates, axis, examples)
+    ledger: list[comms.Sent] = []
+    return gradients, comms.count_sent(comm, ledger), ledger, rate_at(learning_rate, count)
+
+
+def mask_unseen(tree: Updates, variance: Updates) -> Updates:
+    """Sets entries without any gradient so far to zero: sign codes have no zero, and `eps` alone would divide them."""
+    return jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros_like(x)), tree, variance)
+
+
+def preconditioner(variance: Updates, eps: float | int) -> Updates:
+    """Returns `√v + ε`, at least the smallest normal number, so that an `eps` of 0 never divides by zero.
+
+    It is replicated. Divided by it, all entries have about the same size and can share one scale.
+    """
+    return jax.tree.map(lambda v: jnp.maximum(jnp.sqrt(v) + eps, jnp.finfo(v.dtype).tiny), variance)
+
+
+def divide(tree: Updates, by: Updates) -> Updates:
+    """Returns `tree / by`, entry by entry."""
+    return jax.tree.map(jnp.divide, tree, by)
+
+
+def multiply(tree: Updates, by: Updates) -> Updates:
+    """Returns `tree · by`, entry by entry."""
+    return jax.tree.map(jnp.multiply, tree, by)

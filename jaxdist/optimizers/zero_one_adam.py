@@ -13,18 +13,16 @@ from .._core.checks import NO_PARAMS, check_range
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, add_bytes
 from ..compressors.sign import scaled_sign
-from ..reducers.base import Extras, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Extras, Reducer, check_reducer, exact
 from ..reducers.feedback import ErrorFeedbackState, error_feedback
 from ..reducers.two_shot import TwoShotState, two_shot
-from ..reducers.with_stats import add_bytes
 from ..state.marks import PerWorker, Sharded, bind, map_marked, with_value
 from ..transforms.common import LearningRate, moving_average, zeros_like
 from ..transforms.local_gradients import check_leaves
 from ..wire.flat import vectors
-from .base import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
+from .frozen_adam import check_adam, divide, mask_unseen, multiply, preconditioner, start_step
 
 # The interval between refreshes doubles without a practical limit.
 LONGEST = 2**30

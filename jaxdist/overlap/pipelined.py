@@ -12,14 +12,12 @@ from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
 from ..comm.over import over
-from ..reducers.base import Law, Reducer, check_reducer
-from ..reducers.exact import exact
+from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..schedule.buckets import LayerSplit, split_layers
 from ..state.marks import MARKS, PerWorker, bind
 from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes
 from ..transforms.local_value_and_grad import local_value_and_grad
-from ..wire.encoded import after
-from ..wire.flat import fuse
+from ..wire.flat import after, fuse
 
 
 class PipelinedState(NamedTuple):

@@ -30,8 +30,7 @@ from ..decentralized.method import Method
 from ..decentralized.plain import d_psgd
 from ..local_sgd.base import local_steps
 from ..local_sgd.fragments import SyncPeriod
-from ..reducers.base import Reducer
-from ..reducers.exact import exact
+from ..reducers.base import Reducer, exact
 from ..reducers.feedback import error_feedback
 from ..reducers.hierarchical import hierarchical as on_two_levels
 from ..reducers.partitioned import bucketed

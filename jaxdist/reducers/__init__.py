@@ -17,10 +17,13 @@ from .base import Law as Law
 from .base import Messages as Messages
 from .base import Reduced as Reduced
 from .base import Reducer as Reducer
+from .base import exact as exact
 from .base import from_generator as from_generator
+from .combinators import per_leaf as per_leaf
+from .combinators import reducer_schedule as reducer_schedule
+from .combinators import with_stats as with_stats
 from .compressed import compressed as compressed
 from .dgc import dgc as dgc
-from .exact import exact as exact
 from .feedback import ef21 as ef21
 from .feedback import error_feedback as error_feedback
 from .feedback import loco as loco
@@ -29,12 +32,9 @@ from .integers import integer_sum as integer_sum
 from .integers import intsgd as intsgd
 from .partitioned import bucketed as bucketed
 from .partitioned import partitioned as partitioned
-from .per_leaf import per_leaf as per_leaf
 from .power_sgd import power_sgd as power_sgd
-from .reducer_schedule import reducer_schedule as reducer_schedule
 from .robust import median as median
 from .robust import trimmed_mean as trimmed_mean
 from .two_shot import majority_vote as majority_vote
 from .two_shot import ring as ring
 from .two_shot import two_shot as two_shot
-from .with_stats import with_stats as with_stats

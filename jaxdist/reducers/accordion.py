@@ -17,8 +17,7 @@ from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import PerWorker, with_value
 from .base import NO_EXTRAS, Reducer, forward_forms, is_map_params_placeholder, list_named_leaves, tree_norm, weakest
-from .per_leaf import per_leaf
-from .reducer_schedule import one_of_two
+from .combinators import one_of_two, per_leaf
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""] | float]
 

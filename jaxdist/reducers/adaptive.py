@@ -23,8 +23,7 @@ from ..compressors.adapt_levels import (
     optimal_levels,
     ratio_histogram,
 )
-from ..compressors.base import Compressor
-from ..compressors.combinators import scaled
+from ..compressors.base import Compressor, scaled
 from ..compressors.levels import powers, with_levels
 from ..compressors.rounding import check_buckets, powers_below
 from ..wire.flat import concatenate, from_vectors

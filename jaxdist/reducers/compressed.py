@@ -16,8 +16,7 @@ from .._core.types import Array, Float, Like, Payload, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.base import Codec, Compressor
 from ..compressors.codecs import decode_all, encode_all
-from ..wire.encoded import decode_mean, step_key
-from ..wire.flat import group_by_shape, stack_by_shape, unstack
+from ..wire.flat import decode_mean, group_by_shape, stack_by_shape, step_key, unstack
 from .base import (
     DrawState,
     Extras,

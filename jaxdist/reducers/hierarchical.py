@@ -12,8 +12,7 @@ from .._core.trees import fold_keys, is_key
 from .._core.types import Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
-from ..wire.flat import MULTIPLE, from_vectors, vector_likes, vectors
-from ..wire.shards import clear_padding
+from ..wire.flat import MULTIPLE, clear_padding, from_vectors, vector_likes, vectors
 from .base import (
     MIXED_WEIGHTS,
     NO_EXTRAS,

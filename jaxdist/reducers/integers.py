@@ -16,8 +16,7 @@ from .._core.trees import next_count
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.random import uniform_hash
-from ..wire.encoded import step_key
-from ..wire.flat import fuse, stack_by_shape, unstack
+from ..wire.flat import fuse, stack_by_shape, step_key, unstack
 from .base import (
     NO_EXTRAS,
     DrawState,

@@ -15,8 +15,7 @@ from .._core.trees import fold_keys
 from .._core.types import Array, Like, PyTree, State, Updates
 from ..comm.base import Comm
 from ..schedule.buckets import assign_buckets, forward_positions, layer_numbers
-from ..wire.encoded import after
-from ..wire.flat import MULTIPLE, concatenate, from_vectors, group_alike, vector_likes
+from ..wire.flat import MULTIPLE, after, concatenate, from_vectors, group_alike, vector_likes
 from .base import (
     NO_EXTRAS,
     Extras,

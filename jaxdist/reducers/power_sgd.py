@@ -32,9 +32,8 @@ from ..wire.low_rank import (
     write_matrices,
 )
 from ..wire.low_rank import squarest_view as squarest_view
-from .base import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, from_generator, run
-from .exact import exact
-from .reducer_schedule import reducer_schedule
+from .base import NO_EXTRAS, Extras, Forms, Messages, Protocol, Reduced, Reducer, Result, exact, from_generator, run
+from .combinators import reducer_schedule
 
 Own = Literal["local", "paper"]
 

@@ -13,12 +13,25 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor
+from ..compressors.base import Compressor, contraction_form
 from ..compressors.packing import pack, unpack
 from ..state.marks import Sharded, with_value
-from ..wire.encoded import contraction_form, decode_mean, step_key
-from ..wire.flat import MULTIPLE, concatenate, from_vectors, fuse_bytes, group_alike, vector_likes, vectors
-from ..wire.shards import clear_padding, concat_rows, rows, split_leaves, unshard
+from ..wire.flat import (
+    MULTIPLE,
+    clear_padding,
+    concat_rows,
+    concatenate,
+    decode_mean,
+    from_vectors,
+    fuse_bytes,
+    group_alike,
+    rows,
+    split_leaves,
+    step_key,
+    unshard,
+    vector_likes,
+    vectors,
+)
 from .base import (
     NO_EXTRAS,
     DrawState,

@@ -17,8 +17,21 @@ from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..comm.over import over
 from ..processes.initialize import check_connected
-from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, is_mark
-from ..state.placement import WorkerView, check_agreed, cutting, is_spec, run_in_view, spec_entry, view_of, workers
+from ..state.marks import (
+    PerWorker,
+    WorkerView,
+    axis_tuple,
+    bind,
+    check_agreed,
+    cutting,
+    flatten_marks,
+    is_mark,
+    is_spec,
+    run_in_view,
+    spec_entry,
+    view_of,
+)
+from ..state.placement import workers
 from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
 

@@ -18,15 +18,15 @@ from .flax_marks import register_with_flax as _register_with_flax
 from .marks import OnHost as OnHost
 from .marks import PerWorker as PerWorker
 from .marks import Sharded as Sharded
+from .marks import cutting as cutting
+from .marks import spec_of as spec_of
 from .placement import consensus as consensus
-from .placement import cutting as cutting
 from .placement import init_state as init_state
 from .placement import length_with_padding as length_with_padding
 from .placement import place as place
 from .placement import refit as refit
 from .placement import resize as resize
 from .placement import shardings as shardings
-from .placement import spec_of as spec_of
 from .placement import specs as specs
 from .placement import workers as workers
 

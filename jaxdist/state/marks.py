@@ -1,16 +1,21 @@
-"""The three marks, functions that map over trees with marks, and the parameter to which each leaf of a state belongs.
+"""The three marks, functions that map over trees with marks, and the view that one worker has of a marked state.
 
-`placement` defines what the marks mean.
+`placement` makes the global arrays that the marks mean.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
-from .._core.types import AxisNames, PyTree, Shape
+from .._core.compat import varying_axes
+from .._core.trees import leaf_name
+from .._core.types import AxisNames, PyTree, Shape, State
 
 Resize = Literal["mean", "copy", "zero"]
 
@@ -20,6 +25,18 @@ OUTER = "<outer>"
 
 # The index of a leaf of a state that belongs to no parameter.
 NO_PARAMETER = -1
+
+# The rooms whose NamedTuples are states of reducers and transformations.
+ROOMS = ("decentralized", "local_sgd", "offload", "online", "optimizers", "reducers", "transforms", "zero")
+STATE_MODULES = tuple(f"{__name__.partition('.')[0]}.{room}." for room in ROOMS)
+
+SHARDED_PARAMETERS = (
+    "jaxdist: a Sharded parameter is one worker's part of it. Wrap the function that computes with it in "
+    "zero.gathered: local_value_and_grad(zero.gathered(loss))."
+)
+
+# `f(x)` is `isinstance(x, PartitionSpec)`; JAX would flatten a spec as a tuple.
+is_spec = PartitionSpec.__instancecheck__
 
 
 class Mark:
@@ -209,6 +226,32 @@ def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.structure(tree).unflatten([*map(f, marks, *map(jax.tree.leaves, (tree, *rest)))])
 
 
+def cutting(marks: Sequence[Any]) -> list[Any]:
+    """The marks of a leaf, bound to axes, that have a leading dimension in its global array."""
+    return [mark for mark in marks if not isinstance(mark, OnHost) and mark.axis]
+
+
+def spec_of(marks: tuple[Any, ...]) -> PartitionSpec:
+    """The PartitionSpec of a leaf inside these marks: one leading dimension for each mark that has an axis."""
+    return PartitionSpec(*(spec_entry(mark.axis) for mark in cutting(marks)))
+
+
+def spec_entry(axis: AxisNames) -> Any:
+    """The entry of a PartitionSpec for a dimension that is split over one axis or several."""
+    names = axis_tuple(axis)
+    return names[0] if len(names) == 1 else names
+
+
+def expand_specs(specs: PyTree, tree: PyTree) -> PyTree:
+    """Expands a prefix of a tree to one PartitionSpec for each leaf."""
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+
+
+def split_axes(specs: Sequence[PartitionSpec]) -> list[list[tuple[str, ...]]]:
+    """The mesh axes along each dimension of each spec."""
+    return [[axis_tuple(part) for part in spec] for spec in specs]
+
+
 def name_leaf(what: str, path: Any) -> str:
     """Names a leaf for messages, `the gradient ['w']`; `the gradient` if the tree is a single leaf."""
     return f"{what} {jax.tree_util.keystr(path)}" if path else what
@@ -252,3 +295,115 @@ def beside(
         # A mark or an encoded array may have several leaves, which all belong to its parameter.
         found += [number(tuple(path))] * len(jax.tree.leaves(node))
     return structure.unflatten(found)
+
+
+class WorkerView(NamedTuple):
+    """How a state with bound marks is split over mapped axes, one entry for each leaf.
+
+    Attributes:
+      specs: the PartitionSpecs over these axes; all other axes are left to the compiler.
+      dimensions: those dimensions of a worker's block that have length 1, because they index workers.
+    """
+
+    specs: list[PartitionSpec]
+    dimensions: list[list[int]]
+
+
+def view_of(state: State, axes: Sequence[str]) -> WorkerView:
+    """Finds out which dimensions of the leaves the mapped axes split."""
+    specs, dimensions = [], []
+    for leaf in flatten_marks(state):
+        marks = cutting(leaf.marks)
+        # The axes of a mark are mapped all or not at all.
+        entries = [spec_entry(mark.axis) if set(axis_tuple(mark.axis)) <= set(axes) else None for mark in marks]
+        specs.append(PartitionSpec(*entries))
+        dimensions.append([i for i, mark in enumerate(marks) if entries[i] and isinstance(mark, PerWorker)])
+    return WorkerView(specs, dimensions)
+
+
+def check_usable(state: State) -> None:
+    """Checks that no array of the state has been donated: such an array may end the process, without an exception."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
+            raise ValueError(
+                f"{name} has been deleted: an earlier call donated it, since distribute() reuses the memory of the "
+                "state that it gets. Go on with the state that the step returns, state, metrics = step(state, batch), "
+                "or use distribute(..., donate=False)"
+            )
+
+
+def run_in_view(
+    step: Callable[..., Any], view: WorkerView, state: State, batch: PyTree, **static: Any
+) -> tuple[State, Any]:
+    """Runs the step of one worker on its blocks of the state, without worker dimensions and marks around fields."""
+    leaves, structure = jax.tree.flatten(state)
+    squeezed = structure.unflatten([*map(jnp.squeeze, leaves, view.dimensions)])
+    opened = _map_fields(lambda field: field.value if is_mark(field) else field, squeezed)
+    try:
+        new, metrics = step(opened, batch, **static)
+    except AttributeError as error:
+        if error.name == "value":
+            error.add_note(
+                "jaxdist: a mark around the whole state, or around a whole field, is removed before the step sees it. "
+                'The state of a transformation or a reducer needs its marks: nest it deeper, {"opt": tx.init(x)}.'
+            )
+        elif "Sharded" in str(error):
+            error.add_note(SHARDED_PARAMETERS)
+        raise
+    except TypeError as error:
+        if "Sharded" in str(error):
+            error.add_note(SHARDED_PARAMETERS)
+        raise
+    return _close_state(new, state, view), metrics
+
+
+def _close_state(new: State, old: State, view: WorkerView) -> State:
+    """Restores the marks and worker dimensions of the old block, whose tree, shapes and dtypes the step must keep."""
+    new = _map_fields(
+        lambda field, before: with_value(before, field) if is_mark(before) and not is_mark(field) else field, new, old
+    )
+    leaves, found = jax.tree.flatten(new)
+    expected = jax.tree.structure(old)
+    if found != expected:
+        raise ValueError(
+            f"the step returned a state with another tree than it received:\n  received {expected}\n  returned {found}"
+        )
+    leaves = [*map(jnp.expand_dims, leaves, view.dimensions)]
+    for (path, before), leaf in zip(jax.tree_util.tree_leaves_with_path(old), leaves, strict=True):
+        if leaf.shape != before.shape or leaf.dtype != before.dtype:
+            name = f"leaf `{leaf_name(path)}` of the state" if path else "the state"
+            raise ValueError(
+                f"{name} was {before.dtype}{list(before.shape)} before the step and is now "
+                f"{leaf.dtype}{list(leaf.shape)}: a step must keep shapes and dtypes"
+            )
+    return found.unflatten(leaves)
+
+
+def _map_fields(f: Any, state: State, *rest: State) -> State:
+    """Maps over the direct children of a state: the fields of a NamedTuple, the entries of a dict."""
+
+    def fields(tree):
+        return jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+
+    # The states of reducers and transformations keep their marks, which their own functions look for.
+    if type(state).__module__.startswith(STATE_MODULES):
+        return state
+    if is_mark(state) or (rest and is_mark(rest[0])) or jax.tree_util.all_leaves([state]):
+        return f(state, *rest)
+    children, structure = fields(state)
+    others = [fields(tree)[0] for tree in rest]
+    # A step that adds or drops fields is reported by `_close_state`.
+    if any(len(other) != len(children) for other in others):
+        return state
+    return structure.unflatten([f(*group) for group in zip(children, *others, strict=True)])
+
+
+def check_agreed(tree: PyTree, axes: Sequence[str], *, what: str, advise: Callable[[Any], str]) -> None:
+    """Checks that no leaf outside marks is typed as differing between workers; `advise(path)` says what to do."""
+    for marks, path, leaf in flatten_marks(tree):
+        over = {name for mark in cutting(marks) for name in axis_tuple(mark.axis)}
+        differs = varying_axes(leaf) & set(axes) - over
+        if differs:
+            name = f"{what} `{leaf_name(path)}`" if path else what
+            raise ValueError(f"{name} differs between workers (axis {', '.join(sorted(differs))}): {advise(path)}")

@@ -3,7 +3,7 @@
 A failed law raises `AssertionError` with a message that names it.
 """
 
-from .codec_laws import assert_codec_laws as assert_codec_laws
+from .compressor_laws import assert_codec_laws as assert_codec_laws
 from .compressor_laws import assert_compressor_laws as assert_compressor_laws
 from .geometry_laws import assert_geometry_laws as assert_geometry_laws
 from .reducer_laws import assert_reducer_laws as assert_reducer_laws

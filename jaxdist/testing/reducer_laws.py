@@ -10,15 +10,14 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
-from ..comm.base import Comm
-from ..comm.groups import alone, nested
+from ..comm.base import Comm, alone, nested
 from ..comm.over import over
 from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
 from ..reducers.feedback import error_feedback
 from ..runtime.simulate import simulate
 from ..state.marks import PerWorker, Sharded, is_mark, name_leaf
 from ..state.placement import init_state
-from ..wire.shards import length
+from ..wire.flat import length
 
 LIKE = {
     "matrix": jax.ShapeDtypeStruct((8, 6), jnp.float32),

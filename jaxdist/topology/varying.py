@@ -11,12 +11,12 @@ from .base import (
     Topology,
     check_rounds,
     check_workers,
+    color_edges,
     cycle_rounds,
     matching_round,
     matrix,
     permutation_round,
 )
-from .coloring import color_edges
 from .graphs import powers, shift
 
 

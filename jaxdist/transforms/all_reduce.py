@@ -16,8 +16,7 @@ from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
 from ..reducers.base import Extras, Law, Reducer, check_reducer
-from ..state.marks import PerWorker, axis_tuple, bind, map_marked, with_value
-from ..state.placement import expand_specs
+from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, map_marked, with_value
 from .local_gradients import (
     check_leaves,
     check_local,

@@ -1,4 +1,4 @@
-"""Helpers that several methods share: learning rates, moving averages and the step of an inner optimizer."""
+"""Helpers that several methods share: learning rates, weight decay, moving averages, the step of an optimizer."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import NO_PARAMS
 from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
@@ -20,6 +21,18 @@ def rate_at(learning_rate: LearningRate, count: Int[Array, ""]) -> Array:
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     # A schedule may return a Python number.
     return jnp.asarray(rate)
+
+
+def descend(
+    direction: Updates, rate: Array, weight_decay: float | int, params: PyTree | None, like: Updates
+) -> Updates:
+    """Returns the updates `-rate · (direction + weight_decay · params)`, each in the dtype of its gradient."""
+    # Decoupled weight decay, as in AdamW.
+    if weight_decay:
+        if params is None:
+            raise ValueError(NO_PARAMS)
+        direction = jax.tree.map(lambda d, p: d + weight_decay * p.astype(d.dtype), direction, params)
+    return jax.tree.map(lambda d, x: (-rate.astype(d.dtype) * d).astype(x.dtype), direction, like)
 
 
 def zeros_like(params: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from .._core.checks import Portable
 from .._core.dtypes import working_dtype
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
-from ..state.placement import check_usable
+from ..state.marks import check_usable
 from .all_reduce import LateState
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.types import Array, PyTree, State
+from ..reducers.combinators import TrackedState
 from ..reducers.feedback import ErrorFeedbackState
-from ..reducers.with_stats import TrackedState
 from ..state.marks import OnHost, PerWorker
 from .all_reduce import AllReduceState
 from .local_gradients import communicates

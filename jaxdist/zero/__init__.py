@@ -4,5 +4,5 @@ from .base import zero_redundancy as zero_redundancy
 from .gathered import gathered as gathered
 from .gathered import gathered_scan as gathered_scan
 from .gathered import shard as shard
-from .shardings import ZeroShardings as ZeroShardings
-from .shardings import zero_shardings as zero_shardings
+from .shards import ZeroShardings as ZeroShardings
+from .shards import zero_shardings as zero_shardings

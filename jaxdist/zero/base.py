@@ -14,9 +14,8 @@ from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
-from ..compressors.base import Compressor
-from ..reducers.base import Extras, Reducer, is_map_params_placeholder, shards_of
-from ..reducers.exact import exact
+from ..compressors.base import Compressor, contraction_form
+from ..reducers.base import Extras, Reducer, exact, is_map_params_placeholder, shards_of
 from ..state.marks import NO_PARAMETER, OnHost, Sharded, beside, bind, is_mark, with_value
 from ..transforms.local_gradients import (
     check_leaves,
@@ -29,9 +28,7 @@ from ..transforms.local_gradients import (
     weight_of,
 )
 from ..transforms.quantized_state import is_coded
-from ..wire.encoded import contraction_form
-from ..wire.flat import MULTIPLE
-from ..wire.shards import length, piece
+from ..wire.flat import MULTIPLE, length, piece
 from .parts import Part, as_parts, is_part, local_shard, on_parts
 from .shards import (
     StateCodec,

@@ -14,11 +14,9 @@ from .._core.types import Array, AxisNames, Like, PRNGKeyArray, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor
-from ..reducers.base import Reducer, shards_of
-from ..reducers.exact import exact
+from ..reducers.base import Reducer, exact, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark
-from ..wire.flat import MULTIPLE
-from ..wire.shards import unshard
+from ..wire.flat import MULTIPLE, unshard
 from .base import check_sharding
 from .shards import decode, encode, gather_payloads
 

@@ -28,8 +28,7 @@ from .._core.types import Array, PyTree, Shape
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import is_mark
-from ..wire.flat import MULTIPLE
-from ..wire.shards import clear_padding, piece, unshard
+from ..wire.flat import MULTIPLE, clear_padding, piece, unshard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("value", "full"), meta_fields=("shape",))

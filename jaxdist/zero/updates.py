@@ -13,9 +13,7 @@ from .._core.types import Array, Flag, Int, Key, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import Compressor
 from ..state.marks import Sharded, is_mark, with_value
-from ..wire.encoded import step_key
-from ..wire.flat import MULTIPLE
-from ..wire.shards import piece, unshard
+from ..wire.flat import MULTIPLE, piece, step_key, unshard
 from .parts import Part, is_part, local_shard
 from .shards import decode, encode, gather, gather_payloads
 

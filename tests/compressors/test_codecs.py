@@ -20,11 +20,18 @@ from reference.variable_length import (
 
 from jaxdist import compressors as jc
 from jaxdist.compressors.codecs import decode_all, encode_all
-from jaxdist.compressors.elias import LANE, Reader, decode_omega, encode_omega, omega_length
+from jaxdist.compressors.entropy_codes import (
+    LANE,
+    Reader,
+    decode_omega,
+    decode_symbols,
+    encode_omega,
+    encode_symbols,
+    omega_length,
+)
 from jaxdist.compressors.indices import decode_host_positions, encode_host_positions, encode_positions
 from jaxdist.compressors.packing import pack, pack_on_host, unpack_on_host
 from jaxdist.compressors.qsgd import QuantizedPayload
-from jaxdist.compressors.rans import decode_symbols, encode_symbols
 from jaxdist.compressors.rounding import whole_words
 from jaxdist.compressors.sparse import SparsePayload
 from jaxdist.testing import assert_codec_laws

@@ -13,8 +13,8 @@ from workers import trajectory
 import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
+from jaxdist.comm.base import add_bytes
 from jaxdist.reducers import Extras
-from jaxdist.reducers.with_stats import add_bytes
 from jaxdist.schedule import assign_buckets
 
 MIB = 1 << 20

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist import topology as graphs
-from jaxdist.topology.base import matrices
-from jaxdist.topology.coloring import color_arcs, color_edges
+from jaxdist.topology.base import color_arcs, color_edges, matrices
 from jaxdist.topology.varying import _laplacian, second_moment
 
 ANY_NUMBER = [

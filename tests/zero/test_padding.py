@@ -11,7 +11,7 @@ import jaxdist as jd
 from jaxdist import compressors as jc
 from jaxdist.comm import over
 from jaxdist.reducers.base import shards_of
-from jaxdist.wire.shards import clear_padding, rows
+from jaxdist.wire.flat import clear_padding, rows
 
 INT8 = jc.int8()
 

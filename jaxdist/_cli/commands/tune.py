@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import schedule
-from ...reducers.base import Reducer
-from ...reducers.exact import exact
+from ...reducers.base import Reducer, exact
 from ...reducers.partitioned import partitioned
 from ...schedule.profile import Profile
 from ...schedule.timeline import Timeline

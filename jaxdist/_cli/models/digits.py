@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from sklearn.datasets import load_digits
 
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
-from ...runtime.dirichlet_split import dirichlet_split
+from ...runtime.uneven_data import dirichlet_split
 from .base import PLAIN, LayerRunner, Workload
 
 HELD_OUT_IMAGES = 360

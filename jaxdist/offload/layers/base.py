@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from ..._core.checks import check_range
 from ..._core.types import Array, AxisNames, PyTree, State
-from ...reducers.base import Reducer
-from ...reducers.exact import exact
+from ...reducers.base import Reducer, exact
 from ...state.marks import axis_tuple
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats
