@@ -1,4 +1,4 @@
-"""An extension of griffe that lets the reference pages find `jaxdist.compressors.cast`, the function, not its module."""
+"""A griffe extension: reference pages find the function `jaxdist.compressors.cast`, not the module of that name."""
 
 from griffe import Alias, AliasResolutionError, Extension
 
