@@ -56,13 +56,14 @@ class System:
             port = free.getsockname()[1]
         self.processes = []
         for rank, place in enumerate(places):
-            environment = os.environ | dict(memory) | {
+            environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(places)),
                 "MASTER_ADDR": places[0].address,
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": place.interface,
                 "OMP_NUM_THREADS": "1",
+                **memory,
                 "PROBLEM": problem,
                 "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
             }

@@ -13,7 +13,9 @@ from jaxdist._core.xla_quirks import (
 )
 
 
-@pytest.mark.parametrize("shape", [(0, 1), (3, 1), (2, 8), (2, 9), (3, 64), (2, 320), (1, 1024), (2, 2**16), (1, 70_001)])
+@pytest.mark.parametrize(
+    "shape", [(0, 1), (3, 1), (2, 8), (2, 9), (3, 64), (2, 320), (1, 1024), (2, 2**16), (1, 70_001)]
+)
 def test_rows_are_those_of_numpy(shape):
     rows = np.random.default_rng(0).standard_cauchy(shape).astype(np.float32)
     rows[:, :1] *= -1
