@@ -17,7 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import report
 HERE = Path(__file__).parent
 MODES = {
     "torch": ["none", "plain", "bucket", "f16", "power_sgd"],
-    "jaxdist": ["none", "exact", "f16", "power_sgd", "qsgd", "top_k", "sign", "hand_flat", "hand_leaf"],
+    "jaxdist": ["none", "exact", "f16", "power_sgd", "qsgd", "two_shot", "top_k", "sign", "hand_flat", "hand_leaf"],
 }
 # BAGUA's algorithms, as `jaxdist_step.py` has them.
 BAGUA = ["allreduce", "bytegrad", "qadam", "qadam_1bit", "decentralized", "shift_one", "low_precision", "async"]
@@ -41,10 +41,16 @@ CHUNK = 3
 TURNS = {"async": 8, "async_clock": 16}
 
 
+# Freed memory stays mapped, for both systems: else most of a loopback step is page faults.
+KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+
 class System:
     """The processes of one system, which wait for commands."""
 
-    def __init__(self, script: str, python: str, problem: str, places: list[cluster.Host]):
+    def __init__(
+        self, script: str, python: str, problem: str, places: list[cluster.Host], memory: Mapping[str, str] = KEEP
+    ):
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -57,10 +63,7 @@ class System:
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": place.interface,
                 "OMP_NUM_THREADS": "1",
-                # Freed memory stays mapped, for both systems: else most of a loopback step is page faults.
-                "MALLOC_MMAP_MAX_": "0",
-                "MALLOC_ARENA_MAX": "1",
-                "MALLOC_TRIM_THRESHOLD_": str(2**34),
+                **memory,
                 "PROBLEM": problem,
                 "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
             }
@@ -92,12 +95,12 @@ class System:
 
 @contextlib.contextmanager
 def systems(
-    wanted: dict[str, tuple[str, str]], problem: str, places: list[cluster.Host]
+    wanted: dict[str, tuple[str, str]], problem: str, places: list[cluster.Host], memory: Mapping[str, str] = KEEP
 ) -> Iterator[dict[str, System]]:
     started: dict[str, System] = {}
     try:
         for name, (script, python) in wanted.items():
-            started[name] = System(script, python, problem, places)
+            started[name] = System(script, python, problem, places, memory)
         yield started
     finally:
         for system in started.values():
@@ -174,6 +177,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", help="only these, as in torch:none,plain;jaxdist:none,exact")
     parser.add_argument("--repetitions", type=int, default=5, help="at least 3; of all modes, in turns")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long a mode runs at each turn")
+    parser.add_argument("--default-malloc", action="store_true", help="leave the C library's defaults as they are")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
 
 
@@ -193,7 +197,7 @@ def main(given: argparse.Namespace) -> None:
         made = cluster.loopback(given.hosts) if link == "loopback" else cluster.hosts(given.hosts, max(rates))
         with made as places:
             for problem in given.problem or ["lm", "mlp"]:
-                with systems(wanted, problem, places) as running:
+                with systems(wanted, problem, places, {} if given.default_malloc else KEEP) as running:
                     about |= {name: system.about for name, system in running.items()}
                     setting = {"link": link, "hosts": given.hosts, "problem": problem}
                     records += [setting | record for record in build(running, modes)]

@@ -1,10 +1,10 @@
 """jaxdist over gloo, as one process (one device) of `compare.py`, and two steps in plain JAX to compare with.
 
-Modes: `none` (no communication), `exact`, `f16`, `power_sgd` (rank 4), `qsgd` (4 bits), `top_k` (1 %), `sign` (1 bit);
-the biased ones inside error feedback. BAGUA's six algorithms: `allreduce`, `bytegrad`, `qadam` and `qadam_1bit`,
-`decentralized` and `shift_one`, `low_precision`, `async` (an average every eighth step, one program) and `async_clock`
-(an average every 0.5 s, by a second thread). `hand_flat` is a hand-written step with one `lax.pmean` of all gradients,
-`hand_leaf` the naive one with a `pmean` for each leaf.
+Modes: `none` (no communication), `exact`, `f16`, `power_sgd` (rank 4), `qsgd` (4 bits), `two_shot` (the same in two
+phases), `top_k` (1 %), `sign` (1 bit); the biased ones inside error feedback. BAGUA's six algorithms: `allreduce`,
+`bytegrad`, `qadam` and `qadam_1bit`, `decentralized` and `shift_one`, `low_precision`, `async` (an average every eighth
+step, one program) and `async_clock` (an average every 0.5 s, by a second thread). `hand_flat` is a hand-written step
+with one `lax.pmean` of all gradients, `hand_leaf` the naive one with a `pmean` for each leaf.
 """
 
 import os
@@ -36,6 +36,7 @@ REDUCERS = {
     "f16": lambda: jd.compressed(jd.compressors.cast(jnp.float16)),
     "power_sgd": lambda: jd.error_feedback(jd.power_sgd(rank=4)),
     "qsgd": lambda: jd.compressed(jd.qsgd(4)),
+    "two_shot": lambda: jd.two_shot(jd.qsgd(4)),
     "top_k": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.01))),
     "sign": lambda: jd.error_feedback(jd.compressed(jd.compressors.scaled_sign())),
 }

@@ -24,6 +24,7 @@ LABELS = {
     ("jaxdist", "f16"): "jaxdist `compressed(cast(float16))`",
     ("jaxdist", "power_sgd"): "jaxdist `error_feedback(power_sgd(rank=4))`",
     ("jaxdist", "qsgd"): "jaxdist `compressed(qsgd(4))`",
+    ("jaxdist", "two_shot"): "jaxdist `two_shot(qsgd(4))`",
     ("jaxdist", "top_k"): "jaxdist `error_feedback(compressed(top_k(0.01)))`",
     ("jaxdist", "sign"): "jaxdist `error_feedback(compressed(scaled_sign()))`",
     ("jaxdist", "allreduce"): "`bagua.gradient_allreduce`",

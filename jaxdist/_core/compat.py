@@ -11,6 +11,7 @@ import jax
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 from jax.extend.core import primitives
+from jax.interpreters import batching, mlir
 
 from .types import Array, PyTree
 
@@ -40,6 +41,27 @@ def cast_varying(x: Array, names: Iterable[str]) -> Array:
     """Types an array as differing over mesh axes; the cast refuses those over which it does already."""
     missing = frozenset(names) - varying_axes(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def assume_replicated(x: Array, names: Iterable[str]) -> Array:
+    """Types an array as equal over mesh axes, where a computation makes it equal in a way that types cannot tell.
+
+    Nothing checks it. JAX has casts to "varying" only.
+    """
+    return _assume_replicated_p.bind(x, names=tuple(sorted(names)))
+
+
+def _replicated_type(x: Any, *, names: tuple[str, ...]) -> Any:
+    old = x.manual_axis_type
+    new = type(old)(varying=old.varying - set(names), unreduced=old.unreduced, reduced=old.reduced)
+    return x.update(manual_axis_type=new)
+
+
+_assume_replicated_p = core.Primitive("assume_replicated")
+_assume_replicated_p.def_impl(lambda x, *, names: x)
+_assume_replicated_p.def_abstract_eval(_replicated_type)
+mlir.register_lowering(_assume_replicated_p, lambda context, x, *, names: [x])
+batching.defvectorized(_assume_replicated_p)
 
 
 def with_weak_types(new: PyTree, old: PyTree) -> PyTree:

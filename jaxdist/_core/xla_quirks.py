@@ -12,6 +12,8 @@ from .types import Array, Float, Int
 STEP = 8
 # The numbers that `running_sum` adds in one product.
 ROW = 32
+# Rows from this length up are added in blocks of `ROW` vectors of this many numbers.
+LONG, BLOCK = 2**16, 256
 
 
 def hide_constants(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -46,9 +48,19 @@ def sum_rows(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
     # XLA:CPU vectorizes only the sums in a product with a vector from the left: this is fifteen times faster.
     return lax.platform_dependent(
         rows,
-        cpu=lambda x: (jnp.ones(x.shape[1], x.dtype) @ x.T)[:, None],
+        cpu=_sum_long_rows if rows.shape[1] >= LONG else lambda x: (jnp.ones(x.shape[1], x.dtype) @ x.T)[:, None],
         default=lambda x: jnp.sum(x, axis=1, keepdims=True),
     )
+
+
+def _sum_long_rows(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
+    # And the sums over a dimension that is not the last one. Under `vmap` a product copies long rows, transposed.
+    count, block = rows.shape[0], BLOCK * ROW
+    padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % block)))
+    sums = jnp.sum(padded.reshape(count, -1, ROW, BLOCK), axis=2).reshape(count, -1)
+    while sums.shape[1] > 8:
+        sums = jnp.sum(jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % 8))).reshape(count, -1, 8), axis=2)
+    return jnp.sum(sums, axis=1, keepdims=True)
 
 
 def sum_vector(x: Float[Array, " size"]) -> Float[Array, ""]:

@@ -18,6 +18,9 @@ from .._core.types import Array, PyTree
 class Comm(NamedTuple):
     """A group of workers. Make one with `over`, `alone`, `nested`, `split_group` or `count_sent`.
 
+    On CPU two workers gather, exchange and permute arrays of 256 KiB or more by an all-reduce of words, which sends the
+    same bytes and is the only collective that uses both directions of a link at once (`comm/pair.py`).
+
     Attributes:
       size: the number of workers `W`.
       index: this worker's number, `Int[Array, ""]`.

@@ -13,6 +13,7 @@ from .._core.compat import cast_varying, mesh_axes_being_mapped
 from .._core.types import Array, AxisNames
 from ..state.marks import axis_tuple
 from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
+from .pair import choose_faster, exchange_pair, gather_pair, is_long, permute_pair
 
 Axes = tuple[str, ...]
 
@@ -103,7 +104,7 @@ def _mesh_mean(axes: Axes, x: Array) -> Array:
         return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
 
     def sum_in_words(x):
-        # XLA:CPU's all-to-all is half duplex: two workers exchange faster by a gather.
+        # A gather sends the same bytes between two workers, at once.
         if size <= 2:
             return _local_mean(_gather_words(axes, x, to="invarying"))
         rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
@@ -131,13 +132,20 @@ def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
         return gather(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
 
     words = _to_words(_mark_varying(axes, x))
-    if words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0:
-        return _from_words(gather(words), x)
-    return _from_words(lax.platform_dependent(words, tpu=gather_tiles, default=gather), x)
+    whole_tiles = words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0
+    plain = gather if whole_tiles else lambda words: lax.platform_dependent(words, tpu=gather_tiles, default=gather)
+    if _size(axes) == 2 and is_long(words):
+        agreed = typed.get("to") == "invarying"
+        return _from_words(choose_faster(words, plain=plain, cpu=partial(gather_pair, axes, agreed=agreed)), x)
+    return _from_words(plain(words), x)
 
 
 def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
-    return _exchange_words(axes, _mark_varying(axes, x))
+    words = _to_words(_mark_varying(axes, x))
+    plain = partial(_exchange_rows, axes)
+    if words.shape[0] == _size(axes) == 2 and is_long(words[0]):
+        return _from_words(choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes)), x)
+    return _from_words(plain(words), x)
 
 
 def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
@@ -168,7 +176,14 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     check_permutation(pairs, _size(axes))
-    return _from_words(lax.ppermute(_to_words(_mark_varying(axes, x)), axes, pairs), x)
+    words = _to_words(_mark_varying(axes, x))
+
+    def permute(words):
+        return lax.ppermute(words, axes, pairs)
+
+    if sorted(pairs) == [(0, 1), (1, 0)] and is_long(words):
+        return _from_words(choose_faster(words, plain=permute, cpu=partial(permute_pair, axes)), x)
+    return _from_words(permute(words), x)
 
 
 def _mark_varying(axes: Axes, x: Array) -> Array:
@@ -198,7 +213,7 @@ def _gather_mapped(axes: Axes, x: Array) -> Array:
 
 def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
     # vmap's all-to-all of an array that is not mapped has a wrong shape: map it by a condition that always holds.
-    return _exchange_words(axes, jnp.where(lax.axis_index(axes) >= 0, x, x))
+    return _exchange_rows(axes, jnp.where(lax.axis_index(axes) >= 0, x, x))
 
 
 def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
@@ -235,8 +250,8 @@ def _gather_with_gradient(gather: Callable[[Array], Array], scatter: Callable[[A
     return forward
 
 
-def _exchange_words(axes: Axes, x: Array) -> Array:
-    return _from_words(lax.all_to_all(_to_words(x), axes, split_axis=0, concat_axis=0, tiled=True), x)
+def _exchange_rows(axes: Axes, x: Array) -> Array:
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _check_rows(x: Array, size: int) -> None:

@@ -78,8 +78,8 @@ def two_shot(
     *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉`: one all-to-all and one all-gather,
     `(W-1) (bytes(c) + bytes₂(c))` sent; about `2(W-1)/W · bytes(n)`, like an all-reduce, where `compressed` sends
     `(W-1) · bytes(n)`. Scales travel with the payloads. With two workers both send the same, and `compressed` loses
-    less and is faster (on CPU, whose all-to-all is half duplex, by far): prefer it there. The reduce-scatter form is
-    the first phase alone, `(W-1) bytes(c)`, with one payload for each worker and dtype.
+    less and encodes once: prefer it there. The reduce-scatter form is the first phase alone, `(W-1) bytes(c)`, with one
+    payload for each worker and dtype.
 
     *State*: a key and a count, replicated; with server feedback a residual of `n` in float32 or better, sharded. With
     it the law is `TELESCOPING`, else `UNBIASED`, or `NONE` for a biased compressor.

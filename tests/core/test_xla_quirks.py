@@ -3,10 +3,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist._core.xla_quirks import hide_constants, largest_magnitude, running_sum, sum_counts, sum_rows, sum_vector
+from jaxdist._core.xla_quirks import (
+    hide_constants,
+    largest_magnitude,
+    running_sum,
+    sum_counts,
+    sum_rows,
+    sum_vector,
+)
 
 
-@pytest.mark.parametrize("shape", [(0, 1), (3, 1), (2, 8), (2, 9), (3, 64), (2, 320), (1, 1024)])
+@pytest.mark.parametrize(
+    "shape", [(0, 1), (3, 1), (2, 8), (2, 9), (3, 64), (2, 320), (1, 1024), (2, 2**16), (1, 70_001)]
+)
 def test_rows_are_those_of_numpy(shape):
     rows = np.random.default_rng(0).standard_cauchy(shape).astype(np.float32)
     rows[:, :1] *= -1
@@ -30,6 +39,13 @@ def test_rows_inside_vmap():
     largest, sums = jax.jit(jax.vmap(lambda x: (largest_magnitude(x), sum_rows(x))))(rows)
     np.testing.assert_array_equal(largest, np.abs(rows).max(2, keepdims=True))
     np.testing.assert_allclose(sums, rows.sum(2, keepdims=True), atol=1e-5)
+
+
+def test_long_rows_are_not_copied_inside_vmap():
+    """As a product with a vector they are, transposed."""
+    rows = jax.ShapeDtypeStruct((2, 1, 2**20), jnp.float32)
+    compiled = jax.jit(jax.vmap(lambda x: sum_rows(jnp.abs(x)))).lower(rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 1000, 4097])
