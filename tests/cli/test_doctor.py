@@ -22,8 +22,8 @@ def quick(monkeypatch, pods):
 
 
 def test_doctor_finds_nothing_wrong(quick, capsys, monkeypatch):
-    monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: True)
-    for name in diagnosis.resources.user_allocator(os.environ):
+    monkeypatch.setattr(diagnosis.job, "is_glibc", lambda: True)
+    for name in diagnosis.job.user_allocator(os.environ):
         monkeypatch.delenv(name)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -79,13 +79,13 @@ def test_settings_are_shown():
 
 
 def test_the_allocator_is_told_of_where_it_gives_memory_back(monkeypatch):
-    monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: True)
+    monkeypatch.setattr(diagnosis.job, "is_glibc", lambda: True)
     (line,) = diagnosis.check_allocator({"HOME": "/root"})
     assert line.verdict == "look"
     assert "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_ARENA_MAX=1" in line.advice
-    assert diagnosis.check_allocator(diagnosis.resources.KEEPING)[0].verdict == "good"
+    assert diagnosis.check_allocator(diagnosis.job.KEEPING)[0].verdict == "good"
     assert diagnosis.check_allocator({"MALLOC_ARENA_MAX": "2"}) == [("freed memory", "MALLOC_ARENA_MAX=2", "", "")]
-    monkeypatch.setattr(diagnosis.resources, "is_glibc", lambda: False)
+    monkeypatch.setattr(diagnosis.job, "is_glibc", lambda: False)
     assert diagnosis.check_allocator({}) == []
 
 
