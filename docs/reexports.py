@@ -1,4 +1,4 @@
-"""An extension of griffe that lets the reference pages find `jaxdist.compressors.cast`, the function, not its module."""
+"""An extension of griffe: the reference pages find `jaxdist.compressors.cast`, the function, not its module."""
 
 from griffe import Alias, AliasResolutionError, Extension
 
