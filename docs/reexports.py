@@ -1,4 +1,4 @@
-"""A griffe extension: reference pages find the function `jaxdist.compressors.cast`, not the module of that name."""
+"""An extension of griffe: the reference pages find `jaxdist.compressors.cast`, the function, not its module."""
 
 from griffe import Alias, AliasResolutionError, Extension
 

@@ -216,16 +216,16 @@ def osgp() -> Method:
       Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", arXiv:1811.10792, 2019
       (OSGP, with messages one step late).
     """
-    return Method(check_columns, _init_overlapped, _overlapped_step)
+    return Method(check_columns, _init_osgp, _osgp_step)
 
 
-def _init_overlapped(params: PyTree, topology: Topology) -> OverlappedState:
+def _init_osgp(params: PyTree, topology: Topology) -> OverlappedState:
     del topology
     zero = jnp.zeros((), jnp.float32)
     return OverlappedState(zero + 1, jax.tree.map(jnp.zeros_like, params), zero)
 
 
-def _overlapped_step(context: StepContext) -> StepResult:
+def _osgp_step(context: StepContext) -> StepResult:
     if context.static_round:
         raise ValueError("osgp sends the messages of the previous round, so round= cannot select them; leave round out")
     state: OverlappedState = context.state
