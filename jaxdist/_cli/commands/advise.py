@@ -10,7 +10,14 @@ from rich.table import Table
 
 from ...analysis.cost import Link
 from ...analysis.measured import measure_link
-from ...analysis.step_time import StepCost, break_even, network_seconds, step_seconds, step_seconds_if_hidden
+from ...analysis.step_time import (
+    StepCost,
+    break_even,
+    network_seconds,
+    step_seconds,
+    step_seconds_if_hidden,
+    uses_gloo,
+)
 from ...processes.initialize import initialize
 from ...runtime.mesh import make_mesh
 from .. import race, tables
@@ -116,7 +123,9 @@ def run_advise(chosen: AdviseOptions) -> None:
     if compute is None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
-    found = predict(workload, chosen.reducers, **settings, link=link, compute=compute)
+    # What runs on another device will not use the transport of this one.
+    gloo = chosen.compute is None and uses_gloo()
+    found = predict(workload, chosen.reducers, **settings, link=link, compute=compute, gloo=gloo)
     if curves:
         found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
@@ -233,10 +242,12 @@ def predict(
     batch_size: int,
     link: Link,
     compute: float,
+    gloo: bool = False,
 ) -> list[Prediction]:
     """Predicts a step with each method: bytes from its trace for this many workers, coding measured on this device.
 
-    The first method is the baseline of the others; `compute` is seconds of one worker's own step.
+    The first method is the baseline of the others; `compute` is seconds of one worker's own step, and `gloo` says that
+    the workers communicate over it.
     """
     if workers < 2:
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
@@ -248,7 +259,7 @@ def predict(
     for name, method in parsed:
         settings = {"workers": workers, "examples": examples, "compute": compute}
         cost = costs.measure_cost(name, method, workload, **settings)
-        traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size)
+        traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size, gloo=gloo)
         found.append((name, cost._replace(traffic=traffic)))
     return [_predict_step(name, cost, found[0][1], link) for name, cost in found]
 
