@@ -52,11 +52,13 @@ def measure(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else []
     path.write_text(json.dumps([*before, *records]) + "\n")
-    print(table([*before, *records]))
+    text = table([*before, *records])
+    path.with_suffix(".md").write_text(f"{text}\n")
+    print(text)
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """A row for each collective; a hop takes half of the smallest all-reduce of two workers over the same link."""
+    """A row for each collective; the smallest all-reduce over the same link tells how long a hop takes."""
     from jaxdist.analysis.cost import Link
     from jaxdist.analysis.step_time import StepCost, Traffic, network_seconds
 

@@ -78,6 +78,24 @@ def test_a_gather_is_decoded_as_often_as_there_are_workers():
     assert decoded(64) == 64 * decoded(1) > 0
 
 
+def test_the_transport_that_is_simulated_keeps_the_packing():
+    tree = [jnp.ones((4, 4)), jnp.ones(3)]
+
+    def mean(tree, nought):
+        return jd.exact().reduce(tree, (), measured._simulate_comm(2, nought))[0].mean
+
+    assert "concatenate" in jax.jit(mean).lower(tree, jnp.int32(0)).compile().as_text()
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [((5.0, 3.0, 9.0, 3.0, 4.0, 3.0), 2.0), ((1.0, 3.0), 0.0)])
+def test_coding_is_what_exact_does_not_compute(monkeypatch, seconds, expected):
+    clock = iter(seconds)
+    monkeypatch.setattr(measured, "_seconds", lambda run: next(clock))
+    like = jax.ShapeDtypeStruct((8, 8), "float32")
+    turns = len(seconds) // 2
+    assert analysis.codec_seconds(jd.compressed(jd.qsgd(4)), like, workers=2, turns=turns) == expected
+
+
 def test_the_fit_finds_latency_and_bandwidth():
     sizes = (2**10, 2**16, 2**22)
     exact = [6 * 2e-4 + 1.5 * size / 1e8 for size in sizes]
