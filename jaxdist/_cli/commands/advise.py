@@ -167,6 +167,8 @@ def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
     waiting = 100 * (baseline.network + baseline.coding) / baseline.step
     lines = [f"{baseline.name}: {waiting:.0f} % of a step goes to communication."]
     if best is baseline:
+        if any(other.break_even == math.inf for other in found[1:]):
+            return [*lines, f"Stay with {baseline.name}: no other method gains more than a tenth here."]
         # The fastest link on which another method would still win.
         rates = [other.break_even for other in found[1:] if 0 < other.break_even < math.inf]
         when = f"it starts to pay below {_spell_rate(max(rates))}" if rates else "no link makes these pay"
