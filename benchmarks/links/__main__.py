@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "compare": "step time, exposed communication and bytes, on loopback and on shaped links",
     "report": "tables and plot once more, from the records of compare",
     "cluster": "whether this machine can have shaped links, and how exact they are",
+    "collectives": "seconds of single collectives by size, beside what the model predicts",
     "pipelined": "how much communication hides behind computation over shaped links",
 }
 

@@ -25,7 +25,7 @@ import optax
 from background import Averages
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES, WIDTH
+from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES
 from server import WARM_UP, Way, serve
 
 import jaxdist as jd
@@ -71,15 +71,15 @@ def normalize(x, gain):
 
 def language_model_loss(w, batch):
     tokens, targets = batch
-    size, length = tokens.shape
+    (size, length), width = tokens.shape, w["embedding"].shape[1]
     visible = jnp.tril(jnp.ones((length, length), bool))
     x = w["embedding"][tokens] + w["position"][:length]
     for layer in range(LAYERS):
         qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
-        q, k, v = qkv.reshape(size, length, 3, HEADS, WIDTH // HEADS).transpose(2, 0, 3, 1, 4)
-        scores = q @ k.swapaxes(-1, -2) * (WIDTH // HEADS) ** -0.5
+        q, k, v = qkv.reshape(size, length, 3, HEADS, width // HEADS).transpose(2, 0, 3, 1, 4)
+        scores = q @ k.swapaxes(-1, -2) * (width // HEADS) ** -0.5
         mixed = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
-        x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, WIDTH) @ w[f"out_{layer}"]
+        x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, width) @ w[f"out_{layer}"]
         hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
         x = x + jax.nn.gelu(hidden) @ w[f"down_{layer}"]
     logits = normalize(x, w["gain"]) @ w["head"]

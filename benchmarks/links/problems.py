@@ -1,15 +1,16 @@
-"""The two models that both systems train: sizes, initial values and data, in NumPy, so that both start equal."""
+"""The models that both systems train: sizes, initial values and data, in NumPy, so that both start equal."""
 
 import itertools
 import os
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-# A byte-level language model of 4.9 million parameters, and a classifier of 10.5 million.
-WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY = 256, 6, 4, 128, 256
+# A byte-level language model of 4.9 million parameters, one of 29.9 million, and a classifier of 10.5 million.
+WIDTH, LARGE_WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY = 256, 640, 6, 4, 128, 256
 DIMENSIONS = (1024, 2048, 2048, 2048, 10)
 # The batch of a worker: `BATCH_FACTOR` times as much computation for the same bytes.
 SEQUENCES, EXAMPLES = (int(os.environ.get("BATCH_FACTOR", "1")) * size for size in (4, 64))
@@ -25,7 +26,7 @@ class Problem(NamedTuple):
     batches: list[tuple[np.ndarray, np.ndarray]]
 
 
-def language_model(rank: int) -> Problem:
+def language_model(rank: int, *, width: int = WIDTH) -> Problem:
     """A transformer on the source of Python's standard library."""
     random = np.random.default_rng(0)
 
@@ -33,20 +34,20 @@ def language_model(rank: int) -> Problem:
         return (random.standard_normal(shape) * scale).astype(np.float32)
 
     params: dict[str, Any] = {
-        "embedding": normal(VOCABULARY, WIDTH, scale=0.02),
-        "position": normal(CONTEXT, WIDTH, scale=0.02),
-        "gain": np.ones(WIDTH, np.float32),
-        "head": normal(WIDTH, VOCABULARY, scale=0.02),
+        "embedding": normal(VOCABULARY, width, scale=0.02),
+        "position": normal(CONTEXT, width, scale=0.02),
+        "gain": np.ones(width, np.float32),
+        "head": normal(width, VOCABULARY, scale=0.02),
     }
     depth = (2 * LAYERS) ** -0.5  # residual branches start small
     for layer in range(LAYERS):
         params |= {
-            f"attention_gain_{layer}": np.ones(WIDTH, np.float32),
-            f"qkv_{layer}": normal(WIDTH, 3 * WIDTH, scale=WIDTH**-0.5),
-            f"out_{layer}": normal(WIDTH, WIDTH, scale=WIDTH**-0.5 * depth),
-            f"feed_gain_{layer}": np.ones(WIDTH, np.float32),
-            f"up_{layer}": normal(WIDTH, 4 * WIDTH, scale=WIDTH**-0.5),
-            f"down_{layer}": normal(4 * WIDTH, WIDTH, scale=(4 * WIDTH) ** -0.5 * depth),
+            f"attention_gain_{layer}": np.ones(width, np.float32),
+            f"qkv_{layer}": normal(width, 3 * width, scale=width**-0.5),
+            f"out_{layer}": normal(width, width, scale=width**-0.5 * depth),
+            f"feed_gain_{layer}": np.ones(width, np.float32),
+            f"up_{layer}": normal(width, 4 * width, scale=width**-0.5),
+            f"down_{layer}": normal(4 * width, width, scale=(4 * width) ** -0.5 * depth),
         }
     text = np.frombuffer(_standard_library(), np.uint8)
     batches = []
@@ -74,7 +75,7 @@ def classifier(rank: int) -> Problem:
     return Problem(params, batches)
 
 
-PROBLEMS = {"lm": language_model, "mlp": classifier}
+PROBLEMS = {"lm": language_model, "lm30": partial(language_model, width=LARGE_WIDTH), "mlp": classifier}
 
 
 def _standard_library() -> bytes:

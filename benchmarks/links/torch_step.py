@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES, WIDTH
+from problems import HEADS, LAYERS, MOMENTUM, PROBLEMS, RATES
 from server import Way, serve
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -42,13 +42,13 @@ def normalize(x, gain):
 
 
 def language_model_loss(w, tokens, targets):
-    batch, length = tokens.shape
+    (batch, length), width = tokens.shape, w["embedding"].shape[1]
     x = F.embedding(tokens, w["embedding"]) + w["position"][:length]
     for layer in range(LAYERS):
         qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
-        q, k, v = qkv.view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + mixed.transpose(1, 2).reshape(batch, length, WIDTH) @ w[f"out_{layer}"]
+        x = x + mixed.transpose(1, 2).reshape(batch, length, width) @ w[f"out_{layer}"]
         hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
         x = x + F.gelu(hidden, approximate="tanh") @ w[f"down_{layer}"]
     return F.cross_entropy((normalize(x, w["gain"]) @ w["head"]).flatten(0, 1), targets.flatten())

@@ -23,14 +23,15 @@ class Racer(Protocol):
 
 
 def serve(build: Callable[[str], Racer], about: dict[str, Any]) -> None:
-    """Answers until the input ends: `start` a mode, `run` some steps, `evaluate`, tell the `cost` of a step, or measure
-    the `link`.
+    """Answers until the input ends: `start` a mode, `run` some steps of it or of another one that was started,
+    `evaluate`, tell the `cost` of a step, or measure the `link`.
     """
     # Frameworks print; answers keep the real output to themselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     racers: dict[str, Racer] = {}
-    racer, done = None, 0
+    done: dict[str, int] = {}
+    mode = ""
     answers.write(json.dumps({"ready": about}) + "\n")
     for line in sys.stdin:
         asked = json.loads(line)
@@ -38,21 +39,22 @@ def serve(build: Callable[[str], Racer], about: dict[str, Any]) -> None:
         if asked["do"] == "start":
             mode = asked["mode"]
             racers[mode] = racers.get(mode) or build(mode)
-            racer, done = racers[mode], 0
-            racer.start(asked["rate"], asked["seed"])
+            done[mode] = 0
+            racers[mode].start(asked["rate"], asked["seed"])
             answer = {}
         elif asked["do"] == "run":
+            other = asked.get("mode", mode)
             times, loss = [], 0.0
-            for number in range(done, done + asked["steps"]):
+            for number in range(done[other], done[other] + asked["steps"]):
                 start = time.perf_counter()
-                loss = racer.step(number)
+                loss = racers[other].step(number)
                 times.append(time.perf_counter() - start)
-            done += asked["steps"]
+            done[other] += asked["steps"]
             answer = {"seconds": times, "loss": loss}
         elif asked["do"] == "evaluate":
-            answer = {"held_out": racer.evaluate()}
+            answer = {"held_out": racers[mode].evaluate()}
         elif asked["do"] == "cost":
-            answer = racer.cost()
+            answer = racers[mode].cost()
         else:
-            answer = racer.link()
+            answer = racers[mode].link()
         answers.write(json.dumps(answer | {"took": time.perf_counter() - begin}) + "\n")

@@ -11,7 +11,8 @@ of cores. The time to a loss is their product; `runs` trains over a link to the 
 to its file in FOLDER.
 `steps --turns` is `steps` and then `runs` over the last link. `--problem tiny` tries a command in seconds.
 
-Two processes of one thread for each system; those of the system that does not run wait. Needs root for the links.
+A process of one thread on each host for each system; those of the system that does not run wait. Needs root for the
+links.
 """
 
 import argparse
@@ -32,12 +33,12 @@ import compare
 HERE = Path(__file__).parent
 
 MODES = {
-    "jaxdist": ["none", "exact", "f16", "power_sgd", "two_shot", "local", "diloco", "top_k"],
-    "torch": ["none", "ddp", "f16", "power_sgd", "local"],
+    "jaxdist": ["exact", "f16", "power_sgd", "two_shot", "local", "diloco", "top_k"],
+    "torch": ["ddp", "f16", "power_sgd", "local"],
 }
-WORKERS = 2
+ALONE = "none"  # the mode without communication
 EVERY = 8  # steps between evaluations: whole rounds of the local methods
-START_RATE = {"lm": 1e-3, "mlp": 0.05, "tiny": 0.05}
+START_RATE = {"lm": 1e-3, "lm30": 1e-3, "mlp": 0.05, "tiny": 0.05}
 
 
 class Racers(compare.System):
@@ -51,9 +52,15 @@ class Racers(compare.System):
     def start(self, mode: str, rate: float, seed: int = 0) -> float:
         return max(answer["took"] for answer in self.ask("start", mode=mode, rate=rate, seed=seed))
 
-    def run_steps(self, count: int) -> list[float]:
+    def run_steps(self, count: int, **mode: str) -> list[float]:
         """Seconds of each step; a step is over when the slowest process is done."""
-        return [max(times) for times in zip(*(answer["seconds"] for answer in self.ask("run", steps=count)))]
+        answers = self.ask("run", steps=count, **mode)
+        return [max(times) for times in zip(*(answer["seconds"] for answer in answers))]
+
+    def run_alone(self) -> list[float]:
+        """Seconds of some steps without communication, about half a second of them."""
+        (first,) = self.run_steps(1, mode=ALONE)
+        return [first, *self.run_steps(max(1, min(5, round(0.5 / first))), mode=ALONE)]
 
     def evaluate(self) -> float:
         return statistics.mean(answer["held_out"] for answer in self.ask("evaluate"))
@@ -84,29 +91,41 @@ def chosen_modes(given: argparse.Namespace, system: str) -> list[str]:
 def measure_steps(given: argparse.Namespace, racers: dict[str, Racers], places: list[cluster.Host]) -> None:
     """Times every mode over every link, and measures the costs that the model needs.
 
-    The modes take turns, in the reverse order at every other repetition: machines drift.
+    The modes take turns, in the reverse order at every other repetition, and steps without communication are timed
+    before and after each: machines drift.
     """
     turns = [(name, mode) for name in racers for mode in chosen_modes(given, name)]
+    for racer in racers.values():
+        racer.start(ALONE, START_RATE[given.problem])
+        racer.run_steps(2)
     for repetition in range(given.repetitions):
         for name, mode in turns if repetition % 2 == 0 else reversed(turns):
             racers[name].start(mode, START_RATE[given.problem])
             for rate in given.rate:
                 for place in places:
                     place.set_rate(rate)
-                link = {"rate_mbit": rate, "delay_ms": given.delay, "repetition": repetition}
+                link = {"hosts": given.hosts, "rate_mbit": rate, "delay_ms": given.delay, "repetition": repetition}
                 record = {"problem": given.problem, "system": name, "mode": mode, **link}
                 record |= time_steps(racers[name], mode, given.seconds, places[0])
-                per_step = 1e3 * statistics.mean(record["seconds"])
-                print(f"{name:8}{mode:10}{rate:6g} Mbit/s {given.delay:g} ms {per_step:8.1f} ms", flush=True)
+                step, alone = (1e3 * statistics.mean(record[key]) for key in ("seconds", "alone_seconds"))
+                print(
+                    f"{name:8}{mode:10}{rate:6g} Mbit/s {given.delay:g} ms {step:8.1f} ms, alone {alone:.1f}",
+                    flush=True,
+                )
                 add(given.out / "steps.json", record)
                 if (name, mode) == ("jaxdist", "exact"):
                     add(given.out / "links.json", link | racers[name].ask("link")[0])
-            if name == "jaxdist" and mode != "none" and repetition == 0:
-                cost = racers[name].ask("cost")
-                coding = statistics.mean(answer["coding"] for answer in cost)
-                record = {"problem": given.problem, "mode": mode, **cost[0], "coding": coding}
-                print(f"        coding {1e3 * coding:.1f} ms, {record['traffic']}", flush=True)
-                add(given.out / "costs.json", record)
+            if name == "jaxdist" and repetition == 0:
+                add_cost(given, racers[name], mode)
+
+
+def add_cost(given: argparse.Namespace, racer: Racers, mode: str) -> None:
+    """Measures and counts what the model needs to predict the step of the mode that was started."""
+    cost = racer.ask("cost")
+    coding = statistics.mean(answer["coding"] for answer in cost)
+    record = {"problem": given.problem, "hosts": given.hosts, "mode": mode, **cost[0], "coding": coding}
+    print(f"        coding {1e3 * coding:.1f} ms, {record['traffic']}", flush=True)
+    add(given.out / "costs.json", record)
 
 
 def time_steps(racer: Racers, mode: str, seconds: float, place: cluster.Host) -> dict[str, Any]:
@@ -116,12 +135,15 @@ def time_steps(racer: Racers, mode: str, seconds: float, place: cluster.Host) ->
     probe = racer.run_steps(max(2, period))
     whole = max(1, round(seconds / (sum(probe[-period:]) or 1.0)))
     count = max(3 if period == 1 else 1, min(whole, 20 if period == 1 else 2)) * period
+    alone = racer.run_alone()
     before = place.sent()
     times = racer.run_steps(count)
+    sent = place.sent() - before
     return {
         "period": period,
         "seconds": times,
-        "bytes": (place.sent() - before) / count,
+        "alone_seconds": [*alone, *racer.run_alone()],
+        "bytes": sent / count,
         "load": os.getloadavg()[0],
     }
 
@@ -145,7 +167,8 @@ def run_turns(given: argparse.Namespace, racers: dict[str, Racers], link: dict[s
             continue
         for seed in given.seeds:
             found = train(racers[system], mode, float(rate), seed, given) | {"load": os.getloadavg()[0]}
-            add(path, {"problem": given.problem, "system": system, **link, "target": given.target, **found})
+            about = {"problem": given.problem, "hosts": given.hosts, "system": system, **link, "target": given.target}
+            add(path, about | found)
             last = f"{found['held_out'][-1]:.4f} after {found['steps'][-1]} steps, {found['seconds'][-1]:.1f} s"
             print(f"{system:8}{mode:10}{rate:>6} seed {seed}: {last}", flush=True)
 
@@ -153,7 +176,7 @@ def run_turns(given: argparse.Namespace, racers: dict[str, Racers], link: dict[s
 def compile_all(given: argparse.Namespace, racers: dict[str, Racers]) -> None:
     """Compiles every mode into the cache, so that measurements start at once."""
     for name, racer in racers.items():
-        for mode in chosen_modes(given, name):
+        for mode in [ALONE, *chosen_modes(given, name)]:
             took = racer.start(mode, START_RATE[given.problem])
             (step,) = racer.run_steps(1)
             racer.ask("cost")
@@ -168,7 +191,8 @@ def add(path: Path, record: dict[str, Any]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command", choices=["steps", "losses", "runs", "compile"])
-    parser.add_argument("--problem", choices=["lm", "mlp", "tiny"], default="lm", help="tiny: to try the commands")
+    parser.add_argument("--problem", choices=list(START_RATE), default="lm", help="tiny: to try the commands")
+    parser.add_argument("--hosts", type=int, default=2, help="one process on each")
     parser.add_argument("--torch-python", help="a Python that has torch; without it only jaxdist runs")
     parser.add_argument("--modes", nargs="+", help="only these, as in jaxdist:exact torch:ddp")
     parser.add_argument("--rate", nargs="+", type=float, default=[100.0, 1000.0], help="Mbit/s of each link")
@@ -188,7 +212,7 @@ def main(given: argparse.Namespace) -> None:
     if given.turns and not given.modes:
         given.modes = [turn.rpartition(":")[0] for turn in given.turns]
     shaped = given.command in ("steps", "runs")
-    made = cluster.hosts(WORKERS, given.rate[0], given.delay) if shaped else cluster.loopback(WORKERS)
+    made = cluster.hosts(given.hosts, given.rate[0], given.delay) if shaped else cluster.loopback(given.hosts)
     with made as places, start_racers(given, places) as racers:
         if given.command == "compile":
             compile_all(given, racers)

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Stream(NamedTuple):
     held_out: list[Batch]
 
 
-def language_model(rank: int, workers: int) -> Stream:
+def language_model(rank: int, workers: int, *, problem: str = "lm") -> Stream:
     text = np.frombuffer(_standard_library(), np.uint8)
     train, held_out = text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
 
@@ -39,7 +40,7 @@ def language_model(rank: int, workers: int) -> Stream:
     # Eight batches in all, evenly spread; each worker evaluates its share.
     starts = np.linspace(0, held_out.size - CONTEXT - 1, 8 * SEQUENCES).astype(int).reshape(8, SEQUENCES)
     own = [windows(held_out, rows) for rows in starts[rank::workers]]
-    return Stream(PROBLEMS["lm"](rank).params, batch, own)
+    return Stream(PROBLEMS[problem](rank).params, batch, own)
 
 
 def classifier(rank: int, workers: int, *, inputs: int = DIMENSIONS[0]) -> Stream:
@@ -64,4 +65,4 @@ def tiny(rank: int, workers: int) -> Stream:
     return classifier(rank, workers, inputs=TINY[0])._replace(params=params)
 
 
-STREAMS = {"lm": language_model, "mlp": classifier, "tiny": tiny}
+STREAMS = {"lm": language_model, "lm30": partial(language_model, problem="lm30"), "mlp": classifier, "tiny": tiny}

@@ -26,11 +26,13 @@ import report as links_report
 
 from jaxdist._cli.commands import advise
 from jaxdist._cli.race import step_at
+from jaxdist.analysis.base import Collective, summarize
 from jaxdist.analysis.cost import Link
-from jaxdist.analysis.step_time import Schedule, StepCost, Traffic, step_seconds
+from jaxdist.analysis.step_time import Schedule, StepCost, Traffic, mean_traffic, step_seconds, traffic
 
 PROBLEMS = {
     "lm": "language model of 4.9 M parameters",
+    "lm30": "language model of 29.9 M parameters",
     "mlp": "classifier of 10.5 M parameters",
     "tiny": "tiny classifier",
 }
@@ -54,6 +56,7 @@ SAME_LOSSES = {
     ("torch", "f16"): ("jaxdist", "exact"),
     ("torch", "local"): ("jaxdist", "local"),
 }
+HOSTS = {2: "two", 4: "four"}
 # The share of a link that is payload: segments of 1448 bytes in frames of 1514.
 PAYLOAD = 1448 / 1514
 # Half a round trip over the links of `links/compare.py`, in seconds.
@@ -63,8 +66,9 @@ HOPS = {"exact": 2.0, "hand_flat": 2.0, "power_sgd": 4.0, "f16": 2.0, "qsgd": 1.
 
 
 class Setting(NamedTuple):
-    """A link."""
+    """Hosts and their links."""
 
+    hosts: int
     rate_mbit: float
     delay_ms: float  # from host to host
 
@@ -104,7 +108,11 @@ def link_of(setting: Setting, records: list[dict[str, Any]]) -> Link:
 
 
 def setting_of(record: dict[str, Any]) -> Setting:
-    return Setting(record["rate_mbit"], record["delay_ms"])
+    return Setting(hosts_of(record), record["rate_mbit"], record["delay_ms"])
+
+
+def hosts_of(record: dict[str, Any]) -> int:
+    return record.get("hosts", 2)
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -125,8 +133,20 @@ def fastest(records: list[dict[str, Any]]) -> float:
 
 def cost_of(records: list[dict[str, Any]], compute: float) -> StepCost:
     coding = min(record["coding"] for record in records)
-    schedule = Schedule(*records[0]["schedule"])
-    return StepCost(compute, coding / schedule.period, Traffic(*records[0]["traffic"]), schedule)
+    schedule, workers = Schedule(*records[0]["schedule"]), hosts_of(records[0])
+    # From the collectives of the compiled step once more: the model may have changed since they were read.
+    ops = [
+        Collective(kind, dtype, size, workers, None, (), 1, messages, wire_bytes, "")
+        for kind, dtype, size, messages, wire_bytes in records[0]["collectives"]
+    ]
+    round_end = traffic(summarize(ops, []), workers=workers, gloo=True)
+    sent = mean_traffic(round_end, Traffic(0.0, 0.0), 1 / schedule.period)
+    return StepCost(compute, coding / schedule.period, sent, schedule)
+
+
+def alone_of(record: dict[str, Any], otherwise: float) -> float:
+    """The step without communication, timed before and after a mode."""
+    return statistics.median(record["alone_seconds"]) if "alone_seconds" in record else otherwise
 
 
 def best_steps(records: list[dict[str, Any]], target: float) -> tuple[float, list[float]]:
@@ -149,15 +169,17 @@ def run_seconds(run: dict[str, Any], target: float) -> float:
 def rows_of(folder: Path, problem: str, setting: Setting, target: float) -> list[Row]:
     def own(name: str, system: str, mode: str) -> list[dict[str, Any]]:
         wanted = {"problem": problem, "system": system, "mode": mode}
-        return [each for each in read(folder, name) if all(each[key] == value for key, value in wanted.items())]
+        found = [each for each in read(folder, name) if all(each[key] == value for key, value in wanted.items())]
+        return [each for each in found if hosts_of(each) == setting.hosts]
 
     def over_link(name: str, system: str, mode: str) -> list[dict[str, Any]]:
         return [each for each in own(name, system, mode) if setting_of(each) == setting]
 
     rows = []
-    costs = [each for each in read(folder, "costs") if each["problem"] == problem]
-    # Without communication no link matters: all measurements of it together.
-    alone = own("steps", "jaxdist", "none")
+    all_costs = [each for each in read(folder, "costs") if each["problem"] == problem]
+    costs = [each for each in all_costs if hosts_of(each) == setting.hosts]
+    # Records without such steps of their own: those of a turn of its own, of all links together.
+    alone = min(map(step_of, own("steps", "jaxdist", "none")), default=math.nan)
     link = link_of(setting, read(folder, "links"))
     for system, mode in LABELS:
         timed = over_link("steps", system, mode)
@@ -165,8 +187,8 @@ def rows_of(folder: Path, problem: str, setting: Setting, target: float) -> list
             continue
         predicted = math.nan
         known = [each for each in costs if each["mode"] == mode]
-        if system == "jaxdist" and known and alone:
-            predicted = step_seconds(cost_of(known, fastest(alone)), link)
+        if system == "jaxdist" and known:
+            predicted = step_seconds(cost_of(known, alone_of(min(timed, key=step_of), alone)), link)
         losses = own("losses", system, mode) or own("losses", *SAME_LOSSES.get((system, mode), (system, mode)))
         rate, steps = best_steps(losses, target)
         runs = [run_seconds(run, target) for run in over_link("runs", system, mode) if run["held_out"][-1] <= target]
@@ -236,16 +258,17 @@ def order(rows: list[Row]) -> str:
     return f"{said}; order " + (f"differs: predicted {'; '.join(swapped)}" if swapped else "as measured")
 
 
-def choices(rows: list[Row]) -> str:
-    """How much later than the first of all methods arrive those that the predictions choose."""
-    own = [row for row in rows if math.isfinite(row.predicted) and math.isfinite(row.seconds)]
-    if not own:
-        return ""
+def choices(rows: list[Row]) -> list[tuple[str, float]]:
+    """What `jaxdist advise` takes by the predictions, with the losses and without, and how much later it arrives.
+
+    Later than the first of all methods, as a share.
+    """
+    own = {
+        LABELS[row.system, row.mode]: row for row in rows if math.isfinite(row.predicted) and math.isfinite(row.seconds)
+    }
     first = min(row.seconds for row in rows)
-    # What `jaxdist advise` says of these predictions, with the losses of the race and without.
-    rows_by_name = {LABELS[row.system, row.mode]: row for row in own}
-    said = []
-    for known in (True, False):
+    chosen = []
+    for known in (True, False) if own else ():
         found = [
             advise.Prediction(
                 name,
@@ -257,11 +280,24 @@ def choices(rows: list[Row]) -> str:
                 break_even=0,
                 seconds=row.predicted * row.steps if known else math.nan,
             )
-            for name, row in rows_by_name.items()
+            for name, row in own.items()
         ]
         name = advise.recommend(found).name
-        said.append(f"{name}, {100 * (rows_by_name[name].seconds / first - 1):.0f} % later")
-    return f" `jaxdist advise` with losses: {said[0]}; without, by the step alone: {said[1]}."
+        chosen.append((name, own[name].seconds / first - 1))
+    return chosen
+
+
+def regrets(settings: dict[tuple[str, Setting], list[Row]]) -> str:
+    """A row for each link: the first of all methods, and what `jaxdist advise` takes."""
+    head = ["", "first of all", "`advise` with losses", "later", "without losses", "later"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|--:|---|--:|"]
+    for (problem, setting), rows in settings.items():
+        if chosen := choices(rows):
+            first = min(rows, key=lambda row: row.seconds)
+            cells = [f"{problem}, {setting.hosts} hosts, {setting}", LABELS[first.system, first.mode]]
+            cells += [cell for name, later in chosen for cell in (name, f"{100 * later:.0f} %")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def weight(row: Row) -> float:
@@ -277,7 +313,8 @@ def plot(settings: dict[Setting, list[Row]], title: str, path: Path) -> None:
     panels = {setting: [bar(row) for row in rows if math.isfinite(row.seconds)] for setting, rows in settings.items()}
     rates = sorted({setting.rate_mbit for setting in settings})
     delays = sorted({setting.delay_ms for setting in settings})
-    grid = [[(str(key := Setting(rate, delay)), panels.get(key, [])) for delay in delays] for rate in rates]
+    (hosts,) = {setting.hosts for setting in settings}
+    grid = [[(str(key := Setting(hosts, rate, delay)), panels.get(key, [])) for delay in delays] for rate in rates]
     chart.draw(grid, title, LABELS["torch", "ddp"], path)
 
 
@@ -327,30 +364,35 @@ def main(given: argparse.Namespace) -> None:
     for record in read(folder, "losses"):
         targets[record["problem"]] = max(record["target"], targets.get(record["problem"], -math.inf))
     parts = []
+    everything: dict[tuple[str, Setting], list[Row]] = {}
     for problem, label in PROBLEMS.items():
         # Without losses there is no target, and the tables have the steps alone.
         target = targets.get(problem, math.nan)
         found = sorted({setting_of(record) for record in timed if record["problem"] == problem})
         settings = {setting: rows_of(folder, problem, setting, target) for setting in found}
+        everything |= {(problem, setting): rows for setting, rows in settings.items()}
         for setting, rows in settings.items():
             least = ", ".join(f"{name} {seconds}" for name, seconds in alone_by_system(timed, problem, setting).items())
-            parts.append(f"### {label[0].upper() + label[1:]}, two hosts, {setting}\n")
-            parts.append(
-                f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.{choices(rows)}\n"
-            )
-        if any(math.isfinite(row.seconds) for rows in settings.values() for row in rows):
+            parts.append(f"### {label[0].upper() + label[1:]}, {HOSTS[setting.hosts]} hosts, {setting}\n")
+            parts.append(f"{table(rows, target)}\n\nWithout communication: {least}. Model: {order(rows)}.\n")
+        two = {setting: rows for setting, rows in settings.items() if setting.hosts == 2}
+        if any(math.isfinite(row.seconds) for rows in two.values() for row in rows):
             title = f"Seconds until a {label} reaches a held-out loss of {target:g}"
-            plot(settings, title, folder / ("time_to_loss.png" if problem == "lm" else f"time_to_loss_{problem}.png"))
+            plot(two, title, folder / ("time_to_loss.png" if problem == "lm" else f"time_to_loss_{problem}.png"))
+    parts.append(f"### What `jaxdist advise` takes\n\n{regrets(everything)}\n")
     (folder / "race.md").write_text("\n".join(parts))
     print("\n".join(parts))
 
 
 def alone_by_system(timed: list[dict[str, Any]], problem: str, setting: Setting) -> dict[str, str]:
-    """The step without communication, measured beside those over a link."""
+    """The step without communication, measured beside those over a link: the least and the most of all turns."""
     found = {}
     for system in ("jaxdist", "torch"):
-        wanted = {"problem": problem, "system": system, "mode": "none"}
-        near = [each for each in timed if setting_of(each) == setting and wanted.items() <= each.items()]
-        if near:
-            found[system] = f"{1e3 * fastest(near):.0f} ms"
+        near = [
+            each for each in timed if (each["problem"], each["system"], setting_of(each)) == (problem, system, setting)
+        ]
+        turns = [1e3 * step_of(each) for each in near if each["mode"] == "none"]
+        turns += [1e3 * alone_of(each, math.nan) for each in near if "alone_seconds" in each]
+        if turns:
+            found[system] = f"{min(turns):.0f}-{max(turns):.0f} ms"
     return found

@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     problem = os.environ["PROBLEM"]
-    name = "lm" if problem == "lm" else "mlp"
+    name = "lm" if problem.startswith("lm") else "mlp"
     stream = STREAMS[problem](dist.get_rank(), dist.get_world_size())
     # A group for each worker by itself, within which the hook of post-local SGD "averages".
     alone, _ = dist.new_subgroups(group_size=1)

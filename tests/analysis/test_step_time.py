@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import pytest
 
 from jaxdist.analysis.base import make_collective, summarize
@@ -16,14 +17,20 @@ from jaxdist.analysis.step_time import (
     step_seconds,
     step_seconds_if_hidden,
     traffic,
+    uses_gloo,
 )
 
 LINK = Link("100mbit,20ms", latency=0.02, bandwidth=12.5e6)
 
 
-def _traffic_of(*ops, workers=4):
+def _traffic_of(*ops, workers=4, gloo=False):
     made = [make_collective(kind, operands, devices=workers, where="") for kind, operands in ops]
-    return traffic(summarize(made, []), workers=workers)
+    return traffic(summarize(made, []), workers=workers, gloo=gloo)
+
+
+def _traffic_of_permutation(pairs, *, workers, size=2**20):
+    op = make_collective("collective-permute", [("uint8", size)], pairs=pairs, devices=workers, where="")
+    return traffic(summarize([op], []), workers=workers, gloo=True)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,69 @@ def test_every_operand_of_a_merged_reduction_is_a_message():
 def test_a_permutation_takes_one_hop():
     ring = make_collective("collective-permute", [("uint8", 1000)], pairs=((0, 1), (1, 0)), devices=2, where="")
     assert traffic(summarize([ring], []), workers=2) == Traffic(1000.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "hops"),
+    [
+        # Two segments for each worker at least, and two on their way at a time: as an ideal ring.
+        (2, 1000, 2.0),
+        (4, 4 * 2**20, 6.0),
+        # 19 segments of 1 MiB are 10 for each of two workers: five pairs of them are reduced, and five gathered.
+        (2, 19 * 2**20 - 5, 10.0),
+        # Of four workers each has five of 20: 15 steps of the ring, in pairs 8, twice.
+        (4, 19 * 2**20 - 5, 16.0),
+    ],
+)
+def test_gloo_reduces_in_segments(workers, size, hops):
+    found = _traffic_of(("all-reduce", [("uint8", size)]), workers=workers, gloo=True)
+    assert found == _traffic_of(("all-reduce", [("uint8", size)]), workers=workers)._replace(hops=hops)
+
+
+def test_each_message_has_segments_of_its_own():
+    # Two messages of 12 MiB: six segments for each of two workers, so six hops for each message.
+    merged = ("all-reduce", [("uint8", 12 * 2**20), ("uint8", 12 * 2**20)])
+    assert _traffic_of(merged, workers=2, gloo=True).hops == 12.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "share"),
+    [
+        ("all-to-all", 2, 1.0),
+        ("all-to-all", 4, 0.75),
+        ("all-gather", 2, 0.5),
+        ("all-gather", 4, 0.0),
+        ("all-reduce", 2, 0.0),
+        ("reduce-scatter", 2, 0.0),
+    ],
+)
+def test_gloo_leaves_a_direction_idle(kind, workers, share):
+    found = _traffic_of((kind, [("uint8", 2**20)]), workers=workers, gloo=True)
+    assert found.idle_bytes == share * found.wire_bytes
+    assert _traffic_of((kind, [("uint8", 2**20)]), workers=workers).idle_bytes == 0
+    # What fits into the buffer of the socket is sent before anything is received.
+    assert _traffic_of((kind, [("uint8", 2**13)]), workers=workers, gloo=True).idle_bytes == 0
+
+
+def test_only_permutations_that_exchange_leave_a_direction_idle():
+    assert _traffic_of_permutation(((0, 1), (1, 0)), workers=2).idle_bytes == 2**20
+    assert _traffic_of_permutation(((0, 1), (1, 2), (2, 0)), workers=3).idle_bytes == 0
+    assert _traffic_of_permutation(((0, 0), (1, 1)), workers=2).idle_bytes == 0
+
+
+def test_idle_bytes_take_time_and_move_the_break_even():
+    cost = StepCost(0.2, 0.0, Traffic(1e6, 1.0, idle_bytes=0.5e6))
+    assert network_seconds(cost, LINK) == pytest.approx(0.02 + 1.5e6 / 12.5e6)
+    plain = StepCost(0.1, 0.0, Traffic(4e6, 1.0))
+    # 2.5 MB of time less, for 0.1 s.
+    assert break_even(cost, plain, latency=0.02) == pytest.approx(2.5e6 / 0.1)
+
+
+def test_processes_on_cpu_use_gloo(monkeypatch):
+    assert jax.default_backend() == "cpu"
+    assert uses_gloo() == (jax.config.jax_cpu_collectives_implementation == "gloo")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not uses_gloo()
 
 
 def test_steps_of_a_round_are_averaged():

@@ -10,7 +10,14 @@ from rich.table import Table
 
 from ...analysis.cost import Link
 from ...analysis.measured import measure_link
-from ...analysis.step_time import StepCost, break_even, network_seconds, step_seconds, step_seconds_if_hidden
+from ...analysis.step_time import (
+    StepCost,
+    break_even,
+    network_seconds,
+    step_seconds,
+    step_seconds_if_hidden,
+    uses_gloo,
+)
 from ...processes.initialize import initialize
 from ...runtime.mesh import make_mesh
 from .. import race, tables
@@ -116,7 +123,9 @@ def run_advise(chosen: AdviseOptions) -> None:
     if compute is None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
-    found = predict(workload, chosen.reducers, **settings, link=link, compute=compute)
+    # What runs on another device will not use the transport of this one.
+    gloo = chosen.compute is None and uses_gloo()
+    found = predict(workload, chosen.reducers, **settings, link=link, compute=compute, gloo=gloo)
     if curves:
         found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
@@ -158,6 +167,8 @@ def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
     waiting = 100 * (baseline.network + baseline.coding) / baseline.step
     lines = [f"{baseline.name}: {waiting:.0f} % of a step goes to communication."]
     if best is baseline:
+        if any(other.break_even == math.inf for other in found[1:]):
+            return [*lines, f"Stay with {baseline.name}: no other method gains more than a tenth here."]
         # The fastest link on which another method would still win.
         rates = [other.break_even for other in found[1:] if 0 < other.break_even < math.inf]
         when = f"it starts to pay below {_spell_rate(max(rates))}" if rates else "no link makes these pay"
@@ -233,10 +244,12 @@ def predict(
     batch_size: int,
     link: Link,
     compute: float,
+    gloo: bool = False,
 ) -> list[Prediction]:
     """Predicts a step with each method: bytes from its trace for this many workers, coding measured on this device.
 
-    The first method is the baseline of the others; `compute` is seconds of one worker's own step.
+    The first method is the baseline of the others; `compute` is seconds of one worker's own step, and `gloo` says that
+    the workers communicate over it.
     """
     if workers < 2:
         raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
@@ -248,7 +261,7 @@ def predict(
     for name, method in parsed:
         settings = {"workers": workers, "examples": examples, "compute": compute}
         cost = costs.measure_cost(name, method, workload, **settings)
-        traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size)
+        traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size, gloo=gloo)
         found.append((name, cost._replace(traffic=traffic)))
     return [_predict_step(name, cost, found[0][1], link) for name, cost in found]
 

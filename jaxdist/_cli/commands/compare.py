@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from ...analysis.cost import Link
-from ...analysis.step_time import StepCost
+from ...analysis.step_time import StepCost, uses_gloo
 from ...runtime.mesh import make_mesh
 from .. import losses, race, results, tables
 from ..models.base import Workload
@@ -119,7 +119,9 @@ def _compare_reducers(chosen: CompareOptions) -> None:
                 finished[-1].append(train_to_end(*run_of_seed, evaluate_every=evaluate_every)[0])
             if name in measured:
                 sent = sum(result.wire_bytes for result in finished[-1]) / len(finished[-1])
-                cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent))
+                # What runs on another device will not use the transport of this one.
+                gloo = chosen.compute is None and uses_gloo()
+                cost = measured[name]._replace(traffic=costs.traffic_of_run(run, sent=sent, gloo=gloo))
                 entrants.append(race.enter(name, cost, finished[-1]))
     title = title_of(chosen, workload, mesh.size)
     labels = {"title": title, "unit": unit_of(workload)}

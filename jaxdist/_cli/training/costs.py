@@ -103,8 +103,13 @@ def schedule_of(name: str, method: TrainingMethod) -> Schedule:
     return Schedule(method.sync_period, argument("fragments", 1), min(1, argument("delay", 0)))
 
 
-def traffic_of_trace(workload: Workload, method: TrainingMethod, *, workers: int, batch_size: int) -> Traffic:
-    """Bytes and hops of a step, on average, from a trace for this many workers, which need not exist."""
+def traffic_of_trace(
+    workload: Workload, method: TrainingMethod, *, workers: int, batch_size: int, gloo: bool = False
+) -> Traffic:
+    """Bytes and hops of a step, on average, from a trace for this many workers, which need not exist.
+
+    `gloo` says that they will communicate over it.
+    """
     alone = one_worker(workload, method, axis=AXIS)
     state = jax.eval_shape(lambda: init_state(lambda: alone.make_state(0), workers, axis=AXIS))
     batch = jax.eval_shape(lambda: workload.batch(0, 0, batch_size))
@@ -113,6 +118,7 @@ def traffic_of_trace(workload: Workload, method: TrainingMethod, *, workers: int
         traffic(
             analysis.logical_collectives(step, state, batch, branch=branch, platform=jax.default_backend()),
             workers=workers,
+            gloo=gloo,
         )
         for branch in ("max", "min")
     )
@@ -120,15 +126,16 @@ def traffic_of_trace(workload: Workload, method: TrainingMethod, *, workers: int
     return _without_loss(mean_traffic(most, least, 1 / (method.sync_period or 1)), workers)
 
 
-def traffic_of_run(run: Run, *, sent: float | None = None) -> Traffic:
+def traffic_of_run(run: Run, *, sent: float | None = None, gloo: bool = False) -> Traffic:
     """Bytes and hops of a step, on average, from the compiled step of a run.
 
     With `sent`, the bytes of a step as they were recorded, the average is over the steps that the run has taken;
-    without, over the steps of a round.
+    without, over the steps of a round. `gloo` says that the workers will communicate over it.
     """
     program: Any = run.program.compiled
     most, least = (
-        traffic(analysis.collectives(program, branch=branch), workers=run.workers) for branch in ("max", "min")
+        traffic(analysis.collectives(program, branch=branch), workers=run.workers, gloo=gloo)
+        for branch in ("max", "min")
     )
     share = 1 / (run.sync_period or 1)
     span = most.wire_bytes - least.wire_bytes
@@ -147,4 +154,4 @@ def _loss_traffic(workers: int) -> Traffic:
 def _without_loss(found: Traffic, workers: int) -> Traffic:
     """Subtracts the mean loss, which is only for display and need not be sent in every step."""
     loss = _loss_traffic(workers)
-    return Traffic(found.wire_bytes - loss.wire_bytes, found.hops - loss.hops)
+    return found._replace(wire_bytes=found.wire_bytes - loss.wire_bytes, hops=found.hops - loss.hops)
