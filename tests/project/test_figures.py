@@ -82,6 +82,19 @@ def test_demo_of_the_readme_is_that_of_the_report():
     assert quoted == found
 
 
+def test_seeds_of_the_demo_are_those_of_the_report():
+    lines = [
+        json.loads(line) for line in (REPORTS / "2026-11-compression" / "demo_seeds.jsonl").read_text().splitlines()
+    ]
+    found = {name: [line["held_out_loss"] for line in lines if line.get("name") == name] for name in ("exact", "f16")}
+    assert [len(losses) for losses in found.values()] == [3, 3]
+    low, high = min(found["exact"]), max(found["exact"])
+    below = [exact - half for exact, half in zip(found["exact"], found["f16"], strict=True)]
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    assert f"`exact`, which ends between {low:.3f} and {high:.3f} with three seeds" in readme
+    assert f"(`f16` {min(below):.3f} to {max(below):.3f} below it)" in readme
+
+
 def test_kept_memory_of_the_faq_is_that_of_the_report():
     folder = REPORTS / "2026-11-foundation"
     found = []
