@@ -73,6 +73,26 @@ def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
     assert [(nine[steps], half[steps]) for steps, *_ in quoted] == [(first, second) for _, first, second in quoted]
 
 
+def test_best_rates_of_the_guide_to_reducers_are_those_of_the_report():
+    report = (REPORTS / "2026-11-local" / "best_rates_4.md").read_text()
+    best = {
+        (method, int(warm)): (min(map(float, re.findall(r"\d\.\d{3}", losses))), float(percent))
+        for method, warm, losses, percent in re.findall(r"^\| `(.+)` \| (\d+) \| (.+) \| \+([\d.]+) %", report, re.M)
+    }
+    tenth, fifth = best["diloco:32,0.7,0.9", 256], best["diloco:32,0.7,0.9", 512]
+    guide = " ".join((REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text().split())
+    assert f"DiLoCo is {tenth[1]} % above synchronous training after a tenth and {fifth[1]} % after a fifth" in guide
+    ends = f"ends at {best['synchronous', 0][0]}, DiLoCo at {tenth[0]} and {fifth[0]}"
+    assert ends in guide
+    rows = map(json.loads, (REPORTS / "2026-11-local" / "warm_start.jsonl").read_text().splitlines())
+    losses = {
+        (row["method"], row["warmup_steps"]): round(row["held_out_loss"], 3)
+        for row in rows
+        if (row["rate"], row["seed"], row["workers"]) == (8e-3, 0, 4)
+    }
+    assert {run: loss for run, (loss, _) in best.items()}.items() <= losses.items()
+
+
 def test_demo_of_the_readme_is_that_of_the_report():
     readme = (REPOSITORY / "README.md").read_text()
     quoted = re.findall(r"^\| `([\w:/.-]+)`.* \| [\d.]+ \w+ \| [\d.]+x \| ([\d.]+) \|", readme, re.M)
