@@ -6,7 +6,8 @@ Every run has the same tokens in the same order and the same AdamW with clipping
 first `warmup_steps` average gradients, the rest of its steps are rounds, and Adam's moments are carried over. The
 reference averages gradients in all steps. The start is computed once for each seed and shared: the recipes with
 `warmup_steps=` compute the same, which `--check` shows. Workers are simulated on one device; bytes are read from the
-compiled programs by `jaxdist compare`, not here. Runs that the file has already are not repeated.
+compiled programs by `jaxdist compare`, not here. Runs that the file has already are not repeated, and several `--rate`
+give a table of each method at its best one too.
 """
 
 import argparse
@@ -173,6 +174,35 @@ def make_table(rows: list[dict], method: str) -> str:
     return "\n".join(lines)
 
 
+def make_rates_table(rows: list[dict]) -> str:
+    """A row for each method and start at its best rate, against the synchronous run at its own best rate.
+
+    The best rate is that of the lowest mean loss over the seeds that have all rates, and differences are taken by seed.
+    """
+    rates = sorted({row["rate"] for row in rows})
+    losses = {(row["method"], row["warmup_steps"], row["rate"], row["seed"]): row["held_out_loss"] for row in rows}
+    runs = dict.fromkeys((row["method"], row["warmup_steps"]) for row in rows)
+    lines = [
+        f"| method | `warmup_steps` | {' | '.join(f'{rate:g}' for rate in rates)} | at the best, each seed |",
+        f"|---|--:|{'--:|' * len(rates)}---|",
+    ]
+    base: dict[int, float] = {}
+    for method, warm in sorted(runs, key=lambda run: (run[0] != "synchronous", run)):
+        own = {
+            rate: {seed: loss for (*run, at, seed), loss in losses.items() if (*run, at) == (method, warm, rate)}
+            for rate in rates
+        }
+        found = {rate: by_seed for rate, by_seed in own.items() if by_seed}
+        # Only seeds that every rate has decide.
+        shared = set.intersection(*map(set, found.values()))
+        best = min(found, key=lambda rate: np.mean([found[rate][seed] for seed in shared or found[rate]]))
+        base = found[best] if method == "synchronous" else base
+        each = [f"{100 * (loss / base[seed] - 1):+.1f} %" for seed, loss in sorted(found[best].items()) if seed in base]
+        cells = [", ".join(f"{own[rate][seed]:.3f}" for seed in sorted(own[rate])) for rate in rates]
+        lines.append(f"| `{method}` | {warm} | {' | '.join(cells)} | {', '.join(each)} |")
+    return "\n".join(lines)
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the loss against synchronous training over the length of the start, a line for each method."""
     base = {row["seed"]: row["held_out_loss"] for row in rows if row["method"] == "synchronous"}
@@ -198,7 +228,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=32, help="windows of a step, all workers together")
     parser.add_argument("--model", default="gpt:tiny,layers=1,width=32,context=32,heads=2")
-    parser.add_argument("--rate", type=float, default=4e-3, help="the highest inner learning rate")
+    parser.add_argument("--rate", type=float, nargs="+", default=[4e-3], help="the highest inner learning rates")
     parser.add_argument("--schedule", choices=("cosine", "late"), default="cosine")
     parser.add_argument("--warm", type=int, nargs="+", default=[0, 64, 128, 256, 512, 1024])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -209,10 +239,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     workload = parse.parse_workload("text", options.model)
-    if options.check:
-        return check(workload, options)
+    settings = vars(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "warm_start.jsonl"
+    path, all_rows = options.out / "warm_start.jsonl", []
+    for rate in options.rate:
+        at_rate = argparse.Namespace(**settings | {"rate": rate})
+        if options.check:
+            check(workload, at_rate)
+            continue
+        all_rows += run_missing(workload, at_rate, path)
+    if len(options.rate) > 1 and all_rows:
+        # The file may have other starts and methods, at one of the rates only.
+        asked = {("synchronous", 0)} | {(method, warm) for method in options.methods for warm in options.warm}
+        chosen = [row for row in all_rows if (row["method"], row["warmup_steps"]) in asked]
+        text = make_rates_table([row for row in chosen if row["seed"] in options.seeds])
+        print(text)
+        (options.out / f"best_rates_{options.workers}.md").write_text(text + "\n")
+    # Several rates would be several tables of the same starts: the table and the figure are those of one.
+    elif all_rows:
+        methods = dict.fromkeys(row["method"] for row in all_rows if row["method"] != "synchronous")
+        text = "\n\n".join(f"`{method}`\n\n{make_table(all_rows, method)}" for method in methods)
+        print(text)
+        (options.out / "warm_start.md").write_text(text + "\n")
+        if methods:
+            draw(all_rows, options.out / "warm_start.png")
+
+
+def run_missing(workload: Any, options: argparse.Namespace, path: Path) -> list[dict]:
+    """Trains what the file does not have at this rate, appends a row for each run, and returns all rows of the rate."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in rows if all(row[name] == getattr(options, name) for name in SETTINGS)]
     done = {(row["seed"], row["method"], row["warmup_steps"]) for row in rows}
@@ -222,12 +276,6 @@ def main(options: argparse.Namespace) -> None:
                 rows.append(row)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                print(
-                    *(row[name] for name in ("seed", "method", "warmup_steps", "held_out_loss", "seconds")), flush=True
-                )
-    methods = dict.fromkeys(row["method"] for row in rows if row["method"] != "synchronous")
-    text = "\n\n".join(f"`{method}`\n\n{make_table(rows, method)}" for method in methods)
-    print(text)
-    (options.out / "warm_start.md").write_text(text + "\n")
-    if methods:
-        draw(rows, options.out / "warm_start.png")
+                shown = ("rate", "seed", "method", "warmup_steps", "held_out_loss", "seconds")
+                print(*(row[name] for name in shown), flush=True)
+    return rows

@@ -73,6 +73,26 @@ def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
     assert [(nine[steps], half[steps]) for steps, *_ in quoted] == [(first, second) for _, first, second in quoted]
 
 
+def test_best_rates_of_the_guide_to_reducers_are_those_of_the_report():
+    report = (REPORTS / "2026-11-local" / "best_rates_4.md").read_text()
+    best = {
+        (method, int(warm)): (min(map(float, re.findall(r"\d\.\d{3}", losses))), float(percent))
+        for method, warm, losses, percent in re.findall(r"^\| `(.+)` \| (\d+) \| (.+) \| \+([\d.]+) %", report, re.M)
+    }
+    tenth, fifth = best["diloco:32,0.7,0.9", 256], best["diloco:32,0.7,0.9", 512]
+    guide = " ".join((REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text().split())
+    assert f"DiLoCo is {tenth[1]} % above synchronous training after a tenth and {fifth[1]} % after a fifth" in guide
+    ends = f"ends at {best['synchronous', 0][0]}, DiLoCo at {tenth[0]} and {fifth[0]}"
+    assert ends in guide
+    rows = map(json.loads, (REPORTS / "2026-11-local" / "warm_start.jsonl").read_text().splitlines())
+    losses = {
+        (row["method"], row["warmup_steps"]): round(row["held_out_loss"], 3)
+        for row in rows
+        if (row["rate"], row["seed"], row["workers"]) == (8e-3, 0, 4)
+    }
+    assert {run: loss for run, (loss, _) in best.items()}.items() <= losses.items()
+
+
 def test_demo_of_the_readme_is_that_of_the_report():
     readme = (REPOSITORY / "README.md").read_text()
     quoted = re.findall(r"^\| `([\w:/.-]+)`.* \| [\d.]+ \w+ \| [\d.]+x \| ([\d.]+) \|", readme, re.M)
@@ -80,6 +100,19 @@ def test_demo_of_the_readme_is_that_of_the_report():
     found = [(line["name"], f"{line['held_out_loss']:.4f}") for line in lines if line["kind"] == "summary"]
     assert len(quoted) == 6
     assert quoted == found
+
+
+def test_seeds_of_the_demo_are_those_of_the_report():
+    lines = [
+        json.loads(line) for line in (REPORTS / "2026-11-compression" / "demo_seeds.jsonl").read_text().splitlines()
+    ]
+    found = {name: [line["held_out_loss"] for line in lines if line.get("name") == name] for name in ("exact", "f16")}
+    assert [len(losses) for losses in found.values()] == [3, 3]
+    low, high = min(found["exact"]), max(found["exact"])
+    below = [exact - half for exact, half in zip(found["exact"], found["f16"], strict=True)]
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    assert f"`exact`, which ends between {low:.3f} and {high:.3f} with three seeds" in readme
+    assert f"(`f16` {min(below):.3f} to {max(below):.3f} below it)" in readme
 
 
 def test_kept_memory_of_the_faq_is_that_of_the_report():
