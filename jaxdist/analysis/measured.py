@@ -15,8 +15,7 @@ from .._core.compat import shard_map
 from .._core.types import Array, AxisNames, Like, PyTree
 from ..comm.base import Comm
 from ..comm.over import over
-from ..reducers.base import Reducer
-from ..reducers.exact import exact
+from ..reducers.base import Reducer, exact
 from ..state.marks import PerWorker, Sharded, axis_tuple, map_marked
 from ..state.placement import init_state
 from ..state.placement import workers as state_workers
