@@ -111,7 +111,7 @@ def traffic(found: Collectives, *, workers: int, gloo: bool = False) -> Traffic:
 
 def uses_gloo() -> bool:
     """Whether the collectives between processes of the default backend are those of gloo."""
-    return jax.default_backend() == "cpu" and jax.config.jax_cpu_collectives_implementation == "gloo"
+    return jax.default_backend() == "cpu" and jax.config.values["jax_cpu_collectives_implementation"] == "gloo"
 
 
 def _hops_in_segments(op: Collective) -> float:
