@@ -79,7 +79,6 @@ def gossip(
       topology: the graph; its number of workers is that of the axis.
       method: how models are combined with those of the neighbors; `d_psgd()` by default.
       seed: of the random draws of compressors.
-      axis: the mesh axis of the workers.
       carriers: another, faster axis, whose workers act as one: `optax.chain(jd.all_reduce(jd.exact(), axis="chip"),
         jd.gossip(inner, topology, axis="pod", carriers="chip"))`. They have one model; each sends a part of it over
         the slow links, and they gather what arrived. Without `carriers` each would send the whole model.

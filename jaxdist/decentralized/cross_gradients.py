@@ -47,7 +47,6 @@ def neighborhood_value_and_grad(
       topology: static, with symmetric weights.
       data_share: `α` in [0, 1], 0 or 1 in the paper: 1 for data that differ strongly.
       radius: `ρ` at least 0; 0 is the gradient itself, and SADDLe's is 0.05 or 0.1.
-      axis: the mesh axis of the workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd

@@ -138,7 +138,6 @@ def local_steps(
         counting), or `"average"` over workers.
       warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal.
       reducer: averages the drift; by default `exact()`.
-      axis: the mesh axis of the workers.
 
     Raises:
       ValueError: in `init`, `outer` needs more than a drift (a loss), or for sharded parameters more than single

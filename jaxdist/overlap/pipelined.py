@@ -92,7 +92,6 @@ def pipelined(
         (a collective for every bias costs its latency). `jd.schedule.forward_order` reads it from a loss. `None`: the
         order of a sequence.
       reducer: `exact()` by default; with `error_feedback` each layer has its residual.
-      axis: the mesh axis of the workers.
       has_aux: whether the loss returns `(scalar, aux)`.
 
     Raises:
