@@ -21,7 +21,8 @@ Values = list[tuple[int, float, float]]
 
 def runs(lines: list[dict]) -> dict[tuple[int, str], dict[str, Values]]:
     """(workers, spelling): the values of each optimizer, which differ in the rate."""
-    found, head = defaultdict(lambda: defaultdict(list)), {}
+    found: dict[tuple[int, str], dict[str, Values]] = defaultdict(lambda: defaultdict(list))
+    head: dict = {}
     for line in lines:
         if line["kind"] == "run":
             head = line

@@ -11,6 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import losses, results
 from jaxdist._cli import main as cli
+from jaxdist._cli.commands import compare
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import starts, suites, train
@@ -212,6 +213,26 @@ def test_a_start_is_for_local_steps():
         starts.begin_at(exact, start, sync_period=2, seed=0)
     with pytest.raises(ValueError, match="whose inner optimizer is the one of the synchronous run"):
         starts.begin_at(_prepare("diloco:H=2"), start._replace(inner=()), sync_period=2, seed=0)
+
+
+def test_the_suite_has_a_start_a_cosine_and_rates_by_default():
+    filled = compare.fill_local_defaults(compare.CompareOptions(suite="local"))
+    assert (filled.steps, filled.start, filled.rates) == (
+        suites.LOCAL_STEPS,
+        suites.LOCAL_STEPS // 5,
+        suites.LOCAL_RATES,
+    )
+    assert (filled.optimizer, filled.model) == (suites.LOCAL_OPTIMIZER, suites.LOCAL_MODEL)
+    # An optimizer of one's own comes with its rate.
+    given = compare.CompareOptions(suite="local", optimizer="sgd:0.1", steps=640, start=0, workload="digits")
+    filled = compare.fill_local_defaults(given)
+    assert (filled.optimizer, filled.rates, filled.steps, filled.start, filled.model) == ("sgd:0.1", (), 640, 0, None)
+
+
+@pytest.mark.parametrize("option", [["--start", "8"], ["--rates", "0.1"]])
+def test_options_of_the_suite_need_it(option, capsys, tmp_path):
+    assert cli.main(["compare", *TINY, *option, "--steps", "8", "--out", str(tmp_path)]) == 2
+    assert f"{option[0]} is for --suite local" in capsys.readouterr().err
 
 
 def test_momentum_of_the_suite_is_the_default_of_the_recipe():

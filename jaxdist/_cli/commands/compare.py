@@ -59,26 +59,22 @@ class CompareOptions(Options):
       jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
     """
 
-    optimizer: str = DEMO_OPTIMIZER
-    """From optax: adamw:4e-3,schedule=cosine. By default with --suite local: a cosine."""
-    steps: Integer = None
-    """Number of training steps. Default: 200, and 2560 with --suite local."""
+    optimizer: Annotated[str, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = ""
+    """From optax: adamw:4e-3,schedule=cosine. Default: adamw:2e-3."""
+    steps: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 0
+    """Number of training steps. 0: 200, and 2560 with --suite local."""
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
     """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
     suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
-    """Instead of --reducers: compression (all of them), or local (all of --sync)."""
+    """Instead of --reducers: compression (all), or local (those of --sync)."""
     workers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = (4, 8)
     """For --suite local, instead of --devices."""
     periods: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = suites.PERIODS
     """For --suite local: the values of H."""
     start: Integer = None
-    """For --suite local: the number of synchronous steps before rounds begin. Default: a fifth of --steps."""
+    """For --suite local: synchronous steps before rounds; a fifth by default."""
     rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT...", help_behavior_hint="")] = ()
-    """For --suite local: the learning rates to try, each method is shown at its best. Default: 4e-3 8e-3."""
-    start: Integer = None
-    """For --suite local: the number of synchronous steps before rounds begin. Default: a fifth of --steps."""
-    rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT...")] = ()
-    """For --suite local: learning rates to try; each method is shown at its best."""
+    """For --suite local: learning rates to try. Default: 4e-3 8e-3."""
     seeds: int = 1
     """Repeats everything with this many seeds, counted from --seed."""
     link: Annotated[
@@ -102,7 +98,7 @@ def run_compare(chosen: CompareOptions) -> None:
     tables.check_table(chosen.table)
     _check_race(chosen)
     if chosen.suite == "local":
-        _compare_periods(_with_local_defaults(chosen))
+        _compare_periods(fill_local_defaults(chosen))
         return
     for option in ("start", "rates"):
         if getattr(chosen, option) not in (None, ()):
@@ -217,7 +213,7 @@ def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.See
     return [suites.collect_seeds(seeds, finished[0]) for seeds in finished]
 
 
-def _with_local_defaults(chosen: CompareOptions) -> CompareOptions:
+def fill_local_defaults(chosen: CompareOptions) -> CompareOptions:
     """Fills in what `--suite local` trains by default, and checks it."""
     steps = chosen.steps or suites.LOCAL_STEPS
     start = steps // suites.START_SHARE if chosen.start is None else chosen.start
@@ -282,7 +278,7 @@ def _sweep(
             # Only the baseline leaves a start: it is the first of the sweep.
             after = None if period else partial(_keep_start, begun, start, seed, kept)
             finished.append(train_to_end(*run_of_seed, evaluate_every=interval, after=after)[0])
-        cells.append(suites.collect_cell(method, period, finished, cells[0] if cells else None, begun, rate=rate))
+        cells.append(suites.collect_cell(method, period, finished, cells[0] if cells else None, run, rate=rate))
     return cells
 
 

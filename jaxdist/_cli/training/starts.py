@@ -42,7 +42,7 @@ def take_start(run: Run, state: TrainState, step: int) -> Start:
     """
     # `prepare` chains the reducer and the optimizer.
     _, inner = state.opt_state
-    return Start(step, *jax.device_get((state.params, inner)), run.bytes_sent(state, step))
+    return Start(step, jax.device_get(state.params), jax.device_get(inner), run.bytes_sent(state, step))
 
 
 def begin_at(run: Run, start: Start, *, sync_period: int, seed: int) -> Run:
