@@ -19,8 +19,8 @@ SEEDS_CAPTION = (
     "*: no other has both fewer bytes and a lower loss."
 )
 PERIODS_CAPTION = (
-    "H: steps between two rounds. Held-out loss of the last global parameters.\n"
-    "Bytes: sent by one worker in a step, on average."
+    "H: steps between two rounds. Rate: the best of those tried. Held-out loss of the last global parameters.\n"
+    "Bytes: sent by one worker in a step, on average, the synchronous start included; in rounds: without it."
 )
 SUFFIXES = (".csv", ".md", ".tex")
 _LATEX = str.maketrans({mark: f"\\{mark}" for mark in "_%&#$"} | {"±": r"$\pm$", "*": r"$\ast$"})
@@ -60,13 +60,15 @@ def seeds_table(spreads: Sequence[SeedSpread]) -> Table:
 
 def periods_table(cells: Sequence[Cell]) -> Table:
     """Methods that synchronize every `H` steps; the first cell is the baseline."""
-    headings = ["H", "bytes a step", "fewer bytes", "held-out loss", "against exact", "in %", "ms/step"]
+    versus = ["held-out loss", "against exact", "in %", "ms/step"]
+    headings = ["H", "rate", "bytes a step", "fewer bytes", "in rounds", *versus]
     table = new_table("method", headings, caption=PERIODS_CAPTION)
     exact = cells[0].spread
     for cell in cells:
         percent = 100 * cell.spread.difference.mean() / exact.held_out["loss"].mean()
-        row = [str(cell.period or ""), *_compare_loss(cell.spread, exact), f"{percent:+.1f}"]
-        table.add_row(cell.method, *row, f"{cell.spread.milliseconds:,.0f}")
+        sent, ratio, *loss = _compare_loss(cell.spread, exact)
+        row = [str(cell.period or ""), f"{cell.rate:g}", sent, ratio, f"{_fewer_in_rounds(cell, cells[0]):,.1f}x"]
+        table.add_row(cell.method, *row, *loss, f"{percent:+.1f}", f"{cell.spread.milliseconds:,.0f}")
     return table
 
 
@@ -79,6 +81,11 @@ def _compare_loss(spread: SeedSpread, baseline: SeedSpread) -> list[str]:
 def _times_fewer(spread: SeedSpread, baseline: SeedSpread) -> float:
     # One worker sends nothing, with any reducer.
     return baseline.wire_bytes / spread.wire_bytes if spread.wire_bytes else 1.0
+
+
+def _fewer_in_rounds(cell: Cell, baseline: Cell) -> float:
+    """How many times fewer bytes than the baseline a method sends after the synchronous start."""
+    return baseline.rounds_bytes / cell.rounds_bytes if cell.rounds_bytes else 1.0
 
 
 def _with_range(values: np.ndarray, *, sign: str = "") -> str:
@@ -116,8 +123,17 @@ def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:
 
 def period_records(cells: Sequence[Cell]) -> list[Record]:
     """The numbers of `periods_table`, for a program."""
-    baseline = cells[0].spread
-    return [{"method": cell.method, "H": cell.period, **_record_of(cell.spread, baseline)} for cell in cells]
+    baseline = cells[0]
+    return [
+        {
+            "method": cell.method,
+            "H": cell.period,
+            "learning_rate": cell.rate,
+            "times_fewer_bytes_in_rounds": _fewer_in_rounds(cell, baseline),
+            **_record_of(cell.spread, baseline.spread),
+        }
+        for cell in cells
+    ]
 
 
 def check_table(path: Path | None) -> None:

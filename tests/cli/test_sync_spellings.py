@@ -1,5 +1,8 @@
 """Workers that meet every H steps, from the command line: spelled, trained, counted, evaluated, drawn."""
 
+import csv
+from functools import partial
+
 import jax
 import numpy as np
 import optax
@@ -8,9 +11,11 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import losses, results
 from jaxdist._cli import main as cli
+from jaxdist._cli.commands import compare
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import suites, train
+from jaxdist._cli.training import starts, suites, train
+from jaxdist.local_sgd import recipes
 
 WORK = digits.digits_workload(2)
 OPTIMIZER = "sgd:0.1,momentum=0.9"
@@ -59,7 +64,7 @@ def test_spellings_that_cannot_work_say_why(spelling, message):
 
 
 def test_every_cell_of_the_suite_can_be_built():
-    spelled = suites.list_sweep(suites.PERIODS)
+    spelled = suites.list_sweep((1, *suites.PERIODS), start=64)
     assert spelled[0] == ("exact", 0, "exact")
     assert {method for method, _, _ in spelled} >= {"Local SGD", "SlowMo", "DiLoCo", "streaming DiLoCo"}
     for _, period, spelling in spelled:
@@ -139,7 +144,8 @@ def test_a_sync_that_does_not_exist_is_one_line(capsys, tmp_path):
 def test_compare_local_suite(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(suites, "METHODS", {key: suites.METHODS[key] for key in ("exact", "Local SGD")})
     arguments = ["compare", "--suite", "local", *TINY, "--workers", "2", "--periods", "1", "2", "--seeds", "2"]
-    assert cli.main([*arguments, "--steps", "8", "--out", str(tmp_path)]) == 0
+    arguments += ["--start", "4", "--table", str(tmp_path / "table.csv")]
+    assert cli.main([*arguments, "--steps", "12", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "local-2.png").read_bytes().startswith(b"\x89PNG")
     lines = results.read_log(tmp_path / "log.jsonl")
     runs = [(line["reducer"], line["seed"]) for line in lines if line["kind"] == "run"]
@@ -148,8 +154,93 @@ def test_compare_local_suite(tmp_path, capsys, monkeypatch):
     assert summaries[2]["held_out_loss"] != summaries[3]["held_out_loss"]  # seeds
     # With H = 1 and momentum SGD, whose update is linear, averaging models is averaging gradients.
     assert summaries[2]["held_out_loss"] == pytest.approx(summaries[0]["held_out_loss"], abs=1e-3)
-    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [2, 4, 6, 8] * 6
+    evaluated = [line["step"] for line in lines if line["kind"] == "evaluation"]
+    # Local methods go on from the start of the baseline, which is trained once for each seed.
+    assert evaluated == [2, 4, 6, 8, 10, 12] * 2 + [6, 8, 10, 12] * 4
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [*range(1, 13)] * 2 + [*range(5, 13)] * 4
+    exact, _, rare = csv.DictReader((tmp_path / "table-2.csv").read_text().splitlines())
+    assert (exact["learning_rate"], rare["learning_rate"], rare["H"]) == ("0.1", "0.1", "2")
+    # Rounds send the model and the loss, the start gradients and the loss.
+    assert float(rare["times_fewer_bytes_in_rounds"]) == pytest.approx(2, rel=0.01)
+    assert float(rare["times_fewer_bytes"]) == pytest.approx(12 / (4 + 8 / 2), rel=0.01)
     assert "2.0x" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_each_method_is_shown_at_its_best_rate(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(suites, "METHODS", {key: suites.METHODS[key] for key in ("exact", "Local SGD")})
+    arguments = ["compare", "--suite", "local", *TINY, "--workers", "2", "--periods", "2", "--rates", "1e3", "1e-9"]
+    table = tmp_path / "table.csv"
+    assert cli.main([*arguments, "--steps", "8", "--out", str(tmp_path), "--table", str(table)]) == 0
+    found = [*csv.DictReader((tmp_path / "table-2.csv").read_text().splitlines())]
+    # At 1e-9 nothing is learned, and at 1000 everything diverges.
+    assert [(row["method"], row["learning_rate"]) for row in found] == [("exact", "1e-09"), ("Local SGD", "1e-09")]
+    assert "best of rates 1000, 1e-09" in " ".join(capsys.readouterr().out.split())
+    headers = [line for line in results.read_log(tmp_path / "log.jsonl") if line["kind"] == "run"]
+    assert [line["optimizer"] for line in headers] == ["sgd:1000,momentum=0.9"] * 2 + ["sgd:1e-09,momentum=0.9"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", ["diloco:H=2,momentum=0.9", "slowmo:H=2,buffers=maintain"])
+def test_a_shared_start_is_the_warm_up_of_the_method(spelling, monkeypatch):
+    """After it, the losses are those of the same recipe with `warmup_steps`, and so is the count of its schedule."""
+    optimizer, steps, start = "adamw:0.01,schedule=cosine", 8, 4
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+
+    def prepare(name, **settings):
+        method = parse.parse_method(name, optimizer, steps)
+        return train.prepare(WORK, **method._asdict(), mesh=mesh, batch_size=8, **settings)
+
+    exact = prepare("exact")
+    *_, (_, state) = train.steps(exact, start)
+    begun = starts.begin_at(prepare(spelling), starts.take_start(exact, state, start), sync_period=2, seed=0)
+    continued = [record for record, _ in train.steps(begun, steps - start, first=start)]
+    if spelling.startswith("slowmo"):
+        # It does not pass a warm-up on to `local_steps`.
+        monkeypatch.setattr(recipes, "local_steps", partial(recipes.local_steps, warmup_steps=start))
+    else:
+        spelling += f",warmup_steps={start}"
+    whole = [record for record, _ in train.steps(prepare(spelling), steps)][start:]
+    assert [record.loss for record in continued] == pytest.approx([record.loss for record in whole], abs=1e-5)
+    assert [record.step for record in continued] == [record.step for record in whole]
+    assert continued[-1].total_wire_bytes > start * exact.wire_bytes
+
+
+def test_a_start_is_for_local_steps():
+    exact = _prepare("exact")
+    start = starts.Start(1, exact.state.params, exact.state.opt_state[1], 1.0)
+    with pytest.raises(ValueError, match="a start is for methods around local_steps"):
+        starts.begin_at(exact, start, sync_period=2, seed=0)
+    with pytest.raises(ValueError, match="whose inner optimizer is the one of the synchronous run"):
+        starts.begin_at(_prepare("diloco:H=2"), start._replace(inner=()), sync_period=2, seed=0)
+
+
+def test_the_suite_has_a_start_a_cosine_and_rates_by_default():
+    filled = compare.fill_local_defaults(compare.CompareOptions(suite="local"))
+    assert (filled.steps, filled.start, filled.rates) == (
+        suites.LOCAL_STEPS,
+        suites.LOCAL_STEPS // 5,
+        suites.LOCAL_RATES,
+    )
+    assert (filled.optimizer, filled.model) == (suites.LOCAL_OPTIMIZER, suites.LOCAL_MODEL)
+    # An optimizer of one's own comes with its rate.
+    given = compare.CompareOptions(suite="local", optimizer="sgd:0.1", steps=640, start=0, workload="digits")
+    filled = compare.fill_local_defaults(given)
+    assert (filled.optimizer, filled.rates, filled.steps, filled.start, filled.model) == ("sgd:0.1", (), 640, 0, None)
+
+
+@pytest.mark.parametrize("option", [["--start", "8"], ["--rates", "0.1"]])
+def test_options_of_the_suite_need_it(option, capsys, tmp_path):
+    assert cli.main(["compare", *TINY, *option, "--steps", "8", "--out", str(tmp_path)]) == 2
+    assert f"{option[0]} is for --suite local" in capsys.readouterr().err
+
+
+def test_momentum_of_the_suite_is_the_default_of_the_recipe():
+    with_start, from_scratch = (dict((m, s) for m, _, s in suites.list_sweep([32], start=start)) for start in (64, 0))
+    assert with_start["DiLoCo"] == "diloco:H=32,momentum=0.9"
+    assert from_scratch["DiLoCo"] == "diloco:H=32,momentum=0.5"
+    for method, spelling in with_start.items():
+        assert parse.parse_method(spelling, suites.LOCAL_OPTIMIZER, suites.LOCAL_STEPS), method
 
 
 @pytest.mark.parametrize(
@@ -158,6 +249,7 @@ def test_compare_local_suite(tmp_path, capsys, monkeypatch):
         (["--periods", "0"], "--periods needs positive numbers, got (0,)"),
         (["--workers", "99"], "--workers 99 requested, but only 8 devices"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--steps", "100", "--start", "50"], "--start 50 of --steps 100 leaves no round of H = 128"),
     ],
 )
 def test_bad_sweeps_are_one_clear_line(arguments, message, capsys, tmp_path):
@@ -170,7 +262,7 @@ def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
         found = results.Evaluation(4, 10.0, {"loss": loss})
         records = (train.Record(4, loss, 0.1, 10.0, 1.0, 10.0),)
         one = results.RunResult(method, records, {"loss": loss}, 10.0 / (period + 1), 1.0, (found,))
-        return suites.collect_cell(method, period, [one], baseline, any_period)
+        return suites.collect_cell(method, period, [one], baseline, any_period, rate=0.1)
 
     exact = cell("exact", 0, 1.0)
     cells = [exact, cell("DiLoCo", 8, np.nan, exact), cell("SlowMo", 8, 1.1, exact)]

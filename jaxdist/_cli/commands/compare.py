@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import jax
 import tyro
@@ -16,6 +17,7 @@ from .. import losses, race, results, tables
 from ..models.base import Workload
 from ..running import (
     File,
+    Integer,
     Number,
     Options,
     new_console,
@@ -28,8 +30,8 @@ from ..running import (
     train_to_end,
     unit_of,
 )
-from ..spellings import parse
-from ..training import costs, suites, train
+from ..spellings import parse, schedules
+from ..training import costs, starts, suites, train
 
 # Each at a fair setting of its own: behind a sparse or one-bit code Adam runs on each worker, before the mean.
 DEMO = (
@@ -40,6 +42,8 @@ DEMO = (
     "ef:power_sgd:4",
     "compressed_adam:2e-3/ef:sign",
 )
+DEMO_OPTIMIZER = "adamw:2e-3"
+DEMO_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,26 @@ class CompareOptions(Options):
       jaxdist compare --reducers exact f16 diloco:H=50/ef:qsgd:4 --workload digits
       jaxdist compare --reducers exact my_reducers:diana:qsgd:2 --seeds 3 --table diana.tex
       jaxdist compare --suite compression --workload digits --seeds 3
-      jaxdist compare --suite local --workers 4 8 --steps 1024
+      jaxdist compare --suite local --workers 4 --seeds 2
       jaxdist compare --link 100mbit,20ms 1gbit,1ms --target 2.4
     """
 
-    optimizer: str = "adamw:2e-3"
-    """From optax: adamw:4e-3,schedule=cosine."""
+    optimizer: Annotated[str, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = ""
+    """From optax: adamw:4e-3,schedule=cosine. Default: adamw:2e-3."""
+    steps: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 0
+    """Number of training steps. 0: 200, and 2560 with --suite local."""
     reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
     """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
     suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
-    """Instead of --reducers: compression (all of them), or local (all of --sync)."""
+    """Instead of --reducers: compression (all), or local (those of --sync)."""
     workers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = (4, 8)
     """For --suite local, instead of --devices."""
     periods: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = suites.PERIODS
     """For --suite local: the values of H."""
+    start: Integer = None
+    """For --suite local: synchronous steps before rounds; a fifth by default."""
+    rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT...", help_behavior_hint="")] = ()
+    """For --suite local: learning rates to try. Default: 4e-3 8e-3."""
     seeds: int = 1
     """Repeats everything with this many seeds, counted from --seed."""
     link: Annotated[
@@ -88,9 +98,13 @@ def run_compare(chosen: CompareOptions) -> None:
     tables.check_table(chosen.table)
     _check_race(chosen)
     if chosen.suite == "local":
-        _compare_periods(chosen)
-    else:
-        _compare_reducers(chosen)
+        _compare_periods(fill_local_defaults(chosen))
+        return
+    for option in ("start", "rates"):
+        if getattr(chosen, option) not in (None, ()):
+            raise ValueError(f"--{option} is for --suite local; a method takes warmup_steps=, --optimizer its rate")
+    steps, optimizer = chosen.steps or DEMO_STEPS, chosen.optimizer or DEMO_OPTIMIZER
+    _compare_reducers(replace(chosen, steps=steps, optimizer=optimizer))
 
 
 def _compare_reducers(chosen: CompareOptions) -> None:
@@ -201,10 +215,22 @@ def _collect(finished: Sequence[Sequence[results.RunResult]]) -> list[suites.See
     return [suites.collect_seeds(seeds, finished[0]) for seeds in finished]
 
 
+def fill_local_defaults(chosen: CompareOptions) -> CompareOptions:
+    """Fills in what `--suite local` trains by default, and checks it."""
+    steps = chosen.steps or suites.LOCAL_STEPS
+    start = steps // suites.START_SHARE if chosen.start is None else chosen.start
+    suites.check_sweep(chosen.periods, chosen.workers, chosen.seeds)
+    suites.check_start(start, steps, chosen.periods)
+    # An optimizer of the user's own has a rate; those of the suite are for the suite's.
+    rates = chosen.rates or (() if chosen.optimizer else suites.LOCAL_RATES)
+    optimizer = chosen.optimizer or suites.LOCAL_OPTIMIZER
+    model = suites.LOCAL_MODEL if chosen.model is None and chosen.workload == "text" else chosen.model
+    return replace(chosen, steps=steps, start=start, rates=rates, optimizer=optimizer, model=model)
+
+
 def _compare_periods(chosen: CompareOptions) -> None:
     """Compares each method at each `H`, for each number of workers: `--suite local`."""
     console = new_console()
-    suites.check_sweep(chosen.periods, chosen.workers, chosen.seeds)
     # A CPU can be split only once, before JAX starts: into the devices of the largest comparison.
     workload, _ = set_up(chosen, devices=max(chosen.workers))
     if max(chosen.workers) > jax.device_count():
@@ -212,22 +238,17 @@ def _compare_periods(chosen: CompareOptions) -> None:
             f"--workers {max(chosen.workers)} requested, but only {jax.device_count()} devices are available"
         )
     log_path = path_in(chosen.out, "log.jsonl")
-    # Evaluations at the ends of rounds: the global parameters change only there.
-    interval = suites.evaluation_interval(chosen.steps, chosen.periods)
+    spelled = [schedules.replace_rate(chosen.optimizer, rate) for rate in chosen.rates] or [chosen.optimizer]
     with log_path.open("w") as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
-            settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed, "steps": chosen.steps}
             console.print(f"compiling each method for {workers} workers ...", highlight=False)
-            cells: list[suites.Cell] = []
-            sweep = suites.prepare_sweep(workload, chosen.optimizer, chosen.periods, **settings)
-            for method, period, name, run in sweep:
-                finished = []
-                for seed in range(chosen.seed, chosen.seed + chosen.seeds):
-                    run_of_seed = (name, run.with_seed(seed), replace(chosen, seed=seed), workload, log, console)
-                    finished.append(train_to_end(*run_of_seed, evaluate_every=interval)[0])
-                cells.append(suites.collect_cell(method, period, finished, cells[0] if cells else None, run))
-            title = title_of(chosen, workload, workers)
+            tried: list[suites.Cell] = []
+            for optimizer in spelled:
+                tried += _sweep(replace(chosen, optimizer=optimizer), workload, mesh, log, console)
+            cells = suites.choose_rates(tried)
+            title = f"{title_of(chosen, workload, workers)}, {chosen.start} synchronous steps of {chosen.steps} first"
+            title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
             labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
             plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
             console.print(f"\n{title}", style="dim", highlight=False)
@@ -238,3 +259,35 @@ def _compare_periods(chosen: CompareOptions) -> None:
                 print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))
             print_figure(console, chosen, plot)
     print_paths(console, log=log_path)
+
+
+def _sweep(
+    chosen: CompareOptions, workload: Workload, mesh: jax.sharding.Mesh, log: TextIO, console: Console
+) -> list[suites.Cell]:
+    """Trains each method at each `H` with one optimizer, on every seed, from a start that the baseline leaves."""
+    start = chosen.start or 0
+    settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed, "steps": chosen.steps, "start": start}
+    # Evaluations at the ends of rounds: the global parameters change only there.
+    interval = suites.evaluation_interval(chosen.steps - start, chosen.periods)
+    rate = schedules.peak_rate(chosen.optimizer)
+    cells: list[suites.Cell] = []
+    kept: dict[int, starts.Start] = {}
+    for method, period, name, run in suites.prepare_sweep(workload, chosen.optimizer, chosen.periods, **settings):
+        finished = []
+        for seed in range(chosen.seed, chosen.seed + chosen.seeds):
+            begun = suites.begin(run, period, seed, kept.get(seed))
+            run_of_seed = (name, begun, replace(chosen, seed=seed), workload, log, console)
+            # Only the baseline leaves a start: it is the first of the sweep.
+            after = None if period else partial(_keep_start, begun, start, seed, kept)
+            finished.append(train_to_end(*run_of_seed, evaluate_every=interval, after=after)[0])
+        cells.append(suites.collect_cell(method, period, finished, cells[0] if cells else None, run, rate=rate))
+    return cells
+
+
+def _keep_start(
+    run: train.Run, start: int, seed: int, kept: dict[int, starts.Start], state: train.TrainState, step: int
+) -> train.TrainState:
+    """Keeps a copy of the state after `start` steps in `kept`; the next step donates it."""
+    if step + 1 == start:
+        kept[seed] = starts.take_start(run, state, start)
+    return state

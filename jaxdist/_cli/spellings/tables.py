@@ -16,7 +16,7 @@ from ...asynchronous.protocol import Rule
 from ...topology.base import Topology
 from ...topology.varying import relabeled_ring
 from ...transforms.common import LearningRate
-from .grammar import Spelling, refuse_name
+from .grammar import Spelling, parse_call, refuse_name
 
 FEEDBACK = {
     "ef": Spelling(reducers.error_feedback, "keeps what was not sent and adds it to the next gradient"),
@@ -288,3 +288,28 @@ def _check_schedule(text: str, given: dict[str, Any]) -> None:
     extra = {"decay_steps", "end_factor"} & set(given)
     if name == "constant" and extra:
         raise ValueError(f"optimizer {text!r}: {min(extra)} goes with schedule=cosine or schedule=linear")
+
+
+def peak_rate(text: str) -> float:
+    """The learning rate in the spelling of an optimizer, the highest of its schedule.
+
+    Examples:
+      >>> peak_rate("adamw:4e-3,schedule=cosine")
+      0.004
+    """
+    _, values, keywords = parse_call(text)
+    return float(keywords["learning_rate"] if "learning_rate" in keywords else values[0])
+
+
+def replace_rate(text: str, rate: float) -> str:
+    """Spells the same optimizer with another learning rate.
+
+    Examples:
+      >>> replace_rate("adamw:4e-3,schedule=cosine", 0.008), replace_rate("sgd:momentum=0.9,learning_rate=0.1", 1.0)
+      ('adamw:0.008,schedule=cosine', 'sgd:1,momentum=0.9')
+    """
+    name, _, rest = text.partition(":")
+    # The rate comes first, or by name.
+    first, *others = rest.split(",")
+    kept = [part for part in (first, *others) if "=" in part and part.partition("=")[0].strip() != "learning_rate"]
+    return ",".join([f"{name}:{rate:g}", *kept])

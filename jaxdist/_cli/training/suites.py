@@ -8,6 +8,7 @@ import numpy as np
 from ..models.base import Workload
 from ..results import RunResult
 from ..spellings.parse import parse_method
+from .starts import Start, begin_at
 from .train import Run, prepare
 
 # The spellings of each family. `exact` is the baseline and comes first.
@@ -29,15 +30,22 @@ COMPRESSION: dict[str, tuple[str, ...]] = {
     "sums": ("two_shot:qsgd:8", "two_shot:qsgd:4", "ef:two_shot:sign", "loco:int4", "intsgd:8", "integer_sum:8"),
     "optimizers": ("demo:1e-3", "dion:3e-2,rank=4", "one_bit_adam:1e-3,freeze_step=50", "qadam:1e-3,warmup_steps=50"),
 }
-PERIODS = (1, 8, 32, 128)
+PERIODS = (8, 32, 128)
+# What `--suite local` trains by default: a run long enough for a synchronous start and for rounds to the end of a
+# cosine, of a model that takes few milliseconds a step on a CPU.
+LOCAL_MODEL = "gpt:tiny,context=32"
+LOCAL_STEPS = 2560
+LOCAL_OPTIMIZER = "adamw:4e-3,b2=0.99,schedule=cosine,warmup_steps=100,end_factor=0.05"
+LOCAL_RATES = (4e-3, 8e-3)
+START_SHARE = 5  # the start is a fifth of the run
 # The spelling of each method with a place for H, and the shortest H that it takes. The baseline comes first.
 METHODS: dict[str, tuple[str, int]] = {
     "exact": ("exact", 0),
     "Local SGD": ("local_sgd:H={H}", 1),
     "SlowMo": ("slowmo:H={H},momentum=0.5,buffers=maintain", 1),
-    "DiLoCo": ("diloco:H={H}", 1),
-    "streaming DiLoCo": ("streaming_diloco:H={H},fragments=4,delay=1,merge_alpha=0.5", 4),
-    "DiLoCo, 4 bits": ("diloco:H={H}/two_shot:qsgd:4", 1),
+    "DiLoCo": ("diloco:H={H},momentum={momentum}", 1),
+    "streaming DiLoCo": ("streaming_diloco:H={H},fragments=4,momentum={momentum}", 4),
+    "DiLoCo, 4 bits": ("diloco:H={H},momentum={momentum}/two_shot:qsgd:4", 1),
     "SparseLoCo": ("sparse_loco:H={H}", 1),
 }
 
@@ -58,7 +66,9 @@ class Cell(NamedTuple):
 
     method: str  # a key of `METHODS`
     period: int  # `H`; 0 for the baseline
+    rate: float  # the learning rate inside
     spread: SeedSpread  # the numbers over the seeds
+    rounds_bytes: float  # bytes sent by one worker in a step after the start
     steps: np.ndarray  # the steps of the evaluations during training
     losses: np.ndarray  # held-out loss at each of them, mean over the seeds
     units: int  # tokens or images in a step
@@ -114,7 +124,7 @@ def check_sweep(periods: Sequence[int], workers: Sequence[int], seeds: int) -> N
 
 
 def evaluation_interval(steps: int, periods: Sequence[int]) -> int:
-    """About an eighth of the run, in whole rounds of the `H` that is drawn if the run has at least four of them."""
+    """About an eighth of the steps, in whole rounds of the `H` that is drawn if there are at least four of them."""
     shown = shown_period(sorted(periods))
     return max(shown, steps // 8 // shown * shown) if steps >= 4 * shown else max(1, steps // 8)
 
@@ -124,29 +134,42 @@ def shown_period(periods: Sequence[int]) -> int:
     return 32 if 32 in periods else periods[len(periods) // 2]
 
 
-def list_sweep(periods: Sequence[int]) -> list[tuple[str, int, str]]:
+def check_start(start: int, steps: int, periods: Sequence[int]) -> None:
+    """Raises ValueError if a synchronous start leaves no round of the longest `H`."""
+    longest = max(periods)
+    if not 0 <= start <= steps - longest:
+        raise ValueError(
+            f"--start {start} of --steps {steps} leaves no round of H = {longest}: give more steps, a start of at most "
+            f"{max(0, steps - longest)}, or shorter --periods"
+        )
+
+
+def list_sweep(periods: Sequence[int], *, start: int) -> list[tuple[str, int, str]]:
     """Name, `H` and spelling of all runs: `("exact", 0, "exact")`, `("Local SGD", 8, "local_sgd:H=8")`, ..."""
     found = []
+    # The default of `diloco` with and without `warmup_steps`.
+    momentum = 0.9 if start else 0.5
     for method, (template, least) in METHODS.items():
         # The baseline has no period; fragments need one that is at least their number.
         possible = [period for period in sorted(periods) if period >= least] if least else [0]
-        found += [(method, period, template.format(H=period)) for period in possible]
+        found += [(method, period, template.format(H=period, momentum=momentum)) for period in possible]
     return found
 
 
 def prepare_sweep(
-    workload: Workload, optimizer: str, periods: Sequence[int], *, steps: int | None = None, **settings: Any
+    workload: Workload, optimizer: str, periods: Sequence[int], *, start: int, steps: int | None = None, **settings: Any
 ) -> Iterator[tuple[str, int, str, Run]]:
     """Prepares one run after the other; a method without fragments is compiled once for all `H`.
 
-    Yields `(method, H, spelling, Run)`; `steps` is the length of a learning-rate schedule in `optimizer`, `settings`
-    are `mesh`, `batch_size` and `seed` of `prepare`.
+    Yields `(method, H, spelling, Run)`, the baseline first; `start` is the number of synchronous steps that `begin`
+    will put before the others, `steps` the length of a learning-rate schedule in `optimizer`, `settings` are `mesh`,
+    `batch_size` and `seed` of `prepare`.
     """
     shared: tuple[str, Run] | None = None
-    for method, period, spelling in list_sweep(periods):
+    for method, period, spelling in list_sweep(periods, start=start):
         if shared and shared[0] == method and shared[1].program.any_period:
-            # H is an argument of the compiled step: only the state is made anew.
-            run = shared[1].with_period(period)
+            # H is an argument of the compiled step: `begin` makes the state anew.
+            run = shared[1]._replace(sync_period=period)
         else:
             # Fragments are synchronized at steps that are fixed when the program is traced.
             any_period = bool(period) and "fragments" not in spelling
@@ -157,11 +180,51 @@ def prepare_sweep(
         yield method, period, spelling, run
 
 
-def collect_cell(method: str, period: int, results: Sequence[RunResult], baseline: Cell | None, run: Run) -> Cell:
+def begin(run: Run, period: int, seed: int, start: Start | None) -> Run:
+    """The run of a seed, from its synchronous start if there is one; the baseline starts from scratch."""
+    if start is not None and period:
+        return begin_at(run, start, sync_period=period, seed=seed)
+    return run.with_seed(seed)
+
+
+def collect_cell(
+    method: str,
+    period: int,
+    results: Sequence[RunResult],
+    baseline: Cell | None,
+    run: Run,
+    *,
+    rate: float,
+) -> Cell:
     """Collects the runs of one method at one `H`, one for each seed."""
     spread = collect_seeds(results, results)
     if baseline is not None:
         spread = spread._replace(difference=spread.held_out["loss"] - baseline.spread.held_out["loss"])
     losses = np.array([[evaluation.held_out["loss"] for evaluation in result.evaluations] for result in results])
     steps = np.array([evaluation.step for evaluation in results[0].evaluations])
-    return Cell(method, period, spread, steps, losses.mean(axis=0), run.units_per_step)
+    # The records of a method with a start begin after it.
+    local = [record.wire_bytes for result in results for record in result.records]
+    sizes = float(np.mean(local)), steps, losses.mean(axis=0), run.units_per_step
+    return Cell(method, period, rate, spread, *sizes)
+
+
+def choose_rates(cells: Sequence[Cell]) -> list[Cell]:
+    """Keeps each method at each `H` at its best rate, that of the lowest mean loss, against the best baseline.
+
+    Examples:
+      >>> spread = SeedSpread("exact", "", 8.0, {"loss": np.array([1.0])}, np.zeros(1), 1.0)
+      >>> better = spread._replace(held_out={"loss": np.array([0.5])})
+      >>> cell = Cell("exact", 0, 0.1, spread, 8.0, np.array([1]), np.array([1.0]), 1)
+      >>> [best.rate for best in choose_rates([cell, cell._replace(rate=0.2, spread=better)])]
+      [0.2]
+    """
+    best: dict[tuple[str, int], Cell] = {}
+    for cell in cells:
+        key = cell.method, cell.period
+        if key not in best or _cost(cell.spread, "loss") < _cost(best[key].spread, "loss"):
+            best[key] = cell
+    exact = next(iter(best.values())).spread.held_out["loss"]
+    return [
+        cell._replace(spread=cell.spread._replace(difference=cell.spread.held_out["loss"] - exact))
+        for cell in best.values()
+    ]
