@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.types import PyTree
+from ...comm.base import add_bytes
 from ...local_sgd.state import LocalStepsState, copy_wide
-from ...reducers.with_stats import add_bytes
 from ...state.marks import with_value
 from ...state.placement import place
 from .train import AXIS, Run, TrainState
