@@ -30,7 +30,8 @@ from ..running import (
     train_to_end,
     unit_of,
 )
-from ..spellings import parse, schedules
+from ..spellings import parse
+from ..spellings import tables as schedules
 from ..training import costs, starts, suites, train
 
 # Each at a fair setting of its own: behind a sparse or one-bit code Adam runs on each worker, before the mean.
