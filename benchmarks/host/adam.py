@@ -40,7 +40,8 @@ def times(step: Callable[[], Any], seconds: float) -> list[float]:
     return found
 
 
-def time_jax(entries: int, leaves: int, seconds: float, *, offloaded: bool) -> dict[str, list[float]]:
+def make_jax_steps(entries: int, leaves: int, *, offloaded: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A step of AdamW, and `x + 1` in place."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
@@ -69,32 +70,38 @@ def time_jax(entries: int, leaves: int, seconds: float, *, offloaded: bool) -> d
         nonlocal params
         params = jax.block_until_ready(copied(params))
 
-    return {"step": times(step, seconds), "copy": times(copy, seconds / 4)}
+    return step, copy
 
 
-def time_torch(entries: int, leaves: int, seconds: float) -> dict[str, list[float]]:
+def make_torch_steps(
+    entries: int, leaves: int, make_optimizer: Callable[[list[Any]], Any] | None = None
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same in PyTorch, by its fused AdamW or another optimizer."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(os.cpu_count() or 1)
     params = [torch.nn.Parameter(torch.full((entries // leaves,), 1.0 + i)) for i in range(leaves)]
     for x in params:
         x.grad = 0.01 * x.detach()
-    optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=1e-4, fused=True)
+    if make_optimizer is None:
+        optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=1e-4, fused=True)
+    else:
+        optimizer = make_optimizer(params)
 
     @torch.no_grad()
     def copy():
         for x in params:
             x.add_(1)
 
-    return {"step": times(optimizer.step, seconds), "copy": times(copy, seconds / 4)}
+    return optimizer.step, copy
 
 
 def child(system: str, entries: int, leaves: int, seconds: float) -> None:
     if system == "torch":
-        found = time_torch(entries, leaves, seconds)
+        step, copy = make_torch_steps(entries, leaves)
     else:
-        found = time_jax(entries, leaves, seconds, offloaded=system == "jaxdist")
-    print(json.dumps(found))
+        step, copy = make_jax_steps(entries, leaves, offloaded=system == "jaxdist")
+    print(json.dumps({"step": times(step, seconds), "copy": times(copy, seconds / 4)}))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@
 
 Needs libtpu (`pip install 'jax[tpu]'`). Compiles a GPT of 100 million parameters under each stage for 8 chips, and for
 each stage the models between which memory runs out, one chip having 15.75 GiB. A program that is in the report already
-is not compiled again: delete `memory.json` to begin anew.
+is not compiled again: delete `memory.json` to begin anew. `memory.png` shows the programs of the GPT of 100 million.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import chart
 import jax
 import jax.numpy as jnp
 from common import write_record
@@ -26,6 +27,7 @@ from stages import stage_step
 import jaxdist as jd
 from jaxdist._cli.models.gpt import GPTConfig
 from jaxdist.analysis import pods
+from jaxdist.compressors import dynamic_fp8
 
 GPT_100M = GPTConfig(layers=12, width=768, heads=12, context=512, vocabulary=10_240)
 TOPOLOGY = "v5e:2x4"
@@ -36,6 +38,8 @@ STEPS = {
     "1 unrolled": lambda config, **k: stage_step(config, 1, unrolled=True, **k),
     "2 unrolled": lambda config, **k: stage_step(config, 2, unrolled=True, **k),
     "3": lambda config, **k: stage_step(config, 3, **k),
+    "3 on the host": lambda config, **k: stage_step(config, 3, on_host=True, **k),
+    "3 in 8 bits": lambda config, **k: stage_step(config, 3, state_compressor=dynamic_fp8(block=8), **k),
     "offload": lambda config, master: make_offloaded_step(config),
     "offload parameters too": lambda config, master: make_offloaded_step(config, params_on_host=True),
 }
@@ -136,10 +140,7 @@ def main(given: argparse.Namespace) -> None:
     report = Report(given.out)
     for job in given.only or [
         *(f"100m:{name}" for name in ("3", "2 unrolled", "1 unrolled", "1", "0")),
-        *(
-            f"100m:{name}:master"
-            for name in ("3", "2 unrolled", "1 unrolled", "0", "offload", "offload parameters too")
-        ),
+        *(f"100m:{name}:master" for name in (*chart.ROWS, "offload", "offload parameters too")),
         *(f"largest:{name}:2048" for name in ("0", "offload", "offload parameters too", "1", "3")),
     ]:
         kind, name, *rest = job.split(":")
@@ -150,3 +151,7 @@ def main(given: argparse.Namespace) -> None:
         else:
             largest(report, name, int(rest[0]))
     print(tables(report.runs))
+    rows = chart.find_rows(report.runs, GPT_100M.layers, GPT_100M.width)
+    if len(rows) > 1:
+        title = "Memory per chip: GPT of 100 M parameters, Adam,\n8 chips of TPU v5e, mixed precision"
+        chart.draw(rows, title, given.out / "memory.png")

@@ -32,7 +32,15 @@ class StageState(NamedTuple):
     opt: PyTree
 
 
-def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrolled: bool = False) -> StageStep:
+def stage_step(
+    config: gpt.GPTConfig,
+    stage: int,
+    *,
+    master: bool = False,
+    unrolled: bool = False,
+    on_host: bool = False,
+    state_compressor: jd.compressors.Compressor | None = None,
+) -> StageStep:
     """Makes a step of Adam on a GPT whose blocks are recomputed in the backward pass.
 
     Args:
@@ -41,6 +49,8 @@ def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrol
       master: bfloat16 parameters and gradients, with float32 copies in the optimizer state; otherwise all float32.
       unrolled: unroll the blocks instead of looping, so that the gradients of one block can be sent and freed before
         those of the next exist. Stage 3 always loops.
+      on_host: keep the optimizer's state in the host's memory, and compute the update there.
+      state_compressor: of the optimizer's state, with stages 1 to 3.
     """
     dtype = jnp.bfloat16 if master else jnp.float32
     optimizer = optax.adam(1e-3)
@@ -52,7 +62,10 @@ def stage_step(config: gpt.GPTConfig, stage: int, *, master: bool = False, unrol
     elif stage == 0:
         tx = optax.chain(jd.all_reduce(jd.exact()), optimizer)
     else:
-        tx = jd.zero_redundancy(optimizer, stage=2 if stage == 2 else 1, master_dtype=master_dtype)
+        options = {"master_dtype": master_dtype, "state_compressor": state_compressor}
+        tx = jd.zero_redundancy(optimizer, stage=2 if stage == 2 else 1, **options)
+    if on_host:
+        tx = jd.offload.host(tx)
 
     def make_params() -> PyTree:
         params = jax.tree.map(lambda x: x.astype(dtype), dict(gpt.init(config, jax.random.key(0))))

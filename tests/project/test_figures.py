@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 import pytest
 from paths import REPOSITORY
@@ -14,12 +15,6 @@ pytestmark = pytest.mark.skipif(not REPORTS.exists(), reason="a source distribut
 def find_rows(text: str) -> set[str]:
     """The rows of all tables."""
     return set(re.findall(r"^\|.*\|$", text, re.MULTILINE))
-
-
-def find_medians(report: str, row: str) -> list[int]:
-    """The step times, ms, of a mode in each table of the links, over 100 Mbit/s alone."""
-    shaped = report[report.index("100 Mbit/s") :]
-    return [int(found) for found in re.findall(rf"^\| {re.escape(row)} \| (\d+) \|", shaped, re.MULTILINE)]
 
 
 def find_times(report: str, link: str) -> dict[str, float]:
@@ -40,17 +35,36 @@ def test_times_to_a_loss_of_the_readme_are_those_of_the_report():
         assert quoted in readme
 
 
-def test_step_times_of_the_readme_are_those_of_the_report():
+def test_memory_per_chip_of_the_readme_is_that_of_the_report():
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    report = (REPORTS / "2026-11-foundation" / "links.md").read_text()
-    for name, row in {
-        "PyTorch DDP": "PyTorch DDP",
-        "jaxdist exact": "jaxdist `exact()`",
-        "PyTorch's PowerSGD hook": "PyTorch DDP, PowerSGD hook, rank 4 (one bucket)",
-        "jaxdist PowerSGD": "jaxdist `error_feedback(power_sgd(rank=4))`",
+    runs = json.loads((REPORTS / "2026-11-zero" / "memory.json").read_text())["runs"]
+    ours = {run["stage"]: run for run in runs if run["master"] and run["width"] == 768}
+    for quoted, stage in {
+        "replicated": "0",
+        "ZeRO stage 1": "1 unrolled",
+        "ZeRO stage 2": "2 unrolled",
+        "ZeRO stage 3": "3",
+        "stage 3 with 8-bit moments": "3 in 8 bits",
+        "stage 3 with state on the host": "3 on the host",
     }.items():
-        language, classifier = find_medians(report, row)
-        assert f"{name} {language} and {classifier} ms" in readme
+        run = ours[stage]
+        assert f"{quoted} {run['peak'] / run['parameters']:.1f}" in readme
+    host = ours["3 on the host"]
+    assert f"and {(host['host_arguments'] + host['host_temporary']) / host['parameters']:.1f} on the host]" in readme
+
+
+def test_ratios_of_memory_and_bytes_beside_fsdp_are_those_of_the_report():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    rows = json.loads((REPORTS / "2026-11-peers" / "sharding.json").read_text())["rows"]
+    ours, fsdp = (
+        {name: statistics.median(row[name]) for name in ("peak", "sent_bytes")}
+        for row in (
+            next(row for row in rows if row["mode"] == mode and row["system"] == system)
+            for system, mode in (("jaxdist", "zero_3"), ("torch", "fsdp_3"))
+        )
+    )
+    memory, sent = (ours[name] / fsdp[name] for name in ("peak", "sent_bytes"))
+    assert f"needed {memory:.2f} of the memory of PyTorch's FSDP2 and sent {sent:.2f} of its bytes" in readme
 
 
 def test_measurements_of_the_guide_to_reducers_are_rows_of_the_report():

@@ -24,7 +24,7 @@ def test_links_of_the_readme_are_absolute_in_the_package(monkeypatch):
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
     for wanted in (
         f"{HOST}/actions/workflows/tests.yml/badge.svg",
-        f"{HOST}/raw/abc123/docs/images/step_times.svg",
+        f"{HOST}/raw/abc123/docs/images/compare.png",
         f"{HOST}/blob/abc123/docs/tutorial.md",
     ):
         assert wanted in targets

@@ -1,0 +1,62 @@
+"""The comparison with other systems in its smallest size, without the other systems."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from paths import REPOSITORY
+
+SCRIPT = REPOSITORY / "benchmarks" / "peers.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="a source distribution has no benchmarks")
+
+
+def run(subcommand, folder, *options):
+    command = [sys.executable, str(SCRIPT), subcommand, "--out", str(folder), *map(str, options)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_rules_are_the_recursions_of_bluefog(tmp_path):
+    shown = run("consensus", tmp_path, "--draws", 2)
+    rows = json.loads((tmp_path / "consensus.json").read_text())["rows"]
+    assert max(row["largest_difference"] for row in rows if "largest_difference" in row) < 1e-12
+    assert (tmp_path / "consensus.md").read_text() in shown + "\n"
+
+
+@pytest.mark.slow
+def test_every_stage_has_the_same_losses_and_less_memory(tmp_path):
+    options = ("--problem", 64, 3, 16, 10, 8, "--turns", 1, "--steps", 2, "--malloc", "default")
+    run("sharding", tmp_path, *options, "--compiled", tmp_path / "compiled")
+    rows = {row["mode"]: row for row in json.loads((tmp_path / "sharding.json").read_text())["rows"]}
+    assert list(rows) == ["exact", "zero_1", "zero_2", "zero_3"]
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(rows["exact"]["losses"], rel=1e-4)
+    sizes = [row["arguments"] for row in rows.values()]
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3]
+
+
+def test_state_on_the_host_has_two_moments(tmp_path):
+    shown = run("offload", tmp_path, "--entries", 2**20, "--leaves", 1, "--turns", 1, "--seconds", 0.05)
+    rows = json.loads((tmp_path / "offload.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["jaxdist", "optax"]
+    for row in rows:
+        assert len(row["step"]) >= 3
+        # Parameters, gradients and two moments.
+        assert 16 * 2**20 <= row["peak"] < 64 * 2**20
+    assert "| 2^20 | 1 | jaxdist `offload.host(adamw)` |" in shown
+
+
+@pytest.mark.slow
+def test_islands_survive_a_kill(tmp_path):
+    options = ("--systems", "islands", "torchft", "--events", "kill", "--runs", 1, "--timeout", 2)
+    run("failures", tmp_path, *options, "--compiled", tmp_path / "compiled")
+    (row,) = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert row["system"] == "islands"
+    assert row["next_step"] <= row["next_joint_step"]
+    assert row["longest_gap"] >= row["usual_gap"]
+    assert row["params_after"]["shared"] > 0
+    assert row["params_after"]["different"] == 0
