@@ -31,7 +31,7 @@ from ..running import (
     unit_of,
 )
 from ..spellings import parse
-from ..spellings import tables as schedules
+from ..spellings.tables import peak_rate, replace_rate
 from ..training import costs, starts, suites, train
 
 # Each at a fair setting of its own: behind a sparse or one-bit code Adam runs on each worker, before the mean.
@@ -239,7 +239,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
             f"--workers {max(chosen.workers)} requested, but only {jax.device_count()} devices are available"
         )
     log_path = path_in(chosen.out, "log.jsonl")
-    spelled = [schedules.replace_rate(chosen.optimizer, rate) for rate in chosen.rates] or [chosen.optimizer]
+    spelled = [replace_rate(chosen.optimizer, rate) for rate in chosen.rates] or [chosen.optimizer]
     with log_path.open("w") as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
@@ -270,7 +270,7 @@ def _sweep(
     settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": chosen.seed, "steps": chosen.steps, "start": start}
     # Evaluations at the ends of rounds: the global parameters change only there.
     interval = suites.evaluation_interval(chosen.steps - start, chosen.periods)
-    rate = schedules.peak_rate(chosen.optimizer)
+    rate = peak_rate(chosen.optimizer)
     cells: list[suites.Cell] = []
     kept: dict[int, starts.Start] = {}
     for method, period, name, run in suites.prepare_sweep(workload, chosen.optimizer, chosen.periods, **settings):
