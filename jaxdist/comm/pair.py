@@ -31,9 +31,17 @@ def is_long(x: Array) -> bool:
     return whole and x.size * x.dtype.itemsize >= LEAST_BYTES
 
 
+def permute_pair(axes: tuple[str, ...], x: Array) -> Array:
+    """`lax.ppermute` of two workers that send to each other: the array of the other one."""
+    word = jnp.dtype(f"uint{_bits(x)}")
+    words = x if x.dtype == word else lax.bitcast_convert_type(x, word)
+    other = lax.psum(words, axes) - words
+    return other if x.dtype == word else lax.bitcast_convert_type(other, x.dtype)
+
+
 def gather_pair(axes: tuple[str, ...], x: Array, *, agreed: bool) -> Array:
     """`lax.all_gather` of two workers: `[*s] -> [2, *s]`, typed as replicated if `agreed`."""
-    other = _swap(axes, x)
+    other = permute_pair(axes, x)
     first = lax.axis_index(axes) == 0
     rows = jnp.stack([jnp.where(first, x, other), jnp.where(first, other, x)])
     # Both workers put the same rows in the same order, which types cannot tell.
@@ -43,13 +51,8 @@ def gather_pair(axes: tuple[str, ...], x: Array, *, agreed: bool) -> Array:
 def exchange_pair(axes: tuple[str, ...], x: Array) -> Array:
     """`lax.all_to_all` of two workers: of the rows `[2, *s]` each keeps its own, and sends the other."""
     index = lax.axis_index(axes)
-    other = _swap(axes, lax.dynamic_index_in_dim(x, 1 - index, keepdims=False))
+    other = permute_pair(axes, lax.dynamic_index_in_dim(x, 1 - index, keepdims=False))
     return lax.dynamic_update_index_in_dim(x, other, 1 - index, 0)
-
-
-def permute_pair(axes: tuple[str, ...], x: Array) -> Array:
-    """`lax.ppermute` of two workers that send to each other."""
-    return _swap(axes, x)
 
 
 def choose_faster(x: Array, *, plain: Callable[[Array], Array], cpu: Callable[[Array], Array]) -> Array:
@@ -63,14 +66,6 @@ def choose_faster(x: Array, *, plain: Callable[[Array], Array], cpu: Callable[[A
     differentiable = jax.custom_jvp(choose)
     differentiable.defjvp(lambda primals, tangents: (differentiable(*primals), plain(*tangents)))
     return differentiable(x)
-
-
-def _swap(axes: tuple[str, ...], x: Array) -> Array:
-    """The array of the other worker."""
-    word = jnp.dtype(f"uint{_bits(x)}")
-    words = x if x.dtype == word else lax.bitcast_convert_type(x, word)
-    other = lax.psum(words, axes) - words
-    return other if x.dtype == word else lax.bitcast_convert_type(other, x.dtype)
 
 
 def _bits(x: Array) -> int:
