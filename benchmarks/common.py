@@ -8,12 +8,15 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# Freed memory stays mapped: else much of a short step is page faults, PyTorch's as much as ours.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def run_subcommand(about: str | None, subcommands: dict[str, str]) -> int | None:

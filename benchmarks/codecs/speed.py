@@ -23,13 +23,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from common import run_process, write_record
+from common import KEEP_MEMORY, run_process, write_record
 from timing import make_copy, time_call
 
 from jaxdist import compressors as jc
 
-# Of glibc; read when a process starts.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 # What the codes are held to on CPU: ratio to the copy, of compressing.
 TARGETS = {"sign()": 0.5, "int8()": 0.25, "qsgd(4)": 0.1}
 
@@ -153,6 +151,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: argparse.Namespace) -> None:
+    # Of glibc, which reads them when a process starts.
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
     key = jax.random.key(0)

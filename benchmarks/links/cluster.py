@@ -9,20 +9,21 @@ none of them; with root it is a namespace of its own, so that its byte counter s
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+HERE = Path(__file__).parent
 PREFIX = "jaxdist-link"
 SUBNET = "10.177.0"
 
@@ -43,6 +44,57 @@ class Host(NamedTuple):
     interface: str
     sent: Callable[[], float]
     set_rate: Callable[[float], None] = lambda rate_mbit: None
+
+
+class Processes:
+    """A process on each of several hosts; each answers a line of JSON with another one."""
+
+    def __init__(
+        self, python: str, script: str, places: list[Host], settings: Mapping[str, str], arguments: Sequence[str] = ()
+    ):
+        """Starts them, with one computing thread each, and `settings` as further environment variables."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        self.processes = []
+        for rank, place in enumerate(places):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": place.interface,
+                "OMP_NUM_THREADS": "1",
+                # The library, and what the commands of `benchmarks` share.
+                "PYTHONPATH": os.pathsep.join([*map(str, HERE.parents[1::-1]), os.environ.get("PYTHONPATH", "")]),
+                **settings,
+            }
+            command = [*place.command, python, script, *arguments]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
+
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """Sends a request to all processes, and returns the answer of each."""
+        for process in self.processes:
+            process.stdin.write(json.dumps(request) + "\n")
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Waits for a line of each process."""
+        lines = [process.stdout.readline() for process in self.processes]
+        if not all(lines):
+            raise RuntimeError("a process ended; its last words are above")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Ends all processes: they stop when their input does, or are killed after a while."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def refusal() -> str | None:
@@ -230,12 +282,10 @@ def _remove(name: str) -> None:
 
 @contextlib.contextmanager
 def _cleaning_up(names: list[str]) -> Iterator[None]:
-    """Removes the namespaces at the end, also after a signal."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    """Removes the namespaces at the end; `run_subcommand` sees to it that SIGTERM is an end, too."""
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
         for name in names:
             _remove(name)
 

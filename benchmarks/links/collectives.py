@@ -27,9 +27,7 @@ class Timers(compare.System):
     """The processes, which time what they are asked to."""
 
     def time(self, kind: str, size: int, turns: int) -> dict[str, Any]:
-        for process in self.processes:
-            process.stdin.write(json.dumps({"kind": kind, "size": size, "turns": turns}) + "\n")
-        answers = self._answers()
+        answers = self.ask(kind=kind, size=size, turns=turns)
         # A collective is over when the slowest process is done.
         return answers[0] | {"seconds": [max(times) for times in zip(*(answer["seconds"] for answer in answers))]}
 

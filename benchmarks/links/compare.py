@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 
 import cluster
 import report
+from common import KEEP_MEMORY
 
 HERE = Path(__file__).parent
 MODES = {
@@ -41,61 +40,30 @@ CHUNK = 3
 TURNS = {"async": 8, "async_clock": 16}
 
 
-# Freed memory stays mapped, for both systems: else most of a loopback step is page faults.
-KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-
-
-class System:
+class System(cluster.Processes):
     """The processes of one system, which wait for commands."""
 
     def __init__(
-        self, script: str, python: str, problem: str, places: list[cluster.Host], memory: Mapping[str, str] = KEEP
+        self,
+        script: str,
+        python: str,
+        problem: str,
+        places: list[cluster.Host],
+        memory: Mapping[str, str] = KEEP_MEMORY,
     ):
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        self.processes = []
-        for rank, place in enumerate(places):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(places)),
-                "MASTER_ADDR": places[0].address,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": place.interface,
-                "OMP_NUM_THREADS": "1",
-                **memory,
-                "PROBLEM": problem,
-                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-            }
-            command = [*place.command, python, str(HERE / script)]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
-        self.about = self._answers()[0]["ready"]
+        super().__init__(python, str(HERE / script), places, {**memory, "PROBLEM": problem})
+        self.about = self.answers()[0]["ready"]
 
     def run(self, mode: str, steps: int) -> list[dict[str, Any]]:
-        for process in self.processes:
-            process.stdin.write(json.dumps({"mode": mode, "steps": steps}) + "\n")
-        return self._answers()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes]
-        if not all(lines):
-            raise RuntimeError("a process ended; its last words are above")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        return self.ask(mode=mode, steps=steps)
 
 
 @contextlib.contextmanager
 def systems(
-    wanted: dict[str, tuple[str, str]], problem: str, places: list[cluster.Host], memory: Mapping[str, str] = KEEP
+    wanted: dict[str, tuple[str, str]],
+    problem: str,
+    places: list[cluster.Host],
+    memory: Mapping[str, str] = KEEP_MEMORY,
 ) -> Iterator[dict[str, System]]:
     started: dict[str, System] = {}
     try:
@@ -197,7 +165,7 @@ def main(given: argparse.Namespace) -> None:
         made = cluster.loopback(given.hosts) if link == "loopback" else cluster.hosts(given.hosts, max(rates))
         with made as places:
             for problem in given.problem or ["lm", "mlp"]:
-                with systems(wanted, problem, places, {} if given.default_malloc else KEEP) as running:
+                with systems(wanted, problem, places, {} if given.default_malloc else KEEP_MEMORY) as running:
                     about |= {name: system.about for name, system in running.items()}
                     setting = {"link": link, "hosts": given.hosts, "problem": problem}
                     records += [setting | record for record in build(running, modes)]

@@ -12,15 +12,13 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import write_record
+from common import KEEP_MEMORY, write_record
 from worker import Problem
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "links"))
@@ -43,46 +41,19 @@ NAMES = {
 WORKERS, WARM_UP = 2, 3
 MALLOC = {
     "default": {},
-    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(2**34)},
+    "kept": KEEP_MEMORY,
 }
 
 
-class Workers:
-    """The processes of one mode."""
+class Workers(cluster.Processes):
+    """The processes of one mode: what they said when they were ready, and of their first steps."""
 
-    def __init__(self, python: str, script: str, arguments: list[str], settings: dict[str, str], places: list[Any]):
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        common = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | settings
-        self.processes = []
-        for rank, place in enumerate(places):
-            command = [*place.command, python, str(HERE / script), *arguments]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            environment = os.environ | common | {"RANK": str(rank)}
-            self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
+    about: list[dict[str, Any]]
+    first: list[dict[str, Any]]
 
-    def answers(self) -> list[dict[str, Any]]:
-        lines = [process.stdout.readline() for process in self.processes]
-        if not all(lines):
-            raise RuntimeError("a process ended; its last words are above")
-        return [json.loads(line) for line in lines]
-
-    def run(self, steps: int) -> list[dict[str, Any]]:
-        for process in self.processes:
-            process.stdin.write(json.dumps({"steps": steps}) + "\n")
-        return self.answers()
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    def warm_up(self) -> None:
+        self.about = self.answers()
+        self.first = self.ask(steps=WARM_UP)
 
 
 @contextlib.contextmanager
@@ -95,10 +66,9 @@ def start_modes(given: argparse.Namespace, malloc: str, places: list[Any]) -> It
         for system, modes in MODES.items():
             for mode in modes if pythons[system] else ():
                 arguments = [mode, ",".join(map(str, given.problem))]
-                workers = Workers(pythons[system], f"sharding_{system}.py", arguments, settings, places)
-                started[system, mode] = workers
-                workers.about = workers.answers()
-                workers.first = workers.run(WARM_UP)
+                script = str(HERE / f"sharding_{system}.py")
+                workers = started[system, mode] = Workers(pythons[system], script, places, settings, arguments)
+                workers.warm_up()
         yield started
     finally:
         for workers in started.values():
@@ -125,7 +95,7 @@ def measure(given: argparse.Namespace, malloc: str) -> Iterator[list[dict[str, A
             # The order turns around: machines drift.
             for key, workers in list(started.items())[:: 1 if turn % 2 == 0 else -1]:
                 before, row = places[0].sent(), rows[key]
-                answers = workers.run(given.steps)
+                answers = workers.ask(steps=given.steps)
                 row["sent_bytes"].append((places[0].sent() - before) / given.steps)
                 seconds = [max(both) for both in zip(*(answer["seconds"] for answer in answers))]
                 row["seconds"] += [] if given.untimed else seconds

@@ -44,17 +44,12 @@ START_RATE = {"lm": 1e-3, "lm30": 1e-3, "mlp": 0.05, "tiny": 0.05}
 class Racers(compare.System):
     """The processes of one system."""
 
-    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        for process in self.processes:
-            process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
-        return self._answers()
-
     def start(self, mode: str, rate: float, seed: int = 0) -> float:
-        return max(answer["took"] for answer in self.ask("start", mode=mode, rate=rate, seed=seed))
+        return max(answer["took"] for answer in self.ask(do="start", mode=mode, rate=rate, seed=seed))
 
     def run_steps(self, count: int, **mode: str) -> list[float]:
         """Seconds of each step; a step is over when the slowest process is done."""
-        answers = self.ask("run", steps=count, **mode)
+        answers = self.ask(do="run", steps=count, **mode)
         return [max(times) for times in zip(*(answer["seconds"] for answer in answers))]
 
     def run_alone(self) -> list[float]:
@@ -63,7 +58,7 @@ class Racers(compare.System):
         return [first, *self.run_steps(max(1, min(5, round(0.5 / first))), mode=ALONE)]
 
     def evaluate(self) -> float:
-        return statistics.mean(answer["held_out"] for answer in self.ask("evaluate"))
+        return statistics.mean(answer["held_out"] for answer in self.ask(do="evaluate"))
 
 
 @contextlib.contextmanager
@@ -114,14 +109,14 @@ def measure_steps(given: argparse.Namespace, racers: dict[str, Racers], places: 
                 )
                 add(given.out / "steps.json", record)
                 if (name, mode) == ("jaxdist", "exact"):
-                    add(given.out / "links.json", link | racers[name].ask("link")[0])
+                    add(given.out / "links.json", link | racers[name].ask(do="link")[0])
             if name == "jaxdist" and repetition == 0:
                 add_cost(given, racers[name], mode)
 
 
 def add_cost(given: argparse.Namespace, racer: Racers, mode: str) -> None:
     """Measures and counts what the model needs to predict the step of the mode that was started."""
-    cost = racer.ask("cost")
+    cost = racer.ask(do="cost")
     coding = statistics.mean(answer["coding"] for answer in cost)
     record = {"problem": given.problem, "hosts": given.hosts, "mode": mode, **cost[0], "coding": coding}
     print(f"        coding {1e3 * coding:.1f} ms, {record['traffic']}", flush=True)
@@ -179,7 +174,7 @@ def compile_all(given: argparse.Namespace, racers: dict[str, Racers]) -> None:
         for mode in [ALONE, *chosen_modes(given, name)]:
             took = racer.start(mode, START_RATE[given.problem])
             (step,) = racer.run_steps(1)
-            racer.ask("cost")
+            racer.ask(do="cost")
             print(f"{name:8}{mode:10} ready in {took:.1f} s, a step {step:.2f} s", flush=True)
 
 
