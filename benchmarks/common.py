@@ -38,6 +38,8 @@ def run_subcommand(about: str | None, subcommands: dict[str, str]) -> int | None
             own.description = module.__doc__
             module.add_options(own)
     given = parser.parse_args()
+    # As Ctrl-C does, so that what a command has started is ended, and what it has made is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     return importlib.import_module(vars(given).pop("subcommand")).main(given)
 
 

@@ -1,9 +1,12 @@
 """The comparison with other systems in its smallest size, without the other systems."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
@@ -60,3 +63,31 @@ def test_islands_survive_a_kill(tmp_path):
     assert row["longest_gap"] >= row["usual_gap"]
     assert row["params_after"]["shared"] > 0
     assert row["params_after"]["different"] == 0
+
+
+def test_a_command_that_is_terminated_ends_its_workers(tmp_path):
+    options = ("--systems", "islands", "--events", "kill", "--compiled", tmp_path / "compiled", "--out", tmp_path)
+    command = [sys.executable, str(SCRIPT), "failures", *map(str, options)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            # Workers have the folder of the run, which is made in TMPDIR, among their arguments.
+            assert wait_for(lambda: len(workers_of(tmp_path)) == 3)
+        finally:
+            process.terminate()
+    assert wait_for(lambda: not workers_of(tmp_path))
+
+
+def workers_of(folder):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended since
+            found.append(path.read_text())
+    return [line for line in found if "failing_islands.py" in line and str(folder) in line]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
