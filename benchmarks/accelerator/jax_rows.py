@@ -88,7 +88,6 @@ def selection_rows(rows: Rows, sizes: Sizes) -> None:
     x, key, kept = array(sizes.entries), jax.random.key(1), sizes.entries // 100
     runs: dict[str, Callable[[Any], Any]] = {
         "top_k(0.01)": lambda x: jc.top_k(0.01).compress(x, key),
-        'top_k(0.01, method="sampled")': lambda x: jc.top_k(0.01, method="sampled").compress(x, key),
         'top_k(0.01, method="exact")': lambda x: jc.top_k(0.01, method="exact").compress(x, key),
         "block_top_k(64 / 4096)": lambda x: jc.block_top_k(64 / 4096).compress(x, key),
         "lax.top_k": lambda x: jax.lax.top_k(jnp.abs(x), kept),

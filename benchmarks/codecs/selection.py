@@ -44,7 +44,6 @@ def contestants(size: int, density: float) -> dict[str, Callable[[Any], Any]]:
     key = jax.random.key(0)
     codes = {
         f"top_k({density})": jd.top_k(density),
-        f'top_k({density}, method="sampled")': jd.top_k(density, method="sampled"),
         f'top_k({density}, method="exact")': jd.top_k(density, method="exact"),
         "block_top_k(64 / 4096)": block_top_k(64 / 4096),
         f"random_k({density})": jd.compressors.random_k(density),

@@ -3,6 +3,8 @@
 Results are those of the plain form (sums: up to rounding). A test fails where a detour can be seen to be unnecessary.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -71,26 +73,31 @@ def sum_vector(x: Float[Array, " size"]) -> Float[Array, ""]:
     return jnp.sum(x)
 
 
-def sum_counts(counts: Int[Array, "rows width"]) -> Int[Array, " rows"]:
+def sum_counts(counts: Int[Array, "*rows width"]) -> Int[Array, "*rows"]:
     """The sum of each row of integers."""
     # Eighths are added as vectors first, since XLA:CPU adds the numbers of a row one by one.
-    while counts.shape[1] >= 1024:
-        counts = jnp.pad(counts, [(0, 0), (0, -counts.shape[1] % 64)])
-        eighth = counts.shape[1] // 8
-        parts = [lax.slice_in_dim(counts, i * eighth, (i + 1) * eighth, axis=1) for i in range(8)]
+    while counts.shape[-1] >= 1024:
+        counts = jnp.pad(counts, [(0, 0)] * (counts.ndim - 1) + [(0, -counts.shape[-1] % 64)])
+        eighth = counts.shape[-1] // 8
+        parts = [lax.slice_in_dim(counts, i * eighth, (i + 1) * eighth, axis=-1) for i in range(8)]
         counts = sum(parts[1:], parts[0])
-    return jnp.sum(counts, axis=1, dtype=jnp.int32)
+    return jnp.sum(counts, axis=-1, dtype=jnp.int32)
 
 
-def running_sum(x: Int[Array, " size"]) -> Int[Array, " size"]:
-    """`jnp.cumsum` of integers whose sum is below `2**24`."""
+def running_sum(x: Int[Array, " size"], *, most: int) -> Int[Array, " size"]:
+    """`jnp.cumsum` of counts, each below `2**19`, whose sum is at most `most`."""
     # In two levels, of which the lower is a product with a triangular matrix: several times as fast on XLA:CPU.
     size = x.shape[0]
-    rows = jnp.pad(x, (0, -size % ROW)).reshape(-1, ROW)
+    rows = jnp.pad(x, (0, -size % ROW)).reshape(-1, ROW).astype(jnp.float32)
     # Exact in float32; HIGHEST, since some backends multiply in lower precision by default.
-    upper = lax.broadcasted_iota(jnp.int32, (ROW, ROW), 0) <= lax.broadcasted_iota(jnp.int32, (ROW, ROW), 1)
-    within = jnp.dot(rows.astype(jnp.float32), upper.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    within = within.astype(jnp.int32)
-    totals = within[:, -1]
-    before = jnp.cumsum(totals) - totals
-    return (within + before[:, None]).reshape(-1)[:size]
+    multiply = partial(jnp.dot, precision=lax.Precision.HIGHEST)
+    totals = multiply(rows, jnp.ones(ROW, jnp.float32)).astype(jnp.int32)
+    before = (jnp.cumsum(totals) - totals)[:, None]
+    # XLA:CPU would repeat the addition of `before`, and part of its sum, in every use of the result. As a column of the
+    # product it is added once, where float32 can hold the result.
+    column = before if most < 2**24 else jnp.zeros_like(before)
+    shape = ROW + 1, ROW
+    upper = lax.broadcasted_iota(jnp.int32, shape, 0) <= lax.broadcasted_iota(jnp.int32, shape, 1) + 1
+    rows = jnp.concatenate([column.astype(jnp.float32), rows], axis=1)
+    sums = multiply(rows, upper.astype(jnp.float32)).astype(jnp.int32)
+    return (sums if most < 2**24 else sums + before).reshape(-1)[:size]

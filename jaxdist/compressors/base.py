@@ -47,6 +47,8 @@ class Compressor(NamedTuple):
       compress: `compress(x, key) -> payload`, a pytree of arrays whose shapes depend on `x.shape` alone. Codes narrower
         than 32 bits are u8, u16 or int8 words, since XLA widens other dtypes.
       decompress: `decompress(payload, like) -> x`, with the shape and dtype of `like`.
+      add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
+        touch only the others; else None.
       summable: payloads may be averaged on the wire (the compressor is linear), by an all-reduce; otherwise they are
         gathered and decoded one by one.
       shared_key: all workers draw the same key (random-k, sketches).
@@ -63,6 +65,7 @@ class Compressor(NamedTuple):
 
     compress: Callable[[Array, PRNGKeyArray], Payload]
     decompress: Callable[[Payload, Like], Array]
+    add: Callable[[Payload, Array], Array] | None = None
     summable: bool = False
     shared_key: bool = False
     variance: Callable[[Shape], float] | None = None
@@ -118,7 +121,7 @@ def scaled(compressor: Compressor) -> Compressor:
     def contraction(shape: Shape) -> Any:
         return 1.0 / (1.0 + variance(shape))
 
-    return compressor._replace(decompress=decompress, variance=None, contraction=contraction)
+    return compressor._replace(decompress=decompress, add=None, variance=None, contraction=contraction)
 
 
 def contraction_form(compressor: Compressor) -> Compressor:
@@ -183,6 +186,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     return Compressor(
         partial(_compress, pair),
         partial(_decompress, pair),
+        add=None if sparse.add is None else partial(_add, pair, sparse.add),
         summable=summable,
         shared_key=summable and sparse.shared_key,
     )._replace(**_laws(pair))
@@ -201,12 +205,21 @@ def _compress(pair: _Pair, x: Array, key: PRNGKeyArray) -> Payload:
 
 
 def _decompress(pair: _Pair, payload: Payload, like: Like) -> Array:
+    return pair.sparse.decompress(_with_values(pair, payload, like), like)
+
+
+def _add(pair: _Pair, add: Callable[[Payload, Array], Array], payload: Payload, total: Array) -> Array:
+    return add(_with_values(pair, payload, total), total)
+
+
+def _with_values(pair: _Pair, payload: Payload, like: Like) -> Payload:
+    """The payload of the sparse compressor alone, for an array with the shape and dtype of `like`."""
     values = _payload_like(pair.sparse, like).values
     dense = pair.dense
     # An unbiased code with ω' >= 1 may keep less than nothing: it is shrunk to a contraction.
     if pair.sparse.contraction is not None and dense.variance is not None and dense.variance(values.shape) >= 1:
         dense = scaled(dense)
-    return pair.sparse.decompress(payload._replace(values=dense.decompress(payload.values, values)), like)
+    return payload._replace(values=dense.decompress(payload.values, values))
 
 
 def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:

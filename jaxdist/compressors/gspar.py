@@ -20,7 +20,7 @@ from .codecs import SparseCode, sparse_codec
 from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
 from .random import key_words
 from .rounding import to_unit
-from .sparse import SparsePayload, check_density, decompress, num_kept
+from .sparse import SparsePayload, add, check_density, decompress, num_kept
 
 # Probabilities are multiples of 2**-31, so that the probability of an entry is exactly the number it is divided by.
 UNIT = 2.0**-31
@@ -118,7 +118,7 @@ def gspar(
         worst = 0.0 if size <= count else size / (_budget(count, size) - count * SPARE) - 1.0
         return worst if codec is None or variance is None else max(worst, variance * (1 + 2 * SPARE))
 
-    return Compressor(compress, decompress, variance=omega, codec=codec)
+    return Compressor(compress, decompress, add=add, variance=omega, codec=codec)
 
 
 def _budget(count: int, size: int) -> float:
@@ -183,7 +183,7 @@ def _draw(
 
     _, overflowed = lax.scan(along, begins, steps)
     chosen = overflowed.reshape(-1) | jnp.pad(certain, (0, padding))
-    words = to_bitmap(chosen[None])[0]
+    words = to_bitmap(chosen)
     others = jnp.pad(full(size), (0, words.shape[0] - -(-size // WORD))) & ~words
     fill = first_ones(others, count - jnp.sum(ones(words), dtype=jnp.int32))
     where = positions(words | fill, count)

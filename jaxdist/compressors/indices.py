@@ -121,13 +121,14 @@ def _plain_bytes(count: int, size: int) -> int:
     return count * (2 if size <= 2**16 else 4)
 
 
-def to_bitmap(flags: Shaped[Array, "rows width"]) -> UInt[Array, "rows words"]:
+def to_bitmap(flags: Shaped[Array, "*rows width"]) -> UInt[Array, "*rows words"]:
     """Booleans as u32 words, the first in the lowest bit; the width is a multiple of 32."""
-    rows, width = flags.shape
+    *rows, width = flags.shape
     # Eight to a byte first, since this is the only form that XLA:CPU vectorizes, at the speed of memory.
-    groups = flags.reshape(rows, width // 8, 8).astype(jnp.uint8)
-    packed = jnp.sum(groups << lax.broadcasted_iota(jnp.uint8, groups.shape, 2), axis=2, dtype=jnp.uint8)
-    return lax.bitcast_convert_type(packed.reshape(rows, width // WORD, 4), jnp.uint32)
+    groups = flags.reshape(*rows, width // 8, 8).astype(jnp.uint8)
+    shifts = lax.broadcasted_iota(jnp.uint8, groups.shape, groups.ndim - 1)
+    packed = jnp.sum(groups << shifts, axis=-1, dtype=jnp.uint8)
+    return lax.bitcast_convert_type(packed.reshape(*rows, width // WORD, 4), jnp.uint32)
 
 
 def full(size: int) -> UInt[Array, " words"]:
@@ -173,12 +174,12 @@ def nth_one(words: UInt[Array, "..."], rank: Int[Array, "..."]) -> Int[Array, ".
 
 
 def positions(words: UInt[Array, " words"], count: int) -> Int[Array, " count"]:
-    """The ascending positions of the first `count` ones of a bitmap that has at least that number of ones."""
+    """The ascending positions of the first `count` ones of a bitmap; any of its positions after the last one."""
     counts = ones(words)
     # Each result finds its word by a running sum over the results at which words start, and its bit by counting.
-    starts = running_sum(counts) - counts
+    starts = running_sum(counts, most=WORD * words.shape[0]) - counts
     starting = jnp.zeros(count + 1, jnp.int32).at[jnp.minimum(starts, count)].add(1, mode="promise_in_bounds")
-    word = running_sum(starting)[:count] - 1
+    word = running_sum(starting, most=words.shape[0])[:count] - 1
     rank = lax.iota(jnp.int32, count) - starts.at[word].get(mode="promise_in_bounds")
     return word * WORD + nth_one(words.at[word].get(mode="promise_in_bounds"), rank)
 
@@ -192,60 +193,77 @@ class _Bracket(NamedTuple):
     """The state of the search: for each row `low <= t < high` for the threshold t, as keys (bits of magnitudes)."""
 
     passes: Int[Array, ""]
-    low: Int[Array, " rows"]
-    high: Int[Array, " rows"]
+    low: Int[Array, "*rows"]
+    high: Int[Array, "*rows"]
     # The number and the bitmap of the entries from each end up.
-    low_count: Int[Array, " rows"]
-    high_count: Int[Array, " rows"]
-    low_words: UInt[Array, "rows words"]
-    high_words: UInt[Array, "rows words"]
+    low_count: Int[Array, "*rows"]
+    high_count: Int[Array, "*rows"]
+    low_words: UInt[Array, "*rows words"]
+    high_words: UInt[Array, "*rows words"]
     # The threshold to try next, and the change of it that gives one more entry.
-    guess: Int[Array, " rows"]
-    slope: Float[Array, " rows"]
+    guess: Int[Array, "*rows"]
+    slope: Float[Array, "*rows"]
     # The last threshold, and the number of entries from it up.
-    tried: Int[Array, " rows"]
-    found: Int[Array, " rows"]
+    tried: Int[Array, "*rows"]
+    found: Int[Array, "*rows"]
 
 
-def largest_by_sorting(x: Float[Array, "rows width"], count: int) -> Int[Array, " kept"]:
+def largest_by_sorting(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """Ascending positions, in the flat array, of the `count` largest magnitudes of each row, by `lax.top_k`."""
     # In float32: the CPU's top_k is ten times slower for any other dtype.
-    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)), count)
-    return lax.sort((places + _row_starts(x)).reshape(-1))
+    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)).reshape(-1, x.shape[-1]), count)
+    return lax.sort((places + lax.broadcasted_iota(jnp.int32, places.shape, 0) * x.shape[-1]).reshape(-1))
 
 
-def largest_by_threshold(x: Float[Array, "rows width"], count: int, least: int | None = None) -> Int[Array, " kept"]:
+def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """The same positions by counting entries above a threshold, in a few passes at the speed of memory.
 
     The bits of `|x|` in float32, as an integer, are monotone in it. Newton's method on the number of entries from t up
-    starts at a quantile of a small sample and takes about six passes. Ties at the threshold go to the lower index, as
-    with `lax.top_k`; infinite entries and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
+    starts at a quantile of a small sample. A threshold with exactly `count` entries takes about six passes, one with up
+    to twice as many hardly ever more than one: a vector is searched for the latter, and the rest of the passes see
+    only the entries above it. Ties at the threshold go to the lower index, as with `lax.top_k`; infinite entries and
+    NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
 
-    The search ends when `least` entries (default: all) are known to be among the largest `count` of each row; the rest
-    are the first entries of the remaining bracket.
+    Args:
+      x: a vector, or rows that are searched side by side. One row is as good as a vector, except that XLA:CPU copies it
+        inside `vmap`.
+      count: the number of entries to find in each row.
     """
-    rows, width = x.shape
+    width = x.shape[-1]
     if count == width:
         return lax.iota(jnp.int32, x.size)
     if x.size <= SMALL:
         return largest_by_sorting(x, count)
-    least = count if least is None else least
-    target = (least + count) // 2
-    found = lax.while_loop(
-        lambda bracket: jnp.any(_is_open(bracket, count, least)),
-        lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
-        _first_bracket(x, target),
-    )
-    # Ties with the threshold, and what is left of the bracket, in the order of the array.
-    rest = found.low_words & ~found.high_words
-    fill = jax.vmap(first_ones)(rest, count - found.high_count)
-    places = positions((found.high_words | fill).reshape(-1), rows * count)
+    if x.ndim == 1 and width >= 4 * count:
+        return _largest_of_candidates(x, count, 2 * count)
+    places = positions(_find_candidates(x, count, count).reshape(-1), x.size // width * count)
     padded = _align_width(width)
     return places if padded == width else places - places // padded * (padded - width)
 
 
-def _row_starts(x: Array) -> Int[Array, "rows 1"]:
-    return lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) * x.shape[1]
+def _largest_of_candidates(x: Float[Array, " width"], count: int, most: int) -> Int[Array, " kept"]:
+    words = _find_candidates(x, count, most)
+    where = jnp.minimum(positions(words, most), x.shape[0] - 1)
+    magnitudes = jnp.abs(x.at[where].get(mode="promise_in_bounds").astype(jnp.float32))
+    # Ties as in the search, if these few are sorted; places without a candidate are last, and lose ties.
+    magnitudes = jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes)
+    real = (lax.iota(jnp.int32, most) < sum_counts(ones(words))) & (magnitudes >= jnp.finfo(jnp.float32).tiny)
+    chosen = largest_by_threshold(jnp.where(real, magnitudes, 0.0), count)
+    return where.at[chosen].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+
+
+def _find_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> UInt[Array, "*rows words"]:
+    """Bitmaps of `count` to `most` entries of each row, the `count` largest among them."""
+    # Nearer to `count`, since fewer candidates are cheaper.
+    target = count + (most - count) // 3
+    found = lax.while_loop(
+        lambda bracket: jnp.any(_is_open(bracket, most)),
+        lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
+        _first_bracket(x, target),
+    )
+    # Ties with the threshold, in the order of the array.
+    fill = first_ones if x.ndim == 1 else jax.vmap(first_ones)
+    return found.high_words | fill(found.low_words & ~found.high_words, most - found.high_count)
 
 
 def _align_width(width: int) -> int:
@@ -256,17 +274,17 @@ def _keys(x: Float[Array, "..."]) -> Int[Array, "..."]:
     return lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
 
 
-def _above(x: Float[Array, "rows width"], threshold: Int[Array, " rows"]) -> UInt[Array, "rows words"]:
+def _above(x: Float[Array, "*rows width"], threshold: Int[Array, "*rows"]) -> UInt[Array, "*rows words"]:
     # Compared as floats and from both sides: XLA would compute |x| or its bits once, before the loop, into newly
     # allocated memory, which takes longer than all passes. NaN is above everything.
-    ends = lax.bitcast_convert_type(threshold, jnp.float32)[:, None]
+    ends = lax.bitcast_convert_type(threshold, jnp.float32)[..., None]
     flags = ~((x.astype(jnp.float32) < ends) & (x.astype(jnp.float32) > -ends))
-    return to_bitmap(jnp.pad(flags, [(0, 0), (0, -x.shape[1] % WORD)]))
+    return to_bitmap(jnp.pad(flags, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % WORD)]))
 
 
-def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
+def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
     """The whole range, with a guess from a sample of the array, one entry drawn from each stretch."""
-    rows, width = x.shape
+    width = x.shape[-1]
     size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE)
     stride = x.size // size
     drawn = lax.iota(jnp.uint32, size)
@@ -282,15 +300,15 @@ def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
     nearby = quantile(part + spread), quantile(max(part - spread, 0.0))
     slope = (nearby[0] - nearby[1]).astype(jnp.float32) / (2 * spread * width)
     # Zeros computed from the input, so that their type (per-worker or not) is that of the later carries.
-    nothing = _keys(x[:, 0]) & 0
-    none = jnp.zeros((rows, _align_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[:, None]
+    nothing = _keys(x[..., 0]) & 0
+    none = jnp.zeros((*x.shape[:-1], _align_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[..., None]
     return _Bracket(
         passes=jnp.sum(nothing, dtype=jnp.int32),
         low=nothing + NORMAL - 1,
         high=nothing + INFINITY + 1,
         low_count=nothing + width,
         high_count=nothing,
-        low_words=~none & full(width)[None],
+        low_words=~none & jnp.broadcast_to(full(width), none.shape),
         high_words=none,
         guess=jnp.clip(nothing + quantile(part), NORMAL, INFINITY),
         slope=nothing.astype(jnp.float32) + slope,
@@ -299,10 +317,9 @@ def _first_bracket(x: Float[Array, "rows width"], target: int) -> _Bracket:
     )
 
 
-def _is_open(bracket: _Bracket, count: int, least: int) -> Array:
-    """The rows whose threshold is not found: neither end gives enough entries, and there are keys between them."""
-    unsettled = (bracket.high_count < least) & (bracket.low_count > count)
-    return unsettled & (bracket.high - bracket.low > 1)
+def _is_open(bracket: _Bracket, most: int) -> Array:
+    """The rows whose threshold is not found: the lower end gives too many entries, and there are keys between both."""
+    return (bracket.low_count > most) & (bracket.high - bracket.low > 1)
 
 
 def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracket:
@@ -326,8 +343,8 @@ def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracke
         high=high,
         low_count=jnp.where(up, found, bracket.low_count),
         high_count=jnp.where(down, found, bracket.high_count),
-        low_words=jnp.where(up[:, None], words, bracket.low_words),
-        high_words=jnp.where(down[:, None], words, bracket.high_words),
+        low_words=jnp.where(up[..., None], words, bracket.low_words),
+        high_words=jnp.where(down[..., None], words, bracket.high_words),
         guess=guess,
         slope=slope,
         tried=tried,

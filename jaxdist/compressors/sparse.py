@@ -4,6 +4,7 @@
 """
 
 import math
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,9 +18,7 @@ from .indices import decode_positions, encode_positions, largest_by_sorting, lar
 from .random import key_words, random_subset
 from .rounding import block_grid
 
-Method = Literal["threshold", "sampled", "exact"]
-# "sampled" sends at least this share of the k largest entries.
-SURE = 0.9
+Method = Literal["threshold", "exact"]
 
 
 class SparsePayload(NamedTuple):
@@ -44,9 +43,6 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     whose magnitudes are uneven. Biased: without error feedback the small entries are never sent. Ties go to the lower
     index; magnitudes are compared in float32.
 
-    "threshold" and "exact" select the same entries. "sampled" stops at a threshold with at least `s = ceil(0.9 k)` of
-    the k largest above it, and adds the first entries below it: δ = s/d.
-
     On the wire: k values in the dtype of x, and their positions: `k b + k + ((d - k) >> b)` bits with the best b (near
     `log2(d / k)`; both parts in whole bytes), up to a density of 0.5 at most 0.56 bits an entry above the entropy of k
     positions; or 2 bytes each (up to 65,536 entries) or 4 where that is smaller. At a density of 0.01 that is 1 byte.
@@ -54,8 +50,8 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     Args:
       density: the share that is kept, in (0, 1]. Start at 0.01; 0.001 with a warm-up; above 0.25 an 8-bit code
         is both smaller and more exact. Workers keep different entries, so W workers receive up to W k of them.
-      method: "threshold" counts entries above a threshold until they are k; "sampled" is about twice as fast on large
-        arrays; "exact" is `lax.top_k`, the reference, many times slower.
+      method: "threshold" counts the entries above a threshold, which a sample of the array suggests; "exact" is
+        `lax.top_k`, the reference for the same entries, many times slower.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -66,28 +62,19 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
     References:
       S. U. Stich et al., "Sparsified SGD with memory", arXiv:1809.07599, 2018.
       Y. Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training",
-      arXiv:1712.01887, 2017 (the sampled threshold).
+      arXiv:1712.01887, 2017 (a threshold from a sample).
     """
     check_density(density)
-    if method not in ("threshold", "sampled", "exact"):
-        raise ValueError(f'method must be "threshold", "sampled" or "exact", got {method!r}')
+    if method not in ("threshold", "exact"):
+        raise ValueError(f'method must be "threshold" or "exact", got {method!r}')
+    find_largest = largest_by_sorting if method == "exact" else largest_by_threshold
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         del key
-        row, count = x.reshape(1, x.size), num_kept(density, x.size)
-        if method == "exact":
-            where = largest_by_sorting(row, count)
-        else:
-            where = largest_by_threshold(row, count, _sure_count(count) if method == "sampled" else None)
-        return gather_entries(x.reshape(-1), where)
+        flat = x.reshape(-1)
+        return gather_entries(flat, find_largest(flat, num_kept(density, flat.size)))
 
-    def contraction(shape: Shape) -> float:
-        size = math.prod(shape)
-        if method == "sampled" and size:
-            return _sure_count(num_kept(density, size)) / size
-        return share_kept(density, shape)
-
-    return Compressor(compress, decompress, contraction=contraction)
+    return Compressor(compress, decompress, add=add, contraction=partial(share_kept, density))
 
 
 @with_description
@@ -130,11 +117,15 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
         padded = decompress(payload, jax.ShapeDtypeStruct((rows * width,), like.dtype))
         return padded[: math.prod(like.shape)].reshape(like.shape)
 
+    def add_in_blocks(payload: SparsePayload, total: Array) -> Array:
+        rows, width = block_grid(total.size, block)
+        return _add_entries(payload, total, rows * width)
+
     def contraction(shape: Shape) -> float:
         _, width = block_grid(math.prod(shape), block)
         return num_kept(density, width) / width if width else 1.0
 
-    return Compressor(compress, decode, contraction=contraction)
+    return Compressor(compress, decode, add=add_in_blocks, contraction=contraction)
 
 
 @with_description
@@ -191,6 +182,19 @@ def decompress(payload: SparsePayload, like: Like) -> Array:
     return scatter(payload.values, where, like)
 
 
+def add(payload: SparsePayload, total: Array) -> Array:
+    """Adds the kept entries to `total`, at their positions."""
+    return _add_entries(payload, total, total.size)
+
+
+def _add_entries(payload: SparsePayload, total: Array, size: int) -> Array:
+    """The same for positions in `range(size)`, of which those beyond the array belong to padding."""
+    where = decode_positions(payload.indices, payload.values.shape[0], size)
+    values = payload.values.astype(total.dtype)
+    mode = "promise_in_bounds" if size == total.size else "drop"
+    return total.reshape(-1).at[where].add(values, mode=mode, unique_indices=True).reshape(total.shape)
+
+
 def gather_entries(flat: Float[Array, " size"], where: Int[Array, " kept"]) -> SparsePayload:
     """Returns the payload of the entries at ascending positions."""
     values = flat.at[where].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
@@ -220,10 +224,6 @@ def share_kept(density: float, shape: Shape) -> float:
     """k/d, or 1 for an empty array."""
     size = math.prod(shape)
     return num_kept(density, size) / size if size else 1.0
-
-
-def _sure_count(count: int) -> int:
-    return math.ceil(SURE * count)
 
 
 def _seed_to_floats(seed: UInt[Array, ""]) -> Float[Array, " 4"]:

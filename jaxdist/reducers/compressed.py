@@ -171,4 +171,6 @@ def _decode(compressor: Compressor, payloads: Payload, stack: Array, *, dtype: D
 def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) -> Array:
     """The mean over payloads `[W, k, ...]` of `k` leaves, summed in float32 or better."""
     wide = working_dtype(stack.dtype)
-    return decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads).astype(stack.dtype)
+    add = None if compressor.add is None else jax.vmap(compressor.add)
+    mean = decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads, add=add)
+    return mean.astype(stack.dtype)

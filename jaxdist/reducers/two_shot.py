@@ -204,7 +204,10 @@ def _average_chunks(
     arrays, structure = jax.tree.flatten(payloads)
     received = yield Messages(exchange=arrays)
     arrived = structure.unflatten(received.exchange)
-    means = [decode_mean(_chunk_decoder(compressor, x), payload) for payload, x in zip(arrived, chunks, strict=True)]
+    means = [
+        decode_mean(_chunk_decoder(compressor, x), payload, add=compressor.add)
+        for payload, x in zip(arrived, chunks, strict=True)
+    ]
     return payloads, means
 
 

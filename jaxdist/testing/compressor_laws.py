@@ -73,6 +73,7 @@ def assert_compressor_laws(
     _check_calls(compressor, draw_inputs(largest, key)[0].astype(dtypes[0]), key)
     for dtype in dtypes[1:]:
         _check_ends(compressor, jax.ShapeDtypeStruct(largest, dtype), key)
+    _check_add(compressor, draw_inputs(largest, key)[0], key)
     if compressor.summable:
         _check_linear(compressor, largest, key)
     _check_constant(compressor, largest, key, magnitudes)
@@ -111,6 +112,15 @@ def _check_types(compressor: Compressor, x: Like, key: PRNGKeyArray) -> None:
     wide = jax.eval_shape(lambda payload: compressor.decompress(payload, like), payload)
     same = wide.shape == like.shape and wide.dtype == like.dtype
     check_law("decompress follows `like`", same, x, f"asked for {like}, got {wide}")
+
+
+def _check_add(compressor: Compressor, x: Array, key: PRNGKeyArray) -> None:
+    if compressor.add is None:
+        return
+    total = jax.random.normal(key, x.shape, jnp.float32)
+    payload = compressor.compress(x, key)
+    expected = total + compressor.decompress(payload, total)
+    check_law("add is decompress, added", _same(compressor.add(payload, total), expected, 1e-6), x, f"{compressor}")
 
 
 def _check_values(compressor: Compressor, shape: Shape, key: PRNGKeyArray, stated: tuple[float, float]) -> None:

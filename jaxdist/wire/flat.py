@@ -297,13 +297,19 @@ def step_key(key: Key[Array, ""], count: Int[Array, ""], comm: Comm, *, shared: 
     return key if shared else jax.random.fold_in(key, comm.index)
 
 
-def decode_mean(decode: Callable[[Payload], Array], payloads: Payload) -> Array:
-    """Averages decoded payloads `[W, ...]`, one worker after the other: one accumulator, not `W` decoded copies."""
+def decode_mean(
+    decode: Callable[[Payload], Array], payloads: Payload, *, add: Callable[[Payload, Array], Array] | None = None
+) -> Array:
+    """Averages decoded payloads `[W, ...]`, one worker after the other: one accumulator, not `W` decoded copies.
+
+    `add(payload, total)`, if there is one, is `total + decode(payload)`.
+    """
     first, rest = jax.tree.map(lambda x: x[0], payloads), jax.tree.map(lambda x: x[1:], payloads)
     workers = jax.tree.leaves(payloads)[0].shape[0]
     total = decode(first)
     if workers > 1:
-        total, _ = lax.scan(lambda total, payload: (total + decode(payload), None), total, rest)
+        extend = add or (lambda payload, total: total + decode(payload))
+        total, _ = lax.scan(lambda total, payload: (extend(payload, total), None), total, rest)
     return total / workers
 
 

@@ -31,23 +31,12 @@ def heavy_tailed(size, seed=0):
 # top_k
 
 
-@pytest.mark.slow
-def test_methods_agree_and_the_sampled_one_keeps_what_it_says():
+@pytest.mark.parametrize("density", [0.002, 0.02, 0.3])
+def test_methods_agree(density):
     x = heavy_tailed(10_000)
-    expected = reference.top_k(x, 200)
+    expected = reference.top_k(x, round(density * x.size))
     for method in ("threshold", "exact"):
-        np.testing.assert_array_equal(decoded(jc.top_k(0.02, method=method), x), expected)
-    sampled = jc.top_k(0.02, method="sampled")
-    assert sampled.contraction((10_000,)) == 180 / 10_000
-    out = decoded(sampled, x)
-    np.testing.assert_array_equal(out[out != 0], x[out != 0])
-    assert (out != 0).sum() == 200
-    assert reference.relative_error(out, x) <= reference.relative_error(reference.top_k(x, 180), x)
-
-
-def test_sampled_holds_its_constant_where_all_are_equal():
-    code, x = jc.top_k(0.01, method="sampled"), np.ones(9000, np.float32)
-    assert reference.relative_error(decoded(code, x), x) <= 1 - code.contraction(x.shape)
+        np.testing.assert_array_equal(decoded(jc.top_k(density, method=method), x), expected)
 
 
 # block_top_k

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,9 @@ def test_sums_of_vectors_and_of_integers(size):
     np.testing.assert_allclose(jax.jit(sum_vector)(x), x.astype(np.float64).sum(), rtol=1e-5, atol=1e-4)
     counts = np.random.default_rng(0).integers(0, 32, (2, size), np.int32)
     np.testing.assert_array_equal(jax.jit(sum_counts)(counts), counts.sum(1))
-    np.testing.assert_array_equal(jax.jit(running_sum)(counts[0]), counts[0].cumsum())
+    for most in (32 * size, 2**24):
+        found = jax.jit(partial(running_sum, most=most))(counts[0])
+        np.testing.assert_array_equal(found, counts[0].cumsum())
 
 
 def test_products_of_constants_still_overflow():

@@ -130,7 +130,6 @@ CODES = {
     "e5m2": Code(lambda: jc.cast(jnp.float8_e5m2), lambda n: n + 4),
     "top_k": Code(lambda: jc.top_k(0.1), sparse_bytes(0.1)),
     "top_k exact": Code(lambda: jc.top_k(0.5, method="exact"), sparse_bytes(0.5)),
-    "top_k sampled": Code(lambda: jc.top_k(0.02, method="sampled"), sparse_bytes(0.02)),
     "block_top_k": Code(lambda: jc.block_top_k(0.2, block=16), block_bytes(0.2, 16)),
     "gspar": Code(lambda: jc.gspar(0.3), sparse_bytes(0.3)),
     "gspar by variance": Code(lambda: jc.gspar(variance=3.0), lambda n: 4 * -(-n // 4) + position_bytes(-(-n // 4), n)),

@@ -207,7 +207,7 @@ def spell(name: str, entry: Spelling) -> str:
     Examples:
       >>> from jaxdist import compressors
       >>> spell("top_k", Spelling(compressors.top_k, "the largest entries"))
-      'top_k:DENSITY[,method=threshold|sampled|exact]'
+      'top_k:DENSITY[,method=threshold|exact]'
     """
     arguments = usage(entry.factory)
     if arguments.startswith("["):
