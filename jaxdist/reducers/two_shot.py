@@ -51,6 +51,10 @@ from .base import (
 )
 
 
+# Chunks of a vector of `LONG` entries or more are whole buckets of any usual size, so that compressors need not pad them.
+LONG, BUCKETS = 2**22, 512
+
+
 class TwoShotState(NamedTuple):
     """Replicated: a key and a count of reductions. Sharded: a server residual for each dtype, or none."""
 
@@ -75,7 +79,8 @@ def two_shot(
     residual* `e`: `mean = D₂(C₂(m + e))`, `e = m + e - mean`, and the means telescope. An unbiased `C₂` needs none: its
     noise of variance `ω |m|²` is as harmless as that of the gradients, and nothing is delayed.
 
-    *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉`: one all-to-all and one all-gather,
+    *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉` (from `2**22` entries up, chunks are multiples
+    of 512 instead of 8): one all-to-all and one all-gather,
     `(W-1) (bytes(c) + bytes₂(c))` sent; about `2(W-1)/W · bytes(n)`, like an all-reduce, where `compressed` sends
     `(W-1) · bytes(n)`. Scales travel with the payloads. With two workers both send the same, and `compressed` loses
     less and encodes once: prefer it there. The reduce-scatter form is the first phase alone, `(W-1) bytes(c)`, with one
@@ -130,18 +135,18 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
     likes = vector_likes(jax.tree.leaves(like)) if cfg.keeps_residual else []
-    residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=MULTIPLE) for x in likes]
+    residuals = [Sharded(jnp.zeros(x.shape, working_dtype(x.dtype)), multiple=_multiple(x.size)) for x in likes]
     return TwoShotState(*init_draws(cfg.seed), residuals)
 
 
 def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
-    flats = vectors(leaves)
-    chunks = [rows(flat, comm.size) for flat in flats]
+    likes = vector_likes(leaves)
+    chunks = _cut(leaves, comm.size)
     # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.
     payloads, means = yield from _average_chunks(cfg.compressor, chunks, state, comm)
     # Scales of the second code must not see what the first one makes of padding.
-    means = [clear_padding(mean, flat.size, comm.size, comm.index) for mean, flat in zip(means, flats, strict=True)]
+    means = [clear_padding(mean, like.size, comm.size, comm.index) for mean, like in zip(means, likes, strict=True)]
     if cfg.keeps_residual:
         # A residual that was never placed on a mesh has no padding yet.
         means = [m + jnp.pad(e.value, (0, m.size - e.value.size)) for m, e in zip(means, state.residuals, strict=True)]
@@ -149,13 +154,13 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
     key = step_key(state.key, state.count, comm, shared=cfg.second.shared_key)
     coded = [
         # Odd numbers: draws independent of those of the first phase.
-        cfg.second.compress(mean.astype(flat.dtype), jax.random.fold_in(key, 2 * i + 1))
-        for i, (mean, flat) in enumerate(zip(means, flats, strict=True))
+        cfg.second.compress(mean.astype(like.dtype), jax.random.fold_in(key, 2 * i + 1))
+        for i, (mean, like) in enumerate(zip(means, likes, strict=True))
     ]
     # e = m + e - D₂(C₂(m + e))
     residuals = [
-        with_value(e, _chunk_error(cfg.second, mean, payload, comm, flat.size)[: e.value.size])
-        for e, mean, payload, flat in zip(state.residuals, means, coded, flats)
+        with_value(e, _chunk_error(cfg.second, mean, payload, comm, like.size)[: e.value.size])
+        for e, mean, payload, like in zip(state.residuals, means, coded, likes)
     ]
     arrays, structure = jax.tree.flatten(coded)
     received = yield Messages(gather=arrays)
@@ -166,6 +171,21 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
     own_flats = [_decode_chunks(cfg.compressor, payload, x) for payload, x in zip(payloads, chunks, strict=True)]
     mean, own = (cast_like(tree.unflatten(from_vectors(x, leaves)), updates) for x in (mean_flats, own_flats))
     return Reduced(mean, own), TwoShotState(state.key, next_count(state.count), residuals)
+
+
+def _multiple(size: int) -> int:
+    return BUCKETS if size >= LONG else MULTIPLE
+
+
+def _cut(leaves: Sequence[Array], workers: int) -> list[Array]:
+    """The vector of all leaves of each dtype as `[W, c]`: row `j` is the chunk that worker `j` averages."""
+    chunks, likes = [], vector_likes(leaves)
+    for members, like in zip(group_alike(leaves, lambda leaf: jnp.dtype(leaf.dtype)), likes, strict=True):
+        # The padding is concatenated too: alone, it would be one more copy of the vector.
+        padding = -like.size % (workers * _multiple(like.size))
+        zeros = [jnp.zeros(padding, like.dtype)] if padding else []
+        chunks.append(concatenate([*(leaves[i] for i in members), *zeros]).reshape(workers, -1))
+    return chunks
 
 
 def _shards(cfg: _Config, groups: int) -> Reducer:

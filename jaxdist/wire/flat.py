@@ -21,6 +21,8 @@ from ..state.marks import Sharded, axis_tuple, flatten_marks, is_mark, map_marke
 SMALL = 2**16
 # Shards of vectors are padded to a multiple of this: bits fill bytes, and XLA:CPU is many times slower for odd lengths.
 MULTIPLE = 8
+# The entries from which on a leaf is not stacked with others.
+LARGE = 2**20
 
 
 def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
@@ -67,12 +69,20 @@ def group_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> list[
 
 
 def group_by_shape(leaves: Sequence[Like]) -> list[list[int]]:
-    """Groups the positions of leaves by shape and dtype."""
-    return group_alike(leaves, lambda leaf: (leaf.shape, _dtype(leaf)))
+    """Groups the positions of leaves by shape and dtype; large leaves are groups of their own."""
+
+    def kind(i: int) -> Hashable:
+        alone = i if math.prod(leaves[i].shape) >= LARGE else None
+        return leaves[i].shape, _dtype(leaves[i]), alone
+
+    return group_alike(range(len(leaves)), kind)
 
 
 def stack_by_shape(leaves: Sequence[Array]) -> tuple[list[list[int]], list[Array]]:
-    """Stacks leaves of equal shape and dtype, and returns their positions: one program for each shape, not leaf."""
+    """Stacks leaves of equal shape and dtype, and returns their positions: one program for each shape, not leaf.
+
+    Large leaves are not stacked: a copy of them would take more time and memory than their program takes to compile.
+    """
     groups = group_by_shape(leaves)
     return groups, [jnp.stack([leaves[i] for i in members]) for members in groups]
 

@@ -58,3 +58,14 @@ def test_a_hundred_leaves_share_their_collectives(mesh, name, compiled):
     else:
         found = jd.analysis.logical_collectives(run, state, batch, platform="cpu")
     assert sorted((op.kind, op.dtype) for op in found.ops for _ in range(op.messages)) == sorted(expected)
+
+
+def test_large_leaves_are_not_copied_into_a_stack():
+    """A stack of two is a copy of both, which XLA:CPU makes entry by entry, and again for each layout."""
+    reducer = jd.compressed(jd.compressors.scaled_sign())
+    x = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 2
+
+    def reduce(x):
+        return reducer.reduce(x, reducer.init(x), jd.comm.alone())[0]
+
+    assert jax.jit(reduce).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**20

@@ -70,6 +70,21 @@ def test_identity_is_the_exact_mean():
     np.testing.assert_array_equal(owns["a"], updates["a"])
 
 
+def test_long_vectors_are_cut_into_whole_buckets():
+    """Padding chunks of ten million entries to buckets took as long as coding them."""
+    sizes = np.arange(2**22 + 3, dtype=np.float32), np.arange(5, dtype=np.float32)
+    x = [np.stack([leaf, leaf + 2]) for leaf in sizes]
+    reducer = jd.two_shot(jc.identity(), server_feedback=True)
+    assert reducer.init(list(sizes)).residuals[0].multiple == 512
+    reducer = jd.two_shot(jc.identity())
+
+    def worker(x):
+        return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
+
+    for found, leaf in zip(jax.jit(jax.vmap(worker, axis_name="data"))(x), x, strict=True):
+        np.testing.assert_array_equal(found, np.broadcast_to(leaf.mean(0), leaf.shape))
+
+
 def test_one_worker_gets_the_code_of_the_code():
     first, second = nearest(5), nearest(3)
     reducer, x = jd.two_shot(first, second=second), jnp.asarray(rows(24), jnp.float32)
