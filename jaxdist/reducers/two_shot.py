@@ -50,8 +50,7 @@ from .base import (
     is_map_params_placeholder,
 )
 
-
-# Chunks of a vector of `LONG` entries or more are whole buckets of any usual size, so that compressors need not pad them.
+# Chunks of a vector of `LONG` entries or more are whole buckets of any usual size: compressors need not pad them.
 LONG, BUCKETS = 2**22, 512
 
 
@@ -79,12 +78,11 @@ def two_shot(
     residual* `e`: `mean = D₂(C₂(m + e))`, `e = m + e - mean`, and the means telescope. An unbiased `C₂` needs none: its
     noise of variance `ω |m|²` is as harmless as that of the gradients, and nothing is delayed.
 
-    *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉` (from `2**22` entries up, chunks are multiples
-    of 512 instead of 8): one all-to-all and one all-gather,
-    `(W-1) (bytes(c) + bytes₂(c))` sent; about `2(W-1)/W · bytes(n)`, like an all-reduce, where `compressed` sends
-    `(W-1) · bytes(n)`. Scales travel with the payloads. With two workers both send the same, and `compressed` loses
-    less and encodes once: prefer it there. The reduce-scatter form is the first phase alone, `(W-1) bytes(c)`, with one
-    payload for each worker and dtype.
+    *On the wire* for a vector of `n` entries in chunks of `c = 8⌈n / 8W⌉`, or `512⌈n / 512W⌉` from `2**22` entries up:
+    one all-to-all and one all-gather, `(W-1) (bytes(c) + bytes₂(c))` sent; about `2(W-1)/W · bytes(n)`, like an
+    all-reduce, where `compressed` sends `(W-1) · bytes(n)`. Scales travel with the payloads. With two workers both send
+    the same, and `compressed` loses less and encodes once: prefer it there. The reduce-scatter form is the first phase
+    alone, `(W-1) bytes(c)`, with one payload for each worker and dtype.
 
     *State*: a key and a count, replicated; with server feedback a residual of `n` in float32 or better, sharded. With
     it the law is `TELESCOPING`, else `UNBIASED`, or `NONE` for a biased compressor.
