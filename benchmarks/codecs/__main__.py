@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "speed": "each code beside a copy of the array and beside PyTorch; on a GPU too",
     "selection": "top_k beside lax.top_k, lax.approx_max_k and torch.topk",
     "transports": "processor time of each code in each transport beside that of its parts, held to a bound",
+    "coding": "what each code adds to a step of the classifier, without a link",
     "break_even": "the bandwidth below which each code beats a plain all-reduce",
 }
 
