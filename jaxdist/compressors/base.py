@@ -47,14 +47,14 @@ class Compressor(NamedTuple):
       compress: `compress(x, key) -> payload`, a pytree of arrays whose shapes depend on `x.shape` alone. Codes narrower
         than 32 bits are u8, u16 or int8 words, since XLA widens other dtypes.
       decompress: `decompress(payload, like) -> x`, with the shape and dtype of `like`.
-      add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
-        touch only the others; else None.
       summable: payloads may be averaged on the wire (the compressor is linear), by an all-reduce; otherwise they are
         gathered and decoded one by one.
       shared_key: all workers draw the same key (random-k, sketches).
       variance: ω of an unbiased compressor, as a function of the shape: `E|C(x) - x|² <= ω |x|²`.
       contraction: δ of a biased one: `E|C(x) - x|² <= (1 - δ) |x|²`.
       codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
+      add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
+        touch only the others; else None.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
 
     Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
@@ -65,12 +65,12 @@ class Compressor(NamedTuple):
 
     compress: Callable[[Array, PRNGKeyArray], Payload]
     decompress: Callable[[Payload, Like], Array]
-    add: Callable[[Payload, Array], Array] | None = None
     summable: bool = False
     shared_key: bool = False
     variance: Callable[[Shape], float] | None = None
     contraction: Callable[[Shape], float] | None = None
     codec: Codec | None = None
+    add: Callable[[Payload, Array], Array] | None = None
     description: str = ""
 
     def __repr__(self) -> str:
@@ -186,9 +186,9 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     return Compressor(
         partial(_compress, pair),
         partial(_decompress, pair),
-        add=None if sparse.add is None else partial(_add, pair, sparse.add),
         summable=summable,
         shared_key=summable and sparse.shared_key,
+        add=None if sparse.add is None else partial(_add, pair, sparse.add),
     )._replace(**_laws(pair))
 
 

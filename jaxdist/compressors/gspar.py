@@ -118,7 +118,7 @@ def gspar(
         worst = 0.0 if size <= count else size / (_budget(count, size) - count * SPARE) - 1.0
         return worst if codec is None or variance is None else max(worst, variance * (1 + 2 * SPARE))
 
-    return Compressor(compress, decompress, add=add, variance=omega, codec=codec)
+    return Compressor(compress, decompress, variance=omega, codec=codec, add=add)
 
 
 def _budget(count: int, size: int) -> float:

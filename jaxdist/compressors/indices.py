@@ -242,6 +242,7 @@ def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Arra
 
 
 def _largest_of_candidates(x: Float[Array, " width"], count: int, most: int) -> Int[Array, " kept"]:
+    """Finds `count` to `most` candidates, and the `count` largest among these alone."""
     words = _find_candidates(x, count, most)
     where = jnp.minimum(positions(words, most), x.shape[0] - 1)
     magnitudes = jnp.abs(x.at[where].get(mode="promise_in_bounds").astype(jnp.float32))

@@ -74,7 +74,7 @@ def top_k(density: float, *, method: Method = "threshold") -> Compressor:
         flat = x.reshape(-1)
         return gather_entries(flat, find_largest(flat, num_kept(density, flat.size)))
 
-    return Compressor(compress, decompress, add=add, contraction=partial(share_kept, density))
+    return Compressor(compress, decompress, contraction=partial(share_kept, density), add=add)
 
 
 @with_description
@@ -125,7 +125,7 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
         _, width = block_grid(math.prod(shape), block)
         return num_kept(density, width) / width if width else 1.0
 
-    return Compressor(compress, decode, add=add_in_blocks, contraction=contraction)
+    return Compressor(compress, decode, contraction=contraction, add=add_in_blocks)
 
 
 @with_description
