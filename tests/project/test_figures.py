@@ -123,24 +123,22 @@ def test_best_rates_are_those_of_the_runs():
 
 def test_demo_of_the_readme_is_that_of_the_report():
     readme = (REPOSITORY / "README.md").read_text()
-    quoted = re.findall(r"^\| `([\w:/.-]+)`.* \| [\d.]+ \w+ \| [\d.]+x \| ([\d.]+) \|", readme, re.M)
-    lines = [json.loads(line) for line in (REPORTS / "2026-11-compression" / "demo.jsonl").read_text().splitlines()]
-    found = [(line["name"], f"{line['held_out_loss']:.4f}") for line in lines if line["kind"] == "summary"]
-    assert len(quoted) == 6
+    quoted = re.findall(r"^\| `([\w:/.-]+)`.* \| [\d.]+ \w+ \| [\d.]+x \| (.+) \| (.*)\|$", readme, re.M)
+    lines = (REPORTS / "2026-11-compression" / "demo_seeds.jsonl").read_text().splitlines()
+    losses: dict[str, list[float]] = {}
+    for line in map(json.loads, lines):
+        if line["kind"] == "summary":
+            losses.setdefault(line["name"], []).append(line["held_out_loss"])
+    assert [len(each) for each in losses.values()] == 6 * [3]
+
+    def spell(values: list[float], sign: str = "") -> str:
+        return f"{statistics.mean(values):{sign}.3f} ±{(max(values) - min(values)) / 2:.3f}"
+
+    found = []
+    for name, each in losses.items():
+        differences = [loss - exact for loss, exact in zip(each, losses["exact"], strict=True)]
+        found.append((name, spell(each), "" if name == "exact" else f"{spell(differences, '+')} "))
     assert quoted == found
-
-
-def test_seeds_of_the_demo_are_those_of_the_report():
-    lines = [
-        json.loads(line) for line in (REPORTS / "2026-11-compression" / "demo_seeds.jsonl").read_text().splitlines()
-    ]
-    found = {name: [line["held_out_loss"] for line in lines if line.get("name") == name] for name in ("exact", "f16")}
-    assert [len(losses) for losses in found.values()] == [3, 3]
-    low, high = min(found["exact"]), max(found["exact"])
-    below = [exact - half for exact, half in zip(found["exact"], found["f16"], strict=True)]
-    readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    assert f"`exact`, which ends between {low:.3f} and {high:.3f} with three seeds" in readme
-    assert f"(`f16` {min(below):.3f} to {max(below):.3f} below it)" in readme
 
 
 def test_kept_memory_of_the_faq_is_that_of_the_report():
