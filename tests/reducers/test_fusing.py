@@ -68,4 +68,4 @@ def test_large_leaves_are_not_copied_into_a_stack():
     def reduce(x):
         return reducer.reduce(x, reducer.init(x), jd.comm.alone())[0]
 
-    assert jax.jit(reduce).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**20
+    assert jax.jit(reduce).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**23
