@@ -140,7 +140,9 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
 def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
     likes = vector_likes(leaves)
-    chunks = _cut(leaves, comm.size)
+    flats = vectors(leaves, padding=lambda size: -size % (comm.size * _multiple(size)))
+    # Row `j` is the chunk that worker `j` averages.
+    chunks = [flat.reshape(comm.size, -1) for flat in flats]
     # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.
     payloads, means = yield from _average_chunks(cfg.compressor, chunks, state, comm)
     # Scales of the second code must not see what the first one makes of padding.
@@ -173,17 +175,6 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
 
 def _multiple(size: int) -> int:
     return BUCKETS if size >= LONG else MULTIPLE
-
-
-def _cut(leaves: Sequence[Array], workers: int) -> list[Array]:
-    """The vector of all leaves of each dtype as `[W, c]`: row `j` is the chunk that worker `j` averages."""
-    chunks, likes = [], vector_likes(leaves)
-    for members, like in zip(group_alike(leaves, lambda leaf: jnp.dtype(leaf.dtype)), likes, strict=True):
-        # The padding is concatenated too: alone, it would be one more copy of the vector.
-        padding = -like.size % (workers * _multiple(like.size))
-        zeros = [jnp.zeros(padding, like.dtype)] if padding else []
-        chunks.append(concatenate([*(leaves[i] for i in members), *zeros]).reshape(workers, -1))
-    return chunks
 
 
 def _shards(cfg: _Config, groups: int) -> Reducer:

@@ -97,9 +97,17 @@ def _dtype(leaf: Like) -> jnp.dtype:
     return jnp.dtype(leaf.dtype)
 
 
-def vectors(leaves: Sequence[Array]) -> list[Array]:
-    """Concatenates the leaves of each dtype into one vector."""
-    return [concatenate([leaves[i] for i in members]) for members in group_alike(leaves, _dtype)]
+def vectors(leaves: Sequence[Array], *, padding: Callable[[int], int] = lambda size: 0) -> list[Array]:
+    """Concatenates the leaves of each dtype into one vector, with `padding(size)` zeros at its end.
+
+    Padded afterwards, a vector would be copied once more.
+    """
+    flats = []
+    for members, like in zip(group_alike(leaves, _dtype), vector_likes(leaves), strict=True):
+        zeros = padding(like.size)
+        parts = [leaves[i] for i in members]
+        flats.append(concatenate([*parts, jnp.zeros(zeros, like.dtype)] if zeros else parts))
+    return flats
 
 
 def vector_likes(leaves: Sequence[Like]) -> list[jax.ShapeDtypeStruct]:
