@@ -211,7 +211,8 @@ class _Bracket(NamedTuple):
 def largest_by_sorting(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """Ascending positions, in the flat array, of the `count` largest magnitudes of each row, by `lax.top_k`."""
     # In float32: the CPU's top_k is ten times slower for any other dtype.
-    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)).reshape(-1, x.shape[-1]), count)
+    rows = math.prod(x.shape[:-1])
+    _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)).reshape(rows, x.shape[-1]), count)
     return lax.sort((places + lax.broadcasted_iota(jnp.int32, places.shape, 0) * x.shape[-1]).reshape(-1))
 
 

@@ -61,6 +61,12 @@ def test_rows_are_searched_side_by_side(width):
     np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_sorting(x, 9))(x), expected)
 
 
+@pytest.mark.parametrize("find", [indices.largest_by_threshold, indices.largest_by_sorting])
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_nothing_is_found_in_nothing(find, shape):
+    assert find(jnp.zeros(shape), 0).shape == (0,)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
