@@ -8,7 +8,6 @@ differs), averages and applies them. Neither the gradients nor messages are comp
 """
 
 import argparse
-import itertools
 import os
 import statistics
 import time
@@ -23,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from common import write_record
+from links.problems import MOMENTUM, RATES, classifier
 
 import jaxdist as jd
 from jaxdist.reducers.base import NO_EXTRAS, Messages, Reduced, Reducer, as_generator
 
-DIMENSIONS = (1024, 2048, 2048, 2048, 10)
 REDUCERS = {
     "none": None,
     "compressed(qsgd(4))": jd.compressed(jd.qsgd(4)),
@@ -64,12 +63,10 @@ def reduce(reducer: Reducer, gradients: Any, state: Any) -> tuple[Reduced, Any]:
 
 
 def measure(turns: int) -> dict[str, float]:
-    pairs = list(itertools.pairwise(DIMENSIONS))
-    params = {f"weight_{i}": jnp.full(pair, 0.01) for i, pair in enumerate(pairs)}
-    params |= {f"bias_{i}": jnp.zeros(pair[1]) for i, pair in enumerate(pairs)}
+    params = jax.tree.map(jnp.asarray, classifier(rank=0).params)
     keys = iter(jax.random.split(jax.random.key(0), len(params)))
     gradients = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
-    tx = optax.sgd(0.05, momentum=0.9)
+    tx = optax.sgd(RATES["mlp"], momentum=MOMENTUM)
     runs, seconds = {}, {name: [] for name in REDUCERS}
     for name, reducer in REDUCERS.items():
 

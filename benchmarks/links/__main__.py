@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "report": "tables and plot once more, from the records of compare",
     "cluster": "whether this machine can have shaped links, and how exact they are",
     "collectives": "seconds of single collectives by size, beside what the model predicts",
+    "chunks": "whether one chunk is coded while another one travels",
     "pipelined": "how much communication hides behind computation over shaped links",
 }
 
