@@ -48,6 +48,7 @@ LABELS = {
     ("torch", "f16"): "PyTorch DDP, f16 hook",
     ("torch", "power_sgd"): "PyTorch PowerSGD hook, rank 4",
     ("torch", "local"): "PyTorch post-local SGD, H=8",
+    ("torch", "zero2"): "DeepSpeed ZeRO, stage 2",
 }
 # Modes whose losses by step are those of another one, up to rounding (`same_losses.json` has both, over some steps).
 SAME_LOSSES = {
@@ -55,6 +56,7 @@ SAME_LOSSES = {
     ("torch", "ddp"): ("jaxdist", "exact"),
     ("torch", "f16"): ("jaxdist", "exact"),
     ("torch", "local"): ("jaxdist", "local"),
+    ("torch", "zero2"): ("jaxdist", "exact"),
 }
 HOSTS = {2: "two", 4: "four"}
 # The share of a link that is payload: segments of 1448 bytes in frames of 1514.

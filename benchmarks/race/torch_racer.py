@@ -2,7 +2,8 @@
 
 Modes: `none` (no communication), `ddp` (buckets of 5 MiB), `f16` (the stock hook), `power_sgd` (the stock hook, rank 4,
 error feedback, warm start; one bucket, since over gloo it hangs with two), `local` (post-local SGD: the stock hook and
-`PeriodicModelAverager`, every 8 steps from the start).
+`PeriodicModelAverager`, every 8 steps from the start). Where DeepSpeed is installed, `zero2` is its ZeRO stage 2 with
+PyTorch's optimizer.
 """
 
 from streams import STREAMS  # isort: skip  # puts the folder of the models on the path
@@ -41,7 +42,7 @@ class TorchRacer:
         self.seed = seed
         self.model = Model(self.stream.params, LOSSES[self.name])
         self.module = self.model
-        if self.mode != "none":
+        if self.mode not in ("none", "zero2"):
             buckets = WHOLE_MODEL_MIB if self.mode == "power_sgd" else 5
             self.module = DistributedDataParallel(self.model, bucket_cap_mb=buckets)
         parameters = self.module.parameters()
@@ -55,6 +56,8 @@ class TorchRacer:
         elif self.mode == "power_sgd":
             state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=2)
             self.module.register_comm_hook(state, powerSGD_hook)
+        elif self.mode == "zero2":
+            self.module, self.optimizer = shard(self.model, self.optimizer)
         elif self.mode == "local":
             # The averager counts from 0: from step 7 on, every 8 steps, is after 8, 16, ... steps.
             state = PostLocalSGDState(None, self.alone, start_localSGD_iter=0, post_local_gradient_allreduce=False)
@@ -65,8 +68,12 @@ class TorchRacer:
         inputs, targets = self.stream.batch(self.seed, number)
         self.optimizer.zero_grad()
         loss = self.module(torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy()).long())
-        loss.backward()
-        self.optimizer.step()
+        if self.mode == "zero2":
+            self.module.backward(loss)
+            self.module.step()
+        else:
+            loss.backward()
+            self.optimizer.step()
         return loss.item()
 
     def evaluate(self) -> float:
@@ -80,6 +87,24 @@ class TorchRacer:
 
     def link(self) -> dict[str, float]:
         return {}
+
+
+def shard(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """DeepSpeed's engine, which shards gradients and optimizer state, and its optimizer; buckets of 5 MiB."""
+    # What its launcher would say: the first process of this host, without a GPU.
+    os.environ |= {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    import deepspeed
+
+    entries = 5 * 2**20 // 4
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # the mean over the batch is the model's own
+        "gradient_clipping": 0.0,  # its default is 1
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": entries, "allgather_bucket_size": entries},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, sharded, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine, sharded
 
 
 def main() -> None:
