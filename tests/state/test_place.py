@@ -12,7 +12,8 @@ import pytest
 import jaxdist as jd
 from jaxdist.asynchronous import SERVER, After, Message, Role, Rule, Send, Site, replay, rules
 from jaxdist.asynchronous.portable import flat, read, write
-from jaxdist.asynchronous.ray_engine.role_runner import Envelope, RoleRunner
+from jaxdist.asynchronous.ray_engine import state_store
+from jaxdist.asynchronous.ray_engine.role_runner import Envelope, Records, RoleRunner
 from jaxdist.asynchronous.ray_engine.state_store import ActorReport, StatePacker, StateStore
 from jaxdist.asynchronous.replay.base import gradient_function
 
@@ -206,6 +207,21 @@ def test_a_process_that_was_replaced_keeps_nothing_any_more():
     store.enter(0)
     assert not store.commit(0, 1, packed, runner.take_records(), ActorReport())
     assert not store.beat(0, 1)
+
+
+def test_a_replacement_is_not_as_silent_as_the_process_before_it(monkeypatch):
+    """It compiles before it says anything, and would be killed again and again meanwhile."""
+    now = 100.0
+    monkeypatch.setattr(state_store.time, "monotonic", lambda: now)
+    store = StateStore(b"")
+    store.enter(0)
+    packed = StatePacker(1).pack(placed(RULES["bsp"]).content(), TASK.params)
+    store.commit(0, 1, packed, Records([], [], []), ActorReport())
+    now = 140.0
+    assert store.status()[0][0].silent == 40
+    store.enter(0)
+    now = 143.0
+    assert store.status()[0][0].silent == 3
 
 
 def test_what_did_not_change_is_not_sent_again():

@@ -107,7 +107,9 @@ class StateStore:
         self.begun = 0
         self.lives: dict[int, int] = {}
         self.kept: dict[int, tuple[Packed, Arrays]] = {}
+        # The times of the last sign of life of a place, and of the start of its process.
         self.last_seen: dict[int, float] = {}
+        self.entered: dict[int, float] = {}
         self.commits: dict[int, int] = {}
         self.reports: dict[int, ActorReport] = {}
         self.faults: list[Fault] = []
@@ -120,6 +122,7 @@ class StateStore:
     def enter(self, place: int) -> Entry:
         """Registers a new process of a place; earlier ones cannot commit any more."""
         self.lives[place] = life = self.lives.get(place, 0) + 1
+        self.entered[place] = time.monotonic()
         kept = None
         if place in self.kept:
             packed, arrays = self.kept[place]
@@ -158,7 +161,10 @@ class StateStore:
         """Returns the status of each place, and the numbers of steps and gradients."""
         now = time.monotonic()
         found = {
-            place: PlaceStatus(now - seen, self.lives[place], self.commits[place], self.reports[place])
+            # A replacement compiles first: the silence of its predecessor is not its own.
+            place: PlaceStatus(
+                now - max(seen, self.entered[place]), self.lives[place], self.commits[place], self.reports[place]
+            )
             for place, seen in self.last_seen.items()
             if place in self.reports
         }
