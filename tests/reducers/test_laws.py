@@ -20,7 +20,6 @@ sampled = pytest.mark.sampled(SAMPLE)
 
 
 @pytest.mark.sampled(8)
-@sampled
 @each_code
 def test_compressors_keep_their_laws(name):
     code = CODES[name]
@@ -39,7 +38,6 @@ def test_compressors_send_what_they_say(name, size):
     assert sent <= code.bytes(max(size, 1))
 
 
-@pytest.mark.sampled(3)
 @sampled
 @each_code
 def test_compressors_keep_their_types(name, mesh, request):
@@ -68,7 +66,6 @@ def test_compressors_keep_their_types(name, mesh, request):
 
 
 @pytest.mark.sampled(8)
-@sampled
 @each_case
 def test_reducers_keep_their_laws(name, request):
     """Those on dtypes for one half precision, those on values in float32; all with `--slow`."""
@@ -86,7 +83,6 @@ def test_reducers_keep_their_laws(name, request):
 
 
 @pytest.mark.sampled(8)
-@sampled
 @each_case
 def test_the_wire_carries_what_the_docstring_says(name):
     case, found = CASES[name], ran(name)
