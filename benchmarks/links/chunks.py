@@ -3,7 +3,7 @@
     sudo python benchmarks/links chunks --rate 100 --out benchmarks/reports/NAME
 
 Two hosts, each with one device. *Both* is one program with an all-reduce and a computation that do not depend on each
-other. The others reduce a gradient with `compressed(qsgd(4))`, as a whole and in equal chunks with a reduction each,
+other. The others reduce a gradient with `compressed(qsgd(4))`, as a whole and in equal chunks with an all-reduce each,
 which XLA is told not to merge.
 """
 
@@ -12,56 +12,60 @@ import json
 import os
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cluster
 import compare
-from collectives import join
+from server import Way, serve
 
 SIZE, WIDTH, PRODUCTS = 2**23, 1000, 12
-CHUNKS = (1, 2, 4, 8)
 PARTS = ("computation", "all-reduce", "both")
+CHUNKS = ("1", "2", "4", "8")
 
 
 def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
-    with cluster.hosts(2, given.rate) as places:
-        workers = compare.System("chunks.py", sys.executable, "", places)
-        try:
-            records = []
-            for name in [*PARTS, *map(str, CHUNKS)]:
-                first, second = workers.ask(name=name, turns=given.turns)
-                # A program is over when the slower process is done.
-                seconds = [max(pair) for pair in zip(first["seconds"], second["seconds"], strict=True)]
-                setting = {"rate_mbit": given.rate, **workers.about, "program": name}
-                records.append(setting | {"all_reduces": first["all_reduces"], "seconds": seconds})
-            return records
-        finally:
-            workers.close()
+    wanted = {"jaxdist": ("chunks.py", sys.executable)}
+    with cluster.hosts(2, given.rate) as places, compare.systems(wanted, "", places) as running:
+        workers, records = running["jaxdist"], []
+        for name in [*PARTS, *CHUNKS]:
+            workers.run(name, 0)  # compiles
+            # A program is over when the slower process is done.
+            seconds = [max(pair) for pair in zip(*(each["seconds"] for each in workers.run(name, given.turns)))]
+            records.append({"rate_mbit": given.rate, **workers.about, "program": name, "seconds": seconds})
+        return records
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    lines = ["| jax | program | all-reduces | ms | from to |", "|---|---|--:|--:|--:|"]
+    lines = ["| jax | program | ms | from to |", "|---|---|--:|--:|"]
     for record in records:
         name = record["program"]
         name = name if name in PARTS else f"4 bits, {name} chunk{'s' * (name != '1')}"
         ms = sorted(1e3 * seconds for seconds in record["seconds"])
-        times = f"{statistics.median(ms):.0f} | {ms[0]:.0f}-{ms[-1]:.0f}"
-        lines.append(f"| {record['jax']} | {name} | {record['all_reduces']} | {times} |")
+        lines.append(f"| {record['jax']} | {name} | {statistics.median(ms):.0f} | {ms[0]:.0f}-{ms[-1]:.0f} |")
     return "\n".join(lines)
 
 
-def answer_requests() -> None:
-    """The loop of one process: compiles a program, and times it."""
-    os.environ["XLA_FLAGS"] = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
-    mesh, answers = join()
+def run_process() -> None:
+    """One of the two processes."""
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "2",
+        "XLA_FLAGS": "--xla_disable_hlo_passes=cpu-all-reduce-combiner",
+    }
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jaxdist as jd
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", 2, int(os.environ["RANK"]))
+    mesh, cut = jd.make_mesh(), PartitionSpec("data")
+    x = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, cut), jax.random.normal(jax.random.key(0), SIZE) / WIDTH
+    )
 
     def compute(x):
         square = y = x[: WIDTH**2].reshape(WIDTH, WIDTH)
@@ -77,27 +81,26 @@ def answer_requests() -> None:
         return [transformation.update(chunk, transformation.init(chunk))[0] for chunk in jnp.split(x, count)]
 
     programs = {
-        "computation": compute,
-        "all-reduce": communicate,
-        "both": lambda x: (compute(x), communicate(x)),
-        **{str(count): partial(reduce_chunks, count) for count in CHUNKS},
+        "computation": (0, compute),
+        "all-reduce": (1, communicate),
+        "both": (1, lambda x: (compute(x), communicate(x))),
+        **{name: (int(name), partial(reduce_chunks, int(name))) for name in CHUNKS},
     }
-    cut = PartitionSpec("data")
-    x = jax.make_array_from_process_local_data(
-        NamedSharding(mesh, cut), jax.random.normal(jax.random.key(0), SIZE) / WIDTH
-    )
-    for line in sys.stdin:
-        asked = json.loads(line)
-        run = jax.shard_map(programs[asked["name"]], mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+
+    def build(name):
+        all_reduces, program = programs[name]
+        run = jax.shard_map(program, mesh=mesh, in_specs=cut, out_specs=cut)
         compiled = jax.jit(run).lower(x).compile()
-        seconds = []
-        for _ in range(asked["turns"] + 1):
-            start = time.perf_counter()
+        if (found := compiled.as_text().count(" all-reduce(")) != all_reduces:
+            raise RuntimeError(f"{name}: {found} all-reduces instead of {all_reduces}: XLA has merged some")
+
+        def step(number):
             jax.block_until_ready(compiled(x))
-            seconds.append(time.perf_counter() - start)
-        count = compiled.as_text().count(" all-reduce(")
-        # The first run also allocates.
-        answers.write(json.dumps({"seconds": seconds[1:], "all_reduces": count}) + "\n")
+            return 0.0
+
+        return Way(step)
+
+    serve(build, {"jax": jax.__version__})
     jax.distributed.shutdown()
 
 
@@ -119,4 +122,4 @@ def main(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    answer_requests()
+    run_process()

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import cluster
 import compare
@@ -81,27 +81,10 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def join() -> tuple[Any, TextIO]:
-    """Makes this process a worker; returns the mesh of all, and where answers go."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ["NPROC"] = "2"
-    import jax
-
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    workers = int(os.environ["WORLD_SIZE"])
-    jax.distributed.initialize(
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", workers, int(os.environ["RANK"])
-    )
-    # Frameworks print; answers keep the real output to themselves.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    answers.write(json.dumps({"ready": {"jax": jax.__version__}}) + "\n")
-    return jax.make_mesh((workers,), ("data",)), answers
-
-
 def answer_requests() -> None:
     """The loop of one process: compiles a collective, and times it."""
-    mesh, answers = join()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["NPROC"] = "2"
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -109,7 +92,12 @@ def answer_requests() -> None:
     from jaxdist import analysis
     from jaxdist.analysis import step_time
 
-    workers = mesh.size
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    workers = int(os.environ["WORLD_SIZE"])
+    jax.distributed.initialize(
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", workers, int(os.environ["RANK"])
+    )
+    mesh = jax.make_mesh((workers,), ("data",))
     ring = [(i, (i + 1) % workers) for i in range(workers)]
     run = {
         "all-reduce": lambda x: jax.lax.psum(x, "data"),
@@ -117,6 +105,9 @@ def answer_requests() -> None:
         "all-to-all": lambda x: jax.lax.all_to_all(x.reshape(workers, -1), "data", 0, 0),
         "collective-permute": lambda x: jax.lax.ppermute(x, "data", ring),
     }
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    answers.write(json.dumps({"ready": {"jax": jax.__version__}}) + "\n")
     cut = PartitionSpec("data")
     for line in sys.stdin:
         asked = json.loads(line)
