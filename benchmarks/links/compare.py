@@ -49,9 +49,9 @@ class System(cluster.Processes):
         python: str,
         problem: str,
         places: list[cluster.Host],
-        memory: Mapping[str, str] = KEEP_MEMORY,
+        settings: Mapping[str, str] = KEEP_MEMORY,
     ):
-        super().__init__(python, str(HERE / script), places, {**memory, "PROBLEM": problem})
+        super().__init__(python, str(HERE / script), places, {**settings, "PROBLEM": problem})
         self.about = self.answers()[0]["ready"]
 
     def run(self, mode: str, steps: int) -> list[dict[str, Any]]:
@@ -63,12 +63,12 @@ def systems(
     wanted: dict[str, tuple[str, str]],
     problem: str,
     places: list[cluster.Host],
-    memory: Mapping[str, str] = KEEP_MEMORY,
+    settings: Mapping[str, str] = KEEP_MEMORY,
 ) -> Iterator[dict[str, System]]:
     started: dict[str, System] = {}
     try:
         for name, (script, python) in wanted.items():
-            started[name] = System(script, python, problem, places, memory)
+            started[name] = System(script, python, problem, places, settings)
         yield started
     finally:
         for system in started.values():
@@ -159,13 +159,16 @@ def main(given: argparse.Namespace) -> None:
     if "shaped" in links and cluster.refusal():
         print(f"only loopback: {cluster.refusal()}")
         links = ["loopback"]
+    settings = {} if given.default_malloc else dict(KEEP_MEMORY)
+    if given.suite == "bagua":
+        settings["NPROC"] = "2"  # the second thread runs the programs that only communicate
     given.out.mkdir(parents=True, exist_ok=True)
     records, about = [], {}
     for link in links:
         made = cluster.loopback(given.hosts) if link == "loopback" else cluster.hosts(given.hosts, max(rates))
         with made as places:
             for problem in given.problem or ["lm", "mlp"]:
-                with systems(wanted, problem, places, {} if given.default_malloc else KEEP_MEMORY) as running:
+                with systems(wanted, problem, places, settings) as running:
                     about |= {name: system.about for name, system in running.items()}
                     setting = {"link": link, "hosts": given.hosts, "problem": problem}
                     records += [setting | record for record in build(running, modes)]

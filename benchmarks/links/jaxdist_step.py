@@ -10,8 +10,8 @@ with one `lax.pmean` of all gradients, `hand_leaf` the naive one with a `pmean` 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# One thread computes, as in the other system; the second one is for programs that only communicate.
-os.environ.setdefault("NPROC", "2")
+# One thread, as in the other system: with two, XLA:CPU computes in both, and the processes of two hosts compete.
+os.environ.setdefault("NPROC", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
 
 import time

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 COLORS = {"jaxdist": "#3366aa", "torch": "#b8b8b8"}
-NAMES = {"jaxdist": "jaxdist", "torch": "PyTorch"}
+NAMES = {"jaxdist": "jaxdist", "torch": "PyTorch and DeepSpeed"}
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
 
 

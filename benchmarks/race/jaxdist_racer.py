@@ -6,6 +6,7 @@ worker before the mean).
 """
 
 from streams import STREAMS  # isort: skip  # puts the folder of the models on the path
+import jaxdist_step  # isort: skip  # sets the threads of this process: JAX reads their number when it is imported
 
 import os
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import answers
 import jax
 import jax.numpy as jnp
-import jaxdist_step  # also sets the threads of this process, before JAX starts
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
