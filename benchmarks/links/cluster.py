@@ -52,7 +52,7 @@ class Processes:
     def __init__(
         self, python: str, script: str, places: list[Host], settings: Mapping[str, str], arguments: Sequence[str] = ()
     ):
-        """Starts them, with one computing thread each, and `settings` as further environment variables."""
+        """Starts them, each with a core and one computing thread; `settings` are further environment variables."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -72,6 +72,10 @@ class Processes:
             command = [*place.command, python, script, *arguments]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
+            if sys.platform == "linux":
+                # Threads that wait for the network would move the computing one from core to core.
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(self.processes[-1].pid, {cores[rank % len(cores)]})
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
         """Sends a request to all processes, and returns the answer of each."""

@@ -129,7 +129,7 @@ def time_steps(racer: Racers, mode: str, seconds: float, place: cluster.Host) ->
     # A round, or two steps, before the clock: the first steps of a hook differ.
     probe = racer.run_steps(max(2, period))
     whole = max(1, round(seconds / (sum(probe[-period:]) or 1.0)))
-    count = max(3 if period == 1 else 1, min(whole, 20 if period == 1 else 2)) * period
+    count = max(3, min(whole, 20 // period)) * period
     alone = racer.run_alone()
     before = place.sent()
     times = racer.run_steps(count)

@@ -190,13 +190,13 @@ each_code = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_code
 def test_codecs_keep_the_laws(code):
     assert_codec_laws(code)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @each_code
 def test_what_was_compressed_is_decoded(code):
     x = jnp.asarray(rng_of(1).standard_t(2.0, (40, 17)), jnp.float32)

@@ -35,7 +35,7 @@ from jaxdist.islands.store import Connection
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @each_reducer
 def test_islands_agree_in_every_bit_and_take_every_drift(reducer):
     names = ["a", "b", "c"]
@@ -77,7 +77,7 @@ def assert_within_ulps(found, expected, ulps):
         assert np.max(np.abs(x - y)) <= ulps * np.spacing(np.max(np.abs(np.asarray(y))))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @each_reducer
 def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     """In every bit, but for two where the compiler fuses a product and a sum, as it does with `--slow`."""
