@@ -57,6 +57,7 @@ class Processes:
             free.bind(("", 0))
             port = free.getsockname()[1]
         self.processes = []
+        cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
         for rank, place in enumerate(places):
             environment = os.environ | {
                 "RANK": str(rank),
@@ -72,9 +73,8 @@ class Processes:
             command = [*place.command, python, script, *arguments]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self.processes.append(subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes))
-            if sys.platform == "linux":
+            if cores:
                 # Threads that wait for the network would move the computing one from core to core.
-                cores = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(self.processes[-1].pid, {cores[rank % len(cores)]})
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ def main(given: argparse.Namespace) -> None:
         print(f"only loopback: {cluster.refusal()}")
         links = ["loopback"]
     settings = {} if given.default_malloc else dict(KEEP_MEMORY)
-    if given.suite == "bagua":
+    if "async_clock" in modes.get("jaxdist", []):
         settings["NPROC"] = "2"  # the second thread runs the programs that only communicate
     given.out.mkdir(parents=True, exist_ok=True)
     records, about = [], {}
