@@ -122,7 +122,7 @@ def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = Fals
       >>> tx = jd.gossip(optax.sgd(0.5), jd.topology.ring(4), method=method)
       >>> def one_worker(gradient):
       ...     return tx.update(gradient, tx.init(jnp.zeros(())), jnp.zeros(()))[0]
-      >>> steps = jax.vmap(one_worker, axis_name="data")(jnp.arange(4.0))
+      >>> steps = jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.arange(4.0))
       >>> [round(step, 3) for step in steps.tolist()]  # each worker's decoded step
       [0.0, -0.5, -1.0, -1.5]
 

@@ -51,7 +51,8 @@ def neighborhood_value_and_grad(
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> f = jd.decentralized.neighborhood_value_and_grad(lambda x, a: a * x, jd.topology.ring(3), data_share=1.0)
-      >>> jax.vmap(f, axis_name="data")(jnp.ones(3), jnp.array([0.0, 3.0, 6.0]))[1].tolist()  # the mean of all data
+      >>> _, gradients = jax.jit(jax.vmap(f, axis_name="data"))(jnp.ones(3), jnp.array([0.0, 3.0, 6.0]))
+      >>> gradients.tolist()  # the mean of all data
       [3.0, 3.0, 3.0]
 
     References:
@@ -97,7 +98,7 @@ def cross_value_and_grad(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> f = jd.decentralized.cross_value_and_grad(lambda x, a: jnp.vdot(a, x), jd.topology.ring(2))
       >>> data = jnp.array([[1.0, 0.0], [-1.0, 1.0]])  # each gradient raises the other's loss
-      >>> jax.vmap(f, axis_name="data")(jnp.zeros((2, 2)), data)[1].round(4).tolist()
+      >>> jax.jit(jax.vmap(f, axis_name="data"))(jnp.zeros((2, 2)), data)[1].round(4).tolist()
       [[0.5, 0.5], [0.0, 1.0]]
 
     References:

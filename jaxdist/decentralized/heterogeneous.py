@@ -222,7 +222,7 @@ def quasi_global_momentum(
       >>> def one_worker(x):
       ...     updates, opt_state = tx.update(jnp.ones(()), tx.init(x), x)
       ...     return opt_state.method.value.momentum  # (1 - μ) (x - x') / γ
-      >>> round(float(jax.vmap(one_worker, axis_name="data")(jnp.zeros(4))[0]), 4)
+      >>> round(float(jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.zeros(4))[0]), 4)
       0.1
 
     References:
@@ -308,7 +308,7 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
       >>> tx = jd.gossip(optax.sgd(0.1), jd.topology.ring(4), method=jd.decentralized.quasi_global_adam())
       >>> def one_worker(x):
       ...     return tx.update(2 * jnp.ones(()), tx.init(x), x)[0]
-      >>> round(float(jax.vmap(one_worker, axis_name="data")(jnp.zeros(4))[0]), 4)
+      >>> round(float(jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.zeros(4))[0]), 4)
       -0.1
 
     References:

@@ -94,7 +94,9 @@ def mix(context: StepContext, tree: PyTree, *, like: PyTree | None = None) -> Py
       ...     return StepResult(mix(context, context.params), context.adapt(context.gradients)[1], ())
       >>> method = Method(lambda topology: topology, lambda params, topology: (), step)
       >>> tx = jd.gossip(optax.identity(), jd.topology.ring(3), method=method)
-      >>> jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name="data")(jnp.array([0.0, 3.0, 6.0])).tolist()
+      >>> def one_worker(x):
+      ...     return tx.update(x, tx.init(x), x)[0]
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([0.0, 3.0, 6.0])).tolist()
       [3.0, 0.0, -3.0]
 
     References:

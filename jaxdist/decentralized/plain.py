@@ -57,7 +57,7 @@ def d_psgd(*, order: Order = "adapt_then_combine", interval: int = 1) -> Method:
       >>> tx = jd.gossip(optax.sgd(1.0), jd.topology.ring(4), method=jd.decentralized.d_psgd())
       >>> def one_worker(x):  # with a gradient of zero the neighbors' average is all that happens
       ...     return x + tx.update(jnp.zeros(()), tx.init(x), x)[0]
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 0.0, 0.0])).round(5).tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([3.0, 0.0, 0.0, 0.0])).round(5).tolist()
       [1.0, 1.0, 0.0, 1.0]
 
     References:
@@ -128,7 +128,7 @@ def sgp() -> Method:
       ...         updates, opt_state = tx.update(jnp.zeros(()), opt_state, x)
       ...         x = x + updates
       ...     return x
-      >>> found = jax.vmap(one_worker, axis_name="data")(jnp.array([3.0, 0.0, 6.0]))
+      >>> found = jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([3.0, 0.0, 6.0]))
       >>> float(jnp.abs(found - 3).max()) < 1e-3
       True
 
@@ -207,9 +207,10 @@ def osgp() -> Method:
       ...         x = x + updates
       ...     return x
       >>> x = jnp.array([0.0, 4.0, 8.0, 12.0])
-      >>> jax.vmap(lambda x: run(x, 1), axis_name="data")(x).tolist()  # the messages of the first step are under way
+      >>> one_step = jax.vmap(lambda x: run(x, 1), axis_name="data")
+      >>> jax.jit(one_step)(x).tolist()  # the messages of the first step are under way
       [0.0, 4.0, 8.0, 12.0]
-      >>> bool(jnp.allclose(jax.vmap(lambda x: run(x, 30), axis_name="data")(x), 6, atol=1e-2))
+      >>> bool(jnp.allclose(jax.jit(jax.vmap(lambda x: run(x, 30), axis_name="data"))(x), 6, atol=1e-2))
       True
 
     References:

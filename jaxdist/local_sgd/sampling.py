@@ -173,7 +173,7 @@ def participation(
       >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> def weight(_):
       ...     return jd.local_sgd.participation(jax.random.key(0), 3, count=2)
-      >>> jax.vmap(weight, axis_name="data")(jnp.arange(5)).tolist()
+      >>> jax.jit(jax.vmap(weight, axis_name="data"))(jnp.arange(5)).tolist()
       [0.0, 1.0, 0.0, 0.0, 1.0]
 
     References:

@@ -114,7 +114,8 @@ def mirror_descent(
       >>> x = jnp.zeros(())
       >>> def one_worker(gradient, examples):
       ...     return tx.update(gradient, tx.init(x), x, examples=examples)[0]
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 3.0]), jnp.array([3, 1])).tolist()  # mean of 1 1 1 3
+      >>> updates = jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([1.0, 3.0]), jnp.array([3, 1]))
+      >>> updates.tolist()  # the mean of 1, 1, 1 and 3
       [-0.75, -0.75]
 
     References:

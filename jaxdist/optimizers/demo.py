@@ -73,10 +73,10 @@ def demo(
       values: the dtype of sent frequencies; `None`: that of the momentum.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.demo(0.5, k=1, axis=None)
       >>> params = jnp.zeros((2, 2))
-      >>> updates, state = tx.update(jnp.array([[3.0, 1.0], [3.0, 1.0]]), tx.init(params), params)
+      >>> updates, state = jax.jit(tx.update)(jnp.array([[3.0, 1.0], [3.0, 1.0]]), tx.init(params), params)
       >>> updates.tolist()  # the strongest frequency is the mean, and the rest stays in the momentum
       [[-0.5, -0.5], [-0.5, -0.5]]
       >>> state.momentum.value.round(2).tolist()

@@ -110,12 +110,12 @@ def dion(
       seed: of the first `Q`, equal on all workers.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.optimizers.dion(0.1, rank=2, axis=None)
       >>> params, gradient = jnp.zeros((2, 2)), jnp.array([[0.0, 4.0], [-1.0, 0.0]])
       >>> state = tx.init(params)
       >>> for _ in range(10):
-      ...     updates, state = tx.update(gradient, state, params)
+      ...     updates, state = jax.jit(tx.update)(gradient, state, params)
       >>> bool(jnp.allclose(updates, jnp.array([[0.0, -0.1], [0.1, 0.0]]), atol=1e-5))  # not 4 to 1
       True
 

@@ -62,7 +62,7 @@ def c_fp_s(*, hierarchical: bool = False, bucket_bytes: int | None = None) -> Re
       >>> reducer = jd.recipes.bagua.c_fp_s()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 2.0, 6.0])).tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
     """
     return _arrange(exact(), hierarchical, bucket_bytes)
@@ -98,7 +98,7 @@ def c_lp_s(
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
       >>> x = jnp.linspace(-1.0, 1.0, 400).reshape(4, 100)
-      >>> bool(jnp.allclose(jax.vmap(one_worker, axis_name="data")(x)[0], x.mean(0), atol=0.002))
+      >>> bool(jnp.allclose(jax.jit(jax.vmap(one_worker, axis_name="data"))(x)[0], x.mean(0), atol=0.002))
       True
     """
     code = min_max_uint8() if compressor is None else compressor

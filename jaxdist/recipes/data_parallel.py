@@ -65,7 +65,7 @@ def ddp(
       >>> params = {"w": jnp.zeros(()), "head": jnp.zeros(())}
       >>> def step(gradient):
       ...     return tx.update({"w": gradient, "head": gradient}, tx.init(params), params)[0]
-      >>> updates = jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0]))
+      >>> updates = jax.jit(jax.vmap(step, axis_name="data"))(jnp.array([1.0, 3.0]))
       >>> updates["w"].tolist(), updates["head"].tolist()
       ([-1.0, -1.0], [-0.0, -0.0])
 
@@ -135,10 +135,10 @@ def compressed_adam(
       ValueError: a moment's decay or a weight decay outside of its range, and whatever `all_reduce` refuses.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.recipes.compressed_adam(0.1, jd.error_feedback(jd.compressed(jd.top_k(0.5))), axis=None)
       >>> gradient, state = jnp.array([4.0, -1.0, 0.0, 0.0]), tx.init(jnp.zeros(4))
-      >>> updates, _ = tx.update(gradient, state, jnp.zeros(4))
+      >>> updates, _ = jax.jit(tx.update)(gradient, state, jnp.zeros(4))
       >>> [round(float(x), 4) for x in updates]
       [-0.1, 0.1, -0.0, -0.0]
 

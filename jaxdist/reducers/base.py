@@ -361,7 +361,7 @@ def exact() -> Reducer:
       >>> reducer = jd.exact()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([1.0, 3.0])).tolist()
       [2.0, 2.0]
     """
     return from_generator("exact", lambda like: (), _exact_messages, law=Law.MEAN, forms=Forms(shards=_exact_shards))

@@ -63,7 +63,7 @@ def compressed(compressor: Compressor, *, seed: int = 0, divide_by_inflation: bo
       >>> reducer = jd.compressed(jd.top_k(0.5))
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[1.0, 4.0], [3.0, 2.0]]))[0].tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([[1.0, 4.0], [3.0, 2.0]]))[0].tolist()
       [1.5, 2.0]
 
     References:

@@ -160,7 +160,7 @@ def integer_sum(bits: int = 8, *, seed: int = 0) -> Reducer:
       >>> reducer = jd.reducers.integer_sum()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[63.0, 2.0], [-61.0, 4.0]]))[0].tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([[63.0, 2.0], [-61.0, 4.0]]))[0].tolist()
       [1.0, 3.0]
 
     References:

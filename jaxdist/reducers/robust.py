@@ -58,7 +58,8 @@ def median() -> Reducer:
       >>> reducer = jd.reducers.median()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[1.0, 4.0], [2.0, 5.0], [jnp.inf, -1e9]]))[0].tolist()
+      >>> x = jnp.array([[1.0, 4.0], [2.0, 5.0], [jnp.inf, -1e9]])
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(x)[0].tolist()
       [2.0, 4.0]
 
     References:
@@ -98,7 +99,7 @@ def trimmed_mean(trim: int) -> Reducer:
       >>> reducer = jd.reducers.trimmed_mean(1)
       >>> def one_worker(x):
       ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([1.0, 2.0, jnp.nan, 6.0])).tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.array([1.0, 2.0, jnp.nan, 6.0])).tolist()
       [4.0, 4.0, 4.0, 4.0]
 
     References:

@@ -101,7 +101,7 @@ def two_shot(
       >>> reducer = jd.two_shot(jd.qsgd(8))
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> mean = jax.vmap(one_worker, axis_name="data")(jnp.arange(400.0).reshape(4, 100))[0]
+      >>> mean = jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.arange(400.0).reshape(4, 100))[0]
       >>> bool(jnp.allclose(mean, jnp.arange(150.0, 250.0), atol=5))
       True
 
@@ -255,7 +255,8 @@ def majority_vote() -> Reducer:
       >>> reducer = jd.reducers.majority_vote()
       >>> def one_worker(x):
       ...     return reducer.reduce(x, (), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]]))[0].tolist()
+      >>> x = jnp.array([[9.0, -1.0], [-1.0, -1.0], [-1.0, 2.0]])
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(x)[0].tolist()
       [-1.0, -1.0]
 
     References:
@@ -312,7 +313,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
       >>> reducer = jd.reducers.ring(jd.compressors.identity())
       >>> def one_worker(x):
       ...     return reducer.reduce(x, reducer.init(x), jd.comm.over("data"))[0].mean
-      >>> jax.vmap(one_worker, axis_name="data")(jnp.arange(6.0).reshape(2, 3))[0].tolist()
+      >>> jax.jit(jax.vmap(one_worker, axis_name="data"))(jnp.arange(6.0).reshape(2, 3))[0].tolist()
       [1.5, 2.5, 3.5]
 
     References:

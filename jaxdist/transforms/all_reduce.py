@@ -129,7 +129,7 @@ def all_reduce(
       >>> params = jnp.zeros(())
       >>> def step(gradient):
       ...     return tx.update(gradient, tx.init(params), params)[0]
-      >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      >>> jax.jit(jax.vmap(step, axis_name="data"))(jnp.array([1.0, 3.0])).tolist()
       [-1.0, -1.0]
       >>> late = jd.all_reduce(jd.exact(), axis=None, delay=1)
       >>> state = late.init(params)
