@@ -8,6 +8,7 @@ import os
 import sys
 import zlib
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most of the suite's time is the compiler's, on programs that run once: the least effort that leaves the collectives as
@@ -22,19 +23,19 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # With a thread for each device, those that wait in a collective can starve those that they wait for.
 os.environ.setdefault("NPROC", "32")
 
-from jaxtyping import install_import_hook
-
-with install_import_hook("jaxdist", "beartype.beartype"):
-    import jaxdist as jd
-
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+# Whoever collects tests imports the library first, checked; the process that hands them out to others never does.
+install_import_hook("jaxdist", "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
 
+MANY_BYTES = 1e9
 TESTS_DONE = itertools.count(1)
 
 
@@ -66,35 +67,48 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+class MemoryLimit:
+    """Programs of one file are of little use to the next; all of them together took 5 GB a process."""
+
+    def pytest_runtest_teardown(self, item, nextitem):
+        if (nextitem is None or nextitem.path != item.path) and resident_bytes() > MANY_BYTES:
+            jax.clear_caches()
+            gc.collect()
+            give_back_freed_memory()
+        elif next(TESTS_DONE) % 20 == 0:
+            give_back_freed_memory()
+
+
+def resident_bytes():
+    with contextlib.suppress(OSError):  # Linux alone has this
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return float("inf")
+
+
 def give_back_freed_memory():
     """The threads of the compiler free gigabytes that the C library keeps: here it returns them to the system."""
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has this
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def pytest_runtest_teardown():
-    if next(TESTS_DONE) % 20 == 0:
-        give_back_freed_memory()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forget_compiled_programs():
-    """Programs of one file are of no use to the next; all of them together took 5 GB a process."""
-    yield
-    jax.clear_caches()
-    gc.collect()
-    give_back_freed_memory()
+def pytest_configure(config):
+    # As a plugin it also sees the doctests of the package, which do not lie below this folder.
+    config.pluginmanager.register(MemoryLimit())
 
 
 @pytest.fixture(scope="session")
 def mesh():
     """Eight workers."""
+    import jaxdist as jd
+
     return jd.make_mesh({"data": 8})
 
 
 @pytest.fixture(scope="session")
 def pods():
     """Two pods of four."""
+    import jaxdist as jd
+
     return jd.make_mesh({"pod": 2, "chip": 4})
 
 

@@ -38,7 +38,7 @@ def new_figure(title: str, width: float, height: float) -> Figure:
 def two_panels(title: str) -> tuple[Figure, Sequence[Axes]]:
     """A figure with two empty panels side by side."""
     figure = new_figure(title, 11.5, 4.6)
-    panels = figure.subplots(1, 2)
+    panels = list(figure.subplots(1, 2))
     for axes in panels:
         open_axes(axes, grid="y")
     return figure, panels
@@ -113,7 +113,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         axes.annotate(text, (1.0, height), fontsize=9, color=color, annotation_clip=False, **place)
 
 
-def in_bytes(count: float) -> str:
+def in_bytes(count: int | float) -> str:
     """A readable number of bytes: `158.4 kB`."""
     return EngFormatter(unit="B", places=1 if count >= 1000 else 0)(count)
 

@@ -115,4 +115,4 @@ def _flops(eqn: Any) -> float:
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     # A loop's body is traced once.
     repeated = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-    return repeated * sum(_flops(inside) for part in inner_jaxprs(eqn) for inside in part.jaxpr.eqns)
+    return repeated * math.fsum(_flops(inside) for part in inner_jaxprs(eqn) for inside in part.jaxpr.eqns)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from .._core.types import Array, Key, Like, Payload, PRNGKeyArray, PyTree, Shape
+from .._core.types import Array, Key, Like, PRNGKeyArray, PyTree, Shape
 from ..compressors.base import Codec, Compressor, DamagedCodeError
 
 SHAPES = ((), (1,), (0,), (0, 4), (37,), (2, 1, 3, 2, 2))
@@ -321,7 +321,7 @@ def _check_codec(compressor: Compressor, codec: Codec, like: Like, key: PRNGKeyA
     _check_damage(codec, codes[0], like)
 
 
-def _encode(codec: Codec, payload: Payload, like: Like) -> bytes:
+def _encode(codec: Codec, payload: PyTree, like: Like) -> bytes:
     code = codec.encode(payload, like)
     check_law("encode returns bytes", isinstance(code, bytes), like, f"got {type(code).__name__}")
     check_law("one payload, one code", code == codec.encode(payload, like), like, "two calls differ")

@@ -216,7 +216,7 @@ def test_log_is_json_even_when_the_loss_is_not_finite(tmp_path):
 
 def test_running_mean_is_centred():
     np.testing.assert_allclose(results.running_mean([1.0, 2.0, 6.0, 4.0, 5.0], 3), [1, 3, 4, 5, 4.5])
-    np.testing.assert_allclose(results.running_mean(range(9), 5), [0, 1, 2, 3, 4, 5, 6, 6.5, 7])
+    np.testing.assert_allclose(results.running_mean([*map(float, range(9))], 5), [0, 1, 2, 3, 4, 5, 6, 6.5, 7])
 
 
 def test_plots_survive_runs_that_explode(tmp_path):
