@@ -13,7 +13,7 @@ from .._core.compat import cast_varying, mesh_axes_being_mapped
 from .._core.types import Array, AxisNames
 from ..state.marks import axis_tuple
 from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
-from .pair import choose_faster, exchange_pair, gather_pair, is_long, permute_pair
+from .pair import choose_faster, exchange_pair, gather_pair, is_compressed, is_long, permute_pair
 
 Axes = tuple[str, ...]
 
@@ -106,7 +106,7 @@ def _mesh_mean(axes: Axes, x: Array) -> Array:
     def sum_in_words(x):
         # A gather sends the same bytes between two workers, at once.
         if size <= 2:
-            return _local_mean(_gather_words(axes, x, to="invarying"))
+            return _local_mean(_from_words(_gather_words(axes, _to_words(x), to="invarying"), x))
         rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
         shard = _mesh_reduce_scatter_mean(axes, rows)
         return _gather_words(axes, shard, to="invarying").ravel()[: x.size].reshape(x.shape)
@@ -134,7 +134,7 @@ def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
     words = _to_words(_mark_varying(axes, x))
     whole_tiles = words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0
     plain = gather if whole_tiles else lambda words: lax.platform_dependent(words, tpu=gather_tiles, default=gather)
-    if _size(axes) == 2 and is_long(words):
+    if _size(axes) == 2 and is_compressed(x) and is_long(words):
         agreed = typed.get("to") == "invarying"
         return _from_words(choose_faster(words, plain=plain, cpu=partial(gather_pair, axes, agreed=agreed)), x)
     return _from_words(plain(words), x)
@@ -143,7 +143,7 @@ def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
 def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
     words = _to_words(_mark_varying(axes, x))
     plain = partial(_exchange_rows, axes)
-    if words.shape[0] == _size(axes) == 2 and is_long(words[0]):
+    if words.shape[0] == _size(axes) == 2 and is_compressed(x) and is_long(words[0]):
         return _from_words(choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes)), x)
     return _from_words(plain(words), x)
 

@@ -23,6 +23,15 @@ from .._core.types import Array
 LEAST_BYTES = 2**18
 
 
+def is_compressed(x: Array) -> bool:
+    """Returns whether gathers and exchanges of this dtype carry what was compressed for a slow link, as integers.
+
+    Others are usually gradients and parameters of ZeRO: on a fast link a sum takes twice the time of an exchange, and
+    its words are as much memory once more.
+    """
+    return not jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def is_long(x: Array) -> bool:
     """Returns whether an array of this size is exchanged faster by a sum, and has a dtype whose bits can be summed."""
     number = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
