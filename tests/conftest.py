@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # they are. `--slow` compiles as users do. The processes of xdist inherit the flags.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     little = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    little += "--xla_cpu_parallel_codegen_split_count=1 "  # small programs are not worth several threads
     if version("jaxlib").startswith("0.10."):  # later compilers do not know the flag, and stop
         little += "--xla_cpu_use_fusion_emitters=false"
     flags = ["" if "--slow" in sys.argv else little, os.environ.get("XLA_FLAGS", "")]
