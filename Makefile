@@ -5,7 +5,7 @@
 #   PYTHON=python3.13   another Python (3.11 or newer); .venv is then made anew
 #   VENV=.venv-3.13     another place for the environment, to keep several
 #   INSTALL=wheel       test the built wheel instead of the sources, as CI does
-#   WORKERS=4           pytest processes
+#   WORKERS=4           processes of pytest, threads of pyright
 #   ARGS=...            more for jaxdist compare or for pytest, as in ARGS="--slow"
 PYTHON ?= python3
 VENV ?= .venv

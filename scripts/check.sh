@@ -5,7 +5,7 @@
 #   scripts/check.sh lint types      some of them: markers format lint spelling imports types docs tests
 #
 # BIN           where the tools lie (default: .venv/bin, or the PATH where that is missing)
-# WORKERS       pytest processes; each simulates eight devices (default 2)
+# WORKERS       processes of pytest, each of which simulates eight devices, and threads of pyright (default 2)
 # PYTEST_ARGS   more for pytest, as in PYTEST_ARGS="--slow -k power_sgd"; `--slow` leaves no sample of the register out
 #               and compiles with the effort that users get
 set -euo pipefail

@@ -28,7 +28,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-# Whoever collects tests imports the library first, checked; the process that hands them out to others never does.
+# Test modules import the library. Under xdist the first process collects none of them, and is spared the import.
 install_import_hook("jaxdist", "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -53,7 +53,7 @@ def test_memory_per_chip_of_the_readme_is_that_of_the_report():
     assert f"and {(host['host_arguments'] + host['host_temporary']) / host['parameters']:.1f} on the host]" in readme
 
 
-def test_ratios_of_memory_and_bytes_beside_fsdp_are_those_of_the_report():
+def test_ratios_of_memory_bytes_and_time_beside_fsdp_are_those_of_the_report():
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
     rows = json.loads((REPORTS / "2026-11-peers" / "sharding.json").read_text())["rows"]
     ours, fsdp = (
