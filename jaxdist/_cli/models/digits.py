@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
-from sklearn.datasets import load_digits
 
 from ..._core.types import Metrics, PRNGKeyArray, PyTree
 from ...runtime.uneven_data import dirichlet_split
@@ -41,6 +40,9 @@ class ConvNet(nn.Module):
 
 def splits() -> tuple[Digits, Digits]:
     """Training and held-out images, in a fixed split."""
+    # Here, since it loads SciPy: a third of the start of every other command.
+    from sklearn.datasets import load_digits
+
     raw: Any = load_digits()
     # One split for all seeds, so that held-out losses can be compared.
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(raw.target))
