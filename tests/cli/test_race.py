@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import race, results, tables
+from jaxdist._cli.figures import in_bytes
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import costs, train
@@ -120,6 +122,9 @@ def test_compare_over_links(tmp_path, capsys):
     assert exact["step_seconds"] == pytest.approx(0.01 + 0.004 + exact["wire_bytes_per_step"] / 125e3)
     assert local["hops_per_step"] == 1
     assert local["wire_bytes_per_step"] == pytest.approx(exact["wire_bytes_per_step"] / 2)
+    # The bars show the mean too, after a last step that ends a round.
+    means = [in_bytes(row["wire_bytes_per_step"]) for row in (exact, local)]
+    assert re.findall(r"[\d.]+ k?B(?=/step)", printed) == means
     # The first evaluation is below the target.
     assert exact["seconds_to_target"] == pytest.approx(exact["step_seconds"])
     kinds = [line["kind"] for line in results.read_log(tmp_path / "log.jsonl")]
