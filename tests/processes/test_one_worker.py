@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from multiprocess import NAMES
 from optimizers_run import OPTIMIZERS
 from problems import assert_close
 from register import CASES
@@ -111,7 +110,7 @@ def test_diloco_is_an_outer_step_along_the_own_drift():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_reducer_is_what_it_is_without_an_axis(name):
     case, alone = CASES[name], jd.comm.alone()
     axis, comm = ("data", alone) if case.levels == 1 else (tuple(PODS), jd.comm.nested(alone, alone))

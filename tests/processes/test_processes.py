@@ -1,6 +1,7 @@
 """Two real processes, joined by `jax.distributed`, against the simulation in each of them.
 
-By default one reducer for each kind of wire, since what processes change is the transport; all with `--slow`.
+By default a few reducers that send every kind of message, since what processes change is the transport; all with
+`--slow`.
 """
 
 import json
@@ -11,15 +12,30 @@ import time
 
 import numpy as np
 import pytest
-from multiprocess import LIMIT, NAMES, WIRES, free_port
+from multiprocess import LIMIT, free_port
 from paths import REPOSITORY, SUPPORT
 from register import CASES
+
+
+def cover_every_message() -> list[str]:
+    """Few cases that together send each kind and dtype of message, on one level of workers and on two."""
+    sent = {name: {(case.levels, message) for message in case.wire} for name, case in CASES.items()}
+    left, chosen = set().union(*sent.values()), []
+    while left:
+        chosen.append(max(sent, key=lambda name: len(sent[name] & left)))
+        left -= sent[chosen[-1]]
+    return chosen
+
+
+COVER = cover_every_message()
+# Of the register, those of the cover by default.
+NAMES = [name if name in COVER else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
 @pytest.fixture(scope="module")
 def wanted(request):
     """Names of the cases that run."""
-    return [name for name in CASES if request.config.getoption("--slow") or name in WIRES.values()]
+    return list(CASES) if request.config.getoption("--slow") else COVER
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +72,6 @@ def results(tmp_path_factory, wanted):
     return [json.loads(part.split("RESULT ")[1].splitlines()[0]) for part in text]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*NAMES, "skip_nonfinite"])
 def test_two_processes_give_what_the_simulation_gives(results, name):
     tolerance = CASES[name].tolerance if name in CASES else 0

@@ -13,13 +13,13 @@ from register_run import STEPS, ran
 from jaxdist._cli import results
 from jaxdist.testing import assert_compressor_laws, assert_reducer_laws
 
-SAMPLE = 5
+SAMPLE = 8  # the same for all, so that they share what a line compiles
 each_case = pytest.mark.parametrize("name", CASES)
 each_code = pytest.mark.parametrize("name", CODES)
 sampled = pytest.mark.sampled(SAMPLE)
 
 
-@pytest.mark.sampled(8)
+@sampled
 @each_code
 def test_compressors_keep_their_laws(name):
     code = CODES[name]
@@ -65,7 +65,7 @@ def test_compressors_keep_their_types(name, mesh, request):
         assert out.shape == (40,)
 
 
-@pytest.mark.sampled(8)
+@sampled
 @each_case
 def test_reducers_keep_their_laws(name, request):
     """Those on dtypes for one half precision, those on values in float32; all with `--slow`."""
@@ -82,7 +82,7 @@ def test_reducers_keep_their_laws(name, request):
     )
 
 
-@pytest.mark.sampled(8)
+@sampled
 @each_case
 def test_the_wire_carries_what_the_docstring_says(name):
     case, found = CASES[name], ran(name)
