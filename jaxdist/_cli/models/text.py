@@ -1,9 +1,10 @@
 """Text that needs no download: the source of Python's standard library."""
 
 import functools
+import os
 import sysconfig
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +35,18 @@ def standard_library() -> dict[str, bytes]:
     """Reads the standard library's modules: name to source, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # `_sysconfigdata_*` differs between machines.
-    paths = (
-        p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts) and "_sysconfigdata" not in p.name
-    )
+    paths = (p for p in _modules(root) if "_sysconfigdata" not in p.name)
     files = _read(root, paths)
     if not files:
         raise ValueError(f"no standard library source under {root}; pass your own text with --text")
     return files
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        # Not even looked into: `site-packages` may hold a hundred thousand files.
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def files_under(path: str | Path) -> dict[str, bytes]:
