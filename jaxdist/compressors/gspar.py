@@ -64,7 +64,8 @@ def gspar(
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> code, x = gspar(0.5), jnp.array([0.0, 9.0, 1.0, 1.0, 0.0, 0.0])
-      >>> code.decompress(code.compress(x, jax.random.key(0)), x)  # three nonzero entries: nothing is lost
+      >>> round_trip = jax.jit(lambda x, key: code.decompress(code.compress(x, key), x))
+      >>> round_trip(x, jax.random.key(0))  # three nonzero entries: nothing is lost
       Array([0., 9., 1., 1., 0., 0.], dtype=float32)
 
     References:

@@ -231,9 +231,9 @@ def with_stats(reducer: Reducer) -> Reducer:
     *State*: that of the reducer, and replicated counts; per worker one float32. `stats(opt_state)` reads them.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> tx = jd.all_reduce(jd.error_feedback(jd.reducers.with_stats(jd.compressed(jd.top_k(0.5)))), axis=None)
-      >>> _, state = tx.update(jnp.array([1.0, 2.0]), tx.init(jnp.zeros(2)))
+      >>> _, state = jax.jit(tx.update)(jnp.array([1.0, 2.0]), tx.init(jnp.zeros(2)))
       >>> found = jd.transforms.stats(state)
       >>> int(found["syncs"]), round(float(found["compression_error"]), 2)
       (1, 0.2)

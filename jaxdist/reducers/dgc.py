@@ -78,10 +78,10 @@ def dgc(
       method: as in `top_k`.
 
     Examples:
-      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> import jax, jax.numpy as jnp, jaxdist as jd
       >>> reducer = jd.reducers.dgc(0.5, momentum=0.5)
       >>> state, x = reducer.init(jnp.zeros(2)), jnp.array([1.0, 3.0])
-      >>> reduced, state = reducer.reduce(x, state, jd.comm.alone())
+      >>> reduced, state = jax.jit(lambda x, state: reducer.reduce(x, state, jd.comm.alone()))(x, state)
       >>> reduced.mean.tolist(), state.momentum.value.tolist(), state.unsent.value.tolist()
       ([0.0, 3.0], [1.0, 0.0], [1.0, 0.0])
 
