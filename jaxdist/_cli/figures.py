@@ -1,5 +1,6 @@
 """What all figures and tables share: colors, empty panels, axes of bytes, labels, and the file."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,8 @@ def new_figure(title: str, width: float, height: float) -> Figure:
     """An empty figure with a small grey title at the top left."""
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:
+        # Of this size 12 letters and more fit into an inch.
+        title = textwrap.fill(title, int(12 * width))
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=GREY)
     return figure
 
@@ -63,11 +66,16 @@ def label(axes: Axes, title: str, *, size: int | None = None, **properties: Any)
 
 
 def scale_by_log_bytes(axes: Axes, label: str) -> None:
-    """Makes the x axis a logarithmic one of bytes."""
+    """Makes the x axis, of what is already drawn, a logarithmic one of bytes."""
     axes.set_xscale("log")
-    # Within one decade matplotlib would label the minor ticks too, over each other.
-    axes.xaxis.set_minor_formatter(NullFormatter())
     count_bytes(axes.xaxis)
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        # There may be a single power of ten.
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        axes.xaxis.set_minor_formatter(EngFormatter(unit="B"))
+    else:
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
 
 

@@ -1,6 +1,7 @@
 """Several reducers over several seeds: what is kept, what beats what, and the drawing."""
 
 import csv
+import itertools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import optax
 import pytest
 
 import jaxdist as jd
-from jaxdist._cli import losses, results
+from jaxdist._cli import figures, losses, results
 from jaxdist._cli import main as cli
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
@@ -134,3 +135,25 @@ def test_an_optimizer_that_communicates_takes_the_place_of_both(mesh):
     *_, (record, state) = train.steps(run, 8)
     assert run.evaluate(state)["loss"] < before
     assert 0 < record.wire_bytes < 2 * 7 / 8 * 4 * run.parameters
+
+
+def test_every_axis_of_bytes_has_labels():
+    """Two at least, in a single decade too, and none over another one over many."""
+    for sent, most in (([85e6, 540e6], 5), ([2e6, 9e6], 5), ([1e3, 1e9], 8)):
+        figure, (axes, _) = figures.two_panels("")
+        axes.plot(sent, [1.0, 2.0])
+        figures.scale_by_log_bytes(axes, "sent")
+        figure.draw_without_rendering()
+        low, high = axes.get_xlim()
+        ticks = [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]
+        shown = [tick for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+        assert 2 <= len(shown) <= most
+        boxes = sorted(tick.label1.get_window_extent().intervalx.tolist() for tick in shown)
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(boxes))
+
+
+def test_a_long_title_stays_on_the_figure():
+    figure, _ = figures.two_panels("byte-level GPT on the standard library, " + "adamw:4e-3,schedule=cosine, " * 8)
+    (title,) = figure.texts
+    figure.draw_without_rendering()
+    assert title.get_window_extent().x1 <= figure.bbox.x1
