@@ -110,6 +110,27 @@ def test_best_rates_of_the_guide_to_reducers_are_those_of_the_report():
         assert row in guide
 
 
+def test_the_local_suite_of_the_guide_to_reducers_is_that_of_the_report():
+    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+    report = (REPORTS / "2026-11-local" / "suite.md").read_text()
+    percents = {}
+    for workers, table in re.findall(r"^(\d) workers\n\n(.*?)(?:\n\n|\Z)", report, re.M | re.S):
+        for spelling, percent in re.findall(r"^\| `(.+?)` \| .* \| (.+? %) \|$", table, re.M):
+            percents[int(workers), spelling] = percent
+    assert len(percents) == 2 * 19
+    for name, spelling in (
+        ("Local SGD", "local_sgd:H={}"),
+        ("SlowMo, 0.5", "slowmo:H={},momentum=0.5,buffers=maintain"),
+        ("DiLoCo", "diloco:H={},momentum=0.9"),
+        ("streaming DiLoCo, 4 fragments", "streaming_diloco:H={},fragments=4,momentum=0.9"),
+        ("DiLoCo, outer difference in 4 bits", "diloco:H={},momentum=0.9/two_shot:qsgd:4"),
+        ("SparseLoCo", "sparse_loco:H={}"),
+    ):
+        cells = [percents[workers, spelling.format(period)] for period in (8, 32, 128) for workers in (4, 8)]
+        (row,) = re.findall(rf"^\| {re.escape(name)} \| [^|]*`H`[^|]* \| (.*) \|$", guide, re.M)
+        assert row.split(" | ") == cells
+
+
 def test_best_rates_are_those_of_the_runs():
     lines = (REPORTS / "2026-11-local" / "warm_start.jsonl").read_text().splitlines()
     losses = {}
