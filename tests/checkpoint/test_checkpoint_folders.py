@@ -92,6 +92,22 @@ def test_reading_beside_a_writer_that_drops_and_replaces(tmp_path, same, monkeyp
         beside.join()
 
 
+def test_the_newest_may_be_replaced_between_two_looks(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, STATE, 1)
+    latest, looks = reader.latest, []
+
+    def save_after(folder):
+        found = latest(folder)
+        looks.append(found)
+        if found == 1:
+            checkpoint.save(tmp_path, {"w": STATE["w"] * 2}, 2, keep=1)
+        return found
+
+    monkeypatch.setattr(reader, "latest", save_after)
+    assert checkpoint.load(tmp_path).step == 2
+    assert looks == [1, 2]
+
+
 def test_a_checkpoint_that_goes_is_no_damage(tmp_path, monkeypatch):
     """What a reader meets if a writer drops what it has just begun to read."""
     for step in (1, 2):
