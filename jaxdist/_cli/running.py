@@ -161,17 +161,16 @@ def train_to_end(
     # --steps is the total of all starts of a run.
     if run.first >= options.steps:
         raise ValueError(f"the resumed run has already done {run.first} steps: --steps must be larger")
-    records, evaluations, state, sent = [], [], run.state, 0.0
+    records, evaluations, state = [], [], run.state
     columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
     interrupts = contextlib.nullcontext() if save is None else _interrupt_as_preemption(run.first)
     with interrupts, Progress(*columns, console=console) as progress:
         bar = progress.add_task(name, total=options.steps, completed=run.first, now="")
         for record, state in train.steps(run, options.steps - run.first, first=run.first, after=after):
             records.append(record)
-            sent += record.wire_bytes
             results.write_line(log, {"kind": "step", "reducer": name, **record._asdict()})
-            # The mean of all steps: a method with rounds sends nothing in most of them.
-            speed, size = record.units_per_second, in_bytes(sent / len(records))
+            # The mean until now, as in the table: a method with rounds sends nothing in most steps.
+            speed, size = record.units_per_second, in_bytes(record.total_wire_bytes / record.step)
             now = f"loss {record.loss:.3f} {speed:7,.0f} {workload.unit}/s {size}/step"
             progress.update(bar, advance=1, now=now)
             if save is not None:

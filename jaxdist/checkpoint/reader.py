@@ -231,12 +231,9 @@ def _find(path: str | Path, step: int | None, together: Together) -> Path:
     root = _files.root_of(path)
 
     def look() -> int | None:
-        # A writer may drop the newest one for a newer one after it was listed.
-        for _ in range(_TRIES):
-            number = latest(path) if step is None else step
-            if number is None or _files.is_folder(_files.folder_of(root, number)):
-                return number
-        return None
+        if step is None:
+            return latest(path)
+        return step if _files.is_folder(_files.folder_of(root, step)) else None
 
     # Process 0 decides: a file system may show a new folder to one process before another.
     if (number := together.first(look)) is None:

@@ -4,7 +4,7 @@ import functools
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,19 +34,12 @@ class Corpus(NamedTuple):
 def standard_library() -> dict[str, bytes]:
     """Reads the standard library's modules: name to source, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    modules = (path for path in _walk(root, skip=SKIPPED.__contains__) if path.name.endswith(".py"))
     # `_sysconfigdata_*` differs between machines.
-    paths = (p for p in _modules(root) if "_sysconfigdata" not in p.name)
-    files = _read(root, paths)
+    files = _read(root, (path for path in modules if "_sysconfigdata" not in path.name))
     if not files:
         raise ValueError(f"no standard library source under {root}; pass your own text with --text")
     return files
-
-
-def _modules(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        # Not even looked into: `site-packages` may hold a hundred thousand files.
-        folders[:] = [name for name in folders if name not in SKIPPED]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def files_under(path: str | Path) -> dict[str, bytes]:
@@ -59,14 +52,20 @@ def files_under(path: str | Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes()}
     if not path.is_dir():
         raise ValueError(f"no file or folder at {path}")
-    visible = (
-        p for p in path.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
-    )
+    visible = (p for p in _walk(path, skip=lambda name: name.startswith(".")) if p.is_file())
     # A zero byte is the usual sign of a binary file.
     files = {name: content for name, content in _read(path, visible).items() if b"\0" not in content}
     if not files:
         raise ValueError(f"no text files under {path}")
     return files
+
+
+def _walk(root: Path, *, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields what lies below a folder and is no folder, but for names to skip."""
+    for folder, folders, names in os.walk(root):
+        # Not even looked into: `site-packages` and `.git` may hold a hundred thousand files.
+        folders[:] = [name for name in folders if not skip(name)]
+        yield from (Path(folder, name) for name in names if not skip(name))
 
 
 def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
