@@ -1,4 +1,4 @@
-# make demo    train with several reducers on the same text and seed, print the table, say where the plot lies
+# make demo    train with several reducers on the same text and seed, print the table and the path of the plot
 # make test    every check: conflict markers, format, lint, layers, types, docs, tests and doctests
 #
 # Each makes .venv with PYTHON and pinned versions first. Other variables:

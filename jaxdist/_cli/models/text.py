@@ -61,7 +61,7 @@ def files_under(path: str | Path) -> dict[str, bytes]:
 
 
 def _walk(root: Path, *, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields what lies below a folder and is no folder, but for names to skip."""
+    """Yields every file below a folder, without files and folders whose names `skip` accepts."""
     for folder, folders, names in os.walk(root):
         # Not even looked into: `site-packages` and `.git` may hold a hundred thousand files.
         folders[:] = [name for name in folders if not skip(name)]
