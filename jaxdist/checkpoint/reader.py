@@ -223,7 +223,11 @@ def _read_one(path: str | Path, step: int | None, take: Callable[[Path, Manifest
 
 def _is_unchanged(folder: Path, before: bytes | None) -> bool:
     """Returns whether a checkpoint is still the same. Several processes never start over: not all may have noticed."""
-    return jax.process_count() > 1 or (_files.is_folder(folder) and _files.stamp(folder) == before)
+    if jax.process_count() > 1:
+        return True
+    # Files of a checkpoint under its second name may be being deleted, once a successor has the first.
+    current = _files.folder_of(folder.parent, int(folder.stem))
+    return current == folder and _files.is_folder(folder) and _files.stamp(folder) == before
 
 
 def _find(path: str | Path, step: int | None, together: Together) -> Path:

@@ -129,6 +129,23 @@ def test_a_checkpoint_that_goes_is_no_damage(tmp_path, monkeypatch):
         checkpoint.load(tmp_path, step=3)
 
 
+def test_one_whose_successor_came_while_it_was_read_may_be_half_deleted(tmp_path, monkeypatch):
+    """A writer replaces a checkpoint by two renames; a reader between them takes the old one under its second name."""
+    checkpoint.save(tmp_path, STATE, 1)
+    old = (tmp_path / "1").rename(tmp_path / "1.replaced")
+    read_sums = _files.read_sums
+
+    def replace_after(folder):
+        sums = read_sums(folder)
+        if folder == old:
+            shutil.copytree(old, tmp_path / "1")
+            (old / _files.MANIFEST).unlink()
+        return sums
+
+    monkeypatch.setattr(_files, "read_sums", replace_after)
+    assert checkpoint.load(tmp_path).state["w"].tolist() == STATE["w"].tolist()
+
+
 OTHER = """
 import sys
 from jaxdist import checkpoint
