@@ -9,6 +9,7 @@ from jax import P
 import jaxdist as jd
 from jaxdist import analysis
 from jaxdist.comm import alone, cond, count_sent, nested, over, split_group, total_bytes
+from jaxdist.comm.pair import LEAST_BYTES
 
 BOTH = ("pod", "chip")
 PARTS = [(0, 6, 3, 1), (2, 4, 7, 5)]
@@ -45,7 +46,8 @@ def like(shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "word"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")]
+    ("dtype", "word"),
+    [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")],
 )
 def test_narrow_floats_travel_as_words(mesh, dtype, word):
     def f(x):
@@ -99,6 +101,19 @@ def test_two_workers_gather_rather_than_scatter():
     mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
     traced = compiled(mesh, "data", lambda x: over("data").mean(x), like((8, 16), jnp.bfloat16))
     assert [op.kind for op in analysis.collectives(traced.lower().compile()).ops] == ["all-gather"]
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_long_float16_means_are_of_words(workers):
+    """Which gloo need not add; of the bytes of an all-reduce, and in float32: 57344 eight times is infinite."""
+    mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
+    rows = np.random.default_rng(0).standard_normal((workers, LEAST_BYTES // 2)).astype(np.float16)
+    rows[:, 0] = 57344
+    step = jax.jit(jax.shard_map(lambda r: over("data").mean(r[0]), mesh=mesh, in_specs=P("data"), out_specs=P()))
+    np.testing.assert_allclose(step(rows), rows.astype(np.float32).mean(0), rtol=1e-3, atol=1e-6)
+    found = analysis.collectives(step.lower(rows).compile())
+    assert "all-reduce" not in {op.kind for op in found.ops if op.dtype == "float16"}
+    assert found.wire_bytes == 2 * (workers - 1) / workers * LEAST_BYTES
 
 
 def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):

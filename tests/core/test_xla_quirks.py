@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxdist._core.xla_quirks import (
+    MOST_SLICES,
+    add_rows,
     hide_constants,
     largest_magnitude,
     running_sum,
@@ -48,6 +50,19 @@ def test_long_rows_are_not_copied_inside_vmap():
     rows = jax.ShapeDtypeStruct((2, 1, 2**20), jnp.float32)
     compiled = jax.jit(jax.vmap(lambda x: sum_rows(jnp.abs(x)))).lower(rows).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, MOST_SLICES, MOST_SLICES + 1])
+def test_sums_of_rows(count):
+    rows = np.random.default_rng(0).standard_normal((count, 2, 5)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(add_rows)(rows), rows.astype(np.float64).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_added_without_a_copy_of_wider_ones():
+    """A reduction writes them first, at twice the bytes."""
+    rows = jax.ShapeDtypeStruct((4, 2**18), jnp.float16)
+    compiled = jax.jit(lambda x: add_rows(x.astype(jnp.float32)).astype(x.dtype)).lower(rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**18
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 1000, 4097])
