@@ -351,8 +351,9 @@ def is_map_params_placeholder(like: PyTree) -> bool:
 def exact() -> Reducer:
     """The mean over workers: `mean = (1/W) Σ_w x_w`, bit for bit what `lax.pmean` of the concatenated leaves gives.
 
-    *On the wire*: one all-reduce for each dtype; a worker sends `2(W-1)/W · itemsize · size` bytes. The CPU
-    backend would widen bfloat16, so it is sent as u16 words. The reduce-scatter form sends half of that, padded.
+    *On the wire*: one all-reduce for each dtype; a worker sends `2(W-1)/W · itemsize · size` bytes. On CPU, where
+    XLA would widen bfloat16 and gloo adds float16 slowly, bfloat16 and long arrays of float16 are sent as u16 words and
+    added in float32. The reduce-scatter form sends half of that, padded.
 
     *State*: none.
 
