@@ -117,7 +117,7 @@ def _mesh_mean(axes: Axes, x: Array) -> Array:
     # XLA:CPU does not widen float16, but gloo adds it slowly: one collective is faster while arrays are short.
     if x.dtype == jnp.float16 and not is_long(x):
         return sum_on_the_wire(x)
-    return lax.platform_dependent(x, cpu=sum_in_words, default=sum_on_the_wire)
+    return choose_faster(x, plain=sum_on_the_wire, cpu=sum_in_words)
 
 
 def _mesh_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
@@ -127,27 +127,31 @@ def _mesh_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
 
 
 def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
-    def gather(words):
-        return lax.all_gather(words, axes, **typed)
+    gather = partial(lax.all_gather, axis_name=axes, **typed)
 
     def gather_tiles(words):
         return gather(jnp.pad(words, (0, -words.size % _tile(words))))[:, : words.size]
 
-    words = _to_words(_mark_varying(axes, x))
-    whole_tiles = words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0
-    plain = gather if whole_tiles else lambda words: lax.platform_dependent(words, tpu=gather_tiles, default=gather)
-    if _size(axes) == 2 and is_compressed(x) and is_long(words):
-        agreed = typed.get("to") == "invarying"
-        return _from_words(choose_faster(words, plain=plain, cpu=partial(gather_pair, axes, agreed=agreed)), x)
-    return _from_words(plain(words), x)
+    def send(words):
+        whole_tiles = words.ndim != 1 or words.size < _tile(words) or words.size % _tile(words) == 0
+        plain = gather if whole_tiles else lambda words: lax.platform_dependent(words, tpu=gather_tiles, default=gather)
+        if _size(axes) == 2 and is_compressed(x) and is_long(words):
+            agreed = typed.get("to") == "invarying"
+            return choose_faster(words, plain=plain, cpu=partial(gather_pair, axes, agreed=agreed))
+        return plain(words)
+
+    return _send_words(_mark_varying(axes, x), send=send, plain=gather)
 
 
 def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
-    words = _to_words(_mark_varying(axes, x))
     plain = partial(_exchange_rows, axes)
-    if words.shape[0] == _size(axes) == 2 and is_compressed(x) and is_long(words[0]):
-        return _from_words(choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes)), x)
-    return _from_words(plain(words), x)
+
+    def send(words):
+        if words.shape[0] == _size(axes) == 2 and is_compressed(x) and is_long(words[0]):
+            return choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes))
+        return plain(words)
+
+    return _send_words(_mark_varying(axes, x), send=send, plain=plain)
 
 
 def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
@@ -178,14 +182,14 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     check_permutation(pairs, _size(axes))
-    words = _to_words(_mark_varying(axes, x))
+    plain = partial(lax.ppermute, axis_name=axes, perm=pairs)
 
-    def permute(words):
-        return lax.ppermute(words, axes, pairs)
+    def send(words):
+        if sorted(pairs) == [(0, 1), (1, 0)] and is_long(words):
+            return choose_faster(words, plain=plain, cpu=partial(permute_pair, axes))
+        return plain(words)
 
-    if sorted(pairs) == [(0, 1), (1, 0)] and is_long(words):
-        return _from_words(choose_faster(words, plain=permute, cpu=partial(permute_pair, axes)), x)
-    return _from_words(permute(words), x)
+    return _send_words(_mark_varying(axes, x), send=send, plain=plain)
 
 
 def _mark_varying(axes: Axes, x: Array) -> Array:
@@ -270,6 +274,15 @@ def _local_mean(x: Array) -> Array:
 
 def _is_floating(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _send_words(x: Array, *, send: Callable[[Array], Array], plain: Callable[[Array], Array]) -> Array:
+    """`send(x)`, narrow floats as words. These have no derivative: it is that of `plain(x)`, the same in any dtype."""
+    if _to_words(x) is x:
+        return send(x)
+    in_words = jax.custom_jvp(lambda x: _from_words(send(_to_words(x)), x))
+    in_words.defjvp(lambda primals, tangents: (in_words(*primals), plain(*tangents)))
+    return in_words(x)
 
 
 def _to_words(x: Array) -> Array:

@@ -46,8 +46,7 @@ def like(shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "word"),
-    [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")],
+    ("dtype", "word"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8"), ("float8_e5m2", "uint8")]
 )
 def test_narrow_floats_travel_as_words(mesh, dtype, word):
     def f(x):
@@ -114,6 +113,26 @@ def test_long_float16_means_are_of_words(workers):
     found = analysis.collectives(step.lower(rows).compile())
     assert "all-reduce" not in {op.kind for op in found.ops if op.dtype == "float16"}
     assert found.wire_bytes == 2 * (workers - 1) / workers * LEAST_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("workers", "size"), [(2, LEAST_BYTES), (4, 8), (4, LEAST_BYTES)])
+def test_what_travels_as_words_has_the_gradient_of_float32(dtype, workers, size):
+    mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
+    weights = jnp.arange(1.0, workers + 1)[:, None] * jnp.ones((1, size))
+
+    def loss(own, weight):
+        c, chunks = over("data"), own.reshape(workers, -1)
+        sent = [c.mean(own), c.ppermute(own, turned(workers)), c.all_gather(own).sum(0)]
+        sent += [c.all_to_all(chunks).ravel(), jnp.tile(c.reduce_scatter_mean(chunks), workers)]
+        return sum(jnp.sum(c.varying(x).astype(jnp.float32) * weight) for x in sent)
+
+    def gradient(own, weight):
+        return jax.grad(loss)(own[0], weight[0])[None].astype(jnp.float32)
+
+    step = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    wanted = step(jnp.ones((workers, size)), weights)
+    np.testing.assert_allclose(step(jnp.ones((workers, size), dtype), weights), wanted, rtol=2e-2)
 
 
 def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):
