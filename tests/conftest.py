@@ -26,10 +26,10 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
+from type_checks import install_import_hook
 
 # Test modules import the library. Under xdist the first process collects none of them, and is spared the import.
-install_import_hook("jaxdist", "beartype.beartype")
+install_import_hook("jaxdist")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,0 +1,90 @@
+"""Checks the annotations of a package at every call of its functions.
+
+jaxtyping has such a hook, too. It builds two functions for each function that is defined, and calls both at each call:
+a fifth of the processor time of the tests.
+"""
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
+
+from beartype import BeartypeConf, beartype
+from jaxtyping import TypeCheckError, jaxtyped
+
+_HAS_SHAPE = re.compile(r"\w+\[[^][]*, '[^']*'\]")
+# An int is a float to a type checker.
+_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=TypeCheckError))
+
+
+def install_import_hook(package: str) -> None:
+    """Makes the functions of the package, which must not have been imported yet, raise `TypeCheckError`."""
+    sys.meta_path.insert(0, _Finder(package))
+
+
+def check_types(function: Callable) -> Callable:
+    """Checks arguments and results, and that sizes with a name are equal within a call; of a class, its fields."""
+    if isinstance(function, type):
+        return jaxtyped(function, typechecker=_beartype)
+    if not function.__annotations__:
+        return function
+    checked = None
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        # At the first call: most functions are never called in a process that runs a part of the tests.
+        nonlocal checked
+        if checked is None:
+            checked = _beartype(function)
+            if any(_HAS_SHAPE.search(repr(hint)) for hint in function.__annotations__.values()):
+                checked = jaxtyped(checked, typechecker=None)
+        return checked(*args, **kwargs)
+
+    return call
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, package: str):
+        self.package = package
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] != self.package:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname):
+        # Not `source_to_code`, whose result would be written to the files of compiled code that users load.
+        tree = _Decorate().visit(ast.parse(self.get_data(self.path), self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+
+
+class _Decorate(ast.NodeTransformer):
+    def visit_Module(self, node):
+        self.generic_visit(node)
+        first = next(i for i, each in enumerate([*node.body, None]) if not _is_docstring_or_future(each))
+        node.body[first:first] = ast.parse("from type_checks import check_types as CHECK_TYPES").body
+        return node
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        # Innermost, below `jax.jit` and `custom_vjp`.
+        node.decorator_list.append(ast.Name("CHECK_TYPES", ast.Load()))
+        return node
+
+    def visit_ClassDef(self, node):
+        self.generic_visit(node)
+        # Outermost: `dataclass` makes the function that takes the fields.
+        node.decorator_list.insert(0, ast.Name("CHECK_TYPES", ast.Load()))
+        return node
+
+
+def _is_docstring_or_future(node):
+    return isinstance(node, ast.Expr) or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
