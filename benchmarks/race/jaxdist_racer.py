@@ -107,10 +107,9 @@ class JaxdistRacer:
         found = (analysis.collectives(self.compiled, branch=branch) for branch in ("max", "min"))
         most, least = (step_time.traffic(each, workers=workers, gloo=True) for each in found)
         period = H if self.mode in SYNCS else 1
-        coding = 0.0
-        if REDUCERS.get(self.mode) and self.mode != "exact":
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.stream.params)
-            coding = analysis.codec_seconds(REDUCERS[self.mode](), like, workers=workers)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.stream.params)
+        # The rounds of local methods average with `exact`.
+        coding = analysis.codec_seconds(REDUCERS.get(self.mode, jd.exact)(), like, workers=workers)
         kinds = [
             (op.kind, op.dtype, op.bytes, op.messages, op.wire_bytes) for op in analysis.collectives(self.compiled).ops
         ]

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import compute_on as _compute_on
 from jax.extend import core
 from jax.extend.core import primitives
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from .types import Array, PyTree
 
@@ -62,6 +62,8 @@ _assume_replicated_p.def_impl(lambda x, *, names: x)
 _assume_replicated_p.def_abstract_eval(_replicated_type)
 mlir.register_lowering(_assume_replicated_p, lambda context, x, *, names: [x])
 batching.defvectorized(_assume_replicated_p)
+# As with a sum over workers, each of them receives the gradient of the one value.
+ad.deflinear2(_assume_replicated_p, lambda cotangent, x, *, names: [cast_varying(cotangent, names)])
 
 
 def with_weak_types(new: PyTree, old: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._core.compat import shard_map
 from .._core.types import Array, AxisNames, Like, PyTree
-from ..comm.base import Comm
+from ..comm.base import Comm, alone
 from ..comm.over import over
 from ..reducers.base import Reducer, exact
 from ..state.marks import PerWorker, Sharded, axis_tuple, map_marked
@@ -94,11 +94,11 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: int = 5) -> float:
-    """Times what a reducer computes in one step beyond what `exact()` does: encoding, decoding, factorizing.
+    """Times what a reducer computes in one step: packing, encoding, decoding, factorizing.
 
-    It is the difference of two programs that subtract the mean from parameters, one with `reducer` and one with
-    `exact()`, which take turns. In a step, too, the mean goes straight into the optimizer, and the mean of `exact()` is
-    packed for its all-reduce: a reducer that is timed alone seems slower than it is, by the memory that both write.
+    It is the difference of two programs that subtract updates from parameters, one their mean by `reducer`, the other
+    those of a worker that trains alone, which take turns. In a step, too, the mean goes straight into the optimizer: a
+    reducer that is timed by itself seems slower than it is, by the memory that both programs read and write.
 
     It runs on one device, with the other workers simulated by copies of this one's payload, so that a gather of `W`
     payloads is decoded `W` times as in a real job. Nothing is sent and no waiting is counted: `collectives` of the step
@@ -119,26 +119,31 @@ def codec_seconds(reducer: Reducer, like: PyTree[Like], *, workers: int, turns: 
     for name, value in (("workers", workers), ("turns", turns)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    runs = [_make_run(each, like, workers) for each in (reducer, exact())]
+    runs = [
+        _make_run(reducer, like, partial(_simulate_comm, workers), _state_of_one_worker(reducer, like, workers)),
+        _make_run(exact(), like, lambda zero: alone(), ()),
+    ]
     for run in runs:
         jax.block_until_ready(run())
     # In turns, as machines drift.
-    differences = [own - plain for own, plain in ([_seconds(run) for run in runs] for _ in range(turns))]
+    differences = [own - idle for own, idle in ([_seconds(run) for run in runs] for _ in range(turns))]
     return max(0.0, statistics.median(differences))
 
 
-def _make_run(reducer: Reducer, like: PyTree[Like], workers: int) -> Callable[[], Any]:
+def _make_run(
+    reducer: Reducer, like: PyTree[Like], make_comm: Callable[[Array], Comm], state: PyTree
+) -> Callable[[], Any]:
     """Makes a function that reduces updates of one worker, and subtracts the mean from its parameters."""
     leaves, tree = jax.tree.flatten(like)
     # Sparse or constant updates could be cheaper to encode than real gradients.
     keys = jax.random.split(jax.random.key(0), max(1, len(leaves)))
     updates = tree.unflatten(jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=False))
-    carry = (jax.tree.map(jnp.zeros_like, updates), _state_of_one_worker(reducer, like, workers))
+    carry = (jax.tree.map(jnp.zeros_like, updates), state)
 
     @partial(jax.jit, donate_argnums=1)
     def reduce(updates, carry, zero):
         params, state = carry
-        reduced, state = reducer.reduce(updates, state, _simulate_comm(workers, zero))
+        reduced, state = reducer.reduce(updates, state, make_comm(zero))
         return jax.tree.map(jnp.subtract, params, reduced.mean), state
 
     def run():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import cast_varying, mesh_axes_being_mapped
+from .._core.compat import assume_replicated, cast_varying, mesh_axes_being_mapped
 from .._core.types import Array, AxisNames
 from .._core.xla_quirks import add_rows
 from ..state.marks import axis_tuple
@@ -46,9 +46,7 @@ def over(axis: AxisNames) -> Comm:
             f"axis {axis!r} is not bound here: run the step with distribute(step, mesh) or simulate(step, workers) "
             f"over that axis, or pass axis=None for a single worker"
         ) from None
-    by_hand = mesh_axes_being_mapped().issuperset(axes)
-    collectives: dict[str, Any] = {"sum": _sum, "max": _max, **(_ON_MESH if by_hand else _UNDER_VMAP)}
-    functions: Any = {name: partial(f, axes) for name, f in collectives.items()}
+    functions: Any = {name: partial(f, axes) for name, f in _collectives(axes).items()}
     comm = map_over_trees(Comm(size=_size(axes), index=lax.axis_index(axes), **functions))
     if len(axes) == 1:
         return comm
@@ -87,6 +85,12 @@ def worker_key(key: Array, *, axis: AxisNames = "data") -> Array:
 
 def _size(axes: Axes) -> int:
     return math.prod(lax.axis_size(name) for name in axes)
+
+
+def _collectives(axes: Axes) -> dict[str, Any]:
+    if not mesh_axes_being_mapped().issuperset(axes):
+        return _UNDER_VMAP
+    return _ON_MESH if _size(axes) > 1 else _ALONE_ON_MESH
 
 
 def _sum(axes: Axes, x: Array) -> Array:
@@ -314,8 +318,29 @@ def _tile_multiple(tiles: int, chips: int) -> int:
     return 2 ** max(3, (-(-tiles // times) - 1).bit_length())
 
 
+def _replicate_alone(collective: Callable[[Axes, Array], Array], axes: Axes, x: Array) -> Array:
+    # The collectives of JAX turn some integers into other numbers, even for one worker.
+    return assume_replicated(x, axes) if _is_floating(x) else collective(axes, x)
+
+
+def _gather_alone(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
+    return assume_replicated(x[None], axes) if agreed else _mark_varying(axes, x)[None]
+
+
+def _scatter_alone(axes: Axes, x: Array) -> Array:
+    _check_rows(x, 1)
+    return _mark_varying(axes, x)[0]
+
+
+def _permute_alone(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    check_permutation(pairs, 1)
+    return _mark_varying(axes, x if pairs else jnp.zeros_like(x))
+
+
 # The functions of a group for single arrays: under `shard_map`, and under `vmap`, which types nothing.
 _ON_MESH = {
+    "sum": _sum,
+    "max": _max,
     "mean": _mesh_mean,
     "all_gather": _mesh_all_gather,
     "all_to_all": _mesh_all_to_all,
@@ -324,10 +349,25 @@ _ON_MESH = {
     "varying": _mark_varying,
 }
 _UNDER_VMAP = {
+    "sum": _sum,
+    "max": _max,
     "mean": _vmap_mean,
     "all_gather": _vmap_all_gather,
     "all_to_all": _vmap_all_to_all,
     "reduce_scatter_mean": _vmap_reduce_scatter_mean,
     "ppermute": _vmap_permute,
     "varying": lambda axes, x: x,
+}
+
+# Of one worker they are identities, with the types that collectives give. XLA:CPU does not know that: it would pack the
+# arrays of an all-reduce, copy them and unpack them, which takes longer than Adam.
+_ALONE_ON_MESH = {
+    "sum": partial(_replicate_alone, _sum),
+    "max": partial(_replicate_alone, _max),
+    "mean": partial(_replicate_alone, _mesh_mean),
+    "all_gather": _gather_alone,
+    "all_to_all": _mark_varying,
+    "reduce_scatter_mean": _scatter_alone,
+    "ppermute": _permute_alone,
+    "varying": _mark_varying,
 }

@@ -1,5 +1,7 @@
 """What a `Comm` sends, read from compiled programs; the ledger that counts it; conditions around collectives."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import P
 
 import jaxdist as jd
 from jaxdist import analysis
+from jaxdist._core.compat import varying_axes
 from jaxdist.comm import alone, cond, count_sent, nested, over, split_group, total_bytes
 from jaxdist.comm.pair import LEAST_BYTES
 
@@ -184,6 +187,62 @@ def test_a_group_of_one_sends_nothing():
     comm.ppermute(x, [(0, 0)])
     assert ledger == []
     assert total_bytes(ledger) == 0.0
+
+
+MODULE = importlib.import_module("jaxdist.comm.over")  # `jaxdist.comm.over` is the function
+ALL = {
+    "sum": lambda comm, x: comm.sum(x),
+    "max": lambda comm, x: comm.max(x),
+    "mean": lambda comm, x: comm.mean(x),
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "all_gather, differing": lambda comm, x: comm.all_gather(x, agreed=False),
+    "all_to_all": lambda comm, x: comm.all_to_all(x),
+    "reduce_scatter_mean": lambda comm, x: comm.reduce_scatter_mean(x),
+    "ppermute": lambda comm, x: comm.ppermute(x, [(0, 0)]),
+    "ppermute to no worker": lambda comm, x: comm.ppermute(x, []),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize("name", list(ALL))
+def test_one_worker_of_a_mesh_gets_what_a_collective_would_give(monkeypatch, name, dtype):
+    mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    x = (jnp.arange(6) % 5 - 2).reshape(1, 6).astype(dtype)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    types = []
+
+    def one(x):
+        out = ALL[name](over("data"), x)
+        types.append((out.dtype, varying_axes(out)))
+        return over("data").varying(out)
+
+    def run():
+        step = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        # JAX has no derivative of the maximum over workers.
+        gradients = [jax.grad(lambda x: (2 * step(x)).sum())(x)] if floating and name != "max" else []
+        compiled = jax.jit(step).lower(x).compile()
+        return analysis.collectives(compiled), [compiled(x), *gradients]
+
+    collectives, found = run()
+    monkeypatch.setattr(MODULE, "_ALONE_ON_MESH", MODULE._ON_MESH)
+    assert not (floating and collectives.ops)
+    for own, theirs in zip(found, run()[1], strict=True):
+        np.testing.assert_array_equal(own, theirs)
+    assert len(set(types)) == 1
+
+
+def test_one_worker_of_a_mesh_copies_nothing():
+    """XLA:CPU packs and copies the arrays of an all-reduce even if there is a single worker."""
+    mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    tree = [like((1024, 1024)), like((1024,))] * 2
+
+    def one(state, gradients):
+        mean = jd.exact().reduce(gradients, (), over("data"))[0].mean
+        return jax.tree.map(lambda x, g: x - 0.1 * g, state, mean), ()
+
+    compiled = jd.distribute(one, mesh, batch_specs=P()).lower(tree, tree).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
 # ---- conditions

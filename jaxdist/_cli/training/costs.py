@@ -11,7 +11,7 @@ from ... import analysis
 from ...analysis.base import make_collective, summarize
 from ...analysis.measured import seconds_of
 from ...analysis.step_time import Schedule, StepCost, Traffic, mean_traffic, traffic
-from ...reducers.base import Law, Reducer
+from ...reducers.base import Reducer
 from ...runtime.distribute import distribute
 from ...runtime.mesh import global_batch, make_mesh
 from ...state.placement import init_state
@@ -26,7 +26,7 @@ AXIS = "data"
 
 def measure_compute(workload: Workload, optimizer: str, examples: int, *, repetitions: int = 3) -> float:
     """Measures the median time of one worker's step on the default device, without communication."""
-    # On one device an all-reduce is the identity: what remains is the own work of a worker.
+    # On one device an all-reduce is the identity, and is not compiled: what remains is the own work of a worker.
     return _measure_alone(workload, parse.parse_method("exact", optimizer, ANY_STEPS), examples, repetitions)
 
 
@@ -56,16 +56,13 @@ def find_reducer(name: str, method: TrainingMethod) -> Reducer | None:
 def measure_coding(
     name: str, method: TrainingMethod, workload: Workload, *, workers: int, examples: int, compute: float
 ) -> float:
-    """Measures the seconds of a step, on average, in which a worker encodes and decodes the payloads of all workers.
+    """Measures the seconds of a step, on average, in which a worker packs, encodes and decodes the payloads of all.
 
     For an optimizer that communicates it is what its own step takes longer than `compute`, the step of `--optimizer`.
     """
     reducer = find_reducer(name, method)
     if reducer is None:
         return max(0.0, _measure_alone(workload, method, examples, 3) - compute)
-    # A plain mean sends the gradient as it is: there is no code to time.
-    if reducer.law == Law.MEAN:
-        return 0.0
     like = jax.eval_shape(workload.init, jax.random.key(0))
     # Methods with local steps encode once in a round of H steps.
     return analysis.codec_seconds(reducer, like, workers=workers) / (method.sync_period or 1)
