@@ -333,8 +333,7 @@ def _scatter_alone(axes: Axes, x: Array) -> Array:
 
 
 def _permute_alone(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
-    check_permutation(pairs, 1)
-    return _mark_varying(axes, x if pairs else jnp.zeros_like(x))
+    return _mark_varying(axes, alone().ppermute(x, pairs))
 
 
 # The functions of a group for single arrays: under `shard_map`, and under `vmap`, which types nothing.

@@ -75,7 +75,7 @@ class _Decorate(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node):
         self.generic_visit(node)
-        # Innermost, below `jax.jit` and `custom_vjp`.
+        # Innermost, below `jax.jit` and `custom_vjp`. A class would mangle a name that begins with two underscores.
         node.decorator_list.append(ast.Name("CHECK_TYPES", ast.Load()))
         return node
 
