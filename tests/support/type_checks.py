@@ -1,7 +1,7 @@
 """Checks the annotations of a package at every call of its functions.
 
 jaxtyping has such a hook, too. It builds two functions for each function that is defined, and calls both at each call:
-a fifth of the processor time of the tests.
+tests take a sixth less processor time with this one.
 """
 
 import ast
