@@ -10,7 +10,7 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import check_range
-from .._core.trees import next_count
+from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import add_bytes
 from ..comm.over import over
@@ -240,22 +240,13 @@ def _update(
     # A round starts only after the previous one has arrived.
     period = jnp.maximum(period_at(cfg.sync_period if sync_period is None else sync_period, state.count), cfg.delay + 1)
     has_extras = {"has_rate": learning_rate is not None, "has_examples": examples is not None}
-
-    def synchronize_due(state: LocalStepsState, local: PyTree) -> tuple[LocalStepsState, list[Flag]]:
-        labels = labels_of(cfg.fragments, state.anchor)
-        fragments, models = split_state(state, labels), split(local, labels, cfg.fragments.number)
-        due = _due_fragments(cfg, fragments, override, period, warm)
-        after = [
-            synchronize_fragment(comm, flag, cfg.reducer, cfg.outer, fragment, model, **has_extras)
-            for flag, fragment, model in zip(due, fragments, models, strict=True)
-        ]
-        return merge_state(state, after, labels), due
+    synchronize = partial(_synchronize, cfg, comm, override, period, warm, **has_extras)
 
     with jax.named_scope("local_steps"):
         # The inner step uses the previous anchor: with a delay, the round of the previous step runs at the same time.
         anchor = comm.varying(state.anchor)
         if cfg.delay:
-            state, _ = synchronize_due(state, params)
+            state, _, _ = synchronize(state, params)
 
         # During the warm-up all workers take the same step, with the mean gradient.
         gradients = warm_mean(comm, warm, updates, examples)
@@ -279,13 +270,13 @@ def _update(
         # With a delay, the result of a round is merged when its fragment has taken `delay` more steps.
         if cfg.delay:
             arrived = [(state.rounds[i] > 0) & (state.since[i] == cfg.delay) for i in range(cfg.fragments.number)]
+            steps = _merge_arrived(cfg, arrived, state, params, steps)
         else:
-            state, arrived = synchronize_due(state, local if group is None else group)
+            state, steps, arrived = synchronize(state, params, steps, group)
         inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
         # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
         if warm is not False:
             state = state._replace(anchor=set_anchor(comm, state.count == cfg.warmup_steps, state.anchor, local))
-        steps = _merge_anchors(cfg, arrived, state, local, params, steps, group)
         if nested:
             # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
             inner_state = restart_models(arrived[0], comm, inner_state, cfg.inner.init(state.anchor))
@@ -329,6 +320,33 @@ def _due_fragments(
     return [is_due(part.since, part.rounds, period, first) & ~jnp.asarray(warm) for part, first in pairs]
 
 
+def _synchronize(
+    cfg: _Config,
+    comm: comms.Comm,
+    override: Collection[int] | None,
+    period: Array,
+    warm: Flag,
+    state: LocalStepsState,
+    params: PyTree,
+    steps: Updates | None = None,
+    group: Updates | None = None,
+    **has_extras: bool,
+) -> tuple[LocalStepsState, Updates | None, list[Flag]]:
+    """Synchronizes the fragments that are due; returns the state, the updates, and a flag for each fragment."""
+    labels, number = labels_of(cfg.fragments, state.anchor), cfg.fragments.number
+    fragments = split_state(state, labels)
+    due = _due_fragments(cfg, fragments, override, period, warm)
+    trees = [[None] * number if tree is None else split(tree, labels, number) for tree in (params, steps, group)]
+    after = [
+        synchronize_fragment(
+            comm, flag, cfg.reducer, cfg.outer, fragment, *part, merge_alpha=cfg.merge_alpha, **has_extras
+        )
+        for flag, fragment, *part in zip(due, fragments, *trees, strict=True)
+    ]
+    state = merge_state(state, [fragment for fragment, _ in after], labels)
+    return state, None if steps is None else merge([part for _, part in after], labels), due
+
+
 def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, examples: Any) -> LocalStepsState:
     """Counts one step; warm-up steps belong to no round."""
     local_step = (~jnp.asarray(warm)).astype(jnp.int32)
@@ -340,24 +358,18 @@ def _advance_counts(state: LocalStepsState, warm: Flag, learning_rate: Any, exam
     )
 
 
-def _merge_anchors(
-    cfg: _Config,
-    arrived: list[Flag],
-    state: LocalStepsState,
-    local: PyTree,
-    params: PyTree,
-    steps: Updates,
-    group: Updates | None,
+def _merge_arrived(
+    cfg: _Config, arrived: list[Flag], state: LocalStepsState, params: PyTree, steps: Updates
 ) -> Updates:
     """Merges the anchor of each fragment that has arrived into this worker's parameters."""
-    sent = [state.sent_from.value] if cfg.overlap_correction else []
-    # The model of its group was sent; what this worker has done since the group's last round is kept.
-    if group is not None:
-        sent = [jax.tree.map(lambda model, p: model.astype(p.dtype), group, params)]
     labels = labels_of(cfg.fragments, state.anchor)
-    trees = [state.anchor, local, params, steps, *sent]
-    parts = zip(*(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
-    return merge([merge_anchor(flag, cfg.merge_alpha, *part) for flag, part in zip(arrived, parts)], labels)
+    trees = [state.anchor, params, steps, *([state.sent_from.value] if cfg.overlap_correction else [])]
+    parts = zip(arrived, *(split(tree, labels, cfg.fragments.number) for tree in trees), strict=True)
+    merged = [
+        tree_where(flag, merge_anchor(cfg.merge_alpha, anchor, params, steps, *sent), steps)
+        for flag, anchor, params, steps, *sent in parts
+    ]
+    return merge(merged, labels)
 
 
 def _vary_marked(comm: comms.Comm, state: State) -> State:

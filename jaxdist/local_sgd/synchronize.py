@@ -1,7 +1,7 @@
 """One synchronization: a fragment's round, its merge into the local model, the warm-up, and shards of parameters."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,27 +42,69 @@ def synchronize_fragment(
     reducer: Reducer,
     outer: optax.GradientTransformationExtraArgs,
     fragment: Fragment,
-    local: PyTree,
+    params: PyTree,
+    steps: Updates | None = None,
+    group: Updates | None = None,
     *,
+    merge_alpha: float | int,
     has_rate: bool,
     has_examples: bool,
-) -> Fragment:
-    """Takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts, if the fragment is due."""
+) -> tuple[Fragment, Updates | None]:
+    """If due, takes the outer step `a += outer(reduce(a - p_w))` and restarts the counts.
+
+    The model that is sent is `params` after `steps`, or that of its `group`; the updates that merge the new anchor are
+    returned in place of `steps`. Without `steps` it is `params`, and the anchor will be merged later.
+    """
     # Outer optimizer and reducer see one step a round: its rate is the mean over the inner steps.
     rate = fragment.rates / jnp.maximum(fragment.since, 1) if has_rate else None
     examples = fragment.examples if has_examples else None
-    communicate = partial(_outer_step, reducer, outer, {} if rate is None else {"learning_rate": rate}, examples)
+    take_step = partial(_outer_step, reducer, outer, {} if rate is None else {"learning_rate": rate}, examples)
     before = fragment.anchor, fragment.outer, fragment.reducer
-    after = cond_or_static(due, communicate, skip, comm, before, local)
+    if steps is None:
+        after = cond_or_static(due, take_step, lambda comm, before, params: before, comm, before, params)
+    else:
+        after, steps = end_round(comm, due, take_step, before, params, steps, group, merge_alpha=merge_alpha)
     keeps_sent = bool(jax.tree.leaves(fragment.sent_from))
-    return Fragment(
+    synchronized = Fragment(
         *after,
         since=jnp.where(due, 0, fragment.since),
         rounds=jnp.where(due, next_count(fragment.rounds), fragment.rounds),
         rates=jnp.where(due, 0, fragment.rates),
         examples=jnp.where(due, 0, fragment.examples),
-        sent_from=tree_where(due, local, fragment.sent_from) if keeps_sent else (),
+        sent_from=tree_where(due, params, fragment.sent_from) if keeps_sent else (),
     )
+    return synchronized, steps
+
+
+def end_round(
+    comm: Comm,
+    due: Flag,
+    take_step: Callable,
+    before: tuple,
+    params: PyTree,
+    steps: Updates,
+    group: Updates | None = None,
+    *,
+    merge_alpha: float | int = 0,
+) -> tuple[tuple, Updates]:
+    """If a round is due, returns what `take_step(comm, before, model)` returns, and the updates to its first part.
+
+    `before` and what `take_step` returns begin with the anchor. One condition holds the communication and the merge,
+    and passes `steps` through: computed from them outside, the model and its difference from the anchor are two more
+    arrays in each step, and XLA:CPU computes the steps once for each.
+    """
+
+    def synchronize(comm, before, params, steps, group):
+        after = take_step(comm, before, optax.apply_updates(params, steps) if group is None else group)
+        # The model of its group was sent; what this worker has done since the group's last round is kept.
+        sent = None if group is None else jax.tree.map(lambda model, p: model.astype(p.dtype), group, params)
+        return after, comm.varying(merge_anchor(merge_alpha, after[0], params, steps, sent))
+
+    def skip(comm, before, params, steps, group):
+        del params, group
+        return before, comm.varying(steps)
+
+    return cond_or_static(due, synchronize, skip, comm, before, params, steps, group)
 
 
 def _outer_step(
@@ -93,19 +135,14 @@ def _outer_step(
     return after if examples is None else tree_where(some, after, before)
 
 
-def skip(comm: Comm, before: PyTree, *operands: PyTree) -> PyTree:
-    """Returns the first operand: the branch of a step that does not synchronize."""
-    del comm, operands
-    return before
-
-
 def merge_anchor(
-    due: Flag, alpha: float | int, anchor: Updates, local: PyTree, params: PyTree, steps: Updates, sent: PyTree = None
+    alpha: float | int, anchor: Updates, params: PyTree, steps: Updates, sent: PyTree | None = None
 ) -> Updates:
-    """Returns the updates that bring `params` to `alpha · local + (1 - alpha) · anchor` if due, else `steps`.
+    """Returns the updates that bring `params` to `alpha · local + (1 - alpha) · anchor`, `local` after `steps`.
 
     With the parameters that were `sent`, to `local + (1 - alpha) (anchor - sent)`: local progress since then is kept.
     """
+    local = optax.apply_updates(params, steps)
 
     # α p_w + (1-α) a
     def mix(a, own, p, step):
@@ -117,8 +154,9 @@ def merge_anchor(
         progress = own.astype(a.dtype) - p.astype(a.dtype)
         return (progress + (1 - alpha) * (round_like(a, p) - before.astype(a.dtype))).astype(step.dtype)
 
-    merge, trees = (mix, ()) if sent is None else (correct, (sent,))
-    return tree_where(due, jax.tree.map(merge, anchor, local, params, steps, *trees), steps)
+    if sent is None:
+        return jax.tree.map(mix, anchor, local, params, steps)
+    return jax.tree.map(correct, anchor, local, params, steps, sent)
 
 
 def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Updates:

@@ -19,7 +19,7 @@ from ..transforms.local_gradients import check_leaves, check_shards
 from ..wire.flat import fuse, map_groups
 from .fragments import SyncPeriod, check_period, period_at
 from .state import check_step, copy_wide
-from .synchronize import check_entrywise, cond_or_static, merge_anchor, parse_sync_override, round_like, skip
+from .synchronize import check_entrywise, end_round, parse_sync_override, round_like
 
 
 class LocalSlowMomentumState(NamedTuple):
@@ -101,7 +101,6 @@ def local_slow_momentum(
         comm = over(axis)
         given = {} if learning_rate is None else {"learning_rate": learning_rate}
         steps, inner_state = inner.update(updates, state.inner, params, **{**extra_args, **given, "moved": True})
-        local = optax.apply_updates(params, steps)
         since = state.since + 1
         rates = state.rates + jnp.asarray(given.get("learning_rate", 0.0), jnp.float32)
         due = since >= period_at(sync_period, state.count)
@@ -110,10 +109,9 @@ def local_slow_momentum(
             # The outer optimizer sees the mean rate of the round.
             extras = {"learning_rate": rates / since} if given else {}
             before = state.anchor.value, state.outer.value
-            after = cond_or_static(due, partial(_slow_step, outer), skip, comm, before, local, extras)
-            anchor, outer_state = comm.varying(after)
             # x_i = a_i
-            steps = merge_anchor(due, 0.0, anchor, local, params, steps)
+            after, steps = end_round(comm, due, partial(_slow_step, outer, extras), before, params, steps)
+            anchor, outer_state = comm.varying(after)
         return steps, LocalSlowMomentumState(
             count=next_count(state.count),
             since=jnp.where(due, 0, since),
@@ -128,10 +126,10 @@ def local_slow_momentum(
 
 def _slow_step(
     outer: optax.GradientTransformationExtraArgs,
+    extras: dict[str, Array],
     comm: Comm,
     before: tuple[Updates, State],
     local: PyTree,
-    extras: dict[str, Array],
 ) -> tuple[Updates, State]:
     """Returns the anchor after `a += outer(a - x)`, and the state of `outer`."""
     del comm
@@ -279,7 +277,7 @@ def _noloco_update(
     override = parse_sync_override(sync, 1)
     with jax.named_scope("noloco"):
         passed = {"step": state.count, **extra_args, "anchor": slow}
-        steps, inner_state, local = inner_step(cfg.inner, updates, state.inner.value, params, active=active, **passed)
+        steps, inner_state, _ = inner_step(cfg.inner, updates, state.inner.value, params, active=active, **passed)
         since = state.since + 1
         if override is None:
             due = since >= period_at(cfg.sync_period if sync_period is None else sync_period, state.count)
@@ -288,10 +286,9 @@ def _noloco_update(
         # All workers draw the same round of the tournament.
         key = jax.random.fold_in(state.key, state.rounds)
         pairing = jax.random.randint(key, (), 0, len(tournament(comm.size)))
-        average = partial(_average_pairs, cfg)
-        slow, momentum = cond_or_static(due, average, skip, comm, (slow, momentum), pairing, local)
         # θ_i = φ_i
-        steps = merge_anchor(due, 0.0, slow, local, params, steps)
+        average = partial(_average_pairs, cfg, pairing)
+        (slow, momentum), steps = end_round(comm, due, average, (slow, momentum), params, steps)
     return steps, NoLoCoState(
         count=next_count(state.count),
         since=jnp.where(due, 0, since),
@@ -305,7 +302,7 @@ def _noloco_update(
 
 
 def _average_pairs(
-    cfg: _NoLoCo, comm: Comm, before: tuple[Updates, Updates], pairing: Array, local: Updates
+    cfg: _NoLoCo, pairing: Array, comm: Comm, before: tuple[Updates, Updates], local: Updates
 ) -> tuple[Updates, Updates]:
     """Returns the slow model and its momentum after a round."""
     slow, momentum = before

@@ -209,3 +209,21 @@ def test_wrappers_of_optax():
     around = optax.MultiSteps(tx, 2)
     with pytest.raises(ValueError, match=r"optax\.MultiSteps around a transformation that communicates"):
         jd.simulate(make(around), WORKERS)(start(around, WORKERS), batch())
+
+
+def test_step_keeps_updates_and_no_second_model(mesh):
+    wide = {name: jnp.ones((256, 256)) for name in "abcd"}
+    tx = jd.local_steps(optax.sgd(0.05, momentum=0.9), NESTEROV, sync_period=8)
+
+    def loss_of(params, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x))
+
+    def step(state, data):
+        _, gradient = jd.local_value_and_grad(loss_of)(state["params"], data)
+        updates, opt = tx.update(gradient, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
+
+    state = jd.place({"params": jd.PerWorker(wide), "opt": tx.init(wide)}, mesh)
+    program = jd.distribute(step, mesh).lower(state, jnp.ones((8, 256))).compile()
+    # The updates, the packed drift and its mean; not the model after the step, nor the momentum of before.
+    assert program.memory_analysis().temp_size_in_bytes < 3.1 * 4 * 4 * 256**2
