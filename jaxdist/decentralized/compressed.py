@@ -359,7 +359,7 @@ def _send_payloads(context: StepContext, compressor: Compressor, leaves: Sequenc
     arrays, payload_tree = jax.tree.flatten(payloads)
     received = []
     for message in static_round.messages:
-        arrived = fuse_bytes(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
+        arrived = fuse_bytes(comm, lambda x, pairs=message.pairs: comm.ppermute(x, pairs), arrays)
         received.append((weight_of(comm, message.weights), payload_tree.unflatten(arrived)))
     return _Exchanged(groups, stacks, payloads, received)
 

@@ -203,7 +203,7 @@ def _cross_gradients(
 
 def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(fuse(lambda x: comm.ppermute(x, pairs), leaves))
+    return structure.unflatten(fuse(comm, lambda x: comm.ppermute(x, pairs), leaves))
 
 
 def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array, sweeps: int = 50) -> Array:

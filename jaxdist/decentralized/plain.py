@@ -335,7 +335,7 @@ def _relay_step(context: StepContext) -> StepResult:
 
 def _send_color(comm: Comm, color: _Color, tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(fuse(lambda x: comm.ppermute(x, color.pairs), leaves))
+    return structure.unflatten(fuse(comm, lambda x: comm.ppermute(x, color.pairs), leaves))
 
 
 def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:

@@ -325,7 +325,7 @@ def _exchange(comm: Comm, pairing: Array, tree: Updates) -> Updates:
     leaves, structure = jax.tree.flatten(tree)
 
     def permute(pairs, comm, leaves):
-        return fuse(lambda x: comm.ppermute(x, pairs), leaves)
+        return fuse(comm, lambda x: comm.ppermute(x, pairs), leaves)
 
     # The permutation of each round is static, so each is a branch of its own.
     branches = [partial(permute, pairs) for pairs in tournament(comm.size)]

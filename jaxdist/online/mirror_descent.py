@@ -329,7 +329,7 @@ def _average(
     if topology is None:
         # All leaves and the count in one all-reduce.
         leaves, structure = jax.tree.flatten(message)
-        message = structure.unflatten(fuse(comm.mean, leaves))
+        message = structure.unflatten(fuse(comm, comm.mean, leaves))
     else:
         for k in range(cfg.rounds):
             # x_i + Σ_j W_ij (x_j - x_i); round k of this step is step count · rounds + k of a graph that changes.

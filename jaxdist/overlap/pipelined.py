@@ -223,7 +223,7 @@ def _mean(out: Any, axis: AxisNames) -> Any:
     """Returns the mean over workers of the loss and the auxiliary arrays, in one collective for each dtype."""
     comm = over(axis)
     leaves, structure = jax.tree.flatten(out)
-    return structure.unflatten(fuse(comm.mean, [comm.varying(jnp.asarray(leaf)) for leaf in leaves]))
+    return structure.unflatten(fuse(comm, comm.mean, [comm.varying(jnp.asarray(leaf)) for leaf in leaves]))
 
 
 def _find_owners(

@@ -222,18 +222,14 @@ def interleave(generators: Sequence[Generator[Messages, Any, Any]]) -> Generator
 
 def transmit(messages: Messages, comm: Comm) -> Messages:
     """Communicates the arrays, one collective for each direction and dtype."""
-    if comm.size == 1:
-        # Nothing is sent: packing would only copy.
-        collectives = (comm.mean, comm.all_gather, comm.all_to_all, comm.sum, comm.max, comm.reduce_scatter_mean)
-        return Messages(*(list(map(f, arrays)) for f, arrays in zip(collectives, messages, strict=True)))
     # Means and sums need one collective for each dtype; what only moves travels as bytes, all dtypes in one.
     return Messages(
-        mean=fuse(comm.mean, messages.mean),
-        gather=fuse_bytes(comm.all_gather, messages.gather),
-        exchange=fuse_bytes(comm.all_to_all, messages.exchange, rows=True),
-        sum=fuse(comm.sum, messages.sum),
-        max=fuse(comm.max, messages.max),
-        scatter=fuse(comm.reduce_scatter_mean, messages.scatter, rows=True),
+        mean=fuse(comm, comm.mean, messages.mean),
+        gather=fuse_bytes(comm, comm.all_gather, messages.gather),
+        exchange=fuse_bytes(comm, comm.all_to_all, messages.exchange, rows=True),
+        sum=fuse(comm, comm.sum, messages.sum),
+        max=fuse(comm, comm.max, messages.max),
+        scatter=fuse(comm, comm.reduce_scatter_mean, messages.scatter, rows=True),
     )
 
 

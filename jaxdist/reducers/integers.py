@@ -113,7 +113,7 @@ def _reduce_intsgd(
 
 def _mean_of_floats(comm: Comm, updates: Updates, state: IntSGDState) -> tuple[Reduced, PyTree]:
     leaves, tree = jax.tree.flatten(updates)
-    mean = tree.unflatten(fuse(comm.mean, leaves))
+    mean = tree.unflatten(fuse(comm, comm.mean, leaves))
     return Reduced(mean, comm.varying(updates)), jax.tree.map(_square, mean)
 
 

@@ -355,10 +355,10 @@ def _reduce_around_ring(
         ]
         if station < workers - 1:
             arrays, structure = jax.tree.flatten(codes)
-            codes = structure.unflatten(fuse_bytes(lambda x: comm.ppermute(x, onwards), arrays))
+            codes = structure.unflatten(fuse_bytes(comm, lambda x: comm.ppermute(x, onwards), arrays))
             sums = [compressor.decompress(code, like) for code, like in zip(codes, likes, strict=True)]
     arrays, structure = jax.tree.flatten(codes)
-    arrived = structure.unflatten(fuse_bytes(comm.all_gather, arrays))
+    arrived = structure.unflatten(fuse_bytes(comm, comm.all_gather, arrays))
     # Worker i ends with the sum of chunk i + 1.
     whole = [
         jnp.roll(jax.vmap(lambda code, like=like: compressor.decompress(code, like))(payload), 1, axis=0)

@@ -130,13 +130,16 @@ def from_vectors(flats: Sequence[Array], leaves: Sequence[Like]) -> list[Array]:
     return out
 
 
-def fuse(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
+def fuse(
+    comm: Comm, collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False
+) -> list[Array]:
     """`[collective(x) for x in arrays]` with one call for each dtype; `collective` may add a leading dimension.
 
-    With `rows` the arrays have a leading dimension that stays.
+    With `rows` the arrays have a leading dimension that stays. A worker alone sends nothing, and packing would only
+    copy: it calls `collective` for each array.
     """
-    if not arrays:
-        return []
+    if comm.size == 1:
+        return [collective(array) for array in arrays]
     out: list[Any] = [None] * len(arrays)
     # Flattening would gather the mesh axes that the compiler shards.
     apart = bool(mesh_axes_left_over())
@@ -157,12 +160,14 @@ def fuse(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows:
     return out
 
 
-def fuse_bytes(collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False) -> list[Array]:
-    """`fused` with a single collective of bytes for all dtypes, which is faster than one for each."""
-    if len({array.dtype for array in arrays}) < 2:
-        return fuse(collective, arrays, rows=rows)
+def fuse_bytes(
+    comm: Comm, collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False
+) -> list[Array]:
+    """`fuse` with a single collective of bytes for all dtypes, which is faster than one for each."""
+    if comm.size == 1 or len({array.dtype for array in arrays}) < 2:
+        return fuse(comm, collective, arrays, rows=rows)
     to_bytes = jax.vmap(_to_bytes) if rows else _to_bytes
-    arrived = fuse(collective, [to_bytes(array) for array in arrays], rows=rows)
+    arrived = fuse(comm, collective, [to_bytes(array) for array in arrays], rows=rows)
     return [_from_bytes(words, array[0] if rows else array) for words, array in zip(arrived, arrays, strict=True)]
 
 

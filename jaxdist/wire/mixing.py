@@ -35,7 +35,7 @@ def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[
         sent = [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         # All weights are 1/W: an all-reduce sends less than W - 1 messages.
         if is_mean(round, workers):
-            means = fuse(comm.mean, sent)
+            means = fuse(comm, comm.mean, sent)
             return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
         if np.abs(excess).max() > 1e-9:
@@ -43,7 +43,7 @@ def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[
         # Σ_j W_ij (x_j - x_i): differences, so that equal models stay equal to the last bit.
         for message in round.messages:
             weight = weight_of(comm, message.weights)
-            arrived = fuse(lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
+            arrived = fuse(comm, lambda x, pairs=message.pairs: comm.ppermute(x, pairs), sent)
             out = [
                 total + times(widen(theirs) - widen(mine), weight)
                 for total, theirs, mine in zip(out, arrived, sent, strict=True)

@@ -88,13 +88,13 @@ def gather(shards: Sequence[Array], likes: Sequence[Like], comm: Comm) -> list[A
 
     Not one for each bucket: XLA:TPU starts them all at once, which takes more memory than a single one.
     """
-    return [unshard(rows, like) for rows, like in zip(fuse(comm.all_gather, shards), likes, strict=True)]
+    return [unshard(rows, like) for rows, like in zip(fuse(comm, comm.all_gather, shards), likes, strict=True)]
 
 
 def gather_payloads(payloads: Sequence[Payload], comm: Comm, *, agreed: bool = True) -> list[Payload]:
     """All workers' payloads, `[W, k, ...]`, by one collective of bytes."""
     arrays, structure = jax.tree.flatten(list(payloads))
-    return structure.unflatten(fuse_bytes(lambda x: comm.all_gather(x, agreed=agreed), arrays))
+    return structure.unflatten(fuse_bytes(comm, lambda x: comm.all_gather(x, agreed=agreed), arrays))
 
 
 def encode(

@@ -6,6 +6,7 @@ import pytest
 from register_run import State
 
 import jaxdist as jd
+from jaxdist.wire.flat import fuse, fuse_bytes
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
@@ -69,3 +70,16 @@ def test_large_leaves_are_not_copied_into_a_stack():
         return reducer.reduce(x, reducer.init(x), jd.comm.alone())[0]
 
     assert jax.jit(reduce).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**23
+
+
+@pytest.mark.parametrize(("workers", "packs"), [(1, False), (2, True)])
+@pytest.mark.parametrize("fuse_arrays", [fuse, fuse_bytes])
+def test_worker_alone_packs_nothing(fuse_arrays, workers, packs):
+    def gather(*arrays):
+        comm = jd.comm.over("data")
+        return fuse_arrays(comm, comm.all_gather, arrays)
+
+    arrays = [jnp.ones((workers, 3)), jnp.ones((workers, 2, 2)), jnp.ones((workers, 5), jnp.int8)]
+    jaxpr = str(jax.make_jaxpr(jax.vmap(gather, axis_name="data"))(*arrays))
+    assert ("concatenate" in jaxpr) == packs
+    assert ("bitcast_convert_type" in jaxpr) == (packs and fuse_arrays is fuse_bytes)
