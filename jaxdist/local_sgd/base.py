@@ -258,7 +258,7 @@ def _update(
         nested = has_models(inner_state)
         if nested and active is not None:
             passed, active = {**passed, "active": active}, None
-        steps, inner_state, local = inner_step(cfg.inner, gradients, inner_state, params, active=active, **passed)
+        steps, inner_state = inner_step(cfg.inner, gradients, inner_state, params, active=active, **passed)
         group = inner_anchor(inner_state)
         if group is not None and examples is not None:
             raise ValueError(
@@ -276,7 +276,8 @@ def _update(
         inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
         # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
         if warm is not False:
-            state = state._replace(anchor=set_anchor(comm, state.count == cfg.warmup_steps, state.anchor, local))
+            warmed_up = state.count == cfg.warmup_steps
+            state = state._replace(anchor=set_anchor(comm, warmed_up, state.anchor, params, steps))
         if nested:
             # All workers have one model now: push-sum weights return to 1, and anchors inside follow.
             inner_state = restart_models(arrived[0], comm, inner_state, cfg.inner.init(state.anchor))

@@ -170,15 +170,16 @@ def warm_mean(comm: Comm, warm: Flag, updates: Updates, examples: Any) -> Update
     return cond_or_static(warm, average_gradients, lambda comm, updates: comm.varying(updates), comm, updates)
 
 
-def set_anchor(comm: Comm, due: Flag, anchor: Updates, local: PyTree) -> Updates:
-    """Returns the mean of the local models as the first anchor; the warm-up has kept them equal."""
+def set_anchor(comm: Comm, due: Flag, anchor: Updates, params: PyTree, steps: Updates) -> Updates:
+    """Returns the mean of the models after `steps` as the first anchor; the warm-up has kept them equal."""
 
-    def average_models(comm, anchor, local):
+    def average_models(comm, anchor, params, steps):
+        local = optax.apply_updates(params, steps)
         # Differences again, as in a round: the mean of what the warm-up added to the anchor.
         ahead = jax.tree.map(lambda a, p: p.astype(a.dtype) - comm.varying(round_like(a, p)), anchor, local)
         return optax.apply_updates(anchor, exact_mean(comm, ahead))
 
-    return cond_or_static(due, average_models, lambda comm, anchor, local: anchor, comm, anchor, local)
+    return cond_or_static(due, average_models, lambda comm, anchor, *_: anchor, comm, anchor, params, steps)
 
 
 def _mean(comm: Comm, updates: Updates, state: State) -> tuple[Updates, State]:

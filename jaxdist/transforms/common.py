@@ -54,8 +54,8 @@ def inner_step(
     *,
     active: Array | None,
     **extras: Any,
-) -> tuple[Updates, State, PyTree]:
-    """Takes a local step, unless inactive; returns the updates, the inner state and the new parameters.
+) -> tuple[Updates, State]:
+    """Takes a local step, unless inactive; returns the updates and the inner state.
 
     `inner` is told by `moved=True` that its updates are not all that changes the parameters.
     """
@@ -64,7 +64,7 @@ def inner_step(
     if active is not None:
         steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))
         new = tree_where(active, new, state)
-    return steps, new, optax.apply_updates(params, steps)
+    return steps, new
 
 
 def check_per_worker(params: PyTree, axis: AxisNames) -> None:
