@@ -21,12 +21,15 @@ LONG, BLOCK = 2**16, 256
 
 
 def hide_constants(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x`; XLA cannot reorder products across it. It costs nothing.
+    """Returns the float32 `x`; XLA cannot reorder products across it. It costs nothing.
 
     For a constant c the XLA of jax 0.10 computes `(c r)²` as `c² r²` and `(c r) u` as `r (c u)`, where c² or c u may
     overflow, or be flushed to zero. That of jax 0.12 does not.
     """
-    return lax.optimization_barrier(x)
+    # `b | (b & 1)` is b, which XLA's simplifier does not know, but the compiler of the kernel does. Not an optimization
+    # barrier: XLA:GPU writes what is before one to memory, and reads it again.
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits | (bits & 1), jnp.float32)
 
 
 def largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
