@@ -319,8 +319,9 @@ def _run_tiled(
 
     def body(i, carry):
         tile, buffers, outs = carry
-        # The next tile is transferred while this one is computed.
-        following = fetch(buffers, (i + 1) * length, length)
+        # The next tile is transferred while this one is computed. Before this one is written: XLA:GPU would copy whole
+        # buffers otherwise, to keep what is read apart from what is written.
+        following, buffers = lax.optimization_barrier((fetch(buffers, (i + 1) * length, length), buffers))
         return following, *compute(tile, buffers, outs, i * length, length)
 
     # Updates are written tile by tile too, into arrays on the device.
