@@ -16,6 +16,9 @@ from .._core.types import Array, Like, PyTree, Shape
 # time. Larger ones are not, since stacking copies them.
 STACKED_SIZE = 2**16
 
+# Columns for each matrix of a stack, from which a solver's QR is faster than a loop over the columns.
+SOLVER_RANK = 12
+
 # Stacks of fewer matrices are unstacked by slices at constant indices.
 MANY = 16
 
@@ -224,8 +227,8 @@ def orthonormal(factors: Sequence[Array]) -> list[Array]:
     A zero matrix gives columns of the identity, so a dead factor recovers. Stacks of one rank and similar height share
     one loop, which shortens compilation: rows of zeros below a matrix stay zeros.
     """
-    # Not `jnp.linalg.qr`: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that need
-    # threads of the same pool, and hangs when devices or groups take all of them.
+    # Not `jnp.linalg.qr` on CPU: the batched LAPACK call of jaxlib 0.10 waits, on a thread of the pool, for tasks that
+    # need threads of the same pool, and hangs when devices or groups take all of them.
     alike: dict[tuple, list[int]] = {}
     for i, factor in enumerate(factors):
         _, n, r = factor.shape
@@ -235,13 +238,25 @@ def orthonormal(factors: Sequence[Array]) -> list[Array]:
         height = max(factors[i].shape[1] for i in members)
         # Transposed, so that what a reflection reads is contiguous.
         rows = [jnp.swapaxes(factors[i], 1, 2) for i in members]
-        q = _householder(jnp.concatenate([jnp.pad(x, [(0, 0), (0, 0), (0, height - x.shape[2])]) for x in rows]))
+        rows = jnp.concatenate([jnp.pad(x, [(0, 0), (0, 0), (0, height - x.shape[2])]) for x in rows])
+        q = lax.platform_dependent(rows, cuda=_on_gpu, default=_householder)
         start = 0
         for i in members:
             k, n, _ = factors[i].shape
             bases[i] = q[start : start + k, :, :n]
             start += k
     return bases
+
+
+def _on_gpu(a: Array) -> Array:
+    """The same on NVIDIA GPUs, where a reflection takes 17 us in 11 kernels, and a matrix of cuSOLVER 200 us."""
+    k, r, _ = a.shape
+    if r < SOLVER_RANK * k:
+        return _householder(a)
+    # Scaling columns leaves Q as it is, and squares of tiny and huge entries neither vanish nor overflow.
+    largest = jnp.max(jnp.abs(a), axis=2, keepdims=True)
+    q, _ = jnp.linalg.qr(jnp.swapaxes(a / jnp.where(largest == 0, 1, largest), 1, 2))
+    return jnp.swapaxes(q, 1, 2)
 
 
 def _householder(a: Array) -> Array:

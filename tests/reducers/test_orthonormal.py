@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.wire.low_rank import orthonormal
+from jaxdist.wire.low_rank import SOLVER_RANK, _on_gpu, orthonormal
 
 
 def matrices():
@@ -21,11 +21,16 @@ def matrices():
     return [small, wide, nearly, graded, steep, short, doubled, square, wide * 1e30, wide * 1e-30, nothing]
 
 
-@pytest.mark.parametrize("bits", [32, 64])
-def test_bases_are_orthonormal_and_span_the_columns(bits):
+def orthonormal_on_gpu(stacks):
+    """As GPUs do it, each stack by itself."""
+    return [_on_gpu(jnp.swapaxes(stack, 1, 2)) for stack in stacks]
+
+
+@pytest.mark.parametrize(("bits", "make"), [(32, orthonormal), (64, orthonormal), (32, orthonormal_on_gpu)])
+def test_bases_are_orthonormal_and_span_the_columns(bits, make):
     with jax.enable_x64(bits == 64):
         stacks = [jnp.asarray(stack, f"float{bits}") for stack in matrices()]
-        bases = jax.jit(orthonormal)([*stacks, stacks[0].at[0, 2, 0].set(jnp.nan)])
+        bases = jax.jit(make)([*stacks, stacks[0].at[0, 2, 0].set(jnp.nan)])
     eps = np.finfo(f"float{bits}").eps
     assert np.isnan(np.asarray(bases.pop())[0]).any()
     np.testing.assert_array_equal(bases[-1][0], np.eye(3, 4))  # of nothing: columns of the identity
@@ -37,3 +42,13 @@ def test_bases_are_orthonormal_and_span_the_columns(bits):
         a = a / np.maximum(np.abs(a).max(1, keepdims=True), 1e-300)
         np.testing.assert_allclose(np.tril(q @ a, -1), 0, atol=100 * eps)
         np.testing.assert_allclose(np.swapaxes(q, 1, 2) @ (q @ a), a, atol=100 * eps)
+
+
+def test_gpus_solve_where_there_are_many_columns():
+    """A loop over few columns of many matrices is faster than a call for each matrix."""
+
+    def has_loop(k, r):
+        return "scan[" in str(jax.make_jaxpr(_on_gpu)(jnp.zeros((k, r, 64))))
+
+    assert not has_loop(1, SOLVER_RANK)
+    assert has_loop(2, 2 * SOLVER_RANK - 1)
