@@ -67,7 +67,7 @@ class Planned(NamedTuple):
     wire_bytes: float = math.nan
     collectives: tuple[CollectiveUse, ...] = ()  # the collectives of the step that sends most
     links: tuple[LinkUse, ...] = ()  # their use of each class of links
-    seconds: float = math.nan  # the step at best, on average if steps differ
+    seconds: float = math.nan  # the step, on average if steps differ; at best, unless the chip was measured
     compute_seconds: float = math.nan  # computation in it
     exposed_seconds: float = math.nan  # waiting for collectives, on average
     flops: float = math.nan  # operations of one device in matrix products

@@ -20,6 +20,9 @@ class Chip(NamedTuple):
       memory: bytes.
       bandwidth: of the memory, in bytes a second.
       host_bandwidth: between the memories of device and host, one way.
+      flops_reached: the share of `flops` that large products reach; 1 if nobody has measured it.
+      bandwidth_reached: the share of `bandwidth` that a large copy reaches; 1 if nobody has measured it.
+      launch: seconds of a kernel beside its work; 0 if nobody has measured them.
     """
 
     name: str
@@ -27,6 +30,14 @@ class Chip(NamedTuple):
     memory: float
     bandwidth: float
     host_bandwidth: float
+    flops_reached: float = 1.0
+    bandwidth_reached: float = 1.0
+    launch: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether times are those of real kernels, not lower bounds."""
+        return self.launch > 0
 
 
 class Link(NamedTuple):
@@ -72,14 +83,16 @@ _T, _G = 1e12, 1e9
 # link is a share of PCIe, 16 lanes of generation 3 or more: 15 GB/s ("How To Scale Your Model",
 # jax-ml.github.io/scaling-book/tpus, 2025), twice that on v6e (generation 5).
 # GPU: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200 Tensor Core GPU" data sheets, SXM, without sparsity; float32 is
-# TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way.
+# TF32, as JAX multiplies by default; PCIe generation 5 has 64 GB/s one way. What programs reach was measured on an H100
+# (benchmarks/reports/2026-11-accelerators); an H200 is the same processor with faster memory.
 _HOPPER = {"bfloat16": 989 * _T, "float16": 989 * _T, "float8": 1979 * _T, "int8": 1979 * _T, "other": 494.7 * _T}
+_REACHED = {"flops_reached": 0.72, "bandwidth_reached": 0.87, "launch": 4e-6}
 CHIPS = {
     "v5e": Chip("v5e", {"int8": 393 * _T, "other": 197 * _T}, 15.75 * 2**30, 819 * _G, 15 * _G),
     "v5p": Chip("v5p", {"int8": 918 * _T, "other": 459 * _T}, 95 * 2**30, 2765 * _G, 15 * _G),
     "v6e": Chip("v6e", {"int8": 1836 * _T, "other": 918 * _T}, 31.25 * 2**30, 1638 * _G, 30 * _G),
-    "h100": Chip("h100", _HOPPER | {"float64": 67 * _T}, 84_942_979_072, 3352 * _G, 64 * _G),
-    "h200": Chip("h200", _HOPPER | {"float64": 67 * _T}, 151_397_597_184, 4800 * _G, 64 * _G),
+    "h100": Chip("h100", _HOPPER | {"float64": 67 * _T}, 84_942_979_072, 3352 * _G, 64 * _G, **_REACHED),
+    "h200": Chip("h200", _HOPPER | {"float64": 67 * _T}, 151_397_597_184, 4800 * _G, 64 * _G, **_REACHED),
 }
 
 # ICI: the pages above give the sum over ports and both directions, 400 GB/s on v5e (4 ports), 1200 on v5p (6) and 800
@@ -214,8 +227,10 @@ def _crossings_of_permutation(op: Collective, where: Cluster) -> tuple[Crossing,
 
 
 def compute_seconds(flops: Mapping[str, float], nbytes: float, chip: Chip) -> float:
-    """Returns the roofline time: products at their peak rate, or memory at its bandwidth, whichever is longer."""
-    return max(math.fsum(count / _peak(dtype, chip) for dtype, count in flops.items()), nbytes / chip.bandwidth)
+    """Returns the time of a kernel: its products or its memory traffic, whichever takes longer, and its launch."""
+    products = math.fsum(count / _peak(dtype, chip) for dtype, count in flops.items()) / chip.flops_reached
+    work = max(products, nbytes / chip.bandwidth / chip.bandwidth_reached)
+    return work + chip.launch if work else 0.0
 
 
 def _peak(dtype: str, chip: Chip) -> float:

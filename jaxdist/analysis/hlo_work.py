@@ -272,8 +272,10 @@ def _writes(body: Computation, fusion: Instruction) -> int:
 
     root = body.instructions.get(body.root)
     names = root.operands if root is not None and root.opcode == "tuple" else (body.root,)
+    # The start of an asynchronous fusion returns its operands, too.
+    written = root.result if root is not None and fusion.opcode.endswith("-start") else fusion.result
     total = 0
-    for name, result in zip(names, shapes(fusion.result)):
+    for name, result in zip(names, shapes(written)):
         update = find_update(name)
         part = body.instructions.get(update.operands[1]) if update is not None else None
         size = result.nbytes if part is None else min(result.nbytes, sum(s.nbytes for s in shapes(part.result)))

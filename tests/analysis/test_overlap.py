@@ -186,6 +186,7 @@ placed {
 ENTRY main {
   stack = f32[24,512,512] parameter(0)
   i = s32[] parameter(1)
+  start = ((f32[24,512,512], s32[]), f32[512,512], u32[]) fusion-start(stack, i), kind=kLoop, calls=sliced
   k = f32[2,128,4,64]{3,2,1,0:S(1)} parameter(2)
   scores = f32[2,4,128,128] convolution(k, k), window={size=2x4 stride=1x3 lhs_dilate=2x4}, dim_labels=0b1f_0o1i->01bf
   layer = f32[512,512] fusion(stack, i), kind=kLoop, calls=sliced
@@ -203,12 +204,24 @@ def test_work_of_single_instructions():
     work = CostModel(module).cost
     weighed = {name: work("main", op) for name, op in module.computations["main"].instructions.items()}
     layer = 4 * 512**2
-    assert weighed["layer"].bytes == 2 * layer + 4
+    assert weighed["layer"].bytes == weighed["start"].bytes == 2 * layer + 4
     assert weighed["put"].bytes == 2 * layer + 4
     assert weighed["scores"].flops == {"f32": 2 * 2 * 4 * 128 * 128 * 64}
     assert weighed["scores"].bytes == 4 * 2 * 4 * 128 * 128  # the operands lie on the chip
     assert weighed["gemm"].flops == {"f32": 2 * 512**3}
     assert weighed["other"].flops == {}
+
+
+def test_kernels_of_chips_that_were_measured_take_longer():
+    """The rates that products and copies reach, and a launch for each kernel; nothing for what is no kernel."""
+    best = cost.CHIPS["h100"]._replace(flops_reached=1.0, bandwidth_reached=1.0, launch=0.0)
+    measured = best._replace(flops_reached=0.5, bandwidth_reached=0.8, launch=1e-3)
+    assert (best.is_measured, measured.is_measured) == (False, True)
+    for flops, nbytes in (({"f32": 1e12}, 1.0), ({"f32": 1.0}, 1e10)):
+        share = 0.5 if nbytes == 1.0 else 0.8
+        taken = cost.compute_seconds(flops, nbytes, best) / share + 1e-3
+        assert cost.compute_seconds(flops, nbytes, measured) == pytest.approx(taken)
+    assert cost.compute_seconds({}, 0.0, measured) == 0.0
 
 
 def test_refusals():

@@ -158,16 +158,16 @@ def _print_communication(console: Console, found: planning.Planned) -> None:
 
 
 def _print_times(console: Console, found: planning.Planned, tokens: int) -> None:
+    name, note = "step", "Computation as measured on an H100, every link at its full bandwidth."
+    if not found.chip.is_measured:
+        name, note = "step at best", "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
-        f"step at best {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, waiting "
-        f"for the network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%}); "
+        f"{name} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, waiting for the "
+        f"network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%}); "
         f"{tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
         highlight=False,
     )
-    console.print(
-        "At best: every operation at its roofline, every link at its full bandwidth. Use it to compare plans.",
-        style="dim",
-    )
+    console.print(f"{note} Use it to compare plans.", style="dim")
 
 
 def _milliseconds(seconds: float) -> str:
