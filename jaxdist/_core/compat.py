@@ -37,6 +37,11 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def like_of(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A shape and dtype whose values differ over the same mesh axes as those of `x`."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
 def cast_varying(x: Array, names: Iterable[str]) -> Array:
     """Types an array as differing over mesh axes; the cast refuses those over which it does already."""
     missing = frozenset(names) - varying_axes(x)

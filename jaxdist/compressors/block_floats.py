@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.descriptions import with_description
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
+from .._core.types import Array, Float, Int, Like, Shape, UInt
 from .._core.xla_quirks import largest_magnitude
 from .base import Compressor
 from .blocks import BlockPayload, normal_scales
+from .one_pass import in_one_pass
 from .packing import pack, unpack
+from .random import KeyOrStream
 from .rounding import (
     Rounding,
     check_block,
@@ -56,7 +58,7 @@ def magnitudes(form: Minifloat) -> np.ndarray:
     return np.ldexp(codes - (doublings << form.mantissa), doublings + form.emin - form.mantissa)
 
 
-def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: PRNGKeyArray) -> UInt[Array, "*shape"]:
+def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: KeyOrStream) -> UInt[Array, "*shape"]:
     """The codes of float32 values, saturating.
 
     Numbers below `2**(emin + 1)` are k units of `2**(emin - mantissa)`, and k is their code. Each doubling from there
@@ -256,7 +258,7 @@ def _mx(form: Minifloat, rounding: Rounding) -> Compressor:
 
 
 def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -> Compressor:
-    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
+    def compress(x: Array, key: KeyOrStream) -> BlockPayload:
         blocks = to_buckets(x, block)
         scales, reciprocals = scaling.make(largest_magnitude(blocks))
         codes = encode(blocks * reciprocals, form, rounding, key).reshape(-1)
@@ -270,7 +272,7 @@ def _floats(form: Minifloat, block: int, rounding: Rounding, scaling: Scaling) -
     def error(shape: Shape) -> float:
         return largest_error(scaling.grid, scaling.lowest, min(block, math.prod(shape)), rounding)
 
-    return with_error(Compressor(compress, decompress), error, rounding)
+    return with_error(Compressor(in_one_pass(compress, block), decompress), error, rounding)
 
 
 # Eight bits of magnitude: 0 to 31/16, four digits of mantissa. The upper half of its codes, 2^8 times larger, is the
@@ -321,7 +323,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
     """
     check_block(block, rounding)
 
-    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
+    def compress(x: Array, key: KeyOrStream) -> BlockPayload:
         blocks = to_buckets(x, block)
         signed = largest_magnitude(jnp.minimum(blocks, 0.0)) > 0
         largest = largest_magnitude(blocks)
@@ -350,7 +352,7 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         return largest_error(grid, float(grid[-1]) / 4, min(block, math.prod(shape)), "stochastic")
 
     # A contraction in both cases: rounding at random is not unbiased, since positive entries never become zero.
-    return with_error(Compressor(compress, decompress), error, "nearest")
+    return with_error(Compressor(in_one_pass(compress, block), decompress), error, "nearest")
 
 
 def _exponents(largest: Float[Array, "blocks 1"]) -> Int[Array, "blocks 1"]:

@@ -11,7 +11,9 @@ from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import hide_constants, largest_magnitude
 from .base import Compressor
+from .one_pass import in_one_pass
 from .packing import pack, unpack
+from .random import KeyOrStream
 from .rounding import (
     TINY,
     Rounding,
@@ -153,7 +155,7 @@ def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     most = 2 ** (bits - 1) - 1
     offset = 2 ** (bits - 1)
 
-    def compress(x: Array, key: PRNGKeyArray) -> BlockPayload:
+    def compress(x: Array, key: KeyOrStream) -> BlockPayload:
         blocks = to_buckets(x, block)
         scales = normal_scales(largest_magnitude(blocks), most)
         levels = to_integers(blocks * (1.0 / scales), rounding, key)
@@ -169,7 +171,7 @@ def _integers(bits: int, block: int, rounding: Rounding) -> Compressor:
     def error(shape: Shape) -> float:
         return largest_error(np.arange(most + 1.0), float(most), min(block, math.prod(shape)), rounding)
 
-    return with_error(Compressor(compress, decompress), error, rounding)
+    return with_error(Compressor(in_one_pass(compress, block), decompress), error, rounding)
 
 
 def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[Array, "*shape"]:

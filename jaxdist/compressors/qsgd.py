@@ -9,8 +9,9 @@ from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
 from .codecs import LevelCode, levels_codec
+from .one_pass import in_one_pass
 from .packing import pack, unpack
-from .random import Noise, uniform_hash
+from .random import KeyOrStream, Noise, uniform_hash
 from .rounding import (
     check_buckets,
     from_buckets,
@@ -85,7 +86,7 @@ def qsgd(
     codec = levels_codec(QuantizedPayload, bits, bucket, code)
     levels = 2 ** (bits - 1) - 1
 
-    def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
+    def compress(x: Array, key: KeyOrStream) -> QuantizedPayload:
         ratios, norms = normalize_buckets(x, bucket, norm)
         levelled = jnp.abs(ratios) * levels
         # C(x) = norm sgn(x) (j + [u < s r - j]) / s.
@@ -113,7 +114,9 @@ def qsgd(
         root = math.sqrt(size)
         return root / levels - 1.0 if root >= 2 * levels or levels == 1 else size / (4.0 * levels**2)
 
-    return Compressor(compress, decompress, variance=variance, codec=codec)
+    # In a kernel noise is drawn by its own function, and arrays have a power of two of words.
+    fits = noise is uniform_hash and bits != 3
+    return Compressor(in_one_pass(compress, bucket) if fits else compress, decompress, variance=variance, codec=codec)
 
 
 @with_description

@@ -11,6 +11,7 @@ References:
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,24 @@ import jax.numpy as jnp
 from .._core.types import Array, Float, PRNGKeyArray, Shape, UInt
 
 # `noise(key, shape)`: independent float32 uniforms in [0, 1).
-Noise = Callable[[PRNGKeyArray, Shape], Float[Array, "..."]]
+Noise = Callable[[Any, Shape], Float[Array, "..."]]
 
 SHUFFLE_ROUNDS = 64
 
 
-def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
+class Stream(NamedTuple):
+    """The words of a key (`key_words`), and the position of the first number that is drawn: a part of its stream."""
+
+    left: UInt[Array, ""]
+    right: UInt[Array, ""]
+    first: UInt[Array, ""]
+
+
+# What noise is drawn with.
+KeyOrStream = PRNGKeyArray | Stream
+
+
+def uniform_hash(key: KeyOrStream, shape: Shape) -> Float[Array, "..."]:
     """Uniforms in [0, 1) with 24 bits each, from a keyed hash of the element's position.
 
     `u_i = (h(h(i ^ left) ^ right) >> 8) / 2**24`, where `left, right` are two words that depend on the whole key.
@@ -40,11 +53,11 @@ def uniform_hash(key: PRNGKeyArray, shape: Shape) -> Float[Array, "..."]:
     return (hash_words(key, shape) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
-def hash_words(key: PRNGKeyArray, shape: Shape) -> UInt[Array, "..."]:
+def hash_words(key: KeyOrStream, shape: Shape) -> UInt[Array, "..."]:
     """32 random bits for each position: a keyed hash of it."""
-    left, right = key_words(key)
+    left, right, *first = key if isinstance(key, Stream) else key_words(key)
     counter = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    return mix(mix(counter ^ left) ^ right)
+    return mix(mix(sum(first, counter) ^ left) ^ right)
 
 
 def mix(word: UInt[Array, "..."]) -> UInt[Array, "..."]:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.dtypes import saturate
-from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
+from .._core.types import Array, Float, Int, Like, Shape
 from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
 from .base import Compressor
-from .random import uniform_hash
+from .random import KeyOrStream, uniform_hash
 
 # To the nearest value (ties to even), or to one of the two neighbors at random, unbiased.
 Rounding = Literal["nearest", "stochastic"]
@@ -124,7 +124,7 @@ def whole_words(size: int, bits: int) -> int:
     return -(-size // whole) * whole
 
 
-def to_integers(x: Float[Array, "*shape"], rounding: str, key: PRNGKeyArray) -> Int[Array, "*shape"]:
+def to_integers(x: Float[Array, "*shape"], rounding: str, key: KeyOrStream) -> Int[Array, "*shape"]:
     """Rounds to integers: the nearest, or `floor(x + u)` with u uniform in [0, 1)."""
     if rounding == "nearest":
         return jnp.rint(x).astype(jnp.int32)

@@ -13,8 +13,9 @@ from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .._core.xla_quirks import sum_rows
 from .base import Compressor
+from .one_pass import in_one_pass
 from .packing import pack, unpack
-from .random import key_words, mix
+from .random import KeyOrStream, key_words, mix
 from .rounding import UnitRows, block_grid, from_buckets, from_unit, norms_of, to_buckets, to_unit
 
 
@@ -131,14 +132,16 @@ def one_bit(*, contraction: float | int | None = None) -> Compressor:
 def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], Array]) -> Compressor:
     """Signs with the scale `scale_of(scaled, counts)` of each bucket; counts of entries exclude the padding."""
 
-    def compress(x: Array, key: PRNGKeyArray) -> SignPayload:
+    def compress(x: Array, key: KeyOrStream) -> SignPayload:
         del key
         buckets = to_buckets(x, bucket or max(x.size, 1))
         rows, width = buckets.shape
-        counts = np.minimum(width, x.size - width * np.arange(rows)).astype(np.float32)[:, None]
+        counts = jnp.float32(width)
+        if rows * width > x.size:
+            counts = jnp.minimum(width, x.size - width * jnp.arange(rows)).astype(jnp.float32)[:, None]
         scaled = to_unit(buckets)
         # A mean is at most the largest magnitude, except for rounding errors.
-        scales = from_unit(jnp.minimum(scale_of(scaled, jnp.asarray(counts)), scaled.largest), scaled.unit)
+        scales = from_unit(jnp.minimum(scale_of(scaled, counts), scaled.largest), scaled.unit)
         return SignPayload(_pack_signs(x), scales[:, 0])
 
     def decompress(payload: SignPayload, like: Like) -> Array:
@@ -146,7 +149,7 @@ def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], 
         signs = to_buckets(_unpack_signs(payload.signs, size), bucket or max(size, 1))
         return from_buckets(signs, payload.scales, like)
 
-    return Compressor(compress, decompress)
+    return Compressor(in_one_pass(compress, bucket) if bucket else compress, decompress)
 
 
 def _pack_signs(x: Array) -> UInt[Array, " bytes"]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.compressors.random import key_words, random_subset, uniform_hash
+from jaxdist.compressors.random import Stream, key_words, random_subset, uniform_hash
 
 SIZE = 2**19
 draw = jax.jit(uniform_hash, static_argnums=1)
@@ -83,6 +83,12 @@ def test_key_words_are_lossless_and_take_any_implementation():
     left, right = jax.vmap(key_words)(keys)
     assert len(set(zip(left.tolist(), right.tolist()))) == 1000
     assert uniform_hash(jax.random.key(0, impl="rbg"), (3,)).shape == (3,)
+
+
+def test_a_part_of_a_stream():
+    key = jax.random.key(4)
+    part = uniform_hash(Stream(*key_words(key), jnp.uint32(1000)), (2, 50))
+    np.testing.assert_array_equal(part.reshape(-1), uniform_hash(key, (1100,))[1000:])
 
 
 def test_more_than_24_bits_of_elements():

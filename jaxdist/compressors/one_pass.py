@@ -1,0 +1,100 @@
+"""Codes of blocks in one pass over the memory of NVIDIA GPUs.
+
+XLA:GPU reads an array once for the scales of its blocks and once more for their codes. A kernel of Pallas runs the same
+`compress` on a few blocks at a time, which stay on the chip in between: half the time, and the same
+bits, up to the order of sums.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.compat import like_of
+from .._core.jaxprs import apply_primitive, evaluate
+from .._core.types import Array, Float, Payload, PRNGKeyArray
+from .random import KeyOrStream, Stream, key_words
+
+Compress = Callable[[Array, Any], Payload]
+# Entries that one program of the kernel codes, or a block where that is more; smaller arrays, and larger blocks, are
+# left to XLA.
+TILE, LARGEST_BLOCK = 2048, 8192
+
+
+def in_one_pass(compress: Compress, block: int) -> Compress:
+    """Returns `compress` of an array, computed tile by tile where that is faster.
+
+    The payload of whole blocks must be that of their parts, one after the other, in arrays of one dimension; `compress`
+    may draw noise by `uniform_hash` alone.
+    """
+
+    def compress_blocks(x: Array, key: KeyOrStream) -> Payload:
+        tile = max(TILE, block)
+        fits = block & (block - 1) == 0 and block <= LARGEST_BLOCK and x.size % block == 0 and tile < x.size < 2**31
+        # A trace for a machine that is not there has no kernel for it.
+        if not fits or jax.default_backend() != "gpu":
+            return compress(x, key)
+        in_kernel = partial(run_in_kernel, compress, tile, block)
+        return lax.platform_dependent(x, key, cuda=in_kernel, default=compress)
+
+    return compress_blocks
+
+
+def run_in_kernel(
+    compress: Compress, tile: int, block: int, x: Array, key: PRNGKeyArray, *, interpret: bool = False
+) -> Payload:
+    """Runs `compress` on `tile` entries at a time, in one kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def compress_tile(entries: Array, left: Array, right: Array, first: Array) -> Payload:
+        return compress(entries, Stream(left, right, first))
+
+    word = jax.ShapeDtypeStruct((), jnp.uint32)
+    part = jax.ShapeDtypeStruct((tile,), x.dtype)
+    closed, payload = jax.make_jaxpr(compress_tile, return_shape=True)(part, word, word, word)
+    leaves, structure = jax.tree.flatten(payload)
+
+    def kernel(x_ref: Any, words_ref: Any, *out_refs: Any) -> None:
+        # The last tile begins early enough to be whole: what it shares with the one before is written twice.
+        start = jnp.minimum(pl.program_id(0) * tile, x.size - tile)
+        entries = x_ref[pl.ds(start // block, tile // block), :].reshape(-1)
+        operands = [entries, words_ref[0], words_ref[1], start.astype(jnp.uint32)]
+        for ref, leaf in zip(out_refs, evaluate(closed, _rule, operands), strict=True):
+            ref[pl.ds(start // (tile // leaf.size), leaf.size)] = leaf
+
+    blocks = x.reshape(-1, block)
+    shapes = [like_of(x, (x.size // (tile // leaf.size),), leaf.dtype) for leaf in leaves]
+    call = pl.pallas_call(
+        kernel,
+        shapes,
+        grid=(pl.cdiv(x.size, tile),),
+        compiler_params=triton.CompilerParams(num_warps=4),
+        interpret=interpret,
+    )
+    return structure.unflatten(call(blocks, jnp.stack(key_words(key))))
+
+
+def _rule(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """One operation inside the kernel: Pallas for Triton lacks two."""
+    name = equation.primitive.name
+    if name == "round":
+        return [_round_half_even(operands[0])]
+    if name == "platform_index":
+        platforms = equation.params["platforms"]
+        return [next(i for i, names in enumerate(platforms) if names is None or "cuda" in names)]
+    if name == "cond" and isinstance(operands[0], int):
+        return evaluate(equation.params["branches"][operands[0]], _rule, operands[1:])
+    return apply_primitive(equation, operands)
+
+
+def _round_half_even(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """As `jnp.rint`, except that zeros have no sign."""
+    whole = jnp.floor(x)
+    rest = x - whole
+    # Half of an even number is whole.
+    is_odd = 0.5 * whole != jnp.floor(0.5 * whole)
+    return jnp.where((rest > 0.5) | ((rest == 0.5) & is_odd), whole + 1.0, whole)

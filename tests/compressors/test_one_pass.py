@@ -1,0 +1,82 @@
+"""Codes of blocks in one kernel: the bits of the plain program, here by the interpreter of Pallas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import compressors as jc
+from jaxdist.compressors.one_pass import LARGEST_BLOCK, TILE, _round_half_even, in_one_pass, run_in_kernel
+
+CODES = {
+    "int8": (jc.int8(), 256),
+    "int8, at random": (jc.int8(rounding="stochastic"), 256),
+    "int4": (jc.int4(), 32),
+    "fp8": (jc.fp8(), 128),
+    "mxfp4, at random": (jc.mxfp4(rounding="stochastic"), 32),
+    "mxfp8": (jc.mxfp8(), 32),
+    "e3m0": (jc.e3m0(), 256),
+    "dynamic_fp8": (jc.dynamic_fp8(), 32),
+    "qsgd": (jc.qsgd(4), 512),
+    "qsgd, Euclidean": (jc.qsgd(2, norm="l2", bucket=4096), 4096),
+    "scaled_sign": (jc.scaled_sign(bucket=1024), 1024),
+}
+
+# Their scales are sums.
+SUMS = ("qsgd, Euclidean", "scaled_sign")
+
+
+def an_input(size):
+    """Entries of very different magnitude, a block of zeros, ties, and some that are not finite."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(size) * 10.0 ** rng.integers(-30, 30, size)).astype(np.float32)
+    x[:4096], x[4096:4200] = 0.0, np.round(x[4096:4200])
+    x[-3:] = np.nan, np.inf, -np.inf
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.float32) for name in CODES), ("int8", jnp.bfloat16)])
+def test_bits_are_those_of_the_plain_program(name, dtype):
+    """Also where the last tile overlaps the one before."""
+    code, block = CODES[name]
+    tile = max(TILE, block)
+    x, key = an_input(5 * tile + block).astype(dtype), jax.random.key(3)
+    payload = jax.jit(lambda x: run_in_kernel(code.compress, tile, block, x, key, interpret=True))(x)
+    expected = jax.jit(code.compress)(x, key)
+    if name in SUMS:
+        # In another order: the last digits of a norm differ, and so does a code in thousands.
+        codes, scales = zip(payload, expected, strict=True)
+        assert np.mean(codes[0] != codes[1]) < 1e-3
+        np.testing.assert_allclose(*scales, rtol=1e-6)
+        return
+    jax.tree.map(np.testing.assert_array_equal, payload, expected)
+
+
+def test_under_vmap():
+    code, rows = jc.qsgd(4), jnp.reshape(an_input(4 * TILE), (2, -1))
+    keys = jax.random.split(jax.random.key(0), 2)
+    payload = jax.vmap(lambda x, key: run_in_kernel(code.compress, TILE, 512, x, key, interpret=True))(rows, keys)
+    jax.tree.map(np.testing.assert_array_equal, payload, jax.vmap(code.compress)(rows, keys))
+
+
+def test_what_does_not_fit_is_left_to_xla(monkeypatch):
+    """No kernel without a GPU, for arrays with a part of a block, small ones, or blocks that no kernel can have."""
+
+    def has_kernel(block, size):
+        compress = in_one_pass(lambda x, key: x.reshape(-1, block)[:, 0] if x.size % block == 0 else x, block)
+        return "pallas_call" in str(jax.make_jaxpr(compress)(jnp.zeros(size), jax.random.key(0)))
+
+    assert not has_kernel(256, 2 * TILE)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert has_kernel(256, 2 * TILE)
+    assert has_kernel(LARGEST_BLOCK, 2 * LARGEST_BLOCK)
+    for block, size in ((256, 2 * TILE + 1), (256, TILE), (96, 96 * TILE), (2 * LARGEST_BLOCK, 4 * LARGEST_BLOCK)):
+        assert not has_kernel(block, size), (block, size)
+    # On another device of such a process the plain program runs.
+    x, key = an_input(2 * TILE), jax.random.key(0)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(jc.int8().compress)(x, key), jc.int8().compress(x, key))
+
+
+def test_rounding_is_to_the_nearest_even():
+    x = np.concatenate([np.arange(-40, 40) / 4, [2.0**23 + 1, -(2.0**30), 1e30, 0.49999997, np.inf]]).astype(np.float32)
+    np.testing.assert_array_equal(_round_half_even(jnp.asarray(x)), np.rint(x))
