@@ -4,7 +4,8 @@
 
 Every row is appended to `gpu.jsonl` as soon as it is measured; a second call measures what is missing, so that a lease
 that ends early loses nothing. Sections run in processes of their own: one that runs out of memory or time costs no
-other. The yardstick is a warm copy in place, `-x` with a donated argument, which reads and writes the array once.
+other. The yardstick is a warm copy in place, `-x` with a donated argument, which reads and writes the array once; a row
+is held to the bytes that it must move at that rate.
 
 `PYTHON` has PyTorch for the GPU, and torchao and bitsandbytes if they are to be measured: what is not there is skipped,
 and named in the report. `--smallest` is for a test on a CPU: the same code, and numbers that mean nothing.
@@ -21,7 +22,7 @@ from pathlib import Path
 from accelerator import report
 from accelerator.rows import SMALLEST, Rows, Sizes
 
-SECTIONS = ("copy", "codes", "selection", "power_sgd", "states", "overhead", "offload", "plan")
+SECTIONS = ("copy", "rates", "codes", "selection", "power_sgd", "states", "overhead", "offload", "plan")
 OTHERS = ("torch", "torchao", "bitsandbytes")
 
 

@@ -52,13 +52,41 @@ def array(size: int | tuple[int, ...]) -> Any:
 
 
 def copy_rows(rows: Rows, sizes: Sizes) -> None:
-    for name, size in (("codes", sizes.entries), ("optimizer", sizes.params)):
-        negate = stateful(jax.jit(lambda x: -x, donate_argnums=0), array(size))
-        rows.measure("copy", name, lambda run=negate, n=size: {"seconds": time_jax(run, sizes), "bytes": 4 * n})
+    run = stateful(jax.jit(lambda x: -x, donate_argnums=0), array(sizes.entries))
+    rows.measure("copy", "-x in place", lambda: {"seconds": time_jax(run, sizes), "bytes": 8 * sizes.entries})
+
+
+def rate_rows(rows: Rows, sizes: Sizes) -> None:
+    """What the cost model of `jaxdist plan` takes as known: products of square matrices, and launches of kernels."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for n in sizes.products:
+            name = f"product of {n} x {n}, {jnp.dtype(dtype).name}"
+            rows.measure("rates", name, functools.partial(time_product, n, dtype, sizes))
+    rows.measure("rates", "a small kernel of a program", functools.partial(time_kernels, sizes))
+
+
+def time_product(n: int, dtype: Any, sizes: Sizes) -> dict[str, Any]:
+    x, y = array((n, n)).astype(dtype), array((n, n)).astype(dtype) * n**-0.5
+    # Several in a program, each of the last one's result: what a program costs beside its products hardly counts.
+    step = jax.jit(lambda x, y: functools.reduce(lambda x, _: x @ y, range(10), x))
+    return {"seconds": time_jax(lambda: step(x, y), sizes) / 10, "flops": 2 * n**3}
+
+
+def time_kernels(sizes: Sizes) -> dict[str, Any]:
+    """Seconds of one of many kernels that do next to nothing and wait for each other."""
+
+    def step(x: Any) -> Any:
+        for _ in range(sizes.kernels):
+            # A rotation in one kernel; the barrier keeps it apart from the next one.
+            x = jax.lax.optimization_barrier(jnp.roll(x, 1) + 1)
+        return x
+
+    x, compiled = array(1024), jax.jit(step)
+    return {"seconds": time_jax(lambda: compiled(x), sizes._replace(calls=1)) / sizes.kernels}
 
 
 def code_rows(rows: Rows, sizes: Sizes) -> None:
-    """Compressing and decompressing, each against the copy."""
+    """Compressing and decompressing."""
     codes = {
         "cast(bfloat16)": jc.cast(jnp.bfloat16),
         "sign()": jc.sign(),
@@ -81,7 +109,9 @@ def time_code(code: Any, x: Any, key: Any, sizes: Sizes) -> dict[str, Any]:
     payload = compress(x, key)
     there = time_jax(lambda: compress(x, key), sizes)
     back = time_jax(lambda: decompress(payload), sizes)
-    return {"seconds": there, "decompress_seconds": back, "payload": sum(p.nbytes for p in jax.tree.leaves(payload))}
+    # At least the array is read, and its code is written; or the reverse.
+    moved = x.nbytes + sum(p.nbytes for p in jax.tree.leaves(payload))
+    return {"seconds": there, "decompress_seconds": back, "bytes": moved}
 
 
 def selection_rows(rows: Rows, sizes: Sizes) -> None:
@@ -94,7 +124,9 @@ def selection_rows(rows: Rows, sizes: Sizes) -> None:
     }
     for name, run in runs.items():
         compiled = jax.jit(run)
-        rows.measure("selection", name, lambda run=compiled: {"seconds": time_jax(lambda: run(x), sizes)})
+        rows.measure(
+            "selection", name, lambda run=compiled: {"seconds": time_jax(lambda: run(x), sizes), "bytes": x.nbytes}
+        )
 
 
 def power_sgd_rows(rows: Rows, sizes: Sizes) -> None:
@@ -148,7 +180,8 @@ def time_optimizer(tx: Any, sizes: Sizes) -> dict[str, Any]:
     state = tx.init(params)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
     seconds = time_jax(stateful(lambda carry: step(carry, gradient), (params, state)), sizes)
-    return {"seconds": seconds, "state_bytes": held, "bytes": 28 * sizes.params}
+    # Parameters and state are read and written, gradients read.
+    return {"seconds": seconds, "entries": sizes.params, "state_bytes": held, "bytes": 12 * sizes.params + 2 * held}
 
 
 def overhead_rows(rows: Rows, sizes: Sizes) -> None:
@@ -223,8 +256,8 @@ def compare_plan(model: str, path: Path, sizes: Sizes) -> dict[str, Any]:
     that was compiled for the device itself, by the same cost model.
     """
     device, optimizer = jax.devices()[0], optax.adamw(1e-3)
-    copy = Rows(path).known().get(("copy", "codes"), {"bytes": 1, "seconds": 1e-10})
-    chip, known = chip_of(device, 2 * copy["bytes"] / copy["seconds"])
+    copy = Rows(path).known().get(("copy", "-x in place"), {"bytes": 1, "seconds": 1e-10})
+    chip, known = chip_of(device, copy["bytes"] / copy["seconds"])
     workload, found = parse.parse_workload("text", model), {}
     if known:
         planned = planning.plan(f"{chip.name}:1x1", workload, TrainingMethod(jd.exact(), optimizer), batch_size=1)
@@ -243,11 +276,13 @@ def compare_plan(model: str, path: Path, sizes: Sizes) -> dict[str, Any]:
 
 def describe_device() -> dict[str, Any]:
     device = jax.devices()[0]
-    return {"kind": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+    software = device.client.platform_version.splitlines()[-1]
+    return {"kind": device.device_kind, "platform": device.platform, "jax": jax.__version__, "software": software}
 
 
 SECTIONS: dict[str, Callable[[Rows, Sizes], None]] = {
     "copy": copy_rows,
+    "rates": rate_rows,
     "codes": code_rows,
     "selection": selection_rows,
     "power_sgd": power_sgd_rows,

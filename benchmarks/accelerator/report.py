@@ -20,14 +20,14 @@ def write(rows: Rows, folder: Path) -> None:
 def report(known: dict[tuple[str, str], dict]) -> str:
     device = known.get(("device", "jax"), {"kind": "no device yet", "jax": ""})
     lines = [f"# One {device['kind']}", "", f"`python benchmarks/gpu.py`, jax {device['jax']}.", ""]
-    copy, large = (known.get(("copy", name), {}).get("seconds") for name in ("codes", "optimizer"))
-    if copy:
-        rate = 2 * known["copy", "codes"]["bytes"] / copy / 1e9
-        lines += [f"A copy of the codes' array takes {1e6 * copy:.0f} us, {rate:.0f} GB/s read and written.", ""]
+    copy = known.get(("copy", "-x in place"), {})
+    rate = copy["bytes"] / copy["seconds"] if "seconds" in copy else None
+    if rate:
+        lines += [f"A copy of {copy['bytes'] / 8e6:,.0f} M entries reads and writes {rate / 1e9:,.0f} GB/s.", ""]
     for section in dict.fromkeys(section for section, _ in known if section not in ("device", "copy", "plan")):
         found = [row for row in known.values() if row["section"] == section and "skipped" not in row]
         if found:
-            lines += table(section, found, copy, large)
+            lines += table(section, found, rate)
     found = [row for row in known.values() if row["section"] == "plan" and "skipped" not in row]
     lines += plans(found) if found else []
     skipped = [row for row in known.values() if "skipped" in row]
@@ -37,29 +37,30 @@ def report(known: dict[tuple[str, str], dict]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(section: str, rows: list[dict], copy: float | None, large: float | None) -> list[str]:
-    """Milliseconds and the part of the bandwidth: of a copy of the array, or of the bytes that a step must move."""
-    lines = [f"## {section}", "", "| | ms | of the bandwidth | |", "|---|--:|--:|---|"]
+def table(section: str, rows: list[dict], rate: float | None) -> list[str]:
+    """Milliseconds, and what the bytes that must move would take at the rate of the copy."""
+    lines = [f"## {section}", "", "| | ms | of the copy's rate | |", "|---|--:|--:|---|"]
     for row in rows:
-        share = ""
-        if "bytes" in row and large and section in ("states", "torch", "torchao", "bitsandbytes"):
-            # The copy moves eight bytes an entry, AdamW 28.
-            share = f"{28 / 8 * large / row['seconds']:.0%}"
-        elif copy and section in ("codes", "selection", "torch", "bitsandbytes") and "PowerSGD" not in row["name"]:
-            share = f"{copy / row['seconds']:.0%}"
-        lines.append(f"| {row['name']} | {1e3 * row['seconds']:.3f} | {share} | {note(row, copy)} |")
+        share = share_of(row, row["seconds"], rate) if section != "offload" else ""
+        lines.append(f"| {row['name']} | {1e3 * row['seconds']:.3f} | {share} | {note(row, rate)} |")
     return [*lines, ""]
 
 
-def note(row: dict[str, Any], copy: float | None) -> str:
+def share_of(row: dict[str, Any], seconds: float, rate: float | None) -> str:
+    return f"{row['bytes'] / seconds / rate:.0%}" if rate and "bytes" in row else ""
+
+
+def note(row: dict[str, Any], rate: float | None) -> str:
     found = []
     if "decompress_seconds" in row:
         back = row["decompress_seconds"]
-        found.append(f"decompress {1e3 * back:.3f} ms" + (f", {copy / back:.0%}" if copy else ""))
+        found.append(", ".join(filter(None, [f"decompress {1e3 * back:.3f} ms", share_of(row, back, rate)])))
     if "state_bytes" in row:
-        found.append(f"state {row['state_bytes'] / (row['bytes'] / 28):.2f} bytes an entry")
+        found.append(f"state {row['state_bytes'] / row['entries']:.2f} bytes an entry")
     if "ratio" in row:
         found.append(f"{row['ratio']:.3f} of the step by hand, {1e3 * row['by_hand_seconds']:.3f} ms")
+    if "flops" in row:
+        found.append(f"{row['flops'] / row['seconds'] / 1e12:,.0f} TFLOP/s")
     if row["section"] == "offload" and row["name"].startswith("to "):
         found.append(f"{row['bytes'] / row['seconds'] / 1e9:.1f} GB/s")
     return "; ".join(found)

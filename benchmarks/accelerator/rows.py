@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """What is measured: entries of codes and of optimizers, matrices, turns, calls in a turn, and models."""
+    """What is measured: entries of codes and of optimizers, matrices, turns, calls in a turn, models, and products."""
 
-    entries: int = 2**25
+    entries: int = 2**27
     params: int = 2**26
     matrices: tuple[tuple[int, int], ...] = ((1024, 1024), (4096, 1024))
     ranks: tuple[int, ...] = (4, 32)
@@ -19,9 +19,11 @@ class Sizes(NamedTuple):
     calls: int = 20
     models: tuple[str, ...] = ("gpt:125m", "gpt:1b")
     steps: int = 8
+    products: tuple[int, ...] = (2048, 4096, 8192)
+    kernels: int = 300
 
 
-SMALLEST = Sizes(2**14, 2**14, ((64, 32),), (2,), 1, 1, ("gpt:tiny",), 2)
+SMALLEST = Sizes(2**14, 2**14, ((64, 32),), (2,), 1, 1, ("gpt:tiny",), 2, (64,), 8)
 
 
 class Rows:

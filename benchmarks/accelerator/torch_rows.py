@@ -44,20 +44,26 @@ def torch_rows(rows: Rows, sizes: Sizes) -> None:
         scales = blocks.abs().amax(1, keepdim=True) / 448
         return (blocks / scales).to(torch.float8_e4m3fn), scales
 
-    plain = {"copy": lambda x: x.neg_(), "cast(bfloat16)": lambda x: x.bfloat16(), "sign()": sign, "int8()": int8}
-    plain |= {"fp8()": fp8, "topk of 1 %": lambda x: torch.topk(x.abs(), sizes.entries // 100)}
-    for name, run in plain.items():
-        rows.measure("torch", name, lambda run=run: {"seconds": time_torch(lambda: run(x), sizes)})
+    def measure(name, run, entry_bytes):
+        moved = int(entry_bytes * sizes.entries)
+        rows.measure("torch", name, lambda: {"seconds": time_torch(lambda: run(x), sizes), "bytes": moved})
+
+    # With the bytes that each must move for an entry.
+    plain = {"copy": (lambda x: x.neg_(), 8), "cast(bfloat16)": (lambda x: x.bfloat16(), 6)}
+    plain |= {"sign()": (sign, 4 + 1 / 8), "int8()": (int8, 5 + 4 / 256), "fp8()": (fp8, 5 + 4 / 128)}
+    plain |= {"topk of 1 %": (lambda x: torch.topk(x.abs(), sizes.entries // 100), 4)}
+    for name, (run, entry_bytes) in plain.items():
+        measure(name, run, entry_bytes)
     if place == "cuda":  # on a CPU it would start a C++ compiler
         for name in ("sign()", "int8()", "fp8()"):
-            run = torch.compile(plain[name])
-            rows.measure("torch", f"{name}, compiled", lambda run=run: {"seconds": time_torch(lambda: run(x), sizes)})
+            run, entry_bytes = plain[name]
+            measure(f"{name}, compiled", torch.compile(run), entry_bytes)
     for shape in sizes.matrices:
         for rank in sizes.ranks:
             name = f"PowerSGD {shape[0]}x{shape[1]}, rank {rank}"
             rows.measure("torch", name, functools.partial(time_torch_power_sgd, shape, rank, place, sizes))
     make = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    rows.measure("torch", "AdamW, fused", functools.partial(time_torch_optimizer, make, place, sizes))
+    rows.measure("torch", "AdamW, fused", functools.partial(time_torch_optimizer, make, 28, place, sizes))
 
 
 def time_torch_power_sgd(shape: tuple[int, int], rank: int, place: str, sizes: Sizes) -> dict[str, Any]:
@@ -74,11 +80,11 @@ def time_torch_power_sgd(shape: tuple[int, int], rank: int, place: str, sizes: S
     return {"seconds": time_torch(step, sizes)}
 
 
-def time_torch_optimizer(make: Callable[[list], Any], place: str, sizes: Sizes) -> dict[str, Any]:
+def time_torch_optimizer(make: Callable[[list], Any], entry_bytes: int, place: str, sizes: Sizes) -> dict[str, Any]:
     params = torch.nn.Parameter(torch.randn(sizes.params, device=place))
     params.grad = 0.01 * params.detach()
     optimizer = make([params])
-    return {"seconds": time_torch(optimizer.step, sizes), "bytes": 28 * sizes.params}
+    return {"seconds": time_torch(optimizer.step, sizes), "bytes": entry_bytes * sizes.params}
 
 
 def torchao_rows(rows: Rows, sizes: Sizes) -> None:
@@ -86,7 +92,7 @@ def torchao_rows(rows: Rows, sizes: Sizes) -> None:
 
     place = "cuda" if torch.cuda.is_available() else "cpu"
     make = functools.partial(AdamW8bit, lr=1e-3)
-    rows.measure("torchao", "AdamW8bit", functools.partial(time_torch_optimizer, make, place, sizes))
+    rows.measure("torchao", "AdamW8bit", functools.partial(time_torch_optimizer, make, 16, place, sizes))
 
 
 def bitsandbytes_rows(rows: Rows, sizes: Sizes) -> None:
@@ -95,9 +101,10 @@ def bitsandbytes_rows(rows: Rows, sizes: Sizes) -> None:
     place = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(sizes.entries, device=place)
     quantize = functools.partial(bnb.functional.quantize_blockwise, x)
-    rows.measure("bitsandbytes", "quantize_blockwise", lambda: {"seconds": time_torch(quantize, sizes)})
+    moved = 5 * sizes.entries
+    rows.measure("bitsandbytes", "quantize_blockwise", lambda: {"seconds": time_torch(quantize, sizes), "bytes": moved})
     make = functools.partial(bnb.optim.AdamW8bit, lr=1e-3)
-    rows.measure("bitsandbytes", "AdamW8bit", functools.partial(time_torch_optimizer, make, place, sizes))
+    rows.measure("bitsandbytes", "AdamW8bit", functools.partial(time_torch_optimizer, make, 16, place, sizes))
 
 
 SECTIONS: dict[str, Callable[[Rows, Sizes], None]] = {
