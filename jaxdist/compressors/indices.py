@@ -5,6 +5,7 @@ find the ones. The k entries of largest magnitude are found by a search for a th
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -213,17 +214,19 @@ def largest_by_sorting(x: Float[Array, "*rows width"], count: int) -> Int[Array,
     # In float32: the CPU's top_k is ten times slower for any other dtype.
     rows = math.prod(x.shape[:-1])
     _, places = lax.top_k(jnp.abs(x.astype(jnp.float32)).reshape(rows, x.shape[-1]), count)
-    return lax.sort((places + lax.broadcasted_iota(jnp.int32, places.shape, 0) * x.shape[-1]).reshape(-1))
+    places = lax.sort(places, is_stable=False)
+    return (places + lax.broadcasted_iota(jnp.int32, places.shape, 0) * x.shape[-1]).reshape(-1)
 
 
 def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
     """The same positions by counting entries above a threshold, in a few passes at the speed of memory.
 
     The bits of `|x|` in float32, as an integer, are monotone in it. Newton's method on the number of entries from t up
-    starts at a quantile of a small sample. A threshold with exactly `count` entries takes about six passes, one with up
-    to twice as many hardly ever more than one: a vector is searched for the latter, and the rest of the passes see
-    only the entries above it. Ties at the threshold go to the lower index, as with `lax.top_k`; infinite entries and
-    NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
+    starts at a quantile of a small sample. A threshold with exactly `count` entries takes about six passes for a vector
+    and twenty until each of thousands of rows has one; one with up to twice as many takes hardly ever more than one for
+    a vector, and two or three for rows of one scale. Up to a density of a quarter the array is searched for the latter,
+    and the exact choice sees only these entries. Ties at the threshold go to the lower index, as with `lax.top_k`;
+    infinite entries and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
 
     Args:
       x: a vector, or rows that are searched side by side. One row is as good as a vector, except that XLA:CPU copies it
@@ -235,37 +238,60 @@ def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Arra
         return lax.iota(jnp.int32, x.size)
     if x.size <= SMALL:
         return largest_by_sorting(x, count)
-    if x.ndim == 1 and width >= 4 * count:
+    if width >= 4 * count:
         return _largest_of_candidates(x, count, 2 * count)
-    places = positions(_find_candidates(x, count, count).reshape(-1), x.size // width * count)
+    return _find_candidates(x, count, count)
+
+
+def _largest_of_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> Int[Array, " kept"]:
+    """Finds `most` candidates in each row, and the `count` largest among these alone."""
+    where = _find_candidates(x, count, most)
+    magnitudes = jnp.abs(x.reshape(-1).at[where].get(mode="promise_in_bounds").astype(jnp.float32))
+    # Ties as in the search, if these few are sorted.
+    magnitudes = jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes)
+    magnitudes = jnp.where(magnitudes >= jnp.finfo(jnp.float32).tiny, magnitudes, 0.0)
+    chosen = _largest_of_few(magnitudes.reshape(*x.shape[:-1], most), count)
+    return where.at[chosen].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+
+
+def _largest_of_few(x: Float[Array, "*rows width"], count: int) -> Int[Array, " kept"]:
+    """The same positions as both ways of finding them, by the faster one."""
+    search = partial(largest_by_threshold, count=count)
+    if x.ndim == 1:
+        return search(x)
+    # XLA:CPU takes six times as long to sort short rows as to search them, in some twenty passes. On a GPU the host
+    # decides after each pass whether another follows, which together takes longer than to sort all rows in one kernel.
+    return lax.platform_dependent(x, cpu=search, default=partial(largest_by_sorting, count=count))
+
+
+def _find_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> Int[Array, " found"]:
+    """Ascending positions, in the flat array, of `most` entries of each row, the `count` largest among them."""
+    width, rows = x.shape[-1], math.prod(x.shape[:-1])
+    places = positions(_mark_candidates(x, count, most).reshape(-1), rows * most)
     padded = _align_width(width)
     return places if padded == width else places - places // padded * (padded - width)
 
 
-def _largest_of_candidates(x: Float[Array, " width"], count: int, most: int) -> Int[Array, " kept"]:
-    """Finds `count` to `most` candidates, and the `count` largest among these alone."""
-    words = _find_candidates(x, count, most)
-    where = jnp.minimum(positions(words, most), x.shape[0] - 1)
-    magnitudes = jnp.abs(x.at[where].get(mode="promise_in_bounds").astype(jnp.float32))
-    # Ties as in the search, if these few are sorted; places without a candidate are last, and lose ties.
-    magnitudes = jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes)
-    real = (lax.iota(jnp.int32, most) < sum_counts(ones(words))) & (magnitudes >= jnp.finfo(jnp.float32).tiny)
-    chosen = largest_by_threshold(jnp.where(real, magnitudes, 0.0), count)
-    return where.at[chosen].get(mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+def _mark_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> UInt[Array, "*rows words"]:
+    """Bitmaps of `most` entries of each row, the `count` largest among them."""
+    found = _search(x, count, most)
+    # Either the lower threshold has few enough entries, and the first others are added, whichever they are. Or it has
+    # too many, and no key is between both: then all that it has more are tied, and the first of them are added.
+    few = found.low_count <= most
+    chosen = jnp.where(few[..., None], found.low_words, found.high_words)
+    others = jnp.where(few[..., None], ~chosen, found.low_words & ~chosen)
+    fill = first_ones if x.ndim == 1 else jax.vmap(first_ones)
+    return chosen | fill(others, most - jnp.where(few, found.low_count, found.high_count))
 
 
-def _find_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> UInt[Array, "*rows words"]:
-    """Bitmaps of `count` to `most` entries of each row, the `count` largest among them."""
-    # Nearer to `count`, since fewer candidates are cheaper.
+def _search(x: Float[Array, "*rows width"], count: int, most: int) -> _Bracket:
+    """Narrows the bracket of each row until its lower end has `count` to `most` entries or only ties are left."""
     target = count + (most - count) // 3
-    found = lax.while_loop(
+    return lax.while_loop(
         lambda bracket: jnp.any(_is_open(bracket, most)),
         lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
         _first_bracket(x, target),
     )
-    # Ties with the threshold, in the order of the array.
-    fill = first_ones if x.ndim == 1 else jax.vmap(first_ones)
-    return found.high_words | fill(found.low_words & ~found.high_words, most - found.high_count)
 
 
 def _align_width(width: int) -> int:
@@ -291,7 +317,8 @@ def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
     stride = x.size // size
     drawn = lax.iota(jnp.uint32, size)
     drawn = drawn * stride + mix(drawn) % jnp.uint32(stride)
-    sample = lax.sort(_keys(x.reshape(-1).at[drawn.astype(jnp.int32)].get(mode="promise_in_bounds")))
+    sample = _keys(x.reshape(-1).at[drawn.astype(jnp.int32)].get(mode="promise_in_bounds"))
+    sample = lax.sort(sample, is_stable=False)
 
     def quantile(part: float) -> Int[Array, ""]:
         return sample[size - 1 - min(size - 1, round(part * size))]

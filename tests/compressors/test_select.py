@@ -1,5 +1,7 @@
 """Finding the k largest entries without a sort, and bitmaps of them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +53,58 @@ def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
         np.testing.assert_array_equal(where, largest(row, count), err_msg=name)
 
 
-@pytest.mark.parametrize("width", [96, 100])
-def test_rows_are_searched_side_by_side(width):
-    rng = np.random.default_rng(1)
-    x = (rng.standard_normal((120, width)) * 10.0 ** rng.uniform(-5, 5, (120, 1))).astype(np.float32)
-    x[7] = 0.0
-    expected = np.concatenate([largest(row, 9) + i * width for i, row in enumerate(x)])
-    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, 9))(x), expected)
+def unlike_rows(rows, width, seed=1):
+    """Rows of different scales, the first of them with ties, zeros and entries that are not finite."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((rows, width)) * 10.0 ** rng.uniform(-5, 5, (rows, 1))).astype(np.float32)
+    for i, large in enumerate((1, 5, 8, 14, 30)):
+        # Ties behind so many larger entries: of 8, and of all others.
+        rank = rng.permutation(width)
+        x[i] = np.select([rank < large, rank < large + 8], [5.0 + rank, 4.0], 1e-3)
+        x[5 + i] = 4.0
+        x[5 + i, -large:] = 5.0
+        # Fewer nonzeros than are kept, and magnitudes that count as zero before them.
+        x[10 + i] = 0.0
+        x[10 + i, -large // 4 :] = 1e-5
+        x[10 + i, ::3] = 1e-39
+        x[15 + i, -large:] = np.nan
+        x[20 + i, -large::2], x[20 + i, -large + 1 :: 2] = np.inf, np.nan
+    x[25:28] = np.array([[np.nan], [0.0], [-np.inf]])
+    return x
+
+
+# The candidates of 120 rows are few enough to be sorted; 40 of 100 entries are searched without candidates.
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("rows", "width", "count"), [(480, 100, 9), (480, 96, 9), (120, 100, 9), (480, 100, 1), (120, 100, 40)]
+)
+def test_rows_are_searched_side_by_side(rows, width, count):
+    x = unlike_rows(rows, width)
+    expected = np.concatenate([largest(row, count) + i * width for i, row in enumerate(x)])
+    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, count))(x), expected)
+
+
+def test_rows_are_sorted_side_by_side():
+    x = np.random.default_rng(1).integers(-20, 20, (120, 96)).astype(np.float32)
+    expected = np.concatenate([largest(row, 9) + i * 96 for i, row in enumerate(x)])
     np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_sorting(x, 9))(x), expected)
+
+
+def test_candidates_are_chosen_alike_on_all_backends():
+    """A CPU searches them, the others sort them: ties, infinities and zeros have one order in both."""
+    x = unlike_rows(480, 100)
+    find = jax.jit(lambda x: indices.largest_by_threshold(x, 9))
+    expected = np.concatenate([largest(row, 9) + i * 100 for i, row in enumerate(x)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "platform_dependent", lambda x, cpu, default: default(x))
+        np.testing.assert_array_equal(find(x), expected)
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_rows_may_be_short(width):
+    x = np.random.default_rng(0).integers(-9, 9, (2500, width)).astype(np.float32)
+    expected = np.concatenate([largest(row, 1) + i * width for i, row in enumerate(x)])
+    np.testing.assert_array_equal(jax.jit(lambda x: indices.largest_by_threshold(x, 1))(x), expected)
 
 
 @pytest.mark.parametrize("find", [indices.largest_by_threshold, indices.largest_by_sorting])
@@ -80,17 +126,8 @@ def test_other_dtypes(dtype):
 @pytest.mark.parametrize(("most", "gaussian"), [(90, 8), (180, 1)])
 def test_any_data_end_the_search(most, gaussian):
     """Newton's method gains nothing on data whose density jumps; halving every second time does."""
-    target = 90 + (most - 90) // 3
-
-    def passes(x):
-        return jax.lax.while_loop(
-            lambda bracket: jnp.any(indices._is_open(bracket, most)),
-            lambda bracket: indices._narrow(bracket, indices._above(x, bracket.guess), 90, target),
-            indices._first_bracket(x, target),
-        ).passes
-
     rows = data()
-    found = jax.jit(jax.vmap(passes))(np.stack(list(rows.values())))
+    found = jax.jit(jax.vmap(lambda x: indices._search(x, 90, most).passes))(np.stack(list(rows.values())))
     found = dict(zip(rows, found.tolist()))
     assert max(found.values()) <= indices.FREE_PASSES + 2 * 32
     assert found["gaussian"] <= gaussian
@@ -98,19 +135,23 @@ def test_any_data_end_the_search(most, gaussian):
     assert found["equal"] == 2
 
 
-def test_the_loop_keeps_no_copy_of_the_array():
+@pytest.mark.parametrize(("shape", "count"), [((2**18,), 2000), ((64, 4096), 64)])
+def test_the_loop_keeps_no_copy_of_the_array(shape, count):
     """XLA would compute `|x|` once before the loop; fetching fresh memory takes longer than all passes."""
-    x = jax.ShapeDtypeStruct((2, 2**18), jnp.float32)
-    find = jax.vmap(lambda x: indices.largest_by_threshold(x, 2000))
+    x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+    find = jax.vmap(lambda x: indices.largest_by_threshold(x, count))
     assert jax.jit(find).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**19
 
 
-def test_types_under_shard_map(mesh):
+@pytest.mark.parametrize(("shape", "count"), [((SIZE,), 90), ((120, 100), 9), ((480, 100), 9)])
+def test_types_under_shard_map(mesh, shape, count):
     def worker(x):
-        return indices.largest_by_threshold(x, 90)
+        return indices.largest_by_threshold(x.reshape(shape), count)
 
+    size = math.prod(shape)
     mapped = jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    assert jax.eval_shape(mapped, jax.ShapeDtypeStruct((8 * SIZE,), jnp.float32)).shape == (8 * 90,)
+    kept = size // shape[-1] * count
+    assert jax.eval_shape(mapped, jax.ShapeDtypeStruct((8 * size,), jnp.float32)).shape == (8 * kept,)
 
 
 def test_the_code_under_distribute_is_the_code_alone(mesh):
