@@ -24,6 +24,10 @@ ROW = 32
 # Up to this many entries `lax.top_k` is as fast, and compiles faster.
 SMALL = 2**13
 LARGEST_SAMPLE = 2**16
+# The scale of a row is estimated from the first `PIECE` of each `STRETCH` entries. Up to `NOISE` (in keys, of which an
+# octave has `2**23`) two estimates are taken for the same scale, which all rows together give more exactly.
+STRETCH, PIECE = 512, 32
+NOISE = 3 * 2**20
 # Passes of Newton's method; after these every second one halves the bracket, so that the search ends for any data.
 FREE_PASSES = 8
 # Bits of the smallest normal number and of infinity. Magnitudes below the first count as zero, as on backends that
@@ -201,7 +205,7 @@ class _Bracket(NamedTuple):
     high_count: Int[Array, "*rows"]
     low_words: UInt[Array, "*rows words"]
     high_words: UInt[Array, "*rows words"]
-    # The threshold to try next, and the change of it that gives one more entry.
+    # The threshold to try next, and the change of it for e times as many entries.
     guess: Int[Array, "*rows"]
     slope: Float[Array, "*rows"]
     # The last threshold, and the number of entries from it up.
@@ -224,9 +228,9 @@ def largest_by_threshold(x: Float[Array, "*rows width"], count: int) -> Int[Arra
     The bits of `|x|` in float32, as an integer, are monotone in it. Newton's method on the number of entries from t up
     starts at a quantile of a small sample. A threshold with exactly `count` entries takes about six passes for a vector
     and twenty until each of thousands of rows has one; one with up to twice as many takes hardly ever more than one for
-    a vector, and two or three for rows of one scale. Up to a density of a quarter the array is searched for the latter,
-    and the exact choice sees only these entries. Ties at the threshold go to the lower index, as with `lax.top_k`;
-    infinite entries and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
+    a vector, and two to five for rows. Up to a density of a quarter the array is searched for the latter, and the exact
+    choice sees only these entries. Ties at the threshold go to the lower index, as with `lax.top_k`; infinite entries
+    and NaN are tied with each other, and magnitudes below 1.2e-38 with zero.
 
     Args:
       x: a vector, or rows that are searched side by side. One row is as good as a vector, except that XLA:CPU copies it
@@ -286,7 +290,8 @@ def _mark_candidates(x: Float[Array, "*rows width"], count: int, most: int) -> U
 
 def _search(x: Float[Array, "*rows width"], count: int, most: int) -> _Bracket:
     """Narrows the bracket of each row until its lower end has `count` to `most` entries or only ties are left."""
-    target = count + (most - count) // 3
+    # The middle of both on a logarithmic scale, as are the steps.
+    target = math.isqrt(count * most)
     return lax.while_loop(
         lambda bracket: jnp.any(_is_open(bracket, most)),
         lambda bracket: _narrow(bracket, _above(x, bracket.guess), count, target),
@@ -316,9 +321,16 @@ def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
     size = min(max(SMALL // 2, x.size // 256), LARGEST_SAMPLE)
     stride = x.size // size
     drawn = lax.iota(jnp.uint32, size)
-    drawn = drawn * stride + mix(drawn) % jnp.uint32(stride)
-    sample = _keys(x.reshape(-1).at[drawn.astype(jnp.int32)].get(mode="promise_in_bounds"))
-    sample = lax.sort(sample, is_stable=False)
+    drawn = (drawn * stride + mix(drawn) % jnp.uint32(stride)).astype(jnp.int32)
+    keys = _keys(x.reshape(-1).at[drawn].get(mode="promise_in_bounds"))
+    # Zeros computed from the input, so that their type (per-worker or not) is that of the later carries.
+    nothing = _keys(x[..., 0]) & 0
+    # Rows are sampled as if all had the same scale. To keys, which are nearly logarithms, a scale is added.
+    scales = nothing
+    if x.ndim > 1:
+        scales = _row_scales(x)
+        keys = keys - scales.at[drawn // width].get(mode="promise_in_bounds")
+    sample = lax.sort(keys, is_stable=False)
 
     def quantile(part: float) -> Int[Array, ""]:
         return sample[size - 1 - min(size - 1, round(part * size))]
@@ -326,10 +338,9 @@ def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
     # The guess is the quantile of the target; two others, at two standard deviations, give the slope.
     part = target / width
     spread = 2 * math.sqrt(part / size) + 1 / size
-    nearby = quantile(part + spread), quantile(max(part - spread, 0.0))
-    slope = (nearby[0] - nearby[1]).astype(jnp.float32) / (2 * spread * width)
-    # Zeros computed from the input, so that their type (per-worker or not) is that of the later carries.
-    nothing = _keys(x[..., 0]) & 0
+    more, fewer = part + spread, max(part - spread, 0.5 / size)
+    change = quantile(more).astype(jnp.float32) - quantile(fewer).astype(jnp.float32)
+    slope = change / math.log(more / fewer)
     none = jnp.zeros((*x.shape[:-1], _align_width(width) // WORD), jnp.uint32) + nothing.astype(jnp.uint32)[..., None]
     return _Bracket(
         passes=jnp.sum(nothing, dtype=jnp.int32),
@@ -339,16 +350,32 @@ def _first_bracket(x: Float[Array, "*rows width"], target: int) -> _Bracket:
         high_count=nothing,
         low_words=~none & jnp.broadcast_to(full(width), none.shape),
         high_words=none,
-        guess=jnp.clip(nothing + quantile(part), NORMAL, INFINITY),
+        # Clipped before the sum, which could overflow.
+        guess=scales + jnp.clip(quantile(part), NORMAL - scales, INFINITY - scales),
         slope=nothing.astype(jnp.float32) + slope,
         tried=nothing + NORMAL - 1,
         found=nothing + width,
     )
 
 
+def _row_scales(x: Float[Array, "rows width"]) -> Int[Array, " rows"]:
+    """The key of a typical magnitude of each row, the same for rows of about the same scale."""
+    rows, width = x.shape
+    step = min(STRETCH, width)
+    part = x[:, : width // step * step].reshape(rows, -1, step)[:, :, :PIECE].reshape(rows, -1)
+    # The mean of square roots depends less on a few large entries.
+    scales = _keys(jnp.square(jnp.mean(jnp.sqrt(jnp.abs(part.astype(jnp.float32))), axis=1)))
+    typical = lax.sort(scales, is_stable=False)[rows // 2]
+    return jnp.where((jnp.abs(scales - typical) < NOISE) | (scales >= INFINITY), typical, scales)
+
+
 def _is_open(bracket: _Bracket, most: int) -> Array:
     """The rows whose threshold is not found: the lower end gives too many entries, and there are keys between both."""
     return (bracket.low_count > most) & (bracket.high - bracket.low > 1)
+
+
+def _log(found: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    return jnp.log(jnp.maximum(found.astype(jnp.float32), 0.5))
 
 
 def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracket:
@@ -358,14 +385,20 @@ def _narrow(bracket: _Bracket, words: Array, count: int, target: int) -> _Bracke
     inside = (tried > bracket.low) & (tried < bracket.high)
     up, down = inside & enough, inside & ~enough
     low, high = jnp.where(up, tried, bracket.low), jnp.where(down, tried, bracket.high)
-    # Newton's step with the secant through the last two thresholds, kept inside the bracket.
-    moved = (found != bracket.found) & (bracket.passes > 0)
-    change = (tried - bracket.tried).astype(jnp.float32)
-    slope = jnp.where(moved, change / (found - bracket.found).astype(jnp.float32), bracket.slope)
-    step = jnp.clip(jnp.round(slope * (target - found).astype(jnp.float32)), -(2.0**30), 2.0**30).astype(jnp.int32)
+    # Newton's step with the secant through the last two thresholds, kept inside the bracket. It is a step on the
+    # logarithm of the number, which is nearly linear in the key over a wide range.
+    again = bracket.passes > 0
+    moved, stuck = again & (found != bracket.found), again & (found == bracket.found)
+    change, logarithm = (tried - bracket.tried).astype(jnp.float32), _log(found)
+    slope = jnp.where(moved, change / (logarithm - _log(bracket.found)), bracket.slope)
+    step = jnp.clip(jnp.round(slope * (math.log(target) - logarithm)), -(2.0**30), 2.0**30).astype(jnp.int32)
     newton = jnp.where(step > 0, tried + jnp.minimum(step, high - tried), tried + jnp.maximum(step, low - tried))
-    halve = (bracket.passes >= FREE_PASSES) & (bracket.passes % 2 == 1)
+    halve = stuck | ((bracket.passes >= FREE_PASSES) & (bracket.passes % 2 == 1))
     guess = jnp.where(halve, low + (high - low) // 2, jnp.clip(newton, low + 1, high - 1))
+    # Two thresholds with the same entries: there may be no others up to the end of all keys (in rows with few nonzeros,
+    # or of NaN), which is tried before halving.
+    guess = jnp.where(stuck & enough & (high > INFINITY), INFINITY, guess)
+    guess = jnp.where(stuck & ~enough & (low < NORMAL), NORMAL, guess)
     return _Bracket(
         passes=bracket.passes + 1,
         low=low,

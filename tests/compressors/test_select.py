@@ -25,7 +25,7 @@ def data(size=SIZE, seed=0):
         "gaussian": rng.standard_normal(size),
         "cauchy": rng.standard_cauchy(size),
         "rounded": np.round(rng.standard_cauchy(size)),
-        "equal": np.full(size, -2.0),
+        "equal": np.full(size, -2.1),
         "zeros": np.zeros(size),
         "few": few,
         "two values": np.where(rng.random(size) < 0.02, 5.0, 1e-3),
@@ -133,6 +133,20 @@ def test_any_data_end_the_search(most, gaussian):
     assert found["gaussian"] <= gaussian
     assert found["zeros"] == 1
     assert found["equal"] == 2
+
+
+@pytest.mark.parametrize("case", ["alike", "scales", "few nonzeros", "not finite"])
+def test_rows_unlike_the_others_do_not_prolong_the_search(case):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((128, 4096))
+    if case == "scales":
+        x *= 10.0 ** rng.uniform(-5, 5, (128, 1))
+    if case == "few nonzeros":
+        x[-1, 50:], x[-2], x[-3, 100:] = 0.0, 0.0, 0.0
+    if case == "not finite":
+        x[-1], x[-2, 5] = np.nan, np.inf
+    passes = jax.jit(lambda x: indices._search(x, 64, 128).passes)(x.astype(np.float32))
+    assert passes <= {"alike": 2, "scales": 4, "few nonzeros": 4, "not finite": 4}[case]
 
 
 @pytest.mark.parametrize(("shape", "count"), [((2**18,), 2000), ((64, 4096), 64)])
