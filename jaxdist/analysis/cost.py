@@ -20,9 +20,9 @@ class Chip(NamedTuple):
       memory: bytes.
       bandwidth: of the memory, in bytes a second.
       host_bandwidth: between the memories of device and host, one way.
-      flops_reached: the share of `flops` that large products reach; 1 if nobody has measured it.
-      bandwidth_reached: the share of `bandwidth` that a large copy reaches; 1 if nobody has measured it.
-      launch: seconds of a kernel beside its work; 0 if nobody has measured them.
+      flops_reached: the share of `flops` that large products reach; 1 if it was not measured.
+      bandwidth_reached: the share of `bandwidth` that a large copy reaches; 1 if it was not measured.
+      launch: seconds of a kernel beside its work; 0 if they were not measured.
     """
 
     name: str

@@ -172,3 +172,17 @@ def test_kept_memory_of_the_faq_is_that_of_the_report():
     (step, added), (kept_step, kept_added) = found
     faq = " ".join((REPOSITORY / "docs/faq.md").read_text().split())
     assert f"from {step} to {kept_step} ms, and the added time of an all-reduce from {added} to {kept_added} ms" in faq
+
+
+def test_errors_of_plans_in_the_guide_are_those_of_the_report():
+    guide = " ".join((REPOSITORY / "docs" / "how-to" / "before-you-rent-a-pod.md").read_text().split())
+    rows = json.loads((REPORTS / "2026-11-accelerators" / "gpu.json").read_text())
+    small, large = (next(row for row in rows if row["name"] == name) for name in ("gpt:125m", "gpt:1b"))
+    short = [1 - row["predicted_seconds"] / row["seconds"] for row in (small, large)]
+    assert (
+        f"the step of `gpt:125m` was predicted {short[0]:.0%} too short, that of `gpt:1b` {short[1]:.0%}".replace(
+            "%", " %"
+        )
+        in guide
+    )
+    assert all(abs(row["predicted_peak"] / row["peak"] - 1) < 0.005 for row in (small, large))
