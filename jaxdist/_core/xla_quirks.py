@@ -26,10 +26,10 @@ def hide_constants(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     For a constant c the XLA of jax 0.10 computes `(c r)²` as `c² r²` and `(c r) u` as `r (c u)`, where c² or c u may
     overflow, or be flushed to zero. That of jax 0.12 does not.
     """
-    # `b | (b & 1)` is b, which XLA's simplifier does not know, but the compiler of the kernel does. Not an optimization
-    # barrier: XLA:GPU writes what is before one to memory, and reads it again.
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type(bits | (bits & 1), jnp.float32)
+    # The bits of x or nothing, which only the barrier knows to be nothing. A barrier around x itself would keep XLA:GPU
+    # from fusing what is before it with what is behind it.
+    nothing = lax.optimization_barrier(jnp.int32(0))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | nothing, jnp.float32)
 
 
 def largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:
