@@ -115,6 +115,15 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def triton_parameters() -> Any | None:
+    """The parameters of a Pallas kernel for Triton; `None` where that backend, deprecated since 0.11, is gone."""
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton.CompilerParams(num_warps=4)
+
+
 def key_class() -> type:
     """The class of typed keys, which JAX does not export; found without making one, which would start the backend."""
     return next(kind for kind in jax.Array.__subclasses__() if kind.__name__ == "PRNGKeyArray")

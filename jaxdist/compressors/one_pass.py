@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import like_of
+from .._core.compat import like_of, triton_parameters
 from .._core.jaxprs import apply_primitive, evaluate
 from .._core.types import Array, Float, Payload, PRNGKeyArray
 from .random import KeyOrStream, Stream, key_words
@@ -35,7 +35,7 @@ def in_one_pass(compress: Compress, block: int) -> Compress:
         tile = max(TILE, block)
         fits = block & (block - 1) == 0 and block <= LARGEST_BLOCK and x.size % block == 0 and tile < x.size < 2**31
         # A trace for a machine that is not there has no kernel for it.
-        if not fits or jax.default_backend() != "gpu":
+        if not fits or jax.default_backend() != "gpu" or triton_parameters() is None:
             return compress(x, key)
         in_kernel = partial(run_in_kernel, compress, tile, block)
         return lax.platform_dependent(x, key, cuda=in_kernel, default=compress)
@@ -48,7 +48,6 @@ def run_in_kernel(
 ) -> Payload:
     """Runs `compress` on `tile` entries at a time, in one kernel."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
 
     def compress_tile(entries: Array, left: Array, right: Array, first: Array) -> Payload:
         return compress(entries, Stream(left, right, first))
@@ -72,15 +71,17 @@ def run_in_kernel(
         kernel,
         shapes,
         grid=(pl.cdiv(x.size, tile),),
-        compiler_params=triton.CompilerParams(num_warps=4),
+        compiler_params=triton_parameters(),
         interpret=interpret,
     )
     return structure.unflatten(call(blocks, jnp.stack(key_words(key))))
 
 
 def _rule(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """One operation inside the kernel: Pallas for Triton lacks two."""
+    """One operation inside the kernel: Pallas for Triton lacks some."""
     name = equation.primitive.name
+    if name == "optimization_barrier":  # against what XLA does, which does not see this
+        return operands
     if name == "round":
         return [_round_half_even(operands[0])]
     if name == "platform_index":

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxdist import compressors as jc
+from jaxdist.analysis import pods
+from jaxdist.compressors import one_pass
 from jaxdist.compressors.one_pass import LARGEST_BLOCK, TILE, _round_half_even, in_one_pass, run_in_kernel
 
 CODES = {
@@ -59,6 +61,25 @@ def test_under_vmap():
     jax.tree.map(np.testing.assert_array_equal, payload, jax.vmap(code.compress)(rows, keys))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("name", CODES)
+def test_kernels_compile_for_gpus(monkeypatch, name):
+    """Under `shard_map`; `analysis.pods` needs the CUDA plugin, `pip install 'jaxdist[gpu-plan]'`."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    mesh, code = pods.gpu("h100:1x1"), CODES[name][0]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def compress(x, words):
+        return jax.tree.map(lambda leaf: leaf[None], code.compress(x[0], jax.random.wrap_key_data(words[0])))
+
+    mapped = jax.shard_map(compress, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    like = [jax.ShapeDtypeStruct((1, 2**16), jnp.float32), jax.ShapeDtypeStruct((1, 2), jnp.uint32)]
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P("data"))) for x in like]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert "__gpu$xla.gpu.triton" in jax.jit(mapped).lower(*like).compile().as_text()
+
+
 def test_what_does_not_fit_is_left_to_xla(monkeypatch):
     """No kernel without a GPU, for arrays with a part of a block, small ones, or blocks that no kernel can have."""
 
@@ -72,6 +93,9 @@ def test_what_does_not_fit_is_left_to_xla(monkeypatch):
     assert has_kernel(LARGEST_BLOCK, 2 * LARGEST_BLOCK)
     for block, size in ((256, 2 * TILE + 1), (256, TILE), (96, 96 * TILE), (2 * LARGEST_BLOCK, 4 * LARGEST_BLOCK)):
         assert not has_kernel(block, size), (block, size)
+    with monkeypatch.context() as patch:
+        patch.setattr(one_pass, "triton_parameters", lambda: None)
+        assert not has_kernel(256, 2 * TILE)
     # On another device of such a process the plain program runs.
     x, key = an_input(2 * TILE), jax.random.key(0)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(jc.int8().compress)(x, key), jc.int8().compress(x, key))
