@@ -15,7 +15,7 @@ from .._core.types import Array, AxisNames, PyTree, Updates
 from ..comm.base import Comm
 from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
-from ..wire.flat import fuse
+from ..wire.flat import permute
 from ..wire.mixing import weight_of
 from .method import check_undirected, workers_of
 
@@ -195,15 +195,10 @@ def _cross_gradients(
     neighbors = []
     for message in topology.rounds[0].messages:
         # ∇F_i(x_j), and back along the same edge: its source j gets the gradient of its own parameters.
-        on_own_data = differentiate(_send(comm, message.pairs, params), *data)[1]
+        on_own_data = differentiate(permute(comm, params, message.pairs), *data)[1]
         reverse = tuple((j, i) for i, j in message.pairs)
-        neighbors.append((message, on_own_data, _send(comm, reverse, on_own_data) if exchange_back else None))
+        neighbors.append((message, on_own_data, permute(comm, on_own_data, reverse) if exchange_back else None))
     return comm, value, own, neighbors
-
-
-def _send(comm: Comm, pairs: tuple[tuple[int, int], ...], tree: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(fuse(comm, lambda x: comm.ppermute(x, pairs), leaves))
 
 
 def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array, sweeps: int = 50) -> Array:

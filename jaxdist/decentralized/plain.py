@@ -13,7 +13,7 @@ from .._core.types import Array, Float, PyTree, Updates
 from ..comm.base import Comm
 from ..topology.base import TOLERANCE, Topology, color_edges, matrices, matrix
 from ..topology.spectrum import is_doubly_stochastic
-from ..wire.flat import fuse, map_groups
+from ..wire.flat import map_groups, permute
 from .method import (
     Method,
     StepContext,
@@ -326,16 +326,11 @@ def _relay_step(context: StepContext) -> StepResult:
         total = _sum_weighted(own, behind[:i] + behind[i + 1 :], last_messages[:i] + last_messages[i + 1 :])
         count = workers - behind[i]
         sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
-        received = jax.tree.leaves(map_groups(partial(_send_color, comm, color), structure.unflatten(sent)))
+        received = jax.tree.leaves(map_groups(partial(permute, comm, pairs=color.pairs), structure.unflatten(sent)))
         messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
     params = [x / workers for x in _sum_weighted(own, behind, messages)]
     return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
-
-
-def _send_color(comm: Comm, color: _Color, tree: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(fuse(comm, lambda x: comm.ppermute(x, color.pairs), leaves))
 
 
 def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Array]]) -> list[Array]:

@@ -16,7 +16,7 @@ from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step
 from ..transforms.local_gradients import check_leaves, check_shards
-from ..wire.flat import fuse, map_groups
+from ..wire.flat import map_groups, permute
 from .fragments import SyncPeriod, check_period, period_at
 from .state import check_step, copy_wide
 from .synchronize import check_entrywise, end_round, parse_sync_override, round_like
@@ -322,14 +322,9 @@ def _average_pairs(
 
 def _exchange(comm: Comm, pairing: Array, tree: Updates) -> Updates:
     """The tree of this worker's partner."""
-    leaves, structure = jax.tree.flatten(tree)
-
-    def permute(pairs, comm, leaves):
-        return fuse(comm, lambda x: comm.ppermute(x, pairs), leaves)
-
     # The permutation of each round is static, so each is a branch of its own.
-    branches = [partial(permute, pairs) for pairs in tournament(comm.size)]
-    return structure.unflatten(comms.switch(pairing, branches, comm, leaves))
+    branches = [partial(permute, pairs=pairs) for pairs in tournament(comm.size)]
+    return comms.switch(pairing, branches, comm, tree)
 
 
 def tournament(workers: int) -> list[list[tuple[int, int]]]:

@@ -160,6 +160,12 @@ def fuse(
     return out
 
 
+def permute(comm: Comm, tree: PyTree, pairs: Sequence[tuple[int, int]]) -> PyTree:
+    """The tree of the worker from which this one receives, zeros without one: `comm.ppermute`, one for each dtype."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(fuse(comm, lambda x: comm.ppermute(x, pairs), leaves))
+
+
 def fuse_bytes(
     comm: Comm, collective: Callable[[Array], Array], arrays: Sequence[Array], *, rows: bool = False
 ) -> list[Array]:
