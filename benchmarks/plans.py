@@ -6,7 +6,7 @@
 
 GPUs need JAX's CUDA plugin, TPUs `libtpu` (`pip install 'jaxdist[gpu-plan,tpu-plan]'`). Each plan compiles train steps
 for the topology, and `analysis.overlap` goes through the schedules with the α-β model of `analysis.cost` and a
-roofline: seconds are for comparison only.
+the speed of the chips: seconds are for comparison only.
 
 - `pipelined`: a GPT with unrolled blocks, by default on 32 H100s in four nodes: plain data parallelism with buckets,
   and `pipelined` with several numbers of deferred layers.
@@ -35,6 +35,7 @@ import optax
 import jaxdist as jd
 from jaxdist import analysis, schedule
 from jaxdist._cli.models import gpt
+from jaxdist._cli.models.base import LayerRunner
 from jaxdist.analysis import base, cost, pods
 from jaxdist.overlap import Layered
 
@@ -123,6 +124,10 @@ def weigh_pipelined(name, made, params, batch, mesh, where, options):
     }, planned.compiled
 
 
+def unrolled(f, layers, x):
+    return functools.reduce(lambda x, params: f(params, x), layers, x)
+
+
 def add_pipelined_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="h100:4x8")
     parser.add_argument("--layers", type=int, default=12)
@@ -142,7 +147,8 @@ def pipelined(given: argparse.Namespace) -> None:
     mesh = pods.gpu(given.topology)
     where = cost.of_mesh(given.topology.partition(":")[0].lower(), mesh)
     config = gpt.GPTConfig(given.layers, given.width, given.width // 64, given.context)
-    loss = functools.partial(gpt.loss, config)
+    # In a loop all gradients would come at its end.
+    loss = functools.partial(gpt.loss, config, layers=LayerRunner(lambda f: f, unrolled))
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     batch = jax.ShapeDtypeStruct((given.sequences * mesh.size, given.context + 1), jax.numpy.uint8)
     layers = (("tokens", "positions"), *(f"block_{i}" for i in range(given.layers)), ("final_norm", "out"))
