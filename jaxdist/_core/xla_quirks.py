@@ -26,8 +26,12 @@ def hide_constants(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     For a constant c the XLA of jax 0.10 computes `(c r)²` as `c² r²` and `(c r) u` as `r (c u)`, where c² or c u may
     overflow, or be flushed to zero. That of jax 0.12 does not.
     """
-    # The bits of x or nothing, which only the barrier knows to be nothing. A barrier around x itself would keep XLA:GPU
-    # from fusing what is before it with what is behind it.
+    # XLA:GPU does not fuse what is before a barrier with what is behind it, which XLA:CPU does.
+    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=_with_hidden_zero)
+
+
+def _with_hidden_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # The bits of x or nothing, which only the barrier knows to be nothing.
     nothing = lax.optimization_barrier(jnp.int32(0))
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | nothing, jnp.float32)
 

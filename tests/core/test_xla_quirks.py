@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist._core.xla_quirks import (
     MOST_SLICES,
+    _with_hidden_zero,
     add_rows,
     hide_constants,
     largest_magnitude,
@@ -83,6 +84,7 @@ def test_products_of_constants_still_overflow():
         scaled = hide(jnp.full(8, 1e30, jnp.float32) * ratio)
         return scaled * scaled
 
-    assert np.isfinite(jax.jit(lambda ratio: square(hide_constants, ratio))(jnp.float32(1e-20))).all()
+    for hide in (hide_constants, _with_hidden_zero):
+        assert np.isfinite(jax.jit(partial(square, hide))(jnp.float32(1e-20))).all()
     plain = jax.jit(lambda ratio: square(lambda x: x, ratio))(jnp.float32(1e-20))
     assert np.isfinite(plain).all() == (jax.__version_info__ >= (0, 12))
