@@ -149,12 +149,15 @@ def test_rows_unlike_the_others_do_not_prolong_the_search(case):
     assert passes <= {"alike": 2, "scales": 4, "few nonzeros": 4, "not finite": 4}[case]
 
 
-@pytest.mark.parametrize(("shape", "count"), [((2**18,), 2000), ((64, 4096), 64)])
-def test_the_loop_keeps_no_copy_of_the_array(shape, count):
-    """XLA would compute `|x|` once before the loop; fetching fresh memory takes longer than all passes."""
+@pytest.mark.parametrize(("shape", "count", "most"), [((2**18,), 2000, 2**19), ((64, 4096), 64, 2**20)])
+def test_the_loop_keeps_no_copy_of_the_array(shape, count, most):
+    """XLA would compute `|x|`, 2 MiB, once before the loop; fetching fresh memory takes longer than all passes.
+
+    Candidates are a thirty-second of the rows, with their positions and flags: 0.51 MiB in all with jax 0.12.
+    """
     x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
     find = jax.vmap(lambda x: indices.largest_by_threshold(x, count))
-    assert jax.jit(find).lower(x).compile().memory_analysis().temp_size_in_bytes < 2**19
+    assert jax.jit(find).lower(x).compile().memory_analysis().temp_size_in_bytes < most
 
 
 @pytest.mark.parametrize(("shape", "count"), [((SIZE,), 90), ((120, 100), 9), ((480, 100), 9)])
