@@ -158,16 +158,20 @@ def _print_communication(console: Console, found: planning.Planned) -> None:
 
 
 def _print_times(console: Console, found: planning.Planned, tokens: int) -> None:
-    name, note = "step", "Computation as measured on an H100, every link at its full bandwidth."
+    note = "Computation as measured on an H100, every link at its full bandwidth."
     if not found.chip.is_measured:
-        name, note = "step at best", "At best: every operation at its roofline, every link at its full bandwidth."
+        note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
-        f"{name} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, waiting for the "
+        f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, waiting for the "
         f"network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%}); "
         f"{tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
         highlight=False,
     )
     console.print(f"{note} Use it to compare plans.", style="dim")
+
+
+def _name_of_step(found: planning.Planned) -> str:
+    return "step" if found.chip.is_measured else "step at best"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -188,7 +192,7 @@ def draw_plan(planned: planning.Planned, path: str | Path, *, title: str) -> Pat
     _draw_lanes(whole, planned.spans, (0.0, end))
     waiting = f", {planned.exposed_seconds / planned.seconds:.0%} of it waiting for the network"
     seconds = EngFormatter(unit="s", places=0 if planned.seconds >= 1e-3 else 1)(planned.seconds)
-    label(whole, f"one step at best: {seconds}{waiting}", size=10)
+    label(whole, f"one {_name_of_step(planned)}: {seconds}{waiting}", size=10)
     # Away from the start, where no collective has begun.
     middle = 0.3 * end
     _draw_lanes(close, planned.spans, (middle, middle + end / 16))
