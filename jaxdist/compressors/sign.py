@@ -138,7 +138,7 @@ def _signs_and_scales(bucket: int | None, scale_of: Callable[[UnitRows, Array], 
         rows, width = buckets.shape
         counts = jnp.float32(width)
         if rows * width > x.size:
-            counts = jnp.minimum(width, x.size - width * jnp.arange(rows)).astype(jnp.float32)[:, None]
+            counts = jnp.asarray(np.minimum(width, x.size - width * np.arange(rows)).astype(np.float32)[:, None])
         scaled = to_unit(buckets)
         # A mean is at most the largest magnitude, except for rounding errors.
         scales = from_unit(jnp.minimum(scale_of(scaled, counts), scaled.largest), scaled.unit)

@@ -25,7 +25,7 @@ def data(size=SIZE, seed=0):
         "gaussian": rng.standard_normal(size),
         "cauchy": rng.standard_cauchy(size),
         "rounded": np.round(rng.standard_cauchy(size)),
-        "equal": np.full(size, -2.1),
+        "equal": np.full(size, -2.0),
         "zeros": np.zeros(size),
         "few": few,
         "two values": np.where(rng.random(size) < 0.02, 5.0, 1e-3),
