@@ -162,9 +162,9 @@ def _print_times(console: Console, found: planning.Planned, tokens: int) -> None
     if not found.chip.is_measured:
         note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
-        f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, waiting for the "
-        f"network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%}); "
-        f"{tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
+        f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, "
+        f"waiting for the network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
+        f"; {tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
         highlight=False,
     )
     console.print(f"{note} Use it to compare plans.", style="dim")
