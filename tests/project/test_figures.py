@@ -7,6 +7,8 @@ import statistics
 import pytest
 from paths import REPOSITORY
 
+from jaxdist.analysis.cost import CHIPS
+
 REPORTS = REPOSITORY / "benchmarks" / "reports"
 LINKS = ("100 Mbit/s", "100 Mbit/s, 10 ms each way", "1 Gbit/s", "1 Gbit/s, 10 ms each way")
 pytestmark = pytest.mark.skipif(not REPORTS.exists(), reason="a source distribution has no reports")
@@ -186,3 +188,50 @@ def test_errors_of_plans_in_the_guide_are_those_of_the_report():
         in guide
     )
     assert all(abs(row["predicted_peak"] / row["peak"] - 1) < 0.005 for row in (small, large))
+
+
+def read_accelerator(run: str = ".") -> dict[str, dict]:
+    """The rows of a run on the GPU, by name; codes of PyTorch have the names of ours."""
+    rows = json.loads((REPORTS / "2026-11-accelerators" / run / "gpu.json").read_text())
+    return {row["name"]: row for row in rows if row["section"] != "torch"}
+
+
+def test_what_an_h100_reaches_in_plans_is_in_the_report():
+    report = (REPORTS / "2026-11-accelerators" / "README.md").read_text()
+    runs, chip = [read_accelerator("second"), read_accelerator()], CHIPS["h100"]
+    copies = [run["-x in place"]["bytes"] / run["-x in place"]["seconds"] for run in runs]
+    assert statistics.mean(copies) / chip.bandwidth == pytest.approx(chip.bandwidth_reached, abs=0.01)
+    assert " and ".join(f"{copy / 1e9:,.0f}" for copy in copies) + f" of {chip.bandwidth / 1e9:,.0f} GB/s" in report
+    for dtype, peak in (("float32", chip.flops["other"]), ("bfloat16", chip.flops["bfloat16"])):
+        product = runs[-1][f"product of 4096 x 4096, {dtype}"]
+        reached = product["flops"] / product["seconds"]
+        assert reached / peak == pytest.approx(chip.flops_reached, abs=0.01)
+        assert f"{reached / 1e12:.0f} of {peak / 1e12:.0f} " in report
+    launches = [1e6 * run["a small kernel of a program"]["seconds"] for run in runs]
+    assert max(launches) == pytest.approx(1e6 * chip.launch, rel=0.1)
+    assert "took {:.0f} us in one run and {:.0f} in another".format(*launches) in report
+
+
+def test_times_on_an_h100_in_the_report_are_those_of_its_runs():
+    report = (REPORTS / "2026-11-accelerators" / "README.md").read_text()
+    first, second, last = (read_accelerator(run) for run in ("first", "second", "."))
+    for title, name, before in (
+        ("AdamW of 67 M parameters, state streamed from the host", 'adamw, compute="device"', first),
+        ("PowerSGD with feedback, rank 32, 1024 x 1024", "1024x1024, rank 32", first),
+        ("the same, 4096 x 1024", "4096x1024, rank 32", first),
+        ("AdamW with moments in 8 bits, 67 M parameters", "quantized_state(adamw), 8 bits", first),
+        *((f"`{code}`", code, second) for code in ("scaled_sign(bucket=1024)", "int8()", "int4()", "fp8()")),
+        *((f"`{code}`", code, second) for code in ("qsgd(4)", "dynamic_fp8()")),
+        ("`block_top_k(64 / 4096)`", "block_top_k(64 / 4096)", second),
+    ):
+        (quoted,) = re.findall(rf"^\| {re.escape(title)}(?:, 134 M entries)? \| (\S+) \| (\S+) \|", report, re.M)
+        times = (1e3 * run[name]["seconds"] for run in (before, last))
+        assert quoted == tuple(spell_like(text, time) for text, time in zip(quoted, times, strict=True))
+    update = {where: 1e3 * last[f'adamw, compute="{where}"']["seconds"] for where in ("host", "device")}
+    page = " ".join((REPOSITORY / "docs" / "reference" / "offload.md").read_text().split())
+    assert f"took {update['host']:.0f} ms on the host and {update['device']:.0f} ms on the device" in page
+
+
+def spell_like(text: str, number: float) -> str:
+    """A number with as many decimals as another one has."""
+    return f"{number:.{len(text.partition('.')[2])}f}"
