@@ -116,7 +116,15 @@ def is_on_host(x: Array) -> bool:
 
 
 def triton_parameters() -> Any | None:
-    """The parameters of a Pallas kernel for Triton; `None` where that backend, deprecated since 0.11, is gone."""
+    """The parameters of a Pallas kernel for Triton.
+
+    `None` where JAX does not run on GPUs, and where that backend, deprecated since 0.11, is gone. Also before JAX's
+    backend has started, which a trace for shapes alone must not do: `jax.distributed.initialize` comes first.
+    """
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized() or jax.default_backend() != "gpu":
+        return None
     try:
         from jax.experimental.pallas import triton
     except ImportError:

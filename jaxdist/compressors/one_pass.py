@@ -35,18 +35,26 @@ def in_one_pass(compress: Compress, block: int) -> Compress:
         tile = max(TILE, block)
         fits = block & (block - 1) == 0 and block <= LARGEST_BLOCK and x.size % block == 0 and tile < x.size < 2**31
         # A trace for a machine that is not there has no kernel for it.
-        if not fits or jax.default_backend() != "gpu" or triton_parameters() is None:
+        parameters = triton_parameters() if fits else None
+        if parameters is None:
             return compress(x, key)
-        in_kernel = partial(run_in_kernel, compress, tile, block)
+        in_kernel = partial(run_in_kernel, compress, tile, block, parameters=parameters)
         return lax.platform_dependent(x, key, cuda=in_kernel, default=compress)
 
     return compress_blocks
 
 
 def run_in_kernel(
-    compress: Compress, tile: int, block: int, x: Array, key: PRNGKeyArray, *, interpret: bool = False
+    compress: Compress,
+    tile: int,
+    block: int,
+    x: Array,
+    key: PRNGKeyArray,
+    *,
+    parameters: Any = None,
+    interpret: bool = False,
 ) -> Payload:
-    """Runs `compress` on `tile` entries at a time, in one kernel."""
+    """Runs `compress` on `tile` entries at a time, in one kernel with the compiler's `parameters`."""
     from jax.experimental import pallas as pl
 
     def compress_tile(entries: Array, left: Array, right: Array, first: Array) -> Payload:
@@ -71,7 +79,7 @@ def run_in_kernel(
         kernel,
         shapes,
         grid=(pl.cdiv(x.size, tile),),
-        compiler_params=triton_parameters(),
+        compiler_params=parameters,
         interpret=interpret,
     )
     return structure.unflatten(call(blocks, jnp.stack(key_words(key))))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 
 from jaxdist import compressors as jc
 from jaxdist.analysis import pods
@@ -68,6 +69,7 @@ def test_kernels_compile_for_gpus(monkeypatch, name):
     """Under `shard_map`; `analysis.pods` needs the CUDA plugin, `pip install 'jaxdist[gpu-plan]'`."""
     pytest.importorskip("jax_plugins.xla_cuda13")
     mesh, code = pods.gpu("h100:1x1"), CODES[name][0]
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def compress(x, words):
@@ -99,6 +101,19 @@ def test_what_does_not_fit_is_left_to_xla(monkeypatch):
     # On another device of such a process the plain program runs.
     x, key = an_input(2 * TILE), jax.random.key(0)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(jc.int8().compress)(x, key), jc.int8().compress(x, key))
+
+
+def test_a_trace_does_not_start_the_backend(monkeypatch):
+    """Else `jax.distributed.initialize` would come too late, where a program first counts the bytes of its payloads."""
+
+    def start():
+        raise AssertionError("jax.default_backend() starts the backend")
+
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", start)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    codes, _ = jax.eval_shape(jc.int8().compress, jax.ShapeDtypeStruct((2 * TILE,), jnp.float32), key)
+    assert codes.shape == (2 * TILE,)
 
 
 def test_rounding_is_to_the_nearest_even():
