@@ -176,6 +176,41 @@ def test_kept_memory_of_the_faq_is_that_of_the_report():
     assert f"from {step} to {kept_step} ms, and the added time of an all-reduce from {added} to {kept_added} ms" in faq
 
 
+def test_uneven_workers_of_the_guide_are_those_of_the_report():
+    guide = (REPOSITORY / "docs/how-to/when-workers-are-uneven.md").read_text()
+    report = (REPORTS / "2026-11-uneven" / "README.md").read_text()
+    for title, row, after in (
+        ("synchronous SGD", "synchronous SGD", " after 2048 s"),
+        ("H = 32 and 1", "H = 32 and 1, all uniform", ""),
+        (
+            "the same, slow workers draw from the hardest fifth",
+            "H = 32 and 1, slow ones draw from the hardest fifth",
+            "",
+        ),
+    ):
+        first, *_ = re.findall(rf"^\| {row} \| \d+ \| ([\d.]+) .* \| (\d+)[^|]* \|$", report, re.M)
+        assert f"| {title} | {first[1]} | {first[0]}{after} |" in guide
+
+
+def test_exposed_buckets_of_the_guide_are_those_of_the_report():
+    guide = " ".join((REPOSITORY / "docs/how-to/hide-the-communication.md").read_text().split())
+    report = (REPORTS / "2026-11-overlap" / "late.md").read_text()
+    rows = re.findall(
+        r"^\| h100:4x8 \| buckets of 16 MiB, `delay=(\d)` \| (\w+) \| .* \| (\S+) \| \S+ \|$", report, re.M
+    )
+    exposed = {(delay, loss): time for delay, loss, time in rows}
+    apart, with_loss = ([exposed[delay, loss] for delay in "01"] for loss in ("no", "yes"))
+    quoted = "In buckets of 16 MiB it was {} and {} ms, and {} and {} ms with the mean of the loss in the step"
+    assert quoted.format(*apart, *with_loss) in guide
+
+
+def test_kills_of_the_guide_to_islands_are_those_of_the_report():
+    guide = " ".join((REPOSITORY / "docs/how-to/train-on-spot-machines.md").read_text().split())
+    report = (REPORTS / "2026-11-islands" / "README.md").read_text()
+    kills, stops = re.search(r"\| (\d+) kills and (\d+) stops:", report).groups()
+    assert f"In {kills} kills and {stops} long stops" in guide
+
+
 def test_errors_of_plans_in_the_guide_are_those_of_the_report():
     guide = " ".join((REPOSITORY / "docs" / "how-to" / "before-you-rent-a-pod.md").read_text().split())
     rows = json.loads((REPORTS / "2026-11-accelerators" / "gpu.json").read_text())
