@@ -101,13 +101,14 @@ class Island:
 
         Args:
           state: the training state; it contains the state of `local_steps` and the parameters.
-          examples: the weight of this island's drift, such as the number of its examples in the round.
+          examples: the weight of this island's drift, such as the number of its examples in the round; not negative.
 
         Returns:
           The state, with the global parameters after the round and what of its own progress no round has taken, and a
           `Report`. If the store is out of reach the report says so, and the progress stays: go on training.
 
         Raises:
+          ValueError: `examples` is negative or not finite, or this island has not entered.
           NameTakenError: a newer process has this name.
           AnchorDiffersError: the global parameters differ from those of the run again and again.
           TooFewIslandsError: fewer than `quorum` islands for `patience` seconds.
@@ -134,8 +135,9 @@ class Island:
 
     def abandon(self) -> None:
         """Leaves the run after an error, which the other processes of this island may not have: none waits for them."""
-        self._outbox.abandon()
-        if self._entered and jax.process_index() == 0:
+        # A store is asked by one thread at a time.
+        is_idle = self._outbox.abandon()
+        if self._entered and is_idle and jax.process_index() == 0:
             self._say_left(Connection(self._store.store, together=False))
 
     def _say_left(self, store: Connection) -> None:
@@ -149,6 +151,8 @@ class Island:
     # A meeting
 
     def _meet(self, state: PyTree, examples: float, *, leaving: bool) -> tuple[PyTree, Report]:
+        if not 0 <= examples < float("inf"):
+            raise ValueError(f"examples must be finite and at least 0, got {examples}: it weights this island's drift")
         store, started = self._store, self._store.now()
         store.sent = store.received = 0
         store.deadline = started + self._options.round_timeout
@@ -156,8 +160,6 @@ class Island:
         report = Report(self._replay.round)
         model = MeetingState(local, params)
         try:
-            if run.newest_session(self._store, self._options.name) != self._session:
-                raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
             exchange = partial(self._exchange, examples=examples, leaving=leaving)
             report = self._follow_jumps(exchange, model, report)
         except ConnectionError:
@@ -188,6 +190,10 @@ class Island:
 
     def _exchange(self, model: MeetingState, report: Report, *, examples: float, leaving: bool) -> Report:
         """Settles what is under way, then sends this island's drift until a round takes it or time is up."""
+        # First, since a store is asked by one thread at a time.
+        self._outbox.finish_transfer()
+        if run.newest_session(self._store, self._options.name) > self._session:
+            raise NameTakenError(f"another process has joined as {self._options.name!r}: this one must stop")
         report = self._settle(model, report)
         # A drift sent to a round that has ended would count in none.
         while not self._behind and (not leaving or self._outbox.flight is None):
@@ -231,6 +237,8 @@ class Island:
             report = self._apply(model, commit, report)._replace(late=True)
         if report.late:
             self._late += 1
+        elif report.counted:
+            self._late = 0
         return report
 
     def _send(self, model: MeetingState, examples: float, *, leaving: bool) -> bool:

@@ -60,9 +60,11 @@ class DriftTransfer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Reads nothing more ahead; what it sends, it sends."""
+    def end(self, seconds: float) -> bool:
+        """Stops after what is under way, and returns whether the thread has ended within `seconds`."""
         self._stopped.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def finish(self, seconds: float) -> bool | None:
         """Stops after what is under way; returns whether the record was created, `None` if that is not known.
@@ -70,9 +72,7 @@ class DriftTransfer:
         Raises:
           TimeoutError: the thread has not ended after `seconds`.
         """
-        self.stop()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
+        if not self.end(seconds):
             raise TimeoutError("a drift is still under way")
         if self._problem is not None:
             raise self._problem
@@ -184,10 +184,9 @@ class Outbox:
         """Forgets the drift, whose round has ended."""
         self.flight, self._store.read_ahead = None, {}
 
-    def abandon(self) -> None:
-        """Reads nothing more ahead."""
-        if self._transfer is not None:
-            self._transfer.stop()
+    def abandon(self) -> bool:
+        """Ends what goes on in the background, if that takes no longer than a moment; returns whether it has ended."""
+        return self._transfer is None or self._transfer.end(min(LONGEST_PAUSE, self._seconds))
 
     def _end_transfer(self) -> bool | None:
         """In process 0: the answer of the store to the other thread; `None` if it is not known, or there was none."""

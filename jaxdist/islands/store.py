@@ -51,9 +51,10 @@ class SharedStore(NamedTuple):
 def folder(path: str | os.PathLike[str]) -> SharedStore:
     """A store in a folder that all islands see: a disk, NFS, Lustre. Needs the standard library alone.
 
-    Whole bytes are written to a temporary file, which a hard link then names: links are atomic and fail if the name is
-    there, on NFS too. The death of a process leaves at most a temporary file behind. `create` waits until its bytes
-    are on disk.
+    Whole bytes are written to a temporary file, and are on disk before a hard link or a new name makes them visible:
+    links are atomic and fail if the name is there, on NFS too. The death of a process leaves at most a temporary file
+    behind. A folder that was there and is gone, as of a disk that is not mounted any more, is a `ConnectionError`, and
+    is not created again.
 
     Args:
       path: the folder; it is created if it is absent.
@@ -67,60 +68,90 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
       >>> store.list("a/")
       ['a/b']
     """
-    root = Path(path).expanduser().absolute()
+    place = _Folder(Path(path).expanduser().absolute())
+    return SharedStore(place.create, place.put, place.get, place.list, place.delete)
 
-    def write(name: str, body: bytes, *, sync: bool) -> Path:
-        target = root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f".{uuid.uuid4().hex}"
-        with open(temporary, "wb") as file:
-            file.write(body)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        return temporary
 
-    def create(name: str, body: bytes) -> bool:
-        if (root / name).exists():
+class _Folder:
+    """The functions of a `SharedStore` for a folder."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._was_there = False
+
+    def create(self, name: str, body: bytes) -> bool:
+        self._check_root()
+        if (self._root / name).exists():
             return False
-        temporary = write(name, body, sync=True)
+        temporary = self._write(name, body)
         try:
-            os.link(temporary, root / name)
+            os.link(temporary, self._root / name)
         except FileExistsError:
             return False
         finally:
             temporary.unlink()
         return True
 
-    def put(name: str, body: bytes) -> None:
-        os.replace(write(name, body, sync=False), root / name)
-
-    return SharedStore(create, put, *_reading(root))
-
-
-def _reading(root: Path) -> tuple[Callable, Callable, Callable]:
-    def get(name: str) -> bytes | None:
+    def put(self, name: str, body: bytes) -> None:
+        self._check_root()
+        temporary = self._write(name, body)
         try:
-            return (root / name).read_bytes()
+            os.replace(temporary, self._root / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return (self._root / name).read_bytes()
         except FileNotFoundError:
+            self._check_root()
             return None
 
-    def list_names(prefix: str) -> list[str]:
-        base = root / prefix if prefix.endswith("/") or not prefix else (root / prefix).parent
+    def list(self, prefix: str) -> list[str]:
+        self._check_root()
+        base = self._root / prefix if prefix.endswith("/") or not prefix else (self._root / prefix).parent
         found = []
-        # A folder may be removed by another island while it is read: `os.walk` then passes over it.
-        for place, _, files in os.walk(base):
-            inside = Path(place).relative_to(root)
+        for place, _, files in os.walk(base, onerror=_raise_unless_missing):
+            inside = Path(place).relative_to(self._root)
             found += [(inside / file).as_posix() for file in files if not file.startswith(".")]
         return sorted(name for name in found if name.startswith(prefix))
 
-    def delete(name: str) -> None:
-        (root / name).unlink(missing_ok=True)
+    def delete(self, name: str) -> None:
+        (self._root / name).unlink(missing_ok=True)
         # The last name of a folder takes the folder with it; one that is in use stays.
         with suppress(OSError):
-            (root / name).parent.rmdir()
+            (self._root / name).parent.rmdir()
 
-    return get, list_names, delete
+    def _check_root(self) -> None:
+        """Raises `ConnectionError` if the folder is gone: what is missing in it would look like an empty run."""
+        if self._root.is_dir():
+            self._was_there = True
+        elif self._was_there:
+            raise ConnectionError(f"the folder {self._root} is gone; mount its disk again")
+
+    def _write(self, name: str, body: bytes) -> Path:
+        """Writes a temporary file beside the place of a name, and waits until it is on disk."""
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._was_there = True
+        temporary = target.parent / f".{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            # A full disk: another try must not need more of it.
+            temporary.unlink(missing_ok=True)
+            raise
+        return temporary
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """What `os.walk` does with an error; a folder may be removed by another island while it is read."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def memory() -> SharedStore:

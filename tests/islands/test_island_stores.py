@@ -1,6 +1,8 @@
 """Islands over stores that are away, refuse, lose answers, damage bytes or lie."""
 
+import contextlib
 import threading
+import time
 
 import optax
 import pytest
@@ -38,6 +40,32 @@ def test_a_store_that_is_away_loses_nothing():
         state, report = island.meet(state)
         assert report.counted
         assert not report.offline
+
+
+def test_a_disk_that_is_unmounted_for_a_meeting_costs_no_progress(tmp_path):
+    tx = method(inner=optax.sgd(0.1))
+    with islands.join(tmp_path / "run", tx, name="a", round_timeout=0.1) as island:
+        state, _ = island.meet(step_of(tx)(island.enter(begin(tx)), GOALS[0]))
+        (tmp_path / "run").rename(tmp_path / "away")
+        state = step_of(tx)(state, GOALS[0])
+        moved = state.params
+        state, report = island.meet(state)
+        assert report.offline
+        assert_close(state.params, moved, tolerance=0)
+        (tmp_path / "away").rename(tmp_path / "run")
+        island._options = island._options._replace(round_timeout=30)
+        state, report = island.meet(state)
+        assert report.counted
+
+
+def test_a_listing_that_misses_a_session_is_no_other_process():
+    """A listing may miss names of the last moments."""
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    forgetful = store._replace(list=lambda prefix: [] if prefix.startswith("names/") else store.list(prefix))
+    with islands.join(store, tx, name="a") as island:
+        state = island.enter(begin(tx))
+        island._store.store = forgetful
+        assert island.meet(state)[1].counted
 
 
 def test_a_drift_that_is_damaged_is_not_counted_and_its_progress_is_kept():
@@ -164,6 +192,27 @@ def test_overlap_asks_for_no_body_in_a_meeting():
         assert report.members == ("a", "b")
         assert report.round == 3
     assert sorted(asked) == [("get", False)] * 4 + [("put", False)] * 4
+
+
+def test_no_two_threads_ask_a_store_at_once():
+    """With `overlap`, also where a drift is still under way at the next meeting, or at an error."""
+    store, inside, overlapping = islands.memory(), [], []
+
+    def around(number, name, function, arguments):
+        overlapping.extend((name, other) for other in inside)
+        inside.append(name)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)  # so that the next meeting comes first
+        inside.remove(name)
+        return function(*arguments)
+
+    tx = method(inner=optax.sgd(0.1))
+    with contextlib.suppress(KeyError), islands.join(wrap(store, around), tx, name="a", overlap=True) as island:
+        state = island.enter(begin(tx))
+        for _ in range(3):
+            state, _ = island.meet(step_of(tx)(state, GOALS[0]))
+        raise KeyError
+    assert overlapping == []
 
 
 def test_a_transfer_that_fails_while_the_island_trains_is_made_up_for_in_the_next_meeting():

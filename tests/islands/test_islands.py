@@ -29,6 +29,7 @@ import jaxdist as jd
 from jaxdist import islands
 from jaxdist.islands import protocol
 from jaxdist.islands.exchange import RoundMethod
+from jaxdist.islands.island import LATE_IS_SLOW
 from jaxdist.islands.run import Replay
 from jaxdist.islands.store import Connection
 
@@ -298,6 +299,28 @@ def test_overlap_takes_the_round_at_the_next_meeting_and_keeps_what_came_since()
     for _ in range(4 * H):
         alone = step(alone, GOALS[0])
     assert_close(state.params, alone.params, tolerance=1e-5)
+
+
+def test_an_island_that_was_late_and_is_in_time_again_is_waited_for():
+    tx = method(inner=optax.sgd(0.1))
+    with islands.join(islands.memory(), tx, name="a", overlap=True) as island:
+        state = island.enter(begin(tx))
+        state, _ = island.meet(state)
+        island._late = LATE_IS_SLOW
+        state, report = island.meet(state)
+        assert report.counted
+        assert island._late == 0
+
+
+@pytest.mark.parametrize("examples", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
+    tx = method(inner=optax.sgd(0.1))
+    with islands.join(islands.memory(), tx, name="a") as island:
+        state = island.enter(begin(tx))
+        for end in (island.meet, island.leave):
+            with pytest.raises(ValueError, match=f"examples must be finite and at least 0, got {examples}"):
+                end(state, examples=examples)
+        assert island.meet(state, examples=3)[1].counted
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Stores: create if absent, whole bytes, listings; and what a store that does otherwise is told."""
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
@@ -224,3 +226,57 @@ def test_a_bucket_without_obstore_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxdist\[islands\]'"):
         open_store("s3://bucket/run")
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_folder(tmp_path, monkeypatch):
+    """As of an NFS server that does not answer."""
+    store = islands.folder(tmp_path / "run")
+    store.put("names/a/1", b"")
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.list("names/")
+
+
+def test_a_folder_that_is_gone_is_no_new_run(tmp_path):
+    """As of a disk that is not mounted any more: nothing is written below its place."""
+    store, away = islands.folder(tmp_path / "run"), tmp_path / "away"
+    assert store.list("") == []
+    store.put("a", b"first")
+    (tmp_path / "run").rename(away)
+    for ask in (
+        lambda: store.list(""),
+        lambda: store.get("a"),
+        lambda: store.put("b", b"second"),
+        lambda: store.create("b", b"second"),
+    ):
+        with pytest.raises(ConnectionError, match="is gone"):
+            ask()
+    assert not (tmp_path / "run").exists()
+    away.rename(tmp_path / "run")
+    assert (store.list(""), store.get("a")) == (["a"], b"first")
+
+
+def test_a_full_disk_keeps_nothing_of_what_it_refused(tmp_path, monkeypatch):
+    store = islands.folder(tmp_path)
+
+    def fail(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for write in (store.put, store.create):
+        with pytest.raises(OSError, match="No space left"):
+            write("bodies/1", b"first")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_bytes_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    """A record that outlives a power failure must not name a body that does not."""
+    store, synced = islands.folder(tmp_path), []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append([path.name for path in tmp_path.rglob("name-*")]))
+    store.put("bodies/name-1", b"first")
+    store.create("anchors/name-2", b"second")
+    assert synced == [[], ["name-1"]]
