@@ -151,7 +151,9 @@ def add_bytes(words: Array, sent: Any) -> Array:
     if isinstance(sent, float):
         high, low = map(jnp.uint32, divmod(round(sent), 1 << 32))
     else:
-        high, low = jnp.uint32(0), sent.astype(jnp.uint32)
+        # Exact, as a division by a power of two; a float beyond the range of words would be their largest.
+        high = jnp.floor(sent / 2.0**32)
+        high, low = high.astype(jnp.uint32), (sent - high * 2.0**32).astype(jnp.uint32)
     # Unsigned words wrap around: a sum below one of its terms has a carry.
     total = words[1] + low
     return jnp.stack([words[0] + high + (total < low).astype(jnp.uint32), total])

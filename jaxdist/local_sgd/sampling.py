@@ -93,8 +93,9 @@ def loss_biased_sampling(examples: int, *, pool: int, axis: AxisNames = "data") 
 
 
 def _init(examples: int, pool: int, axis: AxisNames) -> LossTable:
-    unknown = jnp.full(examples, math.inf, jnp.float32)
-    return LossTable(unknown, jnp.arange(pool), bind(PerWorker(unknown, resize="copy"), axis))
+    # Separate buffers: states may be donated.
+    unknown, recent = (jnp.full(examples, math.inf, jnp.float32) for _ in range(2))
+    return LossTable(unknown, jnp.arange(pool), bind(PerWorker(recent, resize="copy"), axis))
 
 
 def _draw(

@@ -94,7 +94,8 @@ def dion(
     in float32 (float64 leaves in float64).
 
     *State*: replicated, `Q` and the state of `rest`; per worker the momentum of the matrices. The updates contain the
-    learning rate, and `update` takes `examples=`, as that of `all_reduce`.
+    learning rate, and `update` takes `examples=`, which weights gradients as in `all_reduce`; where no worker has
+    examples the gradient is zero, and the momentum goes on.
 
     Args:
       learning_rate: `η`, a number or a schedule. The size of updates does not depend on the gradient's, so that one

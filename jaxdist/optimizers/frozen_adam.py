@@ -51,7 +51,8 @@ def one_bit_adam(
     `v = β₂ v + (1-β₂) ḡ²`. Afterwards `m = d · reduce((β₁ m + (1-β₁) g_w) / d)` with `d = √v + ε`, and `v` is constant.
     Always `x -= η (m / d + λ x)`, without bias correction, as the original: the first steps are up to
     `(1-β₁) / √(1-β₂)` = 3.2 times as long as Adam's, so warm the learning rate up, or use `qadam`, which corrects.
-    The updates contain the learning rate, and `update` takes `examples=`, as that of `all_reduce`.
+    The updates contain the learning rate, and `update` takes `examples=`, which weights gradients as in `all_reduce`;
+    where no worker has examples the gradient is zero, and the step goes on with it.
 
     **Not as in the paper**: there `m` itself is sent, with one scale for many entries, and divided by `d` afterwards.
     Inside one matrix `v` may span six decades, so entries of small variance move up to a thousand times too far, unless

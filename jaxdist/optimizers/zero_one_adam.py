@@ -370,5 +370,5 @@ def _shapes(tree: PyTree) -> PyTree:
 def _rescale_chunk(residual: Sharded, factor: Array, comm: Comm) -> Sharded:
     # Chunks are of equal size, the last one padded with zeros, and so is the factor.
     size = residual.value.size
-    padded = jnp.pad(factor, (0, size * comm.size - factor.size))
-    return with_value(residual, residual.value * lax.dynamic_slice(padded, (comm.index * size,), (size,)))
+    padded = jnp.pad(factor, (0, size * comm.size - factor.size)).reshape(comm.size, size)
+    return with_value(residual, residual.value * lax.dynamic_index_in_dim(padded, comm.index, keepdims=False))

@@ -241,7 +241,8 @@ def _adaptive(plan: _Plan, forms: Forms | None = None) -> Reducer:
 
 
 def _init(plan: _Plan, like: PyTree[Like]) -> AdaptiveState:
-    return AdaptiveState(init_draws(plan.seed), plan.first)
+    # A copy of its own for each state, which may be donated.
+    return AdaptiveState(init_draws(plan.seed), jnp.array(plan.first))
 
 
 def _messages(plan: _Plan, updates: Updates, state: AdaptiveState, comm: Comm, extras: Extras) -> Protocol:

@@ -9,7 +9,7 @@ import optax
 
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
-from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
+from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, with_value
 from .local_gradients import check_leaves, check_local, scale
 
@@ -105,21 +105,25 @@ def _update(
         passed = extra_args if examples is None else {**extra_args, "examples": seen}
         return cfg.tx.update(mean, inner, params, **passed)
 
-    def skip(total, seen, inner):
-        del total, seen
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), inner
-
     due = _is_due(sync, cfg.steps, count)
     if isinstance(due, bool):
         # Known while tracing: the program has the collective in every call, or in none.
-        out, inner = (communicate if due else skip)(total, seen, state.inner)
+        out, inner = communicate(total, seen, state.inner) if due else (_zeros(updates), state.inner)
     else:
-        out, inner = jax.lax.cond(due, communicate, skip, total, seen, state.inner)
+        # Updates may be wider than gradients, as those of a master copy in float32.
+        like, _ = jax.eval_shape(communicate, total, seen, state.inner)
+        out, inner = jax.lax.cond(
+            due, communicate, lambda total, seen, inner: (_zeros(like), inner), total, seen, state.inner
+        )
     # A sync starts the sums again.
     total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
     return out, AccumulateState(
         inner, with_value(state.total, total), with_value(state.examples, seen), jnp.where(due, 0, count)
     )
+
+
+def _zeros(like: PyTree[Like]) -> Updates:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:

@@ -23,6 +23,7 @@ SMALL = 2**16
 MULTIPLE = 8
 # The entries from which on a leaf is not stacked with others.
 LARGE = 2**20
+LARGEST_START = 2**31 - 1
 
 
 def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
@@ -57,6 +58,9 @@ def concatenate(arrays: Sequence[Array], *, rows: bool = False) -> Array:
     def concatenate_all(*vectors: Array) -> Array:
         return jnp.concatenate(vectors, axis=-1)
 
+    # Beyond, the place of a write would wrap around: JAX takes it as a 32-bit number.
+    if starts[-1] > LARGEST_START:
+        return concatenate_all(*vectors)
     return lax.platform_dependent(*vectors, cpu=write_each, default=concatenate_all)
 
 

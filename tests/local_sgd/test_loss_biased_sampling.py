@@ -49,6 +49,12 @@ def keys(step):
     return jax.random.split(jax.random.key(step), WORKERS)
 
 
+def test_a_table_may_be_donated():
+    table = loss_biased_sampling(EXAMPLES, pool=POOL, axis=None).init()
+    donated = jax.jit(lambda table: table, donate_argnums=0)(table)
+    assert len(jax.tree.leaves(donated)) == 3
+
+
 def test_training_with_the_table_equals_the_paper():
     run, state, rounds = jd.simulate(train_step, workers=WORKERS), jd.place(start(), WORKERS), 12
     drawn, losses, tables = [], [], []

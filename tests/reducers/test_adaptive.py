@@ -29,6 +29,14 @@ def heavy(*shape):
     return (rows(*shape) * scales).astype(np.float32)
 
 
+@each_reducer
+def test_states_share_no_array(make):
+    """One of them may be donated."""
+    reducer, like = make(), jax.ShapeDtypeStruct((8,), jnp.float32)
+    first, second = (jax.tree.leaves(reducer.init(like)) for _ in range(2))
+    assert not {id(x) for x in first} & {id(x) for x in second}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alq", "alq exact", "amq"])
 def test_every_device_holds_the_same_levels(name):

@@ -6,7 +6,7 @@ import pytest
 from register_run import State
 
 import jaxdist as jd
-from jaxdist.wire.flat import fuse, fuse_bytes
+from jaxdist.wire.flat import concatenate, fuse, fuse_bytes
 
 KINDS = [(3,), (), (4, 5), (2, 3, 2), (7,), (1,), (5, 4), (0, 4), (6, 6), (12,)]
 LIKE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in 10 * KINDS]
@@ -83,3 +83,14 @@ def test_worker_alone_packs_nothing(fuse_arrays, workers, packs):
     jaxpr = str(jax.make_jaxpr(jax.vmap(gather, axis_name="data"))(*arrays))
     assert ("concatenate" in jaxpr) == packs
     assert ("bitcast_convert_type" in jaxpr) == (packs and fuse_arrays is fuse_bytes)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 2**28), (jnp.uint8, 2**31)])
+def test_leaves_beyond_32_bits_are_not_written_to_a_place(dtype, size):
+    """The place of a write is a 32-bit number: the last leaf would be written over the first."""
+    large = jax.ShapeDtypeStruct((2**10, size // 2**10), dtype)
+    like = [large] * (2**31 // size) + [jax.ShapeDtypeStruct((8,), dtype)]
+    traced = str(jax.make_jaxpr(lambda *leaves: concatenate(leaves))(*like))
+    assert "concatenate" in traced
+    assert "dynamic_update_slice" not in traced
+    assert "dynamic_update_slice" in str(jax.make_jaxpr(lambda *leaves: concatenate(leaves))(like[-1], like[-1]))

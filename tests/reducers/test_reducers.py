@@ -408,6 +408,7 @@ def test_more_bytes_than_32_bits_hold():
     assert add_bytes(words, 30.0).tolist() == [1, 20]
     assert add_bytes(words, 3.0 * 2**32 + 30).tolist() == [4, 20]
     assert add_bytes(words, jnp.float32(16)).tolist() == [1, 6]
+    assert add_bytes(words, jnp.float32(3.0 * 2**32 + 2**20)).tolist() == [4, 2**20 - 10]
 
 
 def test_a_count_of_reductions_stops_at_the_largest_number():
