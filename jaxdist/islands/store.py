@@ -125,9 +125,11 @@ class _Folder:
 
     def _check_root(self) -> None:
         """Raises `ConnectionError` if the folder is gone: what is missing in it would look like an empty run."""
+        # Read first: another thread may create it after this one has looked.
+        was_there = self._was_there
         if self._root.is_dir():
             self._was_there = True
-        elif self._was_there:
+        elif was_there:
             raise ConnectionError(f"the folder {self._root} is gone; mount its disk again")
 
     def _write(self, name: str, body: bytes) -> Path:
