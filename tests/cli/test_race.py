@@ -119,7 +119,8 @@ def test_compare_over_links(tmp_path, capsys):
     exact, local = ({key: float(row[key]) for key in row if key not in ("link", "name")} for row in rows[:2])
     # The ring of two has two hops; a round of two steps halves bytes and hops.
     assert exact["hops_per_step"] == 2
-    assert exact["step_seconds"] == pytest.approx(0.01 + 0.004 + exact["wire_bytes_per_step"] / 125e3)
+    network = 0.004 + exact["wire_bytes_per_step"] / 125e3
+    assert exact["step_seconds"] == pytest.approx(0.01 + exact["coding_seconds"] + network)
     assert local["hops_per_step"] == 1
     assert local["wire_bytes_per_step"] == pytest.approx(exact["wire_bytes_per_step"] / 2)
     # The bars show the mean too, after a last step that ends a round.
