@@ -220,7 +220,6 @@ class Island:
         After them the deadline ends it, since others may finish rounds faster than this island takes them.
         """
         self._behind = False
-        self._outbox.finish_transfer()
         if self._outbox.flight is not None:
             commit = self._await_commit()
             if commit is None:
