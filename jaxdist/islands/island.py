@@ -80,7 +80,7 @@ class Island:
         local, params = find_model(state)
         self._replay.open(local)
         self._session = run.claim(self._store, self._options.name)
-        if run.newest_anchor(self._store) is None:
+        if not run.has_begun(self._store):
             self._replay.keep(local)
         local, params = self._take_run(local, params)
         state = replace_model(state, self._restart_counts(local), params)

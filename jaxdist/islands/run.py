@@ -112,14 +112,9 @@ def newest_session(store: Connection, name: str) -> int:
     return max((int(found.rpartition("/")[2]) for found in store.list(f"names/{name}/")), default=0)
 
 
-def newest_anchor(store: Connection) -> Anchor | None:
-    """The last kept global parameters, or `None` before the run has begun."""
-    while names := store.list("anchors/"):
-        body = store.get(names[-1])
-        # Otherwise the run has gone on so far since the listing that this name is forgotten.
-        if body is not None:
-            return protocol.parse(Anchor, names[-1], body)
-    return None
+def has_begun(store: Connection) -> bool:
+    """Whether global parameters are kept: the run's first island keeps its own."""
+    return bool(store.list("anchors/"))
 
 
 def is_forgotten(store: Connection, number: int) -> bool:
@@ -233,17 +228,39 @@ class Replay:
         self.expected, self._bodies = () if before is None else before.expected, {}
 
     def load_newest(self, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState]:
-        """Reads the newest kept global parameters into a state; the open round stays."""
-        like = select_shared(local)
+        """Reads the newest kept global parameters that are whole into a state; the open round stays.
+
+        The rounds since the last ones but one are there, too: from those the same parameters follow.
+
+        Raises:
+          DamagedError: there are none, or none are whole; it names the newest.
+        """
         while True:
-            anchor = newest_anchor(self._store)
-            assert anchor is not None
-            body = self._store.get(protocol.body_name(anchor.body))
-            if body is not None:
-                break
-            if not is_forgotten(self._store, anchor.round):
-                name = protocol.anchor_name(anchor.round)
-                raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
+            names, damage = self._store.list("anchors/")[-KEPT_ANCHORS:], None
+            if not names:
+                raise DamagedError("the store lists no kept global parameters, though the run has begun")
+            for name in reversed(names):
+                try:
+                    found = self._load(name, local)
+                except DamagedError as error:
+                    damage = damage or error
+                    continue
+                if found is not None:
+                    return found
+            # Otherwise the run has gone on so far since the listing that these names are forgotten.
+            if damage is not None and not any(is_forgotten(self._store, _round_of(name)) for name in names):
+                raise damage
+
+    def _load(self, name: str, local: LocalStepsState) -> tuple[protocol.Anchor, LocalStepsState] | None:
+        """Reads kept global parameters into a state; returns `None` if their record is deleted."""
+        record = self._store.get(name)
+        if record is None:
+            return None
+        anchor = protocol.parse(Anchor, name, record)
+        body = self._store.get(protocol.body_name(anchor.body))
+        if body is None:
+            raise DamagedError(f"the store has no body {anchor.body}, which {name} names")
+        like = select_shared(local)
         shared = restore_shared(protocol.unpack(anchor.body, body, describe_shared(like)), like)
         return anchor, with_shared(local, shared)
 

@@ -1,6 +1,7 @@
 """Islands over stores that are away, refuse, lose answers, damage bytes or lie."""
 
 import contextlib
+import json
 import threading
 import time
 
@@ -273,6 +274,40 @@ def test_a_record_that_is_damaged_in_the_store_is_named():
         store.put("rounds/00000000/commit", b"{}")
         with pytest.raises(islands.DamagedError, match="rounds/00000000/commit is not a record of Commit"):
             island.meet(state)
+
+
+@pytest.mark.parametrize("part", ["record", "body", "missing body"])
+def test_kept_parameters_that_are_damaged_follow_from_those_before(part):
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    state, reports = train(store, tx, "a", 3, keep_every=1)
+    _, newest = [json.loads(store.get(name))["body"] for name in store.list("anchors/")]
+    body = f"bodies/{newest}"
+    if part == "record":
+        name = store.list("anchors/")[-1]
+        store.delete(name)
+        assert store.create(name, b"{")
+    elif part == "body":
+        store.put(body, store.get(body)[:-1])
+    else:
+        store.delete(body)
+    with islands.join(store, tx, name="b") as island:
+        joined = island.enter(begin(tx, fill=9.0))
+        assert island._replay.digest == reports[-1].digest
+        assert_close(joined.params, global_params(state), tolerance=0)
+        _, report = island.meet(step_of(tx)(joined, GOALS[1]))
+        assert report.counted
+
+
+def test_without_whole_kept_parameters_the_newest_are_named():
+    store, tx = islands.memory(), method(inner=optax.sgd(0.1))
+    train(store, tx, "a", 3, keep_every=1)
+    for name in store.list("bodies/"):
+        store.delete(name)
+    with (
+        islands.join(store, tx, name="b") as island,
+        pytest.raises(islands.DamagedError, match="which anchors/00000003 names"),
+    ):
+        island.enter(begin(tx))
 
 
 def test_a_store_that_overwrites_is_refused_at_join():
