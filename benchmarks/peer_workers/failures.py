@@ -194,7 +194,10 @@ def measure(system: str, event: str, given: argparse.Namespace, draw: random.Ran
     survivors = [name for name in WORKERS if name != VICTIM]
     found: dict[str, Any] = {"system": system, "event": event, "timeout": given.timeout, "pace": given.pace}
     with start_run(system, given) as run:
-        if not run.wait_until(lambda: all(run.count_joint(name, 0) >= given.before for name in WORKERS), 90):
+        started = run.wait_until(
+            lambda: all(run.count_joint(name, 0) >= given.before for name in WORKERS), max(90, given.patience)
+        )
+        if not started:
             return found | {"error": run.errors()}
         time.sleep(draw.random())
         victim, when = find_process(run.folder, VICTIM), time.monotonic()
@@ -270,7 +273,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", type=float, default=12.0, help="seconds that a worker is stopped")
     parser.add_argument("--before", type=int, default=5, help="steps together before the event")
     parser.add_argument("--after", type=int, default=3, help="steps together after it")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds for the survivors to go on")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to go on, and 90 or more to start")
     parser.add_argument("--compiled", type=Path, default=Path("runs/peers-compiled"), help="cache of compiled programs")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report; runs add up there")
 

@@ -9,6 +9,7 @@ steps, or, one in four, while it starts after the kill before. At the end of eac
 by leaf and bit by bit, with that of an undisturbed job.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -28,7 +29,9 @@ from common import write_record
 from jaxdist import checkpoint
 
 HERE = Path(__file__).parent
-LAP, SAVE_EVERY, KILLS_PER_LAUNCH, LIMIT = 20, 5, 4, 120
+LAP, SAVE_EVERY, KILLS_PER_LAUNCH = 20, 5, 4
+# A job that writes nothing for so many seconds, neither logs nor compiled programs nor checkpoints, hangs.
+LIMIT = 120
 GROUPS = (("exact", "ef_top_k", "slowmo"), ("power_sgd", "qsgd", "zero_1"), ("alq", "diloco", "gossip"))
 # What each method must have to lose: leaves whose names contain these are others after each lap.
 TO_LOSE = {
@@ -77,7 +80,8 @@ class Job:
 
     def end(self):
         """Waits for the end of the job."""
-        if self.launcher.wait(5 * LIMIT):
+        self.until(lambda: self.launcher.poll() is not None)
+        if self.launcher.returncode:
             raise RuntimeError(f"{self.name}: {self.said()[-3000:]}")
 
     def log(self, attempt, process):
@@ -90,13 +94,25 @@ class Job:
         return int(found[-1]) if found else -1
 
     def until(self, condition):
-        """Waits until the condition is true, and returns its value."""
-        end = time.monotonic() + LIMIT
+        """Waits until the condition is true, however slow the machine is, and returns its value."""
+        written, end = None, time.monotonic() + LIMIT
         while not (found := condition()):
-            if self.launcher.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{self.name}: {self.said()[-3000:]}")
+            if self.launcher.poll() is not None:
+                raise RuntimeError(f"{self.name} ended too early: {self.said()[-3000:]}")
+            if time.monotonic() > end:
+                before, written, end = written, self.written(), time.monotonic() + LIMIT
+                if written == before:
+                    raise RuntimeError(f"{self.name} wrote nothing for {LIMIT} s: {self.said()[-3000:]}")
             time.sleep(0.003)
         return found
+
+    def written(self):
+        """The sizes of all files of the work, by which progress shows."""
+        sizes = {}
+        for path in self.work.rglob("*"):
+            with contextlib.suppress(OSError):  # renamed since
+                sizes[path] = path.stat().st_size
+        return sizes
 
     def process(self, attempt, number):
         """The process id, among the children of the launcher; None before it runs."""

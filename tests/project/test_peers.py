@@ -56,7 +56,8 @@ def test_state_on_the_host_has_two_moments(tmp_path, seconds):
 
 @pytest.mark.slow
 def test_islands_survive_a_kill(tmp_path):
-    options = ("--systems", "islands", "torchft", "--events", "kill", "--runs", 1, "--timeout", 2)
+    # On a machine that is busy, workers start slowly, and islands that answer late are not waited for.
+    options = ("--systems", "islands", "torchft", "--events", "kill", "--runs", 1, "--timeout", 10, "--patience", 600)
     run("failures", tmp_path, *options, "--compiled", tmp_path / "compiled")
     (row,) = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
     assert row["system"] == "islands"
@@ -87,7 +88,7 @@ def workers_of(folder):
     return [line for line in found if "failing_islands.py" in line and str(folder) in line]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=600):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)
