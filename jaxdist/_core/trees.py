@@ -28,6 +28,11 @@ def _where(condition: Array, x: Array, y: Array) -> Array:
     return select(jax.device_put(condition, jax.memory.Space.Host), x, y)[0]
 
 
+def to_device(x: Array) -> Array:
+    """Copies an array in host memory to the device; others stay where they are."""
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
+
+
 def wide(tree: PyTree) -> PyTree:
     """Casts each leaf to float32, unless it is wider."""
     return jax.tree.map(widen, tree)

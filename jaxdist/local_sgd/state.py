@@ -14,7 +14,7 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.compat import is_on_host
 from .._core.dtypes import working_dtype
-from .._core.trees import tree_where
+from .._core.trees import to_device, tree_where
 from .._core.types import Array, AxisNames, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..state.marks import NO_PARAMETER, PerWorker, axis_tuple, beside, bind, is_mark, with_value
@@ -146,7 +146,7 @@ def update_buffers(
 def _reset(owned: PyTree, inner: optax.GradientTransformation, comm: Comm, state: State, params: PyTree) -> State:
     """Buffers as `init` makes them, with the counts that belong to them; schedules go on counting."""
     # `init` is written for whole parameters, and makes whole arrays.
-    fresh = split_marked(jax.tree.map(_on_device, inner.init(gather_marked(params))))
+    fresh = split_marked(jax.tree.map(to_device, inner.init(gather_marked(params))))
     return comm.varying(jax.tree.map(lambda own, new, old: _place_like(old, new) if own else old, owned, fresh, state))
 
 
@@ -155,7 +155,7 @@ def _average(owned: PyTree, comm: Comm, state: State) -> State:
 
     def select(floating: bool) -> PyTree:
         return jax.tree.map(
-            lambda own, x: _on_device(x) if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None,
+            lambda own, x: to_device(x) if own and jnp.issubdtype(x.dtype, jnp.floating) == floating else None,
             owned,
             state,
         )
@@ -166,10 +166,6 @@ def _average(owned: PyTree, comm: Comm, state: State) -> State:
 
     means, largest = exact_mean(comm, select(True)), comm.max(select(False))
     return jax.tree.map(replace_leaf, state, means, largest, is_leaf=lambda x: x is None)
-
-
-def _on_device(x: Array) -> Array:
-    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _place_like(old: Array, new: Array) -> Array:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.compat import is_on_host, varying_axes
+from .._core.compat import varying_axes
 from .._core.dtypes import round_to
+from .._core.trees import to_device
 from .._core.types import Array, Int, PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
 from .host_update import run
@@ -123,7 +124,7 @@ def _update(
     bare = jax.tree.map(lambda x: x.value if isinstance(x, OnHost) else x, state, is_leaf=is_mark)
 
     def update_on_device(updates, bare, params):
-        return cfg.inner.update(*jax.tree.map(_to_device, (updates, bare, params)), **extra_args)
+        return cfg.inner.update(*jax.tree.map(to_device, (updates, bare, params)), **extra_args)
 
     arguments = (updates, bare, params)
     closed, shapes = jax.make_jaxpr(update_on_device, return_shape=True)(*arguments)
@@ -137,10 +138,6 @@ def _update(
         out = run(flatten(closed), given, pairs, compute=cfg.compute, tile_bytes=cfg.tile_bytes)
     steps, new = jax.tree.structure(shapes).unflatten(out)
     return steps, jax.tree.map(lambda old, x: OnHost(x) if isinstance(old, OnHost) else x, state, new, is_leaf=is_mark)
-
-
-def _to_device(x: Array) -> Array:
-    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:

@@ -160,7 +160,7 @@ def test_refuses_sizes_and_other_states(tmp_path, adamw):
 
 
 def test_parameters_of_another_step_are_refused(tmp_path, adamw):
-    """Without master parameters the store has none of its own: it knows by a sum of their bits which it gave."""
+    """Without master parameters the store has none of its own: it knows by their hashes which it gave."""
     opt = offload.nvme(adamw, offload.Store(tmp_path, chunk_bytes=CHUNK))
     third = train(opt, opt.init(params()), 3)
     fifth = train(opt, third, 5, first=3)
@@ -278,10 +278,74 @@ def test_writes_of_the_last_chunks_in_the_background(tmp_path, adamw, expected, 
     assert opt.flush() == 5
     assert equal(found, expected)
     monkeypatch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    opt.apply(found, gradient(found))
-    with pytest.raises(offload.StoreError, match="broken"):
-        opt.flush()
+    ahead = opt.apply(found, gradient(found))
+    for again in (opt.flush, opt.flush, lambda: opt.apply(ahead, gradient(ahead))):
+        with pytest.raises(offload.StoreError, match=r"broken; the state is still that of step 5, .* again by `init`"):
+            again()
     assert opt.stats().step == 5
+    monkeypatch.undo()
+    # These parameters are not those of the state.
+    with pytest.raises(ValueError, match="holds the state of step 5"):
+        opt.init(ahead)
+    opt.init(found)
+    assert equal(train(opt, found, 7, 5), plain(adamw, params(), 7))
+    opt.close()
+
+
+@pytest.mark.parametrize("dtypes", ["bfloat16 float16", "float16 bfloat16", "float8_e4m3fn bfloat16"])
+@pytest.mark.parametrize("master", [True, False])
+def test_leaves_of_two_narrow_dtypes_keep_their_bits(tmp_path, dtypes, master):
+    """Both are computed in float32, where they could share a buffer, and as gradients come with parameters of one."""
+    large, small = dtypes.split()
+    values = {"large": np.full(8, 1.25, large), "small": np.asarray([1000, 1.0625, 1e-3], small)}
+    zeros = jax.tree.map(np.zeros_like, values)
+    opt = offload.nvme(optax.sgd(1.0), offload.Store(tmp_path), master_dtype=jnp.float32 if master else None)
+    if master:
+        found, wanted = opt.apply(opt.init(values), zeros), values
+    else:
+        wanted = jax.tree.map(lambda x: -x.astype(np.float32), values)
+        found = opt.apply(opt.init(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), values)), values)
+    opt.close()
+    assert equal(found, wanted)
+
+
+def test_parameters_of_another_order_or_of_an_update_without_a_mean_are_refused(tmp_path):
+    opt = offload.nvme(optax.sgd(0.125, momentum=0.9), offload.Store(tmp_path))
+    old = opt.init({"w": jnp.array([1.5, 1.5, 1.25])})
+    new = opt.apply(old, {"w": jnp.array([1.0, -1.0, 0.0])})
+    for wrong in (old, {"w": new["w"][::-1]}):
+        with pytest.raises(ValueError, match="not the parameters of that step"):
+            opt.init(wrong)
+    opt.init(new)
+    opt.close()
+
+
+def test_a_damaged_manifest_is_deleted_as_its_error_says(tmp_path, adamw):
+    opt = offload.nvme(adamw, offload.Store(tmp_path))
+    first = opt.init(params())
+    opt.apply(first, gradient(first))
+    opt.close()
+    (tmp_path / "worker-00000-of-00001" / "manifest.1.json").write_text("{}")
+    try:
+        opt.init(first)
+    except offload.StoreDamagedError as error:
+        error.path.unlink()
+        # While the traceback is alive.
+        opt.init(first)
+    assert opt.stats().step == 0
+    opt.close()
+
+
+def test_what_would_be_rounded_is_refused(tmp_path):
+    opt = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path))
+    with pytest.raises(ValueError, match="parameters of float64 need"):
+        opt.init({"w": np.ones(3)})
+    opt = offload.nvme(optax.inject_hyperparams(optax.adam)(0.1), offload.Store(tmp_path))
+    # Its hyperparameters are float32, and so is what they multiply.
+    found = opt.init({"v": jnp.ones(3), "w": jnp.ones(3, jnp.bfloat16)})
+    with pytest.raises(ValueError, match=r"mu.w` .* is bfloat16 after `init` and float32 after `update`"):
+        opt.apply(found, found)
+    opt.close()
 
 
 def test_parameters_anywhere(tmp_path, adamw, mesh, monkeypatch):

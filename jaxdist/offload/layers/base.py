@@ -17,7 +17,7 @@ from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
-from .step import Config, LayerStack, Step, build_programs, check_dtypes, check_reducer
+from .step import Config, LayerStack, Step, build_programs, check_reducer
 
 EXACT = exact()
 
@@ -174,7 +174,6 @@ class _LayerStream:
         self.close()
         check_range("count", count, 1)
         trees = [jax.tree.map(np.asarray, tree) for tree in (embed, layer(0), head)]
-        check_dtypes(jax.tree.leaves(trees))
         # On disk are the parameters that the optimizer updates: `master`.
         models = [describe(self.inner, tree, None)._replace(master=True) for tree in trees]
         store = self.store

@@ -15,7 +15,7 @@ from ..._core.types import Array, AxisNames, PyTree
 from ...comm.over import over
 from ...reducers.base import NO_EXTRAS, Reducer
 from ...state.marks import axis_tuple
-from ..nvme.arrays import on_host
+from ..nvme.arrays import check_dtype, on_host
 from ..nvme.disk import Access
 from .parts import PartProgram, StackPart, reshape_vectors
 
@@ -164,15 +164,9 @@ def place_params(cfg: Config, tree: Any, leaves: list[np.ndarray]) -> PyTree:
     """Copies parameters to the device, or to all devices of the mesh."""
     where = None if cfg.mesh is None else NamedSharding(cfg.mesh, PartitionSpec())
     # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
-    check_dtypes(leaves)
-    return tree.unflatten(jax.device_put(leaves, where))
-
-
-def check_dtypes(leaves: Sequence[np.ndarray]) -> None:
-    """Refuses parameters that JAX would truncate."""
     for leaf in leaves:
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            raise ValueError(f"parameters of {leaf.dtype} need jax.config.update('jax_enable_x64', True)")
+        check_dtype(leaf)
+    return tree.unflatten(jax.device_put(leaves, where))
 
 
 def place_batch(cfg: Config, batch: PyTree) -> PyTree:

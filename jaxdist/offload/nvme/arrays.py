@@ -47,6 +47,12 @@ def strip_marks(tree: PyTree) -> tuple[list[Any], list[tuple[int, ...]], Any]:
     return leaves, shapes, jax.tree.structure(tree)
 
 
+def check_dtype(leaf: Any) -> None:
+    """Refuses a parameter that JAX would truncate."""
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        raise ValueError(f"parameters of {leaf.dtype} need jax.config.update('jax_enable_x64', True)")
+
+
 def shards_of(leaf: Any) -> list[Shard]:
     """The different parts of a leaf in this process."""
     if not isinstance(leaf, jax.Array):
@@ -83,12 +89,16 @@ def _slice(x: Any, start: Any, size: int) -> Any:
     return lax.dynamic_slice(x.reshape(-1), (start,), (size,))
 
 
-def hash_bits(x: np.ndarray) -> int:
-    """The sum of the entries' bits as integers, modulo 2^64: it differs between the parameters of two steps.
+def hash_bits(start: int, x: np.ndarray) -> int:
+    """A hash of entries from number `start` on, of which an array has the sum modulo 2^64, whatever its parts are.
 
-    The hash of an array is the sum of those of its parts.
+    A sum of the bits themselves would be that of many other arrays: of a permutation, or after updates without a mean.
     """
-    return int(np.add.reduce(x.view(f"u{x.dtype.itemsize}"), dtype=np.uint64, axis=None))
+    # Σ (bits + c i)², with the odd c of Fibonacci hashing
+    mixed = np.arange(start, start + x.size, dtype=np.uint64)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed += x.view(f"u{x.dtype.itemsize}")
+    return int(np.dot(mixed, mixed))
 
 
 def hashing(sink: Sink, hashes: list[int]) -> Sink:
@@ -96,7 +106,7 @@ def hashing(sink: Sink, hashes: list[int]) -> Sink:
 
     def write(start: int, x: np.ndarray) -> None:
         # Several threads append, in any order: hashes are added in the end.
-        hashes.append(hash_bits(x))
+        hashes.append(hash_bits(start, x))
         sink.put(start, x)
 
     return Sink(write, sink.finish)

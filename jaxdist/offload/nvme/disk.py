@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from . import files
 from .chunks import Layout
-from .files import StreamedStats
+from .files import StoreError, StreamedStats
 
 # Works on a buffer: the number of its access, and its bytes.
 Visit = Callable[[int, np.ndarray], None]
@@ -57,18 +57,24 @@ class Disk:
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
         # Released even if `close` is never called and this object is garbage-collected.
         self.unlock = weakref.finalize(self, files.Lock(folder).release)
-        self.direct = files.takes_direct(folder) if direct is None else direct
-        if self.direct and not files.takes_direct(folder):
+        try:
+            self.direct = files.takes_direct(folder) if direct is None else direct
+            if self.direct and not files.takes_direct(folder):
+                raise ValueError(
+                    f"direct=True, but the file system of {folder} cannot bypass the page cache: leave direct out"
+                )
+            self.manifests = files.read_manifests(folder)
+        except BaseException:
+            # The traceback refers to this object: the lock would last as long as that.
             self.unlock()
-            raise ValueError(
-                f"direct=True, but the file system of {folder} cannot bypass the page cache: leave direct out"
-            )
-        self.manifests = files.read_manifests(folder)
+            raise
         self.slot, self.step = 0, -1
         self.numbers: list[np.ndarray] = []
         self.sums: list[int] = []
         self.gave: list[list[int]] | None = None
         self.pending: Future | None = None
+        # Of a step that was not committed, but whose parameters the caller has.
+        self.failed: BaseException | None = None
         self.read_bytes = self.written_bytes = self.buffer_bytes = 0
 
     def chunk_bytes(self) -> int | None:
@@ -106,15 +112,26 @@ class Disk:
             )
         self.step, self.sums = step, manifest["checksums"]
         self.numbers = files.decode(manifest["numbers"])
-        # Manifests of earlier versions do not have it.
-        self.gave = manifest.get("gave")
+        # Manifests of earlier versions do not have it, or had other hashes under another name.
+        self.gave = manifest.get("hashes")
         return True
 
     def flush(self) -> None:
-        """Waits for the step that is being written, and raises its error if it failed."""
+        """Waits for the step that is being written, and raises its error if it failed.
+
+        The next step needs the state of that step: where the caller has gone on without waiting, the error is raised
+        again until the folder is opened anew.
+        """
         pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
+        error = None if pending is None else pending.exception()
+        if error is not None and self.wait:
+            raise error
+        if isinstance(error, StoreError):
+            ahead = f"the state is still that of step {self.step}, and what the last call returned a step ahead"
+            error = type(error)(f"{error.what}; {ahead}: open the store again by `init`", error.path, error.step)
+        self.failed = error or self.failed
+        if self.failed is not None:
+            raise self.failed
 
     def stats(self) -> StreamedStats:
         """The counters of this process."""
@@ -123,7 +140,8 @@ class Disk:
     def close(self) -> None:
         """Waits for the step that is being written, and lets others use the folder, whatever its end is."""
         try:
-            self.flush()
+            if self.pending is not None:
+                self.flush()
         finally:
             self.unlock()
 
@@ -226,7 +244,7 @@ class Disk:
             gave = new.gives()
             manifest = {
                 "step": new.step,
-                "gave": gave,
+                "hashes": gave,
                 "layout": self.layout.signature,
                 "chunk_bytes": self.size,
                 "checksums": new.checksums,

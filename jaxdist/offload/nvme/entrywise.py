@@ -248,7 +248,8 @@ def _program(trace: _Trace, inputs: Sequence[int], outputs: Sequence[_Value]) ->
     # Positions within the leaf, and the text of literals: leaves that are treated alike get the same key.
     spelling = {x: str(i) for i, x in enumerate([*inputs, *numbers, *made])} | {x: repr(v) for x, v in literals.items()}
     steps = [(x.name, str(x.equation.params), [spelling[value] for value in x.inputs]) for x in operations]
-    key = str((len(inputs), len(numbers), steps, [spelling[x] for x in results], dtypes))
+    # The dtypes of operands, too: spans of leaves with one key share a buffer.
+    key = str(([trace.types[x].dtype for x in inputs], len(numbers), steps, [spelling[x] for x in results], dtypes))
 
     def run(arrays: Sequence[Any], given: Sequence[Any]) -> list[Array]:
         known = dict(zip(inputs, arrays, strict=True)) | {x: jnp.asarray(value) for x, value in literals.items()}

@@ -45,7 +45,8 @@ class Store(NamedTuple):
         system supports it.
       durable: a committed step survives a power failure, not only the end of the process.
       wait: `apply` returns when the step is committed. False: its last writes continue during your next forward pass;
-        their errors are raised by the next `apply` or `flush`, and your parameters are a step ahead of the disk.
+        their errors are raised by the next `apply` or `flush`, and by all others: your parameters are then a step ahead
+        of the disk, and `init` goes back to its last step.
       progress: called with the number of chunks done and of all chunks.
 
     Examples:
@@ -102,15 +103,18 @@ class Streamed(NamedTuple):
 
 
 class StoreError(Portable, Exception):
-    """An operation on the disk failed: on the file `path`, for `step`. The last committed step is intact."""
+    """An operation on the disk failed (`what`): on the file `path`, for `step`. The last committed step is intact."""
 
     def __init__(self, message: str, path: Path, step: int):
         super().__init__(f"{message} (file {path}, step {step})")
-        self.path, self.step = path, step
+        self.what, self.path, self.step = message, path, step
 
 
 class StoreFullError(StoreError):
-    """No space left, or a quota or a limit of file sizes reached. After making room, `apply` can be called again."""
+    """No space left, or a quota or a limit of file sizes reached.
+
+    After making room, `apply` can be called again; with `Store(wait=False)`, `init`.
+    """
 
 
 class StoreDamagedError(StoreError):
@@ -130,7 +134,7 @@ def checksum(data: np.ndarray) -> int:
 def store_error(error: OSError, path: Path, step: int) -> StoreError:
     """The typed exception for an error of the operating system."""
     if error.errno in FULL:
-        return StoreFullError(f"no space left: {error.strerror}. Free some space and call again", path, step)
+        return StoreFullError(f"no space left: {error.strerror}. Free some space", path, step)
     return StoreError(f"{error.strerror or error}", path, step)
 
 

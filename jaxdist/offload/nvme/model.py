@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..._core.trees import leaf_name
 from ..._core.types import PyTree, State
 from ...state.marks import NO_PARAMETER, beside, is_mark
 from . import arrays
-from .arrays import Shard, shards_of, strip_marks
+from .arrays import Shard, check_dtype, shards_of, strip_marks
 from .chunks import SPAN, Layout, Piece, lay_out, pieces, planes
 from .disk import Disk
 from .entrywise import Split, split
@@ -65,6 +66,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: remove it, or use optax.masked")
+        check_dtype(leaf)
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
     structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
     outer = jax.tree.structure(params, is_leaf=is_mark)
@@ -111,10 +113,11 @@ def split_update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict
         # The optimizer sees the dtype of the held parameters, and the caller gets the dtype of its own.
         wide = [g.astype(p.dtype) for g, p in zip(gradients, held, strict=True)]
         params = outer.unflatten(held)
-        updates, state = inner.update(outer.unflatten(wide), state, params, **extra)
+        updates, new_state = inner.update(outer.unflatten(wide), state, params, **extra)
+        check_same_dtypes(state, new_state)
         new = jax.tree.leaves(optax.apply_updates(params, updates))
         low = [p.astype(leaf.dtype) for p, leaf in zip(new, model.leaves, strict=True)]
-        return low, state, new if model.master else []
+        return low, new_state, new if model.master else []
 
     # Flat positions: gradients (or low-precision parameters), then the state, then held parameters.
     first = count + states
@@ -124,6 +127,17 @@ def split_update(inner: Any, model: Model, gradients: Sequence[Any], extra: dict
     stored = [count + i for i, k in enumerate(model.beside) if k >= 0]
     stored += [count + states + k for k in range(count)] if model.master else []
     return split(f, (likes, model.state, held, extra), leaves=ins, stored=stored, outputs=outs)
+
+
+def check_same_dtypes(old: State, new: State) -> None:
+    """Refuses an optimizer whose state does not keep its dtypes, as on disk it must."""
+    paths = jax.tree_util.tree_flatten_with_path(old)[0]
+    for (path, was), now in zip(paths, jax.tree.leaves(new), strict=True):
+        if was.dtype != now.dtype:
+            raise ValueError(
+                f"leaf `{leaf_name(path)}` of the optimizer's state is {was.dtype} after `init` and {now.dtype} after "
+                "`update`: use master_dtype=jnp.float32, or an optimizer that keeps the dtypes of its state"
+            )
 
 
 def assemble(model: Model, leaves: Sequence[Any], sinks: Sequence[Sequence[arrays.Sink]]) -> PyTree:
@@ -152,7 +166,7 @@ def hash_params(model: Model) -> list[list[int]]:
     def hash_shard(leaf: Any, shard: arrays.Shard) -> int:
         source, size = arrays.source(leaf, shard), math.prod(shard.shape)
         # Span by span: a shard on a device is never copied as a whole.
-        return sum(arrays.hash_bits(source(at, min(SPAN, size - at))) for at in range(0, size, SPAN)) % 2**64
+        return sum(arrays.hash_bits(at, source(at, min(SPAN, size - at))) for at in range(0, size, SPAN)) % 2**64
 
     pairs = zip(model.leaves, model.shards, strict=True)
     return [[hash_shard(leaf, shard) for shard in shards] for leaf, shards in pairs]
