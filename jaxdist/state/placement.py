@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._core.trees import fold_index, is_key
+from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks
 from .marks import OnHost, PerWorker, Sharded, axis_tuple, bind, cutting, is_mark, map_marked, spec_of
@@ -151,7 +151,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
             length_with_padding(mark, n) if isinstance(mark, Sharded) else n
             for mark, n in zip(marks, counts, strict=True)
         ]
-        return refit(marks, leaf, (*lengths, *leaf.shape[len(marks) :]))
+        return refit(marks, to_device(leaf), (*lengths, *leaf.shape[len(marks) :]))
 
     state = map_marked(resize_leaf, bind(state, axis))
     return _place_tree(state, mesh, axis)
@@ -240,7 +240,8 @@ def consensus(state: State) -> State:
     def merge(node):
         if not is_mark(node):
             return node
-        inside = node.value
+        # XLA reads parts of an array in the memory of the device alone.
+        inside = jax.tree.map(to_device, node.value) if isinstance(node, OnHost) else node.value
         if isinstance(node, PerWorker) and node.axis != ():
             inside = jax.tree.map(lambda leaf: _resize_workers(leaf, node, 1)[0], inside)
         if isinstance(node, Sharded):

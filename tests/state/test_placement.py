@@ -239,6 +239,18 @@ def test_resize_to_the_same_number_keeps_every_bit(mesh, eight):
     assert_equal(jd.resize(eight, mesh), eight)
 
 
+def test_what_is_in_host_memory_is_resized_and_merged(mesh, eight):
+    def on_host(state):
+        return state._replace(residual=jd.OnHost(state.residual), moment=jd.OnHost(state.moment))
+
+    state = jax.tree.map(jax.device_put, on_host(eight), jd.state.shardings(on_host(eight), mesh))
+    small = grow(mesh, 2)
+    found = jd.resize(state, small)
+    assert_equal(found, on_host(jd.resize(eight, small)))
+    assert found.moment.value.value.sharding.memory_kind == "pinned_host"
+    assert_equal(jd.consensus(state), jd.consensus(eight))
+
+
 @pytest.mark.parametrize(
     ("rule", "fewer", "more"),
     [("copy", [0.0, 1.0], [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0]), ("zero", [0.0] * 2, [0.0] * 8)],
