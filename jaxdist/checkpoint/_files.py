@@ -275,7 +275,15 @@ def _sweep(root: Path) -> None:
         if path.suffix == REPLACED and _mode(root / path.stem) is None:
             path.rename(root / path.stem)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder as far as that is possible, or the link to one: a checkpoint may have been moved elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(file: Path) -> str:
@@ -286,11 +294,11 @@ def _digest(file: Path) -> str:
 def _drop(folder: Path, ending: str, then: Callable[[], object] = lambda: None) -> None:
     """Deletes a folder after a rename, so that readers never see half of it."""
     going = folder.with_name(folder.name + ending)
-    shutil.rmtree(going, ignore_errors=True)
+    _remove(going)
     # Between the renames neither name is complete: `folder_of` finds the old checkpoint under its second name.
     folder.rename(going)
     then()
-    shutil.rmtree(going, ignore_errors=True)
+    _remove(going)
 
 
 def _write(file: Path, text: str) -> None:

@@ -146,6 +146,8 @@ def resume(
     """
     damaged: list[CheckpointDamagedError] = []
     with Together(f"resume from {path}") as together:
+        if isinstance(changed, str):
+            raise ValueError(f"changed is a sequence of paths, got {changed!r}: write changed=({changed!r},)")
         root = _files.root_of(path)
         steps, before = together.first(lambda: (_files.steps(root), _files.list_damaged_steps(root)))
         # The newest first; every process takes part in checking each of them.

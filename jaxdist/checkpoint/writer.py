@@ -141,8 +141,8 @@ def writing(path: str | Path, *, keep: int | None = None) -> Iterator[Writer]:
 
 
 def _check_keep(keep: int | None) -> None:
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
+    if keep is not None and (not isinstance(keep, SupportsIndex) or keep < 1):
+        raise ValueError(f"keep must be a whole number of at least 1, or None to keep all, got {keep}")
 
 
 def _check_arrays(arrays: dict[str, Array]) -> None:

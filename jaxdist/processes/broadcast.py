@@ -39,8 +39,7 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
       >>> params["w"].shape
       (3,)
     """
-    if not 0 <= source < jax.process_count():
-        raise ValueError(f"source must be one of the {jax.process_count()} processes, from 0, got {source}")
+    _check_source(source)
     names, hosts = _on_host(tree)
     _check_structure(tree, source)
     different = _first_difference(names, [_hash_type(x) for x in hosts], source)
@@ -54,7 +53,8 @@ def broadcast(tree: PyTree, *, source: int = 0) -> PyTree:
             arrived = multihost_utils.broadcast_one_to_all(message, is_source=jax.process_index() == source)
             parts = np.split(np.asarray(arrived), np.cumsum([words[i].size for i in members])[:-1])
             for i, part in zip(members, parts, strict=True):
-                hosts[i] = part.view(hosts[i].dtype).reshape(hosts[i].shape)
+                # Copied: the message cannot be written to.
+                hosts[i] = part.copy().view(hosts[i].dtype).reshape(hosts[i].shape)
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([_restore_type(host, leaf) for host, leaf in zip(hosts, leaves, strict=True)])
 
@@ -73,6 +73,7 @@ def assert_same(tree: PyTree, *, source: int = 0) -> None:
       >>> import numpy as np, jaxdist as jd
       >>> jd.processes.assert_same({"w": np.ones(3)})
     """
+    _check_source(source)
     names, hosts = _on_host(tree)
     _check_structure(tree, source)
     different = _first_difference(names, [hash_of(x) ^ _hash_type(x) for x in hosts], source)
@@ -86,6 +87,11 @@ def of_all_processes(numbers: list[int]) -> np.ndarray:
     if jax.process_count() == 1:
         return own[None]
     return np.asarray(multihost_utils.process_allgather(own))
+
+
+def _check_source(source: int) -> None:
+    if not 0 <= source < jax.process_count():
+        raise ValueError(f"source must be one of the {jax.process_count()} processes, from 0, got {source}")
 
 
 def _check_structure(tree: PyTree, source: int) -> None:

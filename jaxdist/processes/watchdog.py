@@ -29,7 +29,8 @@ LONGEST_PAUSE = 0.2  # seconds between two heartbeats, and between two checks of
 HEARTBEATS = 20  # at least this many within the time limit
 SILENCE = 5  # a process that has missed this many is lost
 LAST_HEARTBEAT_SECONDS = 1.0
-COMPILING = "/jax/core/compile/"  # the prefix of the events of JAX after tracing, after lowering, and after:
+# The events of JAX before and after XLA compiles. Those of tracing are no sign: `jax.eval_shape` has them, too.
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 _numbers = itertools.count()
 
@@ -236,11 +237,11 @@ class Watchdog:
             thread.join(LAST_HEARTBEAT_SECONDS)
 
     def _hear_compiler(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Gives a step that compiles the time limit of a first one; called by JAX after each phase of compilation."""
+        """Gives a step that compiles the time limit of a first one; called by JAX with all of its events."""
         # The events reveal what `_signature` misses: static arguments, shardings, and recompilations between steps.
         del duration_secs
-        if event.startswith(COMPILING) and threading.get_ident() == self._thread:
-            self._compiling = event != COMPILED
+        if event in (LOWERED, COMPILED) and threading.get_ident() == self._thread:
+            self._compiling = event == LOWERED
             if self._call is not None:
                 self._call = self._call._replace(limit=self._first_seconds)
 
@@ -354,7 +355,7 @@ def watchdog(
       >>> float(state)
       3.0
     """
-    if timeout_seconds <= 0 or first_timeout_seconds <= 0:
+    if not (timeout_seconds > 0 and first_timeout_seconds > 0):
         raise ValueError(f"time limits must be positive, got {timeout_seconds} and {first_timeout_seconds} seconds")
     processes = jax.process_count()
     channel = open_channel(f"watchdog-{next(_numbers)}") if processes > 1 else None

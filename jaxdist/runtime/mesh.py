@@ -59,11 +59,13 @@ def make_mesh(
         if axes is not None:
             raise ValueError(f"give axes, or outer and inner, got axes {dict(axes)} too")
         outer, inner = dict(outer or {}), dict(inner or {})
+        _check_sizes(outer | inner)
         ordered = order_devices(outer, inner, jax.devices() if devices is None else list(devices))
         names = (*outer, *inner)
         return Mesh(ordered, names, axis_types=(AxisType.Auto,) * len(names))
     count = len(jax.devices() if devices is None else devices)
     axes = {"data": count} if axes is None else axes
+    _check_sizes(axes)
     needed = int(np.prod(list(axes.values())))
     if needed > count:
         raise ValueError(f"a mesh of {dict(axes)} needs {needed} devices, but there are {count}")
@@ -75,6 +77,11 @@ def make_mesh(
             "fewer processes, or make the mesh larger"
         )
     return compat.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen)
+
+
+def _check_sizes(axes: Mapping[str, int]) -> None:
+    if wrong := {name: size for name, size in axes.items() if size < 1}:
+        raise ValueError(f"an axis of a mesh has at least one device, got {wrong}")
 
 
 def use_cpu_devices(count: int) -> None:

@@ -327,6 +327,8 @@ def test_another_method_keeps_the_model_and_says_what_is_new(tmp_path):
     other = jd.place({"params": {"w": jd.PerWorker(jnp.zeros((3, 5)))}, "opt": opt}, 8)
     with pytest.raises(ValueError, match=r"leaf `opt\.rank2` was saved .*, and 1 more leaves do not fit; .* changed="):
         checkpoint.resume(tmp_path, other)
+    with pytest.raises(ValueError, match=r"write changed=\('opt',\)"):
+        checkpoint.resume(tmp_path, other, changed="opt")
     found = checkpoint.resume(tmp_path, other, changed=["opt"])
     assert (found.step, found.new, found.dropped) == (10, ("opt.rank2", "opt.residual"), ())
     assert found.converted == ("opt.count", "opt.key", "opt.moment", "params.w")
@@ -365,7 +367,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         checkpoint.save(tmp_path, {"a.b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, 0)
     for message, arguments in {
         "not be negative, got -1": {"step": -1},
-        "keep must be at least 1, or None to keep all, got 0": {"step": 1, "keep": 0},
+        "keep must be a whole number of at least 1, or None to keep all, got 0": {"step": 1, "keep": 0},
         "data must be JSON .*, got .*object": {"step": 1, "data": {"position": object()}},
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -108,6 +108,17 @@ def test_the_newest_may_be_replaced_between_two_looks(tmp_path, monkeypatch):
     assert looks == [1, 2]
 
 
+def test_a_step_that_was_moved_behind_a_link_does_not_return(tmp_path):
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    checkpoint.save(folder, STATE, 1)
+    (folder / "1").rename(archive)
+    (folder / "1").symlink_to(archive)
+    checkpoint.save(folder, {"w": STATE["w"] * 2}, 1)
+    checkpoint.save(folder, STATE, 2, keep=1)
+    assert names(folder) == ["2"]
+    assert (archive / "manifest.json").exists()
+
+
 def test_a_checkpoint_that_goes_is_no_damage(tmp_path, monkeypatch):
     """What a reader meets if a writer drops what it has just begun to read."""
     for step in (1, 2):

@@ -126,6 +126,8 @@ def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
         assert "`w` is distributed over processes" in result["placed"]
         assert result["from 0"] == [[False, False], False, [0, 0], True]
         assert result["from 1"] == [[True, True], True, [0, 1], True]
+        for source in range(2):
+            assert result[f"no source {source}"].startswith("source must be one of the 2 processes")
 
 
 def test_what_is_placed_can_be_taken_apart(uneven):

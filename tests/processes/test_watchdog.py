@@ -180,9 +180,9 @@ def test_a_step_may_take_longer_once_jax_says_that_it_compiles(ended):
     watch, _ = watch_of_two(Heartbeat(12, 0), True, first_seconds=20)
     with watch:
         watch(step, "")
-        watch(step, "/jax/core/compile/jaxpr_trace_duration")
+        watch(step, "/jax/core/compile/jaxpr_to_mlir_module_duration")
         assert not ended[0]
-        watch(step, "/jax/of/something/else")
+        watch(step, "/jax/core/compile/jaxpr_trace_duration")  # as `jax.eval_shape` in a step
     assert ended[0]
 
 
@@ -211,7 +211,9 @@ def test_a_process_says_that_it_compiles(ended):
         assert said("false")
         assert watch(said, "true")  # as for all that is new
         assert not watch(time.sleep, 0.0)
-        for part, wanted in (("jaxpr_trace", "true"), ("backend_compile", "false")):  # between two steps
+        jax.eval_shape(lambda x: x + 1, 1.0)
+        assert not watch._compiling
+        for part, wanted in (("jaxpr_to_mlir_module", "true"), ("backend_compile", "false")):  # between two steps
             jax.monitoring.record_event_duration_secs(f"/jax/core/compile/{part}_duration", 0.1)
             assert said(wanted)
 
@@ -271,6 +273,8 @@ def test_alone():
         raise KeyError
     with pytest.raises(ValueError, match="time limits must be positive, got 0 and 600 seconds"):
         make(0)
+    with pytest.raises(ValueError, match="time limits must be positive, got nan"):
+        make(float("nan"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

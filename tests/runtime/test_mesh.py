@@ -57,6 +57,9 @@ def test_one_process_is_one_group():
     assert dict(jd.make_mesh(inner={"chip": 8}).shape) == {"chip": 8}
     with pytest.raises(ValueError, match="give axes, or outer and inner"):
         jd.make_mesh({"data": 8}, inner={"chip": 8})
+    for axes in ({"axes": {"data": 0}}, {"outer": {"pod": 2}, "inner": {"data": 0}}):
+        with pytest.raises(ValueError, match=r"an axis of a mesh has at least one device, got \{'data': 0\}"):
+            jd.make_mesh(**axes)
 
 
 CHECK = import_module("jaxdist.processes.self_check")  # not the function of that name
