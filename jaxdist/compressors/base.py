@@ -55,6 +55,8 @@ class Compressor(NamedTuple):
       codec: the variable-length form of a payload, for engines that send bytes; shapes inside jit stay as they are.
       add: `add(payload, total) -> total + decompress(payload, total)`, where most entries are zero and it is cheaper to
         touch only the others; else None.
+      scale_free: decodes to numbers that do not depend on the magnitude of `x`, zero included (`sign`), so that a
+        worker cannot be weighted, or left out, by a factor.
       description: the call that made it, such as `qsgd(4)`, for `repr` and error messages.
 
     Both bounds hold for finite entries of any magnitude, except for losses below the smallest normal number (1.2e-38
@@ -71,6 +73,7 @@ class Compressor(NamedTuple):
     contraction: Callable[[Shape], float] | None = None
     codec: Codec | None = None
     add: Callable[[Payload, Array], Array] | None = None
+    scale_free: bool = False
     description: str = ""
 
     def __repr__(self) -> str:
@@ -189,6 +192,7 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
         summable=summable,
         shared_key=summable and sparse.shared_key,
         add=None if sparse.add is None else partial(_add, pair, sparse.add),
+        scale_free=dense.scale_free,
     )._replace(**_laws(pair))
 
 

@@ -31,7 +31,8 @@ def sign() -> Compressor:
     """Sends the sign of each entry and nothing else: `C(x) = sgn(x)`, with `sgn(0) = +1`.
 
     For votes, which need no magnitudes, and for sign descent. Neither unbiased nor a contraction, so error feedback
-    refuses it. NaN counts as negative and cannot be detected after the mean: check for it before.
+    refuses it, and its reducers refuse `examples=`: zero becomes +1, so that no worker can be left out. NaN counts as
+    negative and cannot be detected after the mean: check for it before.
 
     On the wire: `ceil(d / 8)` bytes; 32 times less than float32.
 
@@ -52,7 +53,7 @@ def sign() -> Compressor:
     def decompress(payload: UInt[Array, " bytes"], like: Like) -> Array:
         return _unpack_signs(payload, math.prod(like.shape)).reshape(like.shape).astype(like.dtype)
 
-    return Compressor(compress, decompress)
+    return Compressor(compress, decompress, scale_free=True)
 
 
 @with_description

@@ -115,7 +115,8 @@ class Forms(NamedTuple):
       no_feedback: the reason why error feedback refuses this reducer, and the fix. `None`: it does not.
       biased: the contraction δ, as a function of the shape, of a biased code whose error is lost. `None`: the mean is
         unbiased, or what it misses is kept for later.
-      weighted: weights workers itself, by `Extras.examples`, and takes updates without weights.
+      weighted: weights workers itself, by `Extras.examples`, and takes updates without weights. `None`: it sends
+        nothing that could be weighted.
       no_examples: the reason why weights by examples are refused, and the fix. `None`: they are not.
       codec: the variable-length form of the one message, a `Codec` of the list of its arrays for the tree of updates;
         for engines that send bytes, such as `islands`. `None`: there is none.
@@ -126,7 +127,7 @@ class Forms(NamedTuple):
     contraction: "Reducer | None" = None
     no_feedback: str | None = None
     biased: Callable[[Shape], Any] | None = None
-    weighted: bool = False
+    weighted: bool | None = False
     no_examples: str | None = None
     codec: Codec | None = None
 
@@ -247,13 +248,18 @@ def weakest(*reducers: Reducer) -> Law:
     return max([Law.EXACT, *(reducer.law for reducer in reducers)])
 
 
+def least_contraction(*reducers: Reducer) -> Callable[[Shape], Any] | None:
+    """The contraction of the most biased of several reducers, `Forms.biased` of a combinator."""
+    found = [reducer.forms.biased for reducer in reducers if reducer.forms.biased is not None]
+    return (lambda shape: min(contraction(shape) for contraction in found)) if found else None
+
+
 def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool = True) -> Forms:
     """The forms of a combinator: `rebuild(*inner)` around those of the reducers inside."""
     for reducer in inner:
         check_reducer(reducer)
     contractions = [reducer.forms.contraction for reducer in inner]
     reasons = [reducer.forms.no_feedback for reducer in inner if reducer.forms.no_feedback is not None]
-    biased = [reducer.forms.biased for reducer in inner if reducer.forms.biased is not None]
     contraction = None
     if any(form is not None for form in contractions):
         # What has no form of its own goes into error feedback as it is.
@@ -264,16 +270,25 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
 
     has_shards = shards and all(reducer.forms.shards is not None for reducer in inner)
     shards_form, reason = rebuild_shards if has_shards else None, reasons[0] if reasons else None
-    weighted = all(reducer.forms.weighted for reducer in inner)
-    mixed = not weighted and any(reducer.forms.weighted or reducer.forms.no_examples for reducer in inner)
+    weighted, no_examples = _weights_of(inner)
     return Forms(
         shards=shards_form,
         contraction=contraction,
         no_feedback=reason,
-        biased=biased[0] if biased else None,
+        biased=least_contraction(*inner),
         weighted=weighted,
-        no_examples=MIXED_WEIGHTS if mixed else None,
+        no_examples=no_examples,
     )
+
+
+def _weights_of(inner: Sequence[Reducer]) -> tuple[bool | None, str | None]:
+    """Whether a combinator of these reducers weights workers itself, and the reason why it refuses to."""
+    reasons = [reducer.forms.no_examples for reducer in inner if reducer.forms.no_examples is not None]
+    # Leaves that are not trained have no weights.
+    kinds = {reducer.forms.weighted for reducer in inner} - {None}
+    if reasons or len(kinds) > 1:
+        return False, reasons[0] if reasons else MIXED_WEIGHTS
+    return (kinds.pop() if kinds else None), None
 
 
 def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -> Forms:
@@ -281,13 +296,17 @@ def forms_of(compressor: Compressor, rebuild: Callable[[Compressor], Reducer]) -
     if compressor.contraction is not None:
         return Forms(biased=compressor.contraction)
     if compressor.variance is None:
-        return Forms(no_feedback=NO_CONTRACTION)
+        return Forms(no_feedback=NO_CONTRACTION, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
     return Forms(contraction=rebuild(contraction_form(compressor)))
 
 
 MIXED_WEIGHTS = (
     "examples= cannot weight a median or a trimmed mean inside a combination with other reducers: use one reducer for "
     "all leaves and levels, or leave examples= out"
+)
+NO_MAGNITUDES = (
+    "examples= cannot weight signs, and a worker without examples would send +1 for each entry: leave examples= out, "
+    "or use a code with magnitudes, such as compressed(scaled_sign())"
 )
 HAS_FEEDBACK = "this reducer has error feedback already; use it once, around the reducer that compresses"
 

@@ -138,7 +138,7 @@ def _zeros(groups: int | None, forms: Forms) -> Reducer:
     return from_generator("zeros", lambda like: (), partial(_zero_messages, groups), law=Law.EXACT, forms=forms)
 
 
-_ZEROS = _zeros(None, Forms(shards=lambda groups: _zeros(groups, Forms())))
+_ZEROS = _zeros(None, Forms(shards=lambda groups: _zeros(groups, Forms(weighted=None)), weighted=None))
 
 
 class SwitchState(NamedTuple):

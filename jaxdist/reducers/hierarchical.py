@@ -25,6 +25,7 @@ from .base import (
     as_generator,
     check_reducer,
     is_map_params_placeholder,
+    least_contraction,
     run,
     shards_of,
     weakest,
@@ -78,10 +79,9 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "compress on the slow links, with outer=..."
         )
     cfg = _Config(inner, outer, inner.law == Law.MEAN)
-    forms = Forms(shards=partial(_shards, cfg) if outer.forms.shards else None, no_feedback=_NO_FEEDBACK)
-    # A pod has no number of examples: a reducer that weights by them cannot be between pods.
-    no_examples = MIXED_WEIGHTS if outer.forms.weighted else outer.forms.no_examples
-    forms = forms._replace(biased=outer.forms.biased, no_examples=no_examples)
+    shards = partial(_shards, cfg) if outer.forms.shards else None
+    biased, no_examples = least_contraction(inner, outer), _no_examples(cfg)
+    forms = Forms(shards=shards, no_feedback=_NO_FEEDBACK, biased=biased, no_examples=no_examples)
     return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(outer), forms)
 
 
@@ -95,6 +95,12 @@ class _Config(NamedTuple):
     @property
     def multiple(self) -> int:
         return 1 if self.stateless else MULTIPLE
+
+
+def _no_examples(cfg: _Config) -> str | None:
+    # A pod has no number of examples: a reducer that weights by them cannot be between pods.
+    between_pods = MIXED_WEIGHTS if cfg.outer.forms.weighted else cfg.outer.forms.no_examples
+    return cfg.inner.forms.no_examples if between_pods is None else between_pods
 
 
 def _init(cfg: _Config, like: PyTree[Like]) -> State:
@@ -131,7 +137,8 @@ def _reduce(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Ex
 
 def _shards(cfg: _Config, groups: int) -> Reducer:
     # No use for `groups`: as `inner=` of another hierarchical reducer it gets one level, which `_levels` refuses.
-    return Reducer(partial(_init_shards, cfg), partial(_reduce_to_shards, cfg), Law.NONE)
+    forms = Forms(no_examples=_no_examples(cfg))
+    return Reducer(partial(_init_shards, cfg), partial(_reduce_to_shards, cfg), Law.NONE, forms)
 
 
 def _init_shards(cfg: _Config, like: PyTree[Like]) -> State:

@@ -34,6 +34,7 @@ from ..wire.flat import (
 )
 from .base import (
     NO_EXTRAS,
+    NO_MAGNITUDES,
     DrawState,
     Extras,
     Forms,
@@ -179,7 +180,8 @@ def _multiple(size: int) -> int:
 
 def _shards(cfg: _Config, groups: int) -> Reducer:
     init = partial(_init, cfg._replace(keeps_residual=False))
-    return from_generator("two_shot_shards", init, partial(_shard_messages, cfg.compressor, groups))
+    forms = Forms(no_examples=NO_MAGNITUDES if cfg.compressor.scale_free else None)
+    return from_generator("two_shot_shards", init, partial(_shard_messages, cfg.compressor, groups), forms=forms)
 
 
 def _shard_messages(
@@ -243,7 +245,8 @@ def majority_vote() -> Reducer:
     against the mean. For `f(x) = x / 4` with gradients 4 (a quarter of the time) and -1, the mean is 1/4 and the mean
     sign -1/2: it climbs. Use it as in Signum, for averages over many steps, and with a small learning rate:
     `chain(per_worker(ema(0.9)), all_reduce(majority_vote()), scale(-1e-4))`. No error feedback: the contribution
-    of a worker to a vote is undefined. An entry that is always zero still gets +1 every step, NaN votes -1.
+    of a worker to a vote is undefined. An entry that is always zero still gets +1 every step, NaN votes -1. All workers
+    vote, with one vote each, so that `examples=` is refused.
 
     *On the wire* for all `n` entries together: an all-to-all of packed signs and a gather of packed votes,
     `2 (W-1) ⌈n / 8W⌉` bytes sent.
@@ -283,7 +286,8 @@ def majority_vote() -> Reducer:
         )
         return Reduced(tree.unflatten(mean), tree.unflatten(own)), state
 
-    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE)
+    forms = Forms(no_examples=NO_MAGNITUDES)
+    return from_generator("majority_vote", lambda like: (), messages, law=Law.NONE, forms=forms)
 
 
 _NO_FEEDBACK = (
@@ -319,7 +323,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
     References:
       Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
     """
-    forms = Forms(no_feedback=_NO_FEEDBACK)
+    forms = Forms(no_feedback=_NO_FEEDBACK, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
     return Reducer(partial(init_draws, seed), partial(_reduce_around_ring, compressor), forms=forms)
 
 

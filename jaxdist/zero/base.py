@@ -322,6 +322,8 @@ def _reduce_to_shards(
     some = True
     check_local(updates, axis, reduced=ALREADY_REDUCED)
     if examples is not None:
+        if form.forms.no_examples is not None:
+            raise ValueError(form.forms.no_examples)
         weight, some = weight_of(examples, comm)
         updates = scale(updates, weight)
     # Without any example the mean is zero, and the reducer's state remains.

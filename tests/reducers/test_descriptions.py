@@ -37,6 +37,9 @@ BIASED = {
     "power_sgd": lambda: jd.power_sgd(rank=4),
     "in buckets": lambda: jd.reducers.bucketed(jd.compressed(jd.top_k(0.1))),
     "between pods": lambda: jd.reducers.hierarchical(inner=jd.exact(), outer=jd.compressed(jd.top_k(0.1))),
+    "in pods": lambda: jd.hierarchical(
+        inner=jd.two_shot(jd.compressors.scaled_sign()), outer=jd.compressed(jd.compressors.int8())
+    ),
 }
 NOT_BIASED = {
     "exact": jd.exact,

@@ -84,3 +84,37 @@ def test_one_exchange_and_one_gather_for_leaves_of_all_dtypes(mesh):
     compiled = jd.distribute(step, mesh).lower(jd.place(state, mesh), batch).compile()
     ops = [(op.kind, op.dtype, op.bytes) for op in jd.analysis.collectives(compiled).ops]
     assert sorted(ops) == [("all-gather", "uint8", 1), ("all-to-all", "uint8", 8)]
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        jd.reducers.majority_vote(),
+        jd.compressed(jd.compressors.sign()),
+        jd.compressed(jd.compressors.chained(jd.top_k(0.5), jd.compressors.sign())),
+        jd.two_shot(jd.compressors.sign(), server_feedback=False),
+        jd.reducers.ring(jd.compressors.sign()),
+        jd.reducers.per_leaf(lambda path, leaf: 0, {0: jd.reducers.majority_vote(), 1: jd.exact()}),
+        jd.hierarchical(inner=jd.two_shot(jd.compressors.sign(), server_feedback=False), outer=jd.exact()),
+        jd.hierarchical(inner=jd.exact(), outer=jd.reducers.majority_vote()),
+    ],
+    ids=repr,
+)
+def test_signs_refuse_examples(reducer):
+    """A worker without examples would vote +1 for each entry, and one with many has one vote."""
+    tx = jd.all_reduce(reducer)
+
+    def update(x, examples):
+        return tx.update(x, tx.init(x), examples=examples)[0]
+
+    with pytest.raises(ValueError, match="examples= cannot weight signs"):
+        jax.eval_shape(jax.vmap(update, axis_name="data"), jnp.ones((4, 3)), jnp.array([4.0, 4.0, 0.0, 0.0]))
+
+
+def test_a_reduce_scatter_of_signs_refuses_examples():
+    tx = jd.zero.zero_redundancy(
+        optax.sgd(0.1), reducer=jd.two_shot(jd.compressors.sign(), server_feedback=False), axis=None
+    )
+    params = jnp.ones(16)
+    with pytest.raises(ValueError, match="examples= cannot weight signs"):
+        tx.update(params, tx.init(params), params, examples=jnp.zeros(()))

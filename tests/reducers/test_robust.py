@@ -127,6 +127,20 @@ def test_combinators_pass_the_weights_on():
     assert jd.exact().forms.no_examples is None
 
 
+def test_frozen_leaves_have_no_weights():
+    policy = jd.reducers.per_leaf(lambda path, leaf: path, {"a": median(), "b": None})
+    tx = jd.all_reduce(policy)
+    rows, counts = drawn(6), np.array([0, 1, 0, 2, 4, 4], np.float32)
+
+    def update(x, n):
+        updates = {"a": x, "b": x}
+        return tx.update(updates, tx.init(updates), examples=n)[0]
+
+    found = jax.vmap(update, axis_name="data")(rows, counts)
+    np.testing.assert_allclose(found["a"][0], robust_mean(rows, counts), atol=1e-6)
+    assert not np.asarray(found["b"]).any()
+
+
 def test_too_few_workers_to_trim():
     tx = jd.all_reduce(trimmed_mean(2))
     with pytest.raises(ValueError, match=r"trimmed_mean\(2\) leaves out 4 values of each entry, and there are only 4"):
