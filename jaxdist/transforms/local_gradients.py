@@ -10,6 +10,7 @@ from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
 
 from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
 from .._core.dtypes import working_dtype
+from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
@@ -19,6 +20,9 @@ from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation on local gradients, before `all_reduce` (momentum, clipping, noise), with its own state.
+
+    On a worker without examples in a step, `update(..., examples=0)`, the transformation gets zeros in place of a
+    gradient of no data, which may be NaN, and the state stays as it is.
 
     *On the wire*: nothing.
 
@@ -37,7 +41,14 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     def update_fn(updates, state, params=None, **extra_args):
         # A state that is a whole field of the train state has no mark inside the step; it is restored afterwards.
-        updates, value = tx.update(updates, state.value if is_mark(state) else state, params, **extra_args)
+        old = state.value if is_mark(state) else state
+        examples = extra_args.get("examples")
+        if examples is None:
+            updates, value = tx.update(updates, old, params, **extra_args)
+        else:
+            some = jnp.asarray(examples) > 0
+            updates, value = tx.update(scale(updates, some.astype(jnp.float32)), old, params, **extra_args)
+            value = tree_where(some, value, old)
         return updates, with_value(state, value) if is_mark(state) else value
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

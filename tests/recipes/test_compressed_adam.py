@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,3 +106,27 @@ def test_moments_are_per_worker():
 def test_wrong_arguments_are_named(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be in .* got {next(iter(wrong.values()))}"):
         compressed_adam(RATE, jd.exact(), **wrong)
+
+
+@pytest.mark.parametrize("dummy", [np.nan, 1e3])
+def test_a_worker_without_examples_keeps_its_moments(dummy):
+    """The gradient of no data is not part of the moments; without it they go on as if the step had not been."""
+    tx = compressed_adam(RATE, top_k(), **settings())
+
+    def two_steps(first, second, examples):
+        params = jnp.ones(SIZE)
+        _, state = tx.update(first, tx.init(params), params, examples=examples)
+        updates, after = tx.update(second, state, params, examples=jnp.ones(()))
+        return updates, state[0].value, after[0].value
+
+    rows = np.random.default_rng(1).normal(size=(2, 3, SIZE)).astype(np.float32)
+    rows[0, 2] = dummy
+    run_all = jax.jit(jax.vmap(two_steps, axis_name="data"))
+    updates, first, second = run_all(*rows, jnp.array([1.0, 2.0, 0.0]))
+    assert np.isfinite(updates).all()
+    assert first.count.tolist() == [1, 1, 0]
+    assert not first.mu[2].any()
+    np.testing.assert_allclose(second.mu[2], (1 - B1) * rows[1, 2], rtol=1e-6)
+    zeros = rows.copy()
+    zeros[0, 2] = 0
+    np.testing.assert_array_equal(updates, run_all(*zeros, jnp.array([1.0, 2.0, 0.0]))[0])
