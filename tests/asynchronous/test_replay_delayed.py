@@ -168,6 +168,15 @@ def test_lasgd_averages_by_the_clock(interval, between):
     assert set(np.diff(run.trace.steps.tick) // 10**9) == {between}
 
 
+def test_lasgd_keeps_its_interval_through_failures():
+    law = durations.failures(durations.constant(1.0), up=30, down=0.5)
+    settings: dict[str, Any] = {"workers": 1, "seconds": 1000, "durations": law}
+    run = replay.run(rules.lasgd(SGD, interval=10), **settings)
+    assert np.diff(run.trace.steps.tick).min() >= 10 * 10**9
+    # A failure winds the clock anew, which makes snapshots rarer, but does not stop them.
+    assert len(run.trace.steps) > 60
+
+
 def test_lasgd_adds_what_averaging_changes():
     """x <- x + mean(s) - s for one average that travels 2.5 steps: 2 whole steps are kept, and one is under way."""
     settings = dict(EVEN, links=links.alpha_beta(2.5 / 6))
@@ -197,6 +206,25 @@ def test_any_batch_takes_what_is_done():
         x = x - 0.1 * (x - np.stack(drawn).astype(np.float64)).mean(0)
         first += np.array(counts) + 1  # what is thrown away has used its data
     np.testing.assert_allclose(run.params, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("feedback", [(), ("reduced",)])
+@pytest.mark.parametrize(
+    ("code", "size"),
+    [
+        (jd.compressors.natural(), 9),  # a payload of eight entries at least
+        (jd.qsgd(4, norm="l2", code="elias"), None),  # of variable length
+    ],
+)
+def test_any_batch_leaves_the_number_of_gradients_uncoded(code, size, feedback):
+    """Five gradients of 0.8 in each window: their sum is a power of two, which all of these codes keep; 5 is none."""
+    task = replay.Task(np.zeros(1, np.float32), lambda x, b: (0.8 * x).sum(), lambda *job: np.zeros(1, np.float32))
+    rule = rules.compressed(rules.any_batch(5.5, optax.sgd(1.0)), {"reduced": code}, feedback=feedback)
+    run = replay.run(rule, task, steps=40, durations=durations.constant(1.0), workers=2)
+    assert float(-run.params[0]) == pytest.approx(40 * 0.8, rel=1e-2)
+    if size is not None:
+        # Of two members each sends its own once: the code of the sum, and four bytes for the number.
+        assert run.sent.tolist()[:2] == [40 * (size + 4)] * 2
 
 
 def test_any_batch_in_which_nobody_is_done_changes_nothing():

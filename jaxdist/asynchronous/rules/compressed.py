@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.types import PyTree
-from ...compressors.base import Compressor, contraction_form
+from ...compressors.base import Codec, Compressor, contraction_form
 from ...compressors.codecs import decode_all, encode_all
 from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
 from ..values import Encoded, Spec, force, mean_of, numeric, spec_of
@@ -167,7 +167,35 @@ def _decode_message(
     return state, message
 
 
+def _keep_integers(compressor: Compressor) -> Compressor:
+    """The compressor for arrays of floats; integers are their own payloads."""
+
+    def compress(x: Any, key: Any) -> Any:
+        return x if _is_integer(x) else compressor.compress(x, key)
+
+    def decompress(payload: Any, like: Any) -> Any:
+        return payload if _is_integer(like) else compressor.decompress(payload, like)
+
+    codec = compressor.codec
+    if codec is not None:
+        codec = codec._replace(encode=partial(_to_bytes, codec), decode=partial(_from_bytes, codec))
+    return compressor._replace(compress=compress, decompress=decompress, codec=codec)
+
+
+def _is_integer(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.integer)
+
+
+def _to_bytes(codec: Codec, payload: Any, like: Any) -> bytes:
+    return np.asarray(payload).tobytes() if _is_integer(like) else codec.encode(payload, like)
+
+
+def _from_bytes(codec: Codec, body: bytes, like: Any) -> Any:
+    return np.frombuffer(body, like.dtype).reshape(like.shape) if _is_integer(like) else codec.decode(body, like)
+
+
 def _codec(compressor: Compressor) -> _Codec:
+    compressor = _keep_integers(compressor)
     return _Codec(
         numeric(partial(_encode_tree, compressor), lazy=True),
         numeric(partial(_encode_tree_with_feedback, compressor), outputs=2),

@@ -17,9 +17,6 @@ from ...protocol import After, Compute, GradientRecord, Message, Reaction, Role,
 from ...values import numeric
 from ..base import apply_gradient, optimizer_on_values, other_workers, reduce_all, step_records, unknown_message
 
-# The tag of the timer after which the next snapshot may be taken; other timers have 0.
-CLOCK = 1
-
 
 class _LocalState(NamedTuple):
     """A worker's model, the replicated global parameters, and the average in progress."""
@@ -44,8 +41,9 @@ class _LocalState(NamedTuple):
     # Local steps since the beginning.
     total: int = 0
     computing: bool = True
-    # Whether the clock allows a snapshot.
+    # Whether the clock allows a snapshot, and the number of its last timer, which is the timer's tag; others have 0.
     due: bool = True
+    clock: int = 0
 
 
 def local_sgd(
@@ -326,7 +324,10 @@ def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
 
 def _wind_clock(cfg: _Config, state: _LocalState) -> Reaction:
     """Without an interval a snapshot is always due, and there is no timer."""
-    return (state._replace(due=False), (After(cfg.interval, CLOCK),)) if cfg.interval else (state, ())
+    if not cfg.interval:
+        return state, ()
+    clock = state.clock + 1
+    return state._replace(due=False, clock=clock), (After(cfg.interval, clock),)
 
 
 @no_type_check
@@ -342,10 +343,12 @@ def _receive(cfg: _Config, state: _LocalState, sender: int, message: Message) ->
         # A step in the trace is an average.
         records = step_records(state.site, state.version + 1, state.sent_oldest)
     elif kind == protocol.RECOVERED:
-        # The gradient that was running is lost, and the clock may have been.
-        state = state._replace(computing=False, due=True)
+        # The gradient that was running is lost, and the timer may be: another takes its place.
+        state = state._replace(computing=False)
+        if not state.due:
+            state, records = _wind_clock(cfg, state)
     elif kind == protocol.TIMER:
-        state = state._replace(due=state.due or message.tag == CLOCK)
+        state = state._replace(due=state.due or message.tag == state.clock)
     else:
         raise unknown_message(f"a worker of {cfg.name}", message)
     state, reduce = _try_snapshot(cfg, _merge_if_due(cfg, state))

@@ -106,7 +106,8 @@ def _make_zeros() -> Callable[[Any], Any]:
     return numeric(lambda params: jax.tree.map(jnp.zeros_like, params), shared=True)
 
 
-_contribution = numeric(lambda total, count: (total, jnp.asarray(count, jnp.float32)))
+# An integer, which no code rounds.
+_contribution = numeric(lambda total, count: (total, jnp.asarray(count, jnp.int32)))
 
 
 def _step_with_mean(
@@ -122,7 +123,7 @@ def _step_with_mean(
 
 def _end_round(state: _AnyBatchState) -> Reaction:
     # S_i and b_i, of which the all-reduce computes the means.
-    contribution = _contribution(state.total, float(state.count))
+    contribution = _contribution(state.total, state.count)
     return state._replace(waiting=True), (Cancel(), reduce_all(state.site, state.version, contribution))
 
 
