@@ -87,6 +87,16 @@ def test_rounds_are_spread_over_their_steps(four, workload):
     assert found.exposed_seconds == pytest.approx(always + (round_ - always) / 50)
 
 
+def test_the_step_that_sends_most_is_not_of_the_warm_up(four, workload):
+    parsed = (
+        parse.parse_method(name, "adam:1e-3", warm_up=False) for name in ("diloco:H=50,warmup_steps=100", "diloco:H=50")
+    )
+    warm, plain = (planning.plan("own", workload, method, batch_size=4) for method in parsed)
+    assert (warm.wire_bytes, warm.exposed_seconds) == (plain.wire_bytes, plain.exposed_seconds)
+    with pytest.raises(ValueError, match="warmup_steps"):
+        parse.parse_method("diloco:H=50,warmup_steps=-1", "adam:1e-3", warm_up=False)
+
+
 def test_the_host_holds_what_was_offloaded(four, workload):
     method = parse.parse_method("exact", "adam:1e-3")
     found = planning.plan("own", workload, method, batch_size=4, offload=one_worker.parse_offload("host"))

@@ -105,6 +105,36 @@ def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
         assert compiled.hops == pytest.approx(traced.hops)
 
 
+@pytest.mark.parametrize(
+    ("warm", "without"),
+    [
+        ("diloco:H=5,warmup_steps=9/two_shot:int8", "diloco:H=5/two_shot:int8"),
+        ("post_local_sgd:H=5,switch_step=9", "local_sgd:H=5"),
+        ("palsgd:H=5", "local_sgd:H=5"),  # a hundred steps of warm-up unless told
+        ("streaming_diloco:H=8,fragments=4,warmup_steps=9", "streaming_diloco:H=8,fragments=4"),
+    ],
+)
+def test_the_traffic_of_rounds_leaves_the_warm_up_out(warm, without):
+    workload = digits.digits_workload(2)
+    found, expected = (
+        costs.traffic_of_trace(workload, parse.parse_method(name, "sgd:0.1"), workers=4, batch_size=8)
+        for name in (warm, without)
+    )
+    assert found == expected
+
+
+def test_a_run_predicts_the_bytes_of_its_rounds():
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    method = parse.parse_method("local_sgd:H=3", "sgd:0.1")
+    warm = parse.parse_method("post_local_sgd:H=3,switch_step=3", "sgd:0.1")
+    workload = digits.digits_workload(2)
+    own, plain = (train.prepare(workload, **one._asdict(), mesh=mesh, batch_size=8) for one in (warm, method))
+    assert own.wire_bytes == pytest.approx(plain.wire_bytes)
+    assert costs.traffic_of_run(own).wire_bytes == pytest.approx(costs.traffic_of_run(plain).wire_bytes)
+    sent = [record.wire_bytes for record, _ in train.steps(own, 6)]
+    assert sum(sent[3:]) == pytest.approx(3 * (own.wire_bytes - 6))  # a count leaves the mean of the loss out
+
+
 @pytest.mark.slow
 def test_compare_over_links(tmp_path, capsys):
     arguments = ["compare", "--workload", "digits", "--model", "convnet:2", "--steps", "4", "--batch", "8"]

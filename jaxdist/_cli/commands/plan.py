@@ -67,7 +67,8 @@ def run_plan(chosen: PlanOptions) -> int:
     planning.check_target(chosen.target, chosen.slices)
     config = _parse_model(chosen.model)
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
-    method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS)
+    # The conditions of a warm-up are those of other steps: with them the step that sends most would send three times.
+    method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS, warm_up=False)
     if chosen.zero and method.reducer is not None and method.reducer.forms.shards is None:
         raise ValueError(
             f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "

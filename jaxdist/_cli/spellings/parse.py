@@ -7,7 +7,7 @@ A spelling is a call without brackets (see `grammar`): `power_sgd:4`, `ef:qsgd:4
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,12 +214,15 @@ def is_sync(text: str) -> bool:
     return text.partition(":")[0].partition("/")[0].strip() in SYNCS
 
 
-def parse_sync(text: str, optimizer: str, *, steps: int | None = None, island: str | None = None) -> TrainingMethod:
+def parse_sync(
+    text: str, optimizer: str, *, steps: int | None = None, island: str | None = None, warm_up: bool = True
+) -> TrainingMethod:
     """Makes the method that `text` spells: `name:H=N[,key=value...][/REDUCER]`, with a name of `SYNCS`.
 
     The reducer encodes the difference that a round sends. Methods that need the learning rate of the local steps read
     it from `optimizer`, the spelling of each worker's optimizer. With `island`, a mesh axis, all devices of that axis
-    are one worker: they average their gradients in every step, and rounds are for `jaxdist.islands`.
+    are one worker: they average their gradients in every step, and rounds are for `jaxdist.islands`. Without `warm_up`
+    rounds begin at once, as in the steps after the warm-up that `text` spells.
     """
     spelling, slash, reducer = grammar.check_length(text).partition("/")
     name, values, keywords = parse_call(spelling)
@@ -253,8 +256,15 @@ def parse_sync(text: str, optimizer: str, *, steps: int | None = None, island: s
     # Methods around any optimizer take the one of --optimizer; the others have their own inside.
     if "inner" in takes:
         factory = functools.partial(factory, inner)
+    made = call("sync", text, factory, [], given | keywords)
+    # After that call, which refuses a length that is wrong.
+    made = made if warm_up else factory(**given | keywords | _no_warm_up(takes))
     # Parameters of an island are replicated: the step that is compiled takes no part in rounds.
-    return TrainingMethod(None, call("sync", text, factory, [], given | keywords), None if island else period)
+    return TrainingMethod(None, made, None if island else period)
+
+
+def _no_warm_up(takes: Collection[str]) -> dict[str, int]:
+    return {name: 0 for name in tables.WARM_UPS if name in takes}
 
 
 def _rate_argument(factory: Callable[..., Any]) -> str:
@@ -264,8 +274,10 @@ def _rate_argument(factory: Callable[..., Any]) -> str:
     return rate if rate in takes and takes[rate].default is inspect.Parameter.empty else ""
 
 
-def parse_method(text: str, optimizer: str, steps: int | None = None) -> TrainingMethod:
+def parse_method(text: str, optimizer: str, steps: int | None = None, *, warm_up: bool = True) -> TrainingMethod:
     """Makes the method that `text` spells; a learning-rate schedule in `optimizer` is over `steps`.
+
+    `warm_up` is that of `parse_sync`.
 
     Examples:
       >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period, parse_method("zero:3", "adamw:1e-3").stage
@@ -274,7 +286,7 @@ def parse_method(text: str, optimizer: str, steps: int | None = None) -> Trainin
       True
     """
     if is_sync(text):
-        return parse_sync(text, optimizer, steps=steps)
+        return parse_sync(text, optimizer, steps=steps, warm_up=warm_up)
     if text.partition(":")[0].strip() == ZERO:
         return _parse_zero(text, optimizer, steps)
     # Parsed even if the method replaces it, so that a wrong --optimizer never passes unnoticed.

@@ -91,6 +91,7 @@ SYNCS = {
         recipes.bagua.async_model_average, "local_sgd whose mean arrives late; workers keep the steps made meanwhile"
     ),
 }
+WARM_UPS = ("warmup_steps", "switch_step")  # their arguments for the number of synchronous steps before the rounds
 GRAPHS: dict[str, Callable[[int], Topology]] = {
     "ring": topology.ring,
     "directed-ring": partial(topology.ring, directed=True),

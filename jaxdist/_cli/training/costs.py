@@ -18,7 +18,7 @@ from ...state.placement import init_state
 from ..models.base import TrainingMethod, Workload
 from ..spellings import parse
 from ..spellings.tables import ANY_STEPS, SYNCS
-from .one_worker import one_worker
+from .one_worker import one_worker, trace_round
 from .train import Run
 
 AXIS = "data"
@@ -105,41 +105,41 @@ def traffic_of_trace(
 ) -> Traffic:
     """Bytes and hops of a step, on average, from a trace for this many workers, which need not exist.
 
-    `gloo` says that they will communicate over it.
+    For a method with rounds these are the steps after its warm-up. `gloo` says that they will communicate over it.
     """
     alone = one_worker(workload, method, axis=AXIS)
     state = jax.eval_shape(lambda: init_state(lambda: alone.make_state(0), workers, axis=AXIS))
     batch = jax.eval_shape(lambda: workload.batch(0, 0, batch_size))
-    step = distribute(alone.step, AbstractMesh((workers,), (AXIS,)), axis=AXIS)
-    most, least = (
-        traffic(
-            analysis.logical_collectives(step, state, batch, branch=branch, platform=jax.default_backend()),
-            workers=workers,
-            gloo=gloo,
-        )
-        for branch in ("max", "min")
-    )
-    # One step of a round takes the branch that sends most, the others the one that sends least.
-    return _without_loss(mean_traffic(most, least, 1 / (method.sync_period or 1)), workers)
+    mesh = AbstractMesh((workers,), (AXIS,))
+    if method.sync_period:
+        found = trace_round(alone, mesh, state, batch, axis=AXIS)
+        most, least = (traffic(each, workers=workers, gloo=gloo) for each in found)
+        # A round is one of H steps.
+        return _without_loss(mean_traffic(most, least, 1 / method.sync_period), workers)
+    step = distribute(alone.step, mesh, axis=AXIS)
+    every_step = analysis.logical_collectives(step, state, batch, platform=jax.default_backend())
+    return _without_loss(traffic(every_step, workers=workers, gloo=gloo), workers)
 
 
 def traffic_of_run(run: Run, *, sent: float | None = None, gloo: bool = False) -> Traffic:
     """Bytes and hops of a step, on average, from the compiled step of a run.
 
     With `sent`, the bytes of a step as they were recorded, the average is over the steps that the run has taken;
-    without, over the steps of a round. `gloo` says that the workers will communicate over it.
+    without, over those of a round, after the warm-up. `gloo` says that the workers will communicate over it.
     """
     program: Any = run.program.compiled
     most, least = (
         traffic(analysis.collectives(program, branch=branch), workers=run.workers, gloo=gloo)
         for branch in ("max", "min")
     )
-    share = 1 / (run.sync_period or 1)
+    if sent is None:
+        sent = run.wire_bytes
+    elif run.program.counted:
+        # A count in the state leaves the mean loss out.
+        sent += _loss_traffic(run.workers).wire_bytes
+    # The bytes tell how many steps took the branch that sends most.
     span = most.wire_bytes - least.wire_bytes
-    if sent is not None and span:
-        # The bytes tell how many steps took the branch that sends most. A count in the state leaves the mean loss out.
-        uncounted = _loss_traffic(run.workers).wire_bytes if run.program.counted else 0.0
-        share = (sent + uncounted - least.wire_bytes) / span
+    share = (sent - least.wire_bytes) / span if span else 1.0
     return _without_loss(mean_traffic(most, least, share), run.workers)
 
 

@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from ... import offload as offloading
 from ..._core.types import AxisNames, Metrics, PyTree, State, Updates
+from ...analysis.base import Collectives
+from ...analysis.collectives import logical_collectives
+from ...runtime.distribute import distribute
 from ...state.marks import PerWorker
 from ...transforms.all_reduce import all_reduce
 from ...transforms.local_value_and_grad import local_value_and_grad
@@ -136,3 +140,19 @@ def one_worker(
         return TrainState(optax.apply_updates(state.params, updates), opt_state), {"loss": jax.lax.pmean(loss, axis)}
 
     return OneWorker(make_state, step, partial(workload.metrics, layers=layers), streamed)
+
+
+def trace_round(
+    worker: OneWorker, mesh: Mesh | AbstractMesh, state: PyTree, batch: Any, *, axis: AxisNames = "data"
+) -> tuple[Collectives, Collectives]:
+    """The collectives of a step that synchronizes all that a round does, and of a step between two rounds.
+
+    Both are traced with the static `sync=`, and so after the warm-up. Its mean gradients, its last model and the round
+    are three conditions of the compiled step, which no single step meets together.
+    """
+
+    def trace(sync: bool, branch: Literal["max", "min"]) -> Collectives:
+        step = distribute(partial(worker.step, sync=sync), mesh, axis=axis)
+        return logical_collectives(step, state, batch, branch=branch, platform=jax.default_backend())
+
+    return trace(True, "max"), trace(False, "min")

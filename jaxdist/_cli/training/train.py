@@ -19,7 +19,7 @@ from ...runtime.mesh import global_batch
 from ...state.placement import init_state
 from ...transforms.stats import stats
 from ..models.base import TrainingMethod, Workload, check_batch, parameters_of
-from .one_worker import Offload, OneWorker, one_worker
+from .one_worker import Offload, OneWorker, one_worker, trace_round
 from .one_worker import TrainState as TrainState
 
 AXIS = "data"
@@ -34,8 +34,8 @@ class _Program(NamedTuple):
     batch_size: int
     compiled: Callable[..., tuple[TrainState, dict[str, Any]]]  # the step; with `any_period` its batch is `(batch, H)`
     any_period: bool
-    most: float  # bytes that a worker sends in the step, with the branches that send most and least
-    least: float  # bytes that a worker sends in the step, with the branches that send most and least
+    most: float  # bytes that a worker sends in a step: with the branches that send most, or in that of a round
+    least: float  # with the branches that send least, or between rounds
     counted: bool  # true if the state counts the bytes
     evaluate: Callable[[TrainState], dict[str, float]]
     compile_seconds: float
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one worker sends in a step: the mean over a round, or the most if the program decides."""
+        """Bytes that one worker sends in a step: the mean over a round after the warm-up, or else the most."""
         most, least = self.program.most, self.program.least
         # Each fragment is synchronized once in a round; the other steps send the least.
         return most if self.sync_period is None else least + (most - least) / self.sync_period
@@ -195,6 +195,8 @@ def prepare(
         # Compiles again, with a reducer that counts.
         sizes = {"mesh": mesh, "batch_size": batch_size, "seed": seed}
         return prepare(workload, with_stats(reducer), optimizer, **sizes, stage=stage, offload=offload)
+    if sync_period:
+        most, least = (float(found.wire_bytes) for found in trace_round(worker, mesh, state, rows, axis=AXIS))
     # With ZeRO-3 an evaluation gathers the parameters layer by layer, as the step does.
     evaluated = workload._replace(metrics=worker.metrics)
     evaluation = _make_evaluation(evaluated, mesh, batch_size, local=island or sync_period is not None)
