@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 NO_PARAMS = "this optimizer needs the parameters: tx.update(gradients, state, params)"
 
@@ -11,6 +11,12 @@ def check_range(name: str, value: float | int, low: float | int, high: float | i
     """Raises unless `low <= value < high`."""
     if not low <= value < high:
         raise ValueError(f"{name} must be in [{low}, {high}), got {value}")
+
+
+def check_whole(name: str, value: float | int, low: int) -> None:
+    """Raises unless `value` is a whole number of at least `low`; one that is counted to would never be reached."""
+    if not isinstance(value, SupportsIndex) or value < low:
+        raise ValueError(f"{name} must be a whole number of at least {low}, got {value}")
 
 
 class Portable:

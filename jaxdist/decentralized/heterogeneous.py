@@ -9,7 +9,7 @@ import optax
 
 from .._core.checks import check_range
 from .._core.descriptions import with_description
-from .._core.trees import minus, plus, tree_where, wide
+from .._core.trees import minus, next_count, plus, tree_where, wide
 from .._core.types import Array, PyTree, State, Updates
 from ..topology.base import Topology
 from ..topology.spectrum import lazy, smallest_eigenvalue
@@ -322,14 +322,16 @@ def quasi_global_adam(*, b1: float | int = 0.9, b2: float | int = 0.99, eps: flo
 
 
 def _init_adam(params: PyTree, topology: Topology) -> dict[str, PyTree]:
-    return {"first": zeros_like(params), "second": zeros_like(params)}
+    # A count of its own: where models restart, as in rounds of local steps, so do the moments.
+    return {"first": zeros_like(params), "second": zeros_like(params), "count": jnp.zeros((), jnp.int32)}
 
 
 def _adam_step(b1: float | int, b2: float | int, eps: float | int, context: StepContext) -> StepResult:
     # m = β1 m̂ + (1 - β1) g,   v = β2 v̂ + (1 - β2) g²
     first, second = _update_moments(b1, b2, context.state, wide(context.gradients))
     # Bias corrections 1 - β^t.
-    t = context.count.astype(jnp.float32) + 1
+    count = next_count(context.state["count"])
+    t = count.astype(jnp.float32)
     corrections = [1 - jnp.asarray(beta, jnp.float32) ** t for beta in (b1, b2)]
 
     # m / (1 - β1^t) / (√(v / (1 - β2^t)) + ε)
@@ -344,7 +346,7 @@ def _adam_step(b1: float | int, b2: float | int, eps: float | int, context: Step
     norm = optax.tree.norm(change)
     change = jax.tree.map(lambda d: d / (norm + 1e-8).astype(d.dtype), change)
     first, second = _update_moments(b1, b2, context.state, change)
-    return StepResult(params, inner, {"first": first, "second": second})
+    return StepResult(params, inner, {"first": first, "second": second, "count": count})
 
 
 def _update_moments(b1: float | int, b2: float | int, old: dict[str, PyTree], x: Updates) -> tuple[Updates, Updates]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import check_range
+from .._core.checks import check_range, check_whole
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import add_bytes
@@ -166,7 +166,7 @@ def local_steps(
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)
     check_range("merge_alpha", merge_alpha, 0, 1)
-    check_range("warmup_steps", warmup_steps, 0)
+    check_whole("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, partition.number, delay)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
@@ -273,7 +273,9 @@ def _update(
             steps = _merge_arrived(cfg, arrived, state, params, steps)
         else:
             state, steps, arrived = synchronize(state, params, steps, group)
-        inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, params)
+        # "reset" starts from the models after the round: some optimizers keep a copy of the parameters.
+        after: Any = optax.apply_updates(params, steps)  # pyright: ignore[reportArgumentType]
+        inner_state = update_inner_buffers(cfg.buffers, comm, arrived[0], cfg.inner, inner_state, after)
         # The warm-up moves the models only; at its end the anchor follows, and the first round starts from it.
         if warm is not False:
             warmed_up = state.count == cfg.warmup_steps

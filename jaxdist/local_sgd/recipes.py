@@ -30,8 +30,9 @@ from .base import local_steps, with_rate
 from .fragments import Fragments, SyncPeriod
 from .state import Buffers
 
-# Parts of the names of embeddings and heads; `wte`, `wpe` and `lm_head` are GPT-2's.
-_ENDS = re.compile(r"emb|head|logits|vocab|unembed|wte|wpe", re.IGNORECASE)
+# Parts of the names of embeddings and heads; `wte`, `wpe` and `lm_head` are GPT-2's. Not those of an ensemble, an
+# assembler, or attention with several heads.
+_ENDS = re.compile(r"emb(?!l|er)|(?<!multi)(?<!multi[_-])head|logits|vocab|wte|wpe", re.IGNORECASE)
 
 
 def local_sgd(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .. import comm as comms
@@ -195,12 +196,14 @@ def parse_sync_override(sync: Any, fragments: int) -> Collection[int] | None:
     """Returns the fragments that the static `sync=` selects for this step; `None`: their counts decide."""
     if sync is None:
         return None
-    if isinstance(sync, bool):
+    if isinstance(sync, bool | np.bool_):
         return range(fragments) if sync else ()
     if isinstance(sync, jax.Array):
         raise ValueError("sync chooses the program, so it must be static: distribute(..., static_argnames=('sync',))")
-    if not set(sync) <= set(range(fragments)):
-        raise ValueError(f"sync must name fragments to synchronize, 0 to {fragments - 1}, got {tuple(sync)}")
+    if not isinstance(sync, Collection) or not set(sync) <= set(range(fragments)):
+        raise ValueError(
+            f"sync must be True, False, or the numbers of fragments to synchronize, 0 to {fragments - 1}, got {sync!r}"
+        )
     return sync
 
 

@@ -238,7 +238,8 @@ def _view(cfg: _Config, path: tuple[Any, ...], leaf: Like) -> _View | None:
     if not cfg.is_matrix(jax.tree_util.keystr(path, simple=True, separator="/"), leaf):
         return None
     n, m = math.prod(shape[:-1]), shape[-1]
-    rank = cfg.rank or math.ceil((cfg.rank_fraction or 0) * min(n, m))
+    # Rounded up, but not for the last bit of a product such as 0.07 * 100.
+    rank = cfg.rank or math.ceil((cfg.rank_fraction or 0) * min(n, m) * (1 - 1e-12))
     return _View(n, m, min(rank, n, m))
 
 

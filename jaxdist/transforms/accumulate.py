@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from .._core.checks import check_whole
+from .._core.compat import cast_varying
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
@@ -66,8 +69,8 @@ def accumulate(
       0.0
       -2.0
     """
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps is not None:
+        check_whole("steps", steps, 1)
     cfg = _Config(optax.with_extra_args_support(tx), steps, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
@@ -111,10 +114,13 @@ def _update(
         out, inner = communicate(total, seen, state.inner) if due else (_zeros(updates), state.inner)
     else:
         # Updates may be wider than gradients, as those of a master copy in float32.
-        like, _ = jax.eval_shape(communicate, total, seen, state.inner)
-        out, inner = jax.lax.cond(
-            due, communicate, lambda total, seen, inner: (_zeros(like), inner), total, seen, state.inner
-        )
+        like = jax.eval_shape(communicate, total, seen, state.inner)
+
+        def wait(total, seen, inner):
+            # Typed as the other branch is, whose updates are each worker's own in local steps.
+            return jax.tree.map(_vary_like, (_zeros(like[0]), inner), like)
+
+        out, inner = jax.lax.cond(due, communicate, wait, total, seen, state.inner)
     # A sync starts the sums again.
     total, seen = jax.tree.map(lambda x: jnp.where(due, jnp.zeros_like(x), x), (total, seen))
     return out, AccumulateState(
@@ -126,11 +132,17 @@ def _zeros(like: PyTree[Like]) -> Updates:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
+def _vary_like(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    return cast_varying(x, like.manual_axis_type.varying if like.manual_axis_type else ())
+
+
 def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:
     if isinstance(sync, jax.Array):
         raise ValueError("sync chooses the program, so it must be static: distribute(..., static_argnames=('sync',))")
-    if sync is not None:
+    if isinstance(sync, bool | np.bool_):
         return bool(sync)
+    if sync is not None:
+        raise ValueError(f"sync must be True or False, or None to count the steps, got {sync!r}")
     if steps is None:
         raise ValueError("accumulate needs to know when to communicate; set steps=, or pass sync= to the update")
     # With one step in a cycle no branch is needed.

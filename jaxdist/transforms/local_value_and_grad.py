@@ -60,23 +60,32 @@ def local_value_and_grad(
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
-    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     value_and_grad = _value_and_grad(loss, argnums, has_aux, scale)
 
     def whole(*args):
+        differentiated = _positions(argnums, len(args))
         # The cast to varying is transposed to an all-reduce: before `grad` it is outside of what is differentiated.
         args = [to_varying(arg, axis) if i in differentiated else arg for i, arg in enumerate(args)]
         return value_and_grad(*args)
 
     if micro_batches == 1:
         return whole
-    return partial(_sum_over_parts, whole, axis, differentiated, micro_batches)
+    return partial(_sum_over_parts, whole, axis, argnums, micro_batches)
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> list[int]:
+    """The arguments of a call that are differentiated, of which negative numbers count from the end."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if wrong := [number for number in numbers if not -count <= number < count]:
+        raise ValueError(f"argnums={argnums} has {wrong[0]}, but the call has {count} positional arguments")
+    return [number % count for number in numbers]
 
 
 def _sum_over_parts(
-    value_and_grad: Callable[..., Any], axis: AxisNames, differentiated: Sequence[int], parts: int, *args: Any
+    value_and_grad: Callable[..., Any], axis: AxisNames, argnums: int | Sequence[int], parts: int, *args: Any
 ) -> Any:
     """Averages values and gradients over the parts of the batch, in a loop."""
+    differentiated = _positions(argnums, len(args))
     batch = next((i for i in range(len(args)) if i not in differentiated), None)
     if batch is None:
         raise ValueError("micro_batches needs a batch argument besides the differentiated ones")

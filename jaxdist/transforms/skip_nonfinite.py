@@ -108,7 +108,7 @@ def skip_nonfinite(
         bad = _any(jnp.logical_not(_is_moderate(x)) for x in _inexact(updates))
         clean = jax.tree.map(lambda x: jnp.where(bad, jnp.zeros_like(x), x), updates)
         # Without examples a mean is 0/0; all_reduce leaves it out.
-        if "examples" in extra_args:
+        if extra_args.get("examples") is not None:
             bad = bad & (jnp.asarray(extra_args["examples"]) > 0)
         new_updates, inner = tx.update(clean, state.inner, params, **extra_args)
         # One flag for gradient, updates and new state, and one collective for it.

@@ -90,6 +90,7 @@ METHODS = {
     "gradient_tracking": lambda: jd.decentralized.gradient_tracking(),
     "d2": lambda: jd.decentralized.d2(),
     "quasi_global_momentum": lambda: jd.decentralized.quasi_global_momentum(0.1),
+    "quasi_global_adam": lambda: jd.decentralized.quasi_global_adam(),
     "choco": lambda: jd.decentralized.choco(jd.top_k(0.5), step_size=0.3),
     "dcd_psgd": lambda: jd.decentralized.dcd_psgd(jd.compressors.int8(block=6)),
     "relay_sgd": lambda: jd.decentralized.relay_sgd(),

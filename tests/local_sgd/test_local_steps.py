@@ -291,6 +291,24 @@ def test_buffers(buffers):
         assert np.asarray(adam.mu).any()
 
 
+def test_buffers_restart_from_the_models_after_the_round():
+    """Oracle: schedule-free SGD, begun anew from the mean model; its state has a copy of the parameters."""
+    tx = jd.local_steps(optax.contrib.schedule_free_sgd(0.1), optax.sgd(1.0), sync_period=4, buffers="reset")
+    goals = jnp.broadcast_to(jnp.array([-1.0, 1.0])[:, None], (2, 1))
+
+    def step(state, goal):
+        updates, opt = tx.update(state["x"] - goal[0], state["opt"], state["x"])
+        return {"x": state["x"] + updates, "opt": opt}, {}
+
+    state = jd.place({"x": jd.PerWorker(jnp.zeros(1)), "opt": tx.init(jnp.zeros(1))}, 2)
+    models = []
+    for _ in range(8):
+        state, _ = jd.simulate(step, workers=2)(state, goals)
+        models.append(np.asarray(state["x"].value))
+    np.testing.assert_allclose(models[3], 0, atol=1e-6)
+    np.testing.assert_allclose(models[4:], models[:4], atol=1e-6)
+
+
 # ---- warm-up, periods, who decides
 
 
@@ -387,7 +405,7 @@ def test_what_update_refuses():
             tx.update(jnp.zeros(2), state, jnp.zeros(2), sync_period=given)
     with pytest.raises(ValueError, match="slow_momentum divides the drift by the rate"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"sync must name fragments to synchronize, 0 to 0, got \(1,\)"):
+    with pytest.raises(ValueError, match=r"numbers of fragments to synchronize, 0 to 0, got \(1,\)"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=(1,))
     with pytest.raises(ValueError, match="sync chooses the program, so it must be static"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))

@@ -105,6 +105,25 @@ def test_a_worker_that_rests_neither_steps_nor_pulls():
     assert np.asarray(state.inner.value.count).tolist() == [8, 5]
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("multi_head_attention/query", True),
+        ("MultiHeadDotProductAttention_0", True),
+        ("multihead_attn", True),
+        ("ensemble", True),
+        ("lm_head", False),
+        ("head", False),
+        ("token_emb", False),
+        ("Embed_0", False),
+        ("pos_embedding", False),
+    ],
+)
+def test_attention_with_several_heads_is_no_head(name, hidden):
+    found = jax.tree_util.tree_map_with_path(jd.local_sgd.hidden_matrix, {name: {"w": jnp.zeros((4, 4))}})
+    assert found == {name: {"w": hidden}}
+
+
 @pytest.mark.parametrize("name", ["palsgd", pytest.param("muloco", marks=pytest.mark.slow)])
 def test_simulation_equals_the_mesh(name):
     """Keys and counts of each worker, and states of some leaves only, are placed as any other."""

@@ -144,3 +144,9 @@ def test_adamw_for_the_rest_by_default():
 def test_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         jd.optimizers.dion(0.1, **arguments)
+
+
+def test_a_fraction_of_the_rank_is_not_rounded_up_by_its_last_bit():
+    tx = jd.optimizers.dion(0.1, rank_fraction=0.07, axis=None)  # 0.07 * 100 is 7.000000000000001
+    state = jax.eval_shape(lambda: tx.init({"w": jnp.zeros((100, 100))}))
+    assert any(leaf.shape == (100, 7) for leaf in jax.tree.leaves(state))

@@ -59,7 +59,23 @@ def test_several_arguments():
 
     right = jnp.ones((1, 4))
     found = jax.jit(jd.local_value_and_grad(f, argnums=(0, 2), micro_batches=2))(params()["w"], batch(), right)
-    assert_close(found, jax.jit(jax.value_and_grad(f, argnums=(0, 2)))(params()["w"], batch(), right), 1e-6)
+    wanted = jax.jit(jax.value_and_grad(f, argnums=(0, 2)))(params()["w"], batch(), right)
+    assert_close(found, wanted, 1e-6)
+    # From the end.
+    found = jax.jit(jd.local_value_and_grad(f, argnums=(-3, -1), micro_batches=2))(params()["w"], batch(), right)
+    assert_close(found, wanted, 1e-6)
+    with pytest.raises(ValueError, match="argnums=3 has 3, but the call has 3 positional arguments"):
+        jd.local_value_and_grad(f, argnums=3)(params()["w"], batch(), right)
+
+
+def test_the_last_argument_has_local_gradients(mesh):
+    def step(state, batch):
+        _, gradient = jd.local_value_and_grad(lambda x, w: jnp.mean(x) * w, argnums=-1)(batch, state["w"])
+        return {"w": state["w"], "gradient": gradient}, {}
+
+    state = jd.place({"w": jnp.ones(()), "gradient": jd.PerWorker(jnp.zeros(()))}, mesh)
+    state, _ = jd.distribute(lambda s, b: step(s, b), mesh)(state, jnp.arange(8.0))
+    assert state["gradient"].value.tolist() == list(range(8))
 
 
 def test_one_float32_buffer_under_bfloat16_parameters():

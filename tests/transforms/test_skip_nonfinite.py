@@ -206,3 +206,9 @@ def test_a_worker_without_examples_is_not_asked():
     assert int(after.opt.skipped) == 0
     after, _ = run(after, (gradients, jnp.ones(3)))
     assert int(after.opt.skipped) == 1
+
+
+def test_no_number_of_examples_is_as_if_it_were_left_out():
+    tx = jd.skip_nonfinite(optax.sgd(1.0), axis=None)
+    params = jnp.zeros(1)
+    assert tx.update(jnp.ones(1), tx.init(params), params, examples=None)[0].tolist() == [-1.0]
