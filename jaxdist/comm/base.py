@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core.compat import varying_axes
 from .._core.types import Array, PyTree
 
 
@@ -162,7 +163,8 @@ def add_bytes(words: Array, sent: Any) -> Array:
 def cond(agreed: Array, on_true: Callable, on_false: Callable, comm: Comm, *operands: Any) -> Any:
     """`lax.cond` whose branches may communicate: `on_true(comm, *operands)` or `on_false(comm, *operands)`.
 
-    The predicate must be equal on all workers: a collective that only some workers enter compiles, and then hangs.
+    The predicate must be equal on all workers of the group: a collective that only some of them enter compiles, and
+    then hangs.
     """
     return _conditional("cond", lax.cond, agreed, (on_true, on_false), comm, operands)
 
@@ -179,7 +181,8 @@ def switch(agreed: Array, branches: Sequence[Callable], comm: Comm, *operands: A
 def _conditional(
     name: str, choose: Callable, agreed: Array, branches: Sequence[Callable], comm: Comm, operands: Sequence[Any]
 ) -> Any:
-    if jax.typeof(agreed).manual_axis_type.varying:
+    # Only the workers of this group meet inside: the chips of a pod may decide differently about collectives of pods.
+    if varying_axes(agreed) & varying_axes(comm.index):
         raise ValueError(
             "a condition around a collective must be agreed, but this predicate differs between workers: "
             "derive it from reduced values, a step count or a schedule"

@@ -1,6 +1,7 @@
 """Two levels: exact over fast links, any reducer on a shard over slow links."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.trees import fold_keys, is_key
 from .._core.types import Like, PyTree, State, Updates
-from ..comm.base import Comm
+from ..comm.base import Comm, Sent
 from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
 from ..wire.flat import MULTIPLE, clear_padding, from_vectors, vector_likes, vectors
 from .base import (
@@ -56,11 +57,13 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
 
     Args:
       inner: over the fast axis: `exact()`, or another one that has a reduce-scatter form, `two_shot(int8())`.
-      outer: over the slow axes; sees one flat vector for each dtype. In the reduce-scatter form it must not have state
+      outer: over the slow axes; sees one flat vector for each dtype. What it decides from its gradients (`accordion`,
+        `with_regime`) each chip decides for its shard. In the reduce-scatter form it must not have state
         per worker: put error feedback around `inner` there.
 
     Raises:
-      ValueError: `inner` has no reduce-scatter form; at trace time, the group does not have two levels.
+      ValueError: `inner` has no reduce-scatter form; from `init`, the state of `outer` is neither shaped like the
+        vector nor independent of its length (`loco`, `partitioned`); at trace time, the group does not have two levels.
 
     Examples:
       >>> import jaxdist as jd
@@ -107,7 +110,8 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
     if is_map_params_placeholder(like):
         return 0
     likes = vector_likes(jax.tree.leaves(like))
-    outer_state = _mark(cfg.outer.init(likes), {flat.shape for flat in likes}, cfg.multiple)
+    outer_state = cfg.outer.init(likes)
+    outer_state = _mark(outer_state, _find_vectors(cfg.outer, outer_state, likes), cfg.multiple)
     return outer_state if cfg.stateless else (shards_of(cfg.inner).init(likes), outer_state)
 
 
@@ -127,7 +131,9 @@ def _reduce(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Ex
     # of `_mark`, so the tree is built anew from the leaves.
     structure_of_outer = jax.tree.structure(jax.eval_shape(cfg.outer.init, vector_likes(leaves)))
     unmarked = structure_of_outer.unflatten(jax.tree.leaves(outer_state))
+    start = len(slow.ledger or ())
     reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, _of_pod(extras)), slow)
+    _average_sent(slow.ledger, start, fast)
     new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
     # Gather the shards over the fast axis.
     gathered = ([fast.all_gather(shard).ravel() for shard in shards] for shards in reduced)
@@ -169,6 +175,15 @@ def _of_pod(extras: Extras) -> Extras:
     return extras._replace(examples=None)
 
 
+def _average_sent(ledger: list[Sent] | None, start: int, fast: Comm) -> None:
+    """Averages over a pod what its chips sent under conditions, which each of them may have decided differently."""
+    if ledger is None:
+        return
+    for i, sent in enumerate(ledger[start:], start):
+        if isinstance(sent.bytes, jax.Array):
+            ledger[i] = sent._replace(bytes=fast.mean(fast.varying(sent.bytes)))
+
+
 def _levels(comm: Comm) -> tuple[Comm, Comm]:
     if comm.inner is None or comm.outer is None:
         raise ValueError(
@@ -190,19 +205,37 @@ def _reduce_in_pods(
     return means, jax.tree.map(lambda old, leaf: old if is_key(old) else leaf, state, new)
 
 
-def _mark(state: State, lengths: set, multiple: int) -> State:
+def _find_vectors(outer: Reducer, state: State, likes: Sequence[Like]) -> PyTree[bool]:
+    """Whether each leaf of the state of `outer` is shaped like its vector, of which each chip has a part."""
+    # Other lengths tell such a leaf from one whose shape is the same by chance.
+    others = [jax.ShapeDtypeStruct((x.shape[0] // 2 if x.shape[0] > 1 else 2,), x.dtype) for x in likes]
+    vectors = {(like.shape, other.shape) for like, other in zip(likes, others, strict=True)}
+    probe = jax.eval_shape(outer.init, others)
+    leaves, structure = jax.tree.flatten(state)
+    pairs = [(leaf.shape, other.shape) for leaf, other in zip(leaves, jax.tree.leaves(probe))]
+    # Marks contain the lengths.
+    alike = jax.tree.structure(state, is_leaf=is_mark) == jax.tree.structure(probe, is_leaf=is_mark)
+    if not alike or any(shape != other and (shape, other) not in vectors for shape, other in pairs):
+        raise ValueError(
+            f"hierarchical() cannot shard what outer={outer!r} keeps over the chips of a pod: its state must be shaped "
+            "like the vector, or be independent of its length. Use error_feedback in place of loco, and leave "
+            "partitioned out"
+        )
+    return structure.unflatten([pair in vectors for pair in pairs])
+
+
+def _mark(state: State, is_vector: PyTree[bool], multiple: int) -> State:
     """Marks the state of `outer`: its own marks are over slow axes, and all leaves differ along the fast one."""
 
-    def mark_leaf(leaf):
-        is_vector = leaf.shape in lengths
+    def mark_leaf(leaf, is_vector):
         return Sharded(leaf, axis=INNER, multiple=multiple) if is_vector else PerWorker(leaf, axis=INNER, resize="copy")
 
-    def mark_node(node):
+    def mark_node(node, flags):
         if isinstance(node, PerWorker):
-            return PerWorker(jax.tree.map(mark_leaf, node.value), axis=OUTER, resize=node.resize)
+            return PerWorker(jax.tree.map(mark_leaf, node.value, flags.value), axis=OUTER, resize=node.resize)
         if isinstance(node, Sharded):
             # Sharded over slow links, this is a part of a chip's shard already.
             return Sharded(node.value, shape=node.shape, axis=(INNER, OUTER), multiple=node.multiple)
-        return mark_leaf(node)
+        return mark_leaf(node, flags)
 
-    return jax.tree.map(mark_node, state, is_leaf=is_mark)
+    return jax.tree.map(mark_node, state, is_vector, is_leaf=is_mark)
