@@ -33,6 +33,7 @@ from .base import (
 
 WORDS = {8: jnp.int8, 32: jnp.int32}
 TINY = 1e-30  # so that a leaf of zeros has a scale
+LARGEST_SQUARE = 1e38  # so that a mean beyond 1e19 leaves a scale
 
 
 class IntSGDState(NamedTuple):
@@ -82,8 +83,8 @@ def intsgd(bits: int = 8, *, beta: float | int = 0.9, scale: float | int = 1.0, 
     """
     _check_bits(bits)
     check_range("beta", beta, 0, 1)
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
     cfg = _Config(bits, beta, scale, seed)
     return Reducer(partial(_init_intsgd, cfg), partial(_reduce_intsgd, cfg))
 
@@ -129,7 +130,9 @@ def _mean_of_codes(cfg: _Config, comm: Comm, updates: Updates, state: IntSGDStat
     # Rounding errors of workers with different draws average out.
     key = step_key(state.key, state.count, comm, shared=False)
     means, owns = run(_sum_of_integers(stacks, alphas, key, comm, cfg.bits), comm)
-    reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
+    # An empty leaf has nothing that differs, and both branches must have one type.
+    own = comm.varying(tree.unflatten(unstack(groups, owns)))
+    reduced = Reduced(tree.unflatten(unstack(groups, means)), own)
     # r = β r + (1-β) |mean|²
     beta = cfg.beta
     return reduced, jax.tree.map(lambda r, mean: beta * r + (1 - beta) * _square(mean), state.squares, reduced.mean)
@@ -176,7 +179,9 @@ def _integer_messages(bits: int, updates: Updates, state: DrawState, comm: Comm,
     groups, stacks = stack_by_shape(leaves)
     # α = L / max_w |x_w|∞: the largest entry of all workers becomes the largest code.
     received = yield Messages(max=[_largest(stack) for stack in stacks])
-    alphas = [levels / jnp.where(top == 0, 1, top) for top in received.max]
+    # At most so large that 1 / (α W), by which XLA multiplies, is a normal number.
+    limit = 0.5 / (jnp.finfo(jnp.float32).tiny * comm.size)
+    alphas = [jnp.minimum(levels / jnp.where(top == 0, 1, top), limit) for top in received.max]
     key = step_key(state.key, state.count, comm, shared=False)
     means, owns = yield from _sum_of_integers(stacks, alphas, key, comm, bits)
     reduced = Reduced(tree.unflatten(unstack(groups, means)), tree.unflatten(unstack(groups, owns)))
@@ -197,7 +202,7 @@ def _levels(bits: int, workers: int) -> int:
 
 
 def _square(x: Array) -> Array:
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+    return jnp.minimum(jnp.sum(jnp.square(x.astype(jnp.float32))), LARGEST_SQUARE)
 
 
 def _largest(stack: Array) -> Float[Array, " k"]:

@@ -122,11 +122,43 @@ def test_nan_is_sent_as_zero_by_one_and_seen_by_all_with_the_other():
     assert np.isnan(trajectory(integer_sum(), updates)[0][1]).any()
 
 
+@pytest.mark.parametrize(("bits", "largest"), [(8, 1e-37), (32, 1e-37), (32, 1e-32)])
+def test_tiny_leaves_are_not_lost(bits, largest):
+    """The scale of the largest entry, levels / 1e-37, is no float."""
+    x = np.array([[[1.0, -0.5], [0.25, 0.5]]], np.float32) * np.float32(largest)
+    means, owns, _ = trajectory(integer_sum(bits), x)
+    # Two workers: levels are 2 W times the smallest normal number or more.
+    level = max(0.05 * largest, 4 * float(np.finfo(np.float32).tiny))
+    np.testing.assert_allclose(means, x.mean(1), atol=level)
+    np.testing.assert_allclose(owns, x, atol=level)
+    assert owns[0, 0, 0] > 0
+
+
+def test_a_first_mean_beyond_the_root_of_the_largest_float():
+    """Its square is no float, and an infinite average would make each later mean NaN."""
+    updates = np.array([[1e20, -2e20]] + [[1.0, 2.0]] * 2, np.float32)[:, None]
+    means, _, _ = trajectory(jd.reducers.intsgd(), updates)
+    assert np.isfinite(means).all()
+
+
+def test_an_empty_leaf_on_a_mesh(mesh):
+    like, tx = {"w": jnp.zeros(3), "e": jnp.zeros((0, 4))}, jd.all_reduce(jd.reducers.intsgd())
+
+    def step(state, batch):
+        updates, opt = tx.update(jax.tree.map(lambda x: x + batch.sum(), like), state.opt)
+        return State(updates, opt), {}
+
+    state = jd.place(State(like, tx.init(like)), mesh)
+    jax.eval_shape(jd.distribute(step, mesh), state, jnp.ones(8))
+
+
 def test_arguments_are_checked():
     for make in (jd.reducers.intsgd, integer_sum):
         with pytest.raises(ValueError, match="bits must be 8 or 32, got 16"):
             make(16)
     with pytest.raises(ValueError, match=r"beta must be in \[0, 1\), got 1.0"):
         jd.reducers.intsgd(beta=1.0)
+    with pytest.raises(ValueError, match="scale must be positive and finite, got nan"):
+        jd.reducers.intsgd(scale=float("nan"))
     with pytest.raises(ValueError, match="scale must be positive"):
         jd.reducers.intsgd(scale=0.0)
