@@ -130,7 +130,8 @@ def in_rate(bandwidth: float) -> str:
     """A readable bandwidth, from bytes per second: `100.0 Mbit/s`."""
     # Links are sold in bits per second, with decimal prefixes.
     bits = 8 * bandwidth
-    return f"{bits / 1e9:,.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:,.1f} Mbit/s"
+    size, unit = next((each for each in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= each[0]), (1e3, "kbit"))
+    return f"{bits / size:,.1f} {unit}/s"
 
 
 def write(figure: Figure, path: str | Path) -> Path:

@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from .. import __version__
-from ..asynchronous.errors import ActorLostError, NonFiniteGradientError, StalledError
+from ..asynchronous.errors import (
+    ActorLostError,
+    DeadlockError,
+    NonFiniteGradientError,
+    StalledError,
+    TooManyEventsError,
+)
 from ..processes.launch import __main__ as launcher
 from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import CompareOptions, run_compare
@@ -46,7 +52,16 @@ COMMANDS = {
     "topology": (TopologyOptions, run_topology),
     "islands": (IslandsOptions, run_islands),
 }
-EXPECTED = (ValueError, OSError, ModuleNotFoundError, ActorLostError, StalledError, NonFiniteGradientError)
+EXPECTED = (
+    ValueError,
+    OSError,
+    ModuleNotFoundError,
+    ActorLostError,
+    DeadlockError,
+    NonFiniteGradientError,
+    StalledError,
+    TooManyEventsError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

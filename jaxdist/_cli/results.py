@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import checkpoint
 from .._core.types import State
-from ..runtime.json_log import json_line
+from ..runtime.json_log import drop_incomplete_line, json_line
 from .training.train import Record, Run
 
 KEPT = 2  # checkpoints of a run: one to continue from, and one in case that is damaged
@@ -92,6 +92,13 @@ def header(run: Run, **settings: Any) -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
+
+
+def open_log(path: Path, *, append: bool = False) -> TextIO:
+    """Opens a log, whose lines are in the file as soon as they are written: a run that is killed leaves them."""
+    if append:
+        drop_incomplete_line(path)
+    return path.open("a" if append else "w", buffering=1)
 
 
 def write_line(log: TextIO, line: dict[str, Any]) -> None:

@@ -62,6 +62,14 @@ class Options:
     """Open the figure at the end."""
 
 
+def check_positive(option: str, value: float) -> None:
+    """Raises ValueError if the value of an option is not positive and finite."""
+    if not value > 0:
+        raise ValueError(f"{option} must be positive, got {value}")
+    if value == float("inf"):
+        raise ValueError(f"{option} must be finite, got {value}")
+
+
 def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.sharding.Mesh]:
     """Makes the workload and a mesh over the devices; on a CPU, first makes that many devices of it."""
     devices = devices or options.devices
@@ -137,6 +145,12 @@ def show_compiling(console: Console, name: str, workers: int) -> Iterator[None]:
         yield
 
 
+def check_steps_left(done: int, steps: int) -> None:
+    """Raises ValueError if a resumed run has already done the steps that `--steps` gives, the total of all starts."""
+    if done >= steps:
+        raise ValueError(f"the resumed run has already done {done} steps: --steps must be larger, got {steps}")
+
+
 def train_to_end(
     name: str,
     run: train.Run,
@@ -157,10 +171,8 @@ def train_to_end(
     """
     settings = {"reducer": name, "optimizer": options.optimizer, "workload": workload.name, "model": options.model}
     settings |= {"batch": options.batch, "seed": options.seed, "steps": options.steps}
+    check_steps_left(run.first, options.steps)
     results.write_line(log, results.header(run, **settings))
-    # --steps is the total of all starts of a run.
-    if run.first >= options.steps:
-        raise ValueError(f"the resumed run has already done {run.first} steps: --steps must be larger")
     records, evaluations, state = [], [], run.state
     columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
     interrupts = contextlib.nullcontext() if save is None else _interrupt_as_preemption(run.first)

@@ -199,7 +199,8 @@ def step_seconds_if_hidden(cost: StepCost, link: Link) -> float:
 def break_even(cost: StepCost, baseline: StepCost, *, latency: float) -> float:
     """Returns the bandwidth, in bytes a second, below which a method's step is shorter than the baseline's.
 
-    It is 0 if the method is never faster, and infinite if it always is. Nothing is hidden, of neither.
+    It is 0 if the method is never faster, and infinite if it always is. A method that sends more bytes can be faster on
+    fast links alone, above a bandwidth, and gives 0 too. Nothing is hidden, of neither.
 
     Args:
       cost: the method.
@@ -216,4 +217,7 @@ def break_even(cost: StepCost, baseline: StepCost, *, latency: float) -> float:
     own, theirs = (each.compute + each.coding + each.traffic.hops * latency for each in (cost, baseline))
     # It wins where the time of the saved bytes exceeds the time lost otherwise.
     lost = own - theirs
-    return 0.0 if saved <= 0 else math.inf if lost <= 0 else saved / lost
+    if saved > 0:
+        return saved / lost if lost > 0 else math.inf
+    # With equal bytes the bandwidth decides nothing.
+    return math.inf if saved == 0 and lost < 0 else 0.0

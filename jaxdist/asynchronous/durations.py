@@ -86,8 +86,8 @@ def constant(seconds: Number | Sequence[Number]) -> Durations:
       2.0
     """
     times = np.atleast_1d(np.asarray(seconds, float))
-    if times.ndim != 1 or not (times > 0).all():
-        raise ValueError(f"seconds must be positive, got {seconds}")
+    if times.ndim != 1 or not (times > 0).all() or not np.isfinite(times).all():
+        raise ValueError(f"seconds must be positive and finite, got {seconds}")
     workers = None if np.ndim(seconds) == 0 else len(times)
 
     def draw(rng, worker, first, count, state):

@@ -37,13 +37,7 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
         # Metrics are equal on all workers: one process suffices.
         return lambda metrics: None
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        written = path.read_bytes()
-        # A run that was killed inside a write leaves half a line, to which the next one would be joined.
-        complete = written.rfind(b"\n") + 1
-        if complete < len(written):
-            with path.open("r+b") as file:
-                file.truncate(complete)
+    drop_incomplete_line(path)
 
     def write(metrics: Mapping[str, Any]) -> None:
         line = json_line(metrics)
@@ -51,6 +45,20 @@ def json_log(path: str | Path) -> Callable[[Mapping[str, Any]], None]:
             file.write(line)
 
     return write
+
+
+def drop_incomplete_line(path: Path) -> None:
+    """Removes half a line at the end of a file, if there is one: what is appended would be joined to it.
+
+    A run that was killed inside a write leaves it.
+    """
+    if not path.exists():
+        return
+    written = path.read_bytes()
+    complete = written.rfind(b"\n") + 1
+    if complete < len(written):
+        with path.open("r+b") as file:
+            file.truncate(complete)
 
 
 def json_line(values: Mapping[str, Any]) -> str:

@@ -163,3 +163,7 @@ def test_at_the_break_even_both_steps_are_equal():
     assert step_seconds(coded, at) == pytest.approx(step_seconds(plain, at))
     assert break_even(plain, coded, latency=0.02) == 0
     assert break_even(coded._replace(coding=0.0), plain, latency=0.0) == math.inf
+    # With equal bytes, fewer hops are always shorter.
+    fewer = plain._replace(traffic=Traffic(20e6, 1.0))
+    assert break_even(fewer, plain, latency=0.02) == math.inf
+    assert break_even(fewer, plain, latency=0.0) == break_even(plain, fewer, latency=0.02) == 0

@@ -274,6 +274,24 @@ def test_advise_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "1"], "--workers must be at least 2, got 1"),
+        (["--workers", "0"], "--workers must be at least 2, got 0"),
+        (["--batch", "30", "--workers", "4"], "multiple of the 4 workers, got 30"),
+        (["--reducers", "exact", "sing"], "did you mean sign?"),
+        (["--compute", "nan"], "--compute must be positive, got nan"),
+        (["--compute", "inf"], "--compute must be finite, got inf"),
+    ],
+)
+def test_advise_refuses_before_it_measures(arguments, message, capsys, monkeypatch):
+    for name in ("measure_compute", "measure_cost"):
+        monkeypatch.setattr(advice.costs, name, lambda *given, **settings: pytest.fail("measured"))
+    assert cli.main(["advise", "--workload", "digits", "--link", "1gbit", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_never_and_always():
     assert parse.parse_link("10gbit,2s") == cost.Link("10gbit,2s", 2.0, 1.25e9)
     twice = advice.Prediction("twice", 20.0, 0.0, 0.0, 1.0, 1.0, 0.0)

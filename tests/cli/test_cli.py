@@ -17,6 +17,7 @@ from jaxdist._cli import results
 from jaxdist._cli.commands.compare import DEMO
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
+from jaxdist.asynchronous.errors import DeadlockError, TooManyEventsError
 
 TINY = ["--model", "gpt:tiny,context=8,width=16", "--steps", "3", "--batch", "8", "--optimizer", "adam:1e-3"]
 
@@ -168,6 +169,7 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
         (["train", "--devices", "99"], "--devices=99 requested, but only 8 devices"),
         (["train", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["compare", "--reducers"], "--reducers needs at least one name"),
+        (["doctor", "--devices", "0"], "--devices must be at least 1, got 0"),
         (["compare", "--reducers", "exact", "sing"], "unknown reducer 'sing'; did you mean sign?"),
         (["train", "--reducer", "PowerSGD:4"], "did you mean power_sgd?"),
         (["train", "--reducer", "eff:top_k:0.1"], "did you mean ef?"),
@@ -191,6 +193,34 @@ def test_bad_arguments_leave_an_older_log_alone(tmp_path):
     log.write_text(json.dumps({"kept": True}))
     assert cli.main(["compare", "--reducers", "nothing", "--out", str(tmp_path)]) == 2
     assert results.read_log(log) == [{"kept": True}]
+
+
+@pytest.mark.parametrize("islands", [[], ["--sync", "diloco:H=5", "--islands", "store", "--no-baseline"]])
+def test_a_finished_run_is_refused_before_anything_is_trained(islands, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    results.save(tmp_path / "checkpoint", {"x": np.zeros(2, np.float32)}, 5)
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"kept": true}\n')
+    monkeypatch.setattr(train, "prepare", lambda *given, **settings: pytest.fail("compiled"))
+    assert cli.main(["train", "--steps", "5", "--out", str(tmp_path), "--resume", *islands]) == 2
+    assert "has already done 5 steps: --steps must be larger, got 5" in capsys.readouterr().err
+    assert results.read_log(log) == [{"kept": True}]
+
+
+def test_a_killed_run_leaves_whole_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with results.open_log(path) as log:
+        results.write_line(log, {"step": 1})
+        # In the file at once, whatever happens next.
+        assert results.read_log(path) == [{"step": 1}]
+        log.write('{"step": 2, "lo')
+    with results.open_log(path, append=True) as log:
+        results.write_line(log, {"step": 2})
+    assert results.read_log(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_errors_of_a_simulation_are_one_line():
+    assert {DeadlockError, TooManyEventsError} <= set(cli.EXPECTED)
 
 
 @pytest.mark.parametrize("arguments", [["train", "--reduser", "exact"], ["train", "--workload", "speech"], []])

@@ -11,7 +11,7 @@ import pytest
 import jaxdist as jd
 from jaxdist._cli import main as cli
 from jaxdist._cli import race, results, tables
-from jaxdist._cli.figures import in_bytes
+from jaxdist._cli.figures import in_bytes, in_rate
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import costs, train
@@ -48,6 +48,15 @@ def test_the_common_target_leaves_out_what_diverges():
     assert race.common_target(one.curve for one in [*entrants, broken]) == 2.0
     # Every seed of a method has to reach it.
     assert race.common_target([entrants[0].curve, _runner("seeds", [[3.0] * 4, [2.5] * 4], 1.0).curve]) == 3.0
+
+
+def test_slow_links_have_kilobits():
+    assert [in_rate(bits / 8) for bits in (4e4, 256e3, 1e6, 2e9)] == [
+        "40.0 kbit/s",
+        "256.0 kbit/s",
+        "1.0 Mbit/s",
+        "2.0 Gbit/s",
+    ]
 
 
 def test_the_first_method_depends_on_the_link():
@@ -171,6 +180,17 @@ def test_compare_over_links(tmp_path, capsys):
         (["--target", "2"], "--target is for times over a link: give one, as in --link 100mbit,20ms"),
         (["--compute", "2"], "--compute is for times over a link"),
         (["--link", "1gbit", "--compute", "0"], "--compute must be positive, got 0.0"),
+        (["--link", "1gbit", "--compute", "nan"], "--compute must be positive, got nan"),
+        (["--link", "1gbit", "--compute", "inf"], "--compute must be finite, got inf"),
+        (["--link", "1.2.3mbit"], "such as 100mbit,20ms or 10gbit,50us, got '1.2.3mbit'"),
+        (["--reducers", "exact", "f16", "exact"], "--reducers has exact more than once: name each method once"),
+        (["--workers", "2"], "--workers is for --suite local; the number of workers is --devices"),
+        (["--periods", "8"], "--periods is for --suite local; a method takes H="),
+        (["--start", "0"], "--start is for --suite local; a method takes warmup_steps="),
+        (["--suite", "compression", "--rates", "0.1"], "--rates is for --suite local; --optimizer takes its rate"),
+        (["--suite", "compression", "--reducers", "exact"], "--reducers cannot be used with --suite compression"),
+        (["--suite", "local", "--reducers", "exact"], "--reducers cannot be used with --suite local"),
+        (["--suite", "local", "--devices", "4"], "--devices cannot be used with --suite local: give --workers"),
     ],
 )
 def test_compare_refuses(arguments, message, capsys):

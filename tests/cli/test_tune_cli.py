@@ -137,6 +137,7 @@ def test_tune_times_real_steps(capsys):
     [
         (["--bandwidth", "10"], "a link is a bandwidth and a latency, such as 100mbit,20ms"),
         (["--flops", "-1"], "--flops must be positive, got -1"),
+        (["--flops", "inf"], "--flops must be finite, got inf"),
         (["--workers", "3"], "--batch must be a multiple of the 3 workers, got 8"),
         (["--workers", "1"], "--workers must be at least 2, got 1: one worker sends nothing"),
         (["--evaluations", "0"], "--evaluations must be at least 1, got 0"),

@@ -22,8 +22,8 @@ from ...processes.initialize import initialize
 from ...runtime.mesh import make_mesh
 from .. import race, tables
 from ..figures import in_bytes, in_rate, new_table
-from ..models.base import Workload, check_batch
-from ..running import File, Integer, Number, Text, new_console, print_paths
+from ..models.base import TrainingMethod, Workload, check_batch
+from ..running import File, Integer, Number, Text, check_positive, new_console, print_paths
 from ..spellings import parse
 from ..spellings.tables import ANY_STEPS
 from ..training import costs
@@ -104,25 +104,28 @@ class Prediction(NamedTuple):
 def run_advise(chosen: AdviseOptions) -> None:
     """Measures the link and the step, or takes them from the options; prints predictions and a recommendation."""
     tables.check_table(chosen.table)
-    if chosen.compute is not None and chosen.compute <= 0:
-        raise ValueError(f"--compute must be positive, got {chosen.compute}")
+    if chosen.compute is not None:
+        check_positive("--compute", chosen.compute)
     chosen, curves, target = _take_losses(chosen)
     console = new_console()
     # With a link that is given nothing is measured, and no other process is needed.
     several = chosen.link is None and initialize()
     workload = parse.parse_workload(chosen.workload, chosen.model)
     if chosen.link is not None:
-        link, workers = parse.parse_link(chosen.link), chosen.workers or 8
+        link, workers = parse.parse_link(chosen.link), 8 if chosen.workers is None else chosen.workers
     # The devices that one CPU is split into share its memory: there is no link to measure.
     elif several or (jax.device_count() > 1 and jax.default_backend() != "cpu"):
-        workers = chosen.workers or jax.device_count()
-        link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
+        link, workers = None, jax.device_count() if chosen.workers is None else chosen.workers
     else:
         raise ValueError("there is no other worker to measure a link to: give one, as in --link 100mbit,20ms")
+    settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
+    # What cannot work fails before the measurements.
+    parse_methods(chosen.reducers, **settings)
+    if link is None:
+        link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
     compute = chosen.compute and chosen.compute / 1e3
     if compute is None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
-    settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
     # What runs on another device will not use the transport of this one.
     gloo = chosen.compute is None and uses_gloo()
     found = predict(workload, chosen.reducers, **settings, link=link, compute=compute, gloo=gloo)
@@ -235,6 +238,14 @@ def _spell_rate(bandwidth: float) -> str:
     return in_rate(bandwidth)
 
 
+def parse_methods(names: Sequence[str], *, optimizer: str, workers: int, batch_size: int) -> dict[str, TrainingMethod]:
+    """Makes the methods by their spellings; raises ValueError if these workers cannot take a step with them."""
+    if workers < 2:
+        raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
+    check_batch(batch_size, workers)
+    return {name: parse.parse_method(name, optimizer, ANY_STEPS) for name in names}
+
+
 def predict(
     workload: Workload,
     names: Sequence[str],
@@ -251,14 +262,10 @@ def predict(
     The first method is the baseline of the others; `compute` is seconds of one worker's own step, and `gloo` says that
     the workers communicate over it.
     """
-    if workers < 2:
-        raise ValueError(f"--workers must be at least 2, got {workers}: one worker sends nothing")
-    check_batch(batch_size, workers)
-    # Every spelling is parsed, so that a wrong one fails before the measurements.
-    parsed = [(name, parse.parse_method(name, optimizer, ANY_STEPS)) for name in names]
     examples = max(1, batch_size // workers)
     found: list[tuple[str, StepCost]] = []
-    for name, method in parsed:
+    methods = parse_methods(names, optimizer=optimizer, workers=workers, batch_size=batch_size)
+    for name, method in methods.items():
         settings = {"workers": workers, "examples": examples, "compute": compute}
         cost = costs.measure_cost(name, method, workload, **settings)
         traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size, gloo=gloo)

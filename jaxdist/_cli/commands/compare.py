@@ -20,6 +20,7 @@ from ..running import (
     Integer,
     Number,
     Options,
+    check_positive,
     new_console,
     path_in,
     prepare_runs,
@@ -45,6 +46,13 @@ DEMO = (
 )
 DEMO_OPTIMIZER = "adamw:2e-3"
 DEMO_STEPS = 200
+# The options of --suite local, and what takes their place elsewhere.
+FOR_LOCAL = {
+    "workers": "the number of workers is --devices",
+    "periods": "a method takes H=, as in diloco:H=50",
+    "start": "a method takes warmup_steps=",
+    "rates": "--optimizer takes its rate",
+}
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,14 @@ class CompareOptions(Options):
     """From optax: adamw:4e-3,schedule=cosine. Default: adamw:2e-3."""
     steps: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 0
     """Number of training steps. 0: 200, and 2560 with --suite local."""
-    reducers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="STR...")] = DEMO
-    """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline."""
+    reducers: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR...", help_behavior_hint="")] = None
+    """Names of jaxdist reducers, SYNC/REDUCER, or MODULE:NAME of your own. The first is the baseline. Default: six."""
     suite: Annotated[Literal["compression", "local"] | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """Instead of --reducers: compression (all), or local (those of --sync)."""
-    workers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = (4, 8)
-    """For --suite local, instead of --devices."""
-    periods: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...")] = suites.PERIODS
-    """For --suite local: the values of H."""
+    workers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help_behavior_hint="")] = ()
+    """For --suite local, instead of --devices. Default: 4 8."""
+    periods: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT...", help_behavior_hint="")] = ()
+    """For --suite local: the values of H. Default: 8 32 128."""
     start: Integer = None
     """For --suite local: synchronous steps before rounds; a fifth by default."""
     rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="FLOAT...", help_behavior_hint="")] = ()
@@ -98,12 +106,10 @@ def run_compare(chosen: CompareOptions) -> None:
     """Compares reducers, or synchronization periods of local steps, as the suite of `chosen` says."""
     tables.check_table(chosen.table)
     _check_race(chosen)
+    _check_suite(chosen)
     if chosen.suite == "local":
         _compare_periods(fill_local_defaults(chosen))
         return
-    for option in ("start", "rates"):
-        if getattr(chosen, option) not in (None, ()):
-            raise ValueError(f"--{option} is for --suite local; a method takes warmup_steps=, --optimizer its rate")
     steps, optimizer = chosen.steps or DEMO_STEPS, chosen.optimizer or DEMO_OPTIMIZER
     _compare_reducers(replace(chosen, steps=steps, optimizer=optimizer))
 
@@ -112,9 +118,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     """Trains with each method in turn, on every seed, and leaves a log, a table and a plot."""
     workload, mesh = set_up(chosen)
     console = new_console()
-    names = suites.list_reducers() if chosen.suite else chosen.reducers
-    if not names:
-        raise ValueError("--reducers needs at least one name")
+    names = _list_names(chosen)
     if chosen.seeds < 1:
         raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
     runs = prepare_runs(names, chosen, workload, mesh)
@@ -124,7 +128,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     finished: list[list[results.RunResult]] = []
     entrants: list[race.Entrant] = []
     log_path = path_in(chosen.out, "log.jsonl")
-    with log_path.open("w") as log:
+    with results.open_log(log_path) as log:
         for name, run in runs:
             finished.append([])
             for seed in range(chosen.seed, chosen.seed + chosen.seeds):
@@ -160,6 +164,32 @@ def _compare_reducers(chosen: CompareOptions) -> None:
         _report_race(chosen, entrants, links, labels, console)
 
 
+def _list_names(chosen: CompareOptions) -> tuple[str, ...]:
+    """The spellings of the methods to train; raises ValueError for none, and for one that is given twice."""
+    if chosen.suite:
+        return suites.list_reducers()
+    names = DEMO if chosen.reducers is None else chosen.reducers
+    if not names:
+        raise ValueError("--reducers needs at least one name")
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"--reducers has {', '.join(twice)} more than once: name each method once")
+    return names
+
+
+def _check_suite(chosen: CompareOptions) -> None:
+    """Raises ValueError for options that only another suite, or none, looks at."""
+    if chosen.suite and chosen.reducers is not None:
+        raise ValueError(f"--reducers cannot be used with --suite {chosen.suite}, which has its own methods: give one")
+    if chosen.suite == "local":
+        if chosen.devices is not None:
+            raise ValueError("--devices cannot be used with --suite local: give --workers, as in --workers 4 8")
+        return
+    given = [option for option in FOR_LOCAL if getattr(chosen, option) not in (None, ())]
+    if given:
+        raise ValueError(f"--{given[0]} is for --suite local; {FOR_LOCAL[given[0]]}")
+
+
 def _check_race(chosen: CompareOptions) -> None:
     """Raises ValueError, before anything is compiled, if the options of the race cannot work."""
     if chosen.link and chosen.suite == "local":
@@ -170,8 +200,8 @@ def _check_race(chosen: CompareOptions) -> None:
         value = getattr(chosen, option)
         if value is not None and not chosen.link:
             raise ValueError(f"--{option} is for times over a link: give one, as in --link 100mbit,20ms")
-        if value is not None and not value > 0:
-            raise ValueError(f"--{option} must be positive, got {value}")
+        if value is not None:
+            check_positive(f"--{option}", value)
 
 
 def _measure_costs(
@@ -220,13 +250,15 @@ def fill_local_defaults(chosen: CompareOptions) -> CompareOptions:
     """Fills in what `--suite local` trains by default, and checks it."""
     steps = chosen.steps or suites.LOCAL_STEPS
     start = steps // suites.START_SHARE if chosen.start is None else chosen.start
-    suites.check_sweep(chosen.periods, chosen.workers, chosen.seeds)
-    suites.check_start(start, steps, chosen.periods)
+    periods, workers = chosen.periods or suites.PERIODS, chosen.workers or suites.WORKERS
+    suites.check_sweep(periods, workers, chosen.seeds)
+    suites.check_start(start, steps, periods)
     # An optimizer of the user's own has a rate; those of the suite are for the suite's.
     rates = chosen.rates or (() if chosen.optimizer else suites.LOCAL_RATES)
     optimizer = chosen.optimizer or suites.LOCAL_OPTIMIZER
     model = suites.LOCAL_MODEL if chosen.model is None and chosen.workload == "text" else chosen.model
-    return replace(chosen, steps=steps, start=start, rates=rates, optimizer=optimizer, model=model)
+    filled = {"steps": steps, "start": start, "periods": periods, "workers": workers}
+    return replace(chosen, **filled, rates=rates, optimizer=optimizer, model=model)
 
 
 def _compare_periods(chosen: CompareOptions) -> None:
@@ -240,7 +272,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
         )
     log_path = path_in(chosen.out, "log.jsonl")
     spelled = [replace_rate(chosen.optimizer, rate) for rate in chosen.rates] or [chosen.optimizer]
-    with log_path.open("w") as log:
+    with results.open_log(log_path) as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
             console.print(f"compiling each method for {workers} workers ...", highlight=False)

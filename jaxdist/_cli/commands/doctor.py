@@ -58,6 +58,8 @@ class Finding(NamedTuple):
 def run_doctor(chosen: DoctorOptions) -> int:
     """Prints a table and returns 1 if something is wrong. With several processes, process 0 prints."""
     if chosen.devices is not None:
+        if chosen.devices < 1:
+            raise ValueError(f"--devices must be at least 1, got {chosen.devices}")
         # JAX fixes the number of CPU devices when it starts.
         use_cpu_devices(chosen.devices)
     # First what needs no backend: versions matter most when JAX does not start.

@@ -22,7 +22,7 @@ from ...asynchronous import replay
 from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, write
 from ..models.base import Workload
 from ..models.digits import Digits, equal_parts, splits
-from ..running import File, Number, Text, new_console, path_in, print_paths
+from ..running import File, Number, Text, check_positive, new_console, path_in, print_paths
 from ..spellings import parse
 from ..spellings.grammar import parse_call
 
@@ -85,10 +85,13 @@ class ReplayOptions:
 def run_replay(chosen: ReplayOptions) -> None:
     """Replays each rule on the same cluster, data and seed; prints a table and draws."""
     for name in ("workers", "batch", "seconds"):
-        if not getattr(chosen, name) > 0:
-            raise ValueError(f"--{name} must be positive, got {getattr(chosen, name)}")
+        check_positive(f"--{name}", getattr(chosen, name))
     if not chosen.rule:
         raise ValueError("--rule needs at least one name")
+    if chosen.target is not None:
+        check_positive("--target", chosen.target)
+        if chosen.timing_only:
+            raise ValueError("--target needs losses: leave out --timing-only")
     optimizer = parse.parse_optimizer(chosen.optimizer)
     made = [(name, parse.parse_rule(name, optimizer, chosen.gradient)) for name in chosen.rule]
     # All options are parsed before the first simulation, so that a wrong one costs no time.

@@ -22,6 +22,7 @@ from ..running import (
     Options,
     StoppedError,
     Text,
+    check_steps_left,
     new_console,
     path_in,
     prepare_runs,
@@ -134,8 +135,10 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     # Plain all-reduce with its state on the device is the baseline of an offloaded run too.
     baselines = prepare_runs(names, chosen, workload, mesh)
     runs = prepare_runs([spelling], chosen, workload, mesh, offload=offload)
-    finished, log_path, folder = [], path_in(chosen.out, "log.jsonl"), (chosen.out / "checkpoint").absolute()
-    with log_path.open("a" if chosen.resume else "w") as log, results.background_saver(folder) as save:
+    folder = (chosen.out / "checkpoint").absolute()
+    _check_resume(chosen, folder)
+    finished, log_path = [], path_in(chosen.out, "log.jsonl")
+    with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(folder) as save:
         for name, run in baselines:
             try:
                 # The state is dropped at once: the next run needs the memory.
@@ -164,6 +167,12 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     print_figure(console, chosen, plot)
 
 
+def _check_resume(chosen: TrainOptions, folder: Path) -> None:
+    """Raises ValueError, before anything is trained, if the run to continue is complete."""
+    if chosen.resume:
+        check_steps_left(checkpoint.latest(folder) or 0, chosen.steps)
+
+
 def _train_on_island(chosen: TrainOptions) -> None:
     """Trains as one of several jobs that meet in a store, and leaves a log, a plot and a checkpoint."""
     _check_island(chosen)
@@ -175,7 +184,9 @@ def _train_on_island(chosen: TrainOptions) -> None:
     name = chosen.name or platform.node()
     # Each island draws batches of its own; all of them take the parameters of the run.
     settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": zlib.crc32(name.encode(), chosen.seed)}
-    log_path, folder = path_in(chosen.out, "log.jsonl"), (chosen.out / "checkpoint").absolute()
+    folder = (chosen.out / "checkpoint").absolute()
+    _check_resume(chosen, folder)
+    log_path = path_in(chosen.out, "log.jsonl")
     options = {"round_timeout": chosen.round_timeout, "begin_with": chosen.begin_with}
     joined = islands.join(
         chosen.islands or "",
@@ -184,7 +195,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
         **{option: value for option, value in options.items() if value is not None},
     )
     with (
-        log_path.open("a" if chosen.resume else "w") as log,
+        results.open_log(log_path, append=chosen.resume) as log,
         results.background_saver(folder) as save,
         joined as island,
     ):
@@ -280,7 +291,7 @@ def train_processes(chosen: TrainOptions) -> None:
     settings = {"rule": chosen.rule, "optimizer": chosen.optimizer, "workload": workload.name, "model": chosen.model}
     settings |= {"workers": chosen.workers, "batch": chosen.batch, "seed": chosen.seed, "slow": chosen.slow}
     log_path = path_in(chosen.out, "log.jsonl")
-    with log_path.open("w") as log:
+    with results.open_log(log_path) as log:
         results.write_line(log, {"kind": "run", "engine": "ray", **settings})
         for seconds, loss in zip(run.times.tolist(), run.losses.tolist()):
             results.write_line(log, {"kind": "evaluation", "rule": chosen.rule, "seconds": seconds, "loss": loss})

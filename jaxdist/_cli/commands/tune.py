@@ -20,7 +20,7 @@ from .. import layers
 from ..figures import GREY, label, new_figure, new_table, open_axes, write
 from ..layers import Layer
 from ..models.base import Workload
-from ..running import File, Number, Options, Text, new_console, path_in, print_paths, set_up
+from ..running import File, Number, Options, Text, check_positive, new_console, path_in, print_paths, set_up
 from ..spellings import parse
 from ..training import train
 
@@ -73,8 +73,8 @@ def run_tune(chosen: TuneOptions) -> None:
     for name in ("batch", "workers", "steps", "evaluations"):
         if getattr(chosen, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
-    if chosen.flops is not None and not chosen.flops > 0:
-        raise ValueError(f"--flops must be positive, got {chosen.flops}")
+    if chosen.flops is not None:
+        check_positive("--flops", chosen.flops)
     if chosen.workers == 1 and not chosen.measured:
         raise ValueError("--workers must be at least 2, got 1: one worker sends nothing")
     if chosen.batch % chosen.workers:

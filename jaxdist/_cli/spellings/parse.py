@@ -397,10 +397,12 @@ def parse_factor(option: str, text: str, *others: str) -> list[float]:
     try:
         numbers = [float(first.strip().removesuffix("x")), *map(float, rest)]
     except ValueError:
-        raise ValueError(f"{option} must be a factor such as 4x, got {text!r}") from None
-    if others and len(numbers) != 2:
+        numbers = []
+    if others and numbers and len(numbers) != 2:
         names, example = others
         raise ValueError(f"{option} must be {names}, as in {example}, got {text!r}")
+    if len(numbers) != (2 if others else 1):
+        raise ValueError(f"{option} must be a factor such as 4x, got {text!r}")
     return numbers
 
 
@@ -443,8 +445,8 @@ def parse_link(text: str) -> cost.Link:
 
 
 def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)\s*", text.lower())
-    return float(match[1]) * units[match[2]] if match and match[2] in units and match[1] != "." else None
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]+)\s*", text.lower())
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
 def parse_links(text: str | None) -> links.Links:

@@ -31,6 +31,7 @@ COMPRESSION: dict[str, tuple[str, ...]] = {
     "optimizers": ("demo:1e-3", "dion:3e-2,rank=4", "one_bit_adam:1e-3,freeze_step=50", "qadam:1e-3,warmup_steps=50"),
 }
 PERIODS = (8, 32, 128)
+WORKERS = (4, 8)
 # What `--suite local` trains by default: a run long enough for a synchronous start and for rounds to the end of a
 # cosine, of a model that takes few milliseconds a step on a CPU.
 LOCAL_MODEL = "gpt:tiny,context=32"
