@@ -1,8 +1,9 @@
 """Range checks on arguments, with one wording each, and the base of the library's exceptions."""
 
 import math
+import operator
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any
 
 NO_PARAMS = "this optimizer needs the parameters: tx.update(gradients, state, params)"
 
@@ -13,10 +14,14 @@ def check_range(name: str, value: float | int, low: float | int, high: float | i
         raise ValueError(f"{name} must be in [{low}, {high}), got {value}")
 
 
-def check_whole(name: str, value: float | int, low: int) -> None:
-    """Raises unless `value` is a whole number of at least `low`; one that is counted to would never be reached."""
-    if not isinstance(value, SupportsIndex) or value < low:
-        raise ValueError(f"{name} must be a whole number of at least {low}, got {value}")
+def check_count(name: str, value: float | int, least: int) -> None:
+    """Raises unless the value is a whole number and `least` or more."""
+    try:
+        number = operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 class Portable:

@@ -86,6 +86,14 @@ NO_CONTRACTION = (
 )
 
 
+def check_compressor(compressor: Any) -> None:
+    """Raises unless the argument is a compressor; a reducer contains one already."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(
+            f"expected a compressor, such as qsgd(4) or top_k(0.01), got {compressor!r}; a reducer is used as it is"
+        )
+
+
 @with_description
 def scaled(compressor: Compressor) -> Compressor:
     """Shrinks the decoded arrays of an unbiased compressor: `C'(x) = C(x) / (1 + ω)`, δ = 1 / (1 + ω).
@@ -106,6 +114,7 @@ def scaled(compressor: Compressor) -> Compressor:
       P. Richtarik et al., "EF21: a new, simpler, theoretically better, and practically faster error feedback",
       arXiv:2106.05203, 2021.
     """
+    check_compressor(compressor)
     variance = compressor.variance
     if variance is None:
         raise ValueError(
@@ -173,6 +182,8 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
       D. Basu et al., "Qsparse-local-SGD: distributed SGD with quantization, sparsification, and local computations",
       arXiv:1906.02367, 2019.
     """
+    check_compressor(sparse)
+    check_compressor(dense)
     if not hasattr(_payload_like(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values"):
         raise ValueError(
             "chained() needs a sparse compressor first, whose payload has `values` (top_k, block_top_k, random_k, "

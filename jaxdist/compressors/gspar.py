@@ -77,7 +77,7 @@ def gspar(
         raise ValueError(f"give either density or variance, got density={density} and variance={variance}")
     share = 1.0 if density is None else density
     check_density(share)
-    if variance is not None and variance <= 0:
+    if variance is not None and not variance > 0:
         raise ValueError(f"variance must be above 0, got {variance}; identity() has none")
 
     def capacity(size: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import comm as comms
-from .._core.checks import check_whole
+from .._core.checks import check_count
 from .._core.trees import plus
 from .._core.types import Array, AxisNames, Int, Key, PyTree, State, Updates
 from ..comm.base import Comm
@@ -150,7 +150,7 @@ def workers_of(topology: Topology, axis: AxisNames) -> Comm:
 
 def check_interval(interval: int) -> None:
     """Checks that `interval` is a positive number of steps."""
-    check_whole("interval", interval, 1)
+    check_count("interval", interval, 1)
 
 
 def check_doubly_stochastic(topology: Topology) -> Topology:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import check_range, check_whole
+from .._core.checks import check_count, check_range
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import add_bytes
@@ -166,7 +166,7 @@ def local_steps(
     partition = as_fragments(fragments)
     check_period(sync_period, offset, delay, partition.number)
     check_range("merge_alpha", merge_alpha, 0, 1)
-    check_whole("warmup_steps", warmup_steps, 0)
+    check_count("warmup_steps", warmup_steps, 0)
     _check_buffers(buffers, partition.number, delay)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")

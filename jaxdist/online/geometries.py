@@ -83,7 +83,10 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
         origin = jax.tree.map(jnp.zeros_like, tree) if center is None else center
         offset = jax.tree.map(lambda x, c: x - jnp.asarray(c, x.dtype), tree, origin)
         # Divided by the largest entry, so that no square overflows.
-        largest = jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(offset) if x.size]).max()
+        entries = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(offset) if x.size]
+        if not entries:
+            return tree
+        largest = jnp.stack(entries).max()
         unit = jnp.where(largest > 0, largest, 1)
         norm = unit * jnp.sqrt(_total(jax.tree.map(lambda x: jnp.square(x / _cast(unit, x)), offset)))
         # A model inside stays as it is, bit for bit.
@@ -290,7 +293,10 @@ def _total(terms: PyTree) -> Array:
 
 def _norm(tree: PyTree, power: float) -> Array:
     # Divided by the largest entry, so that no power overflows.
-    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(tree)]).max()
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return jnp.zeros(())
+    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in leaves]).max()
     unit = jnp.where(largest > 0, largest, 1)
     return largest * _total(jax.tree.map(lambda x: (jnp.abs(x) / _cast(unit, x)) ** power, tree)) ** (1 / power)
 

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from .. import comm as comms
-from .._core.checks import NO_PARAMS, check_whole
+from .._core.checks import NO_PARAMS, check_count
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
@@ -146,7 +146,7 @@ def zero_one_adam(
     check_adam(b1, b2, eps, weight_decay)
     steps = {"freeze_step": freeze_step, "refreshes": refreshes, "doubling_steps": doubling_steps}
     for name, value in {**steps, "longest_interval": longest_interval}.items():
-        check_whole(name, value, 1)
+        check_count(name, value, 1)
     reducer = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
     check_reducer(reducer)
     intervals = refreshes, doubling_steps, longest_interval

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core.checks import check_count
 from .._core.jaxprs import propagate
 from .._core.trees import fold_keys, tree_where
 from .._core.types import Array, AxisNames, Bool, PyTree, State
@@ -119,8 +120,7 @@ def pipelined(
       Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP 2019.
       Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
     """
-    if defer < 0:
-        raise ValueError(f"defer must be at least 0, got {defer}")
+    check_count("defer", defer, 0)
     value_and_grad = local_value_and_grad(loss, axis=axis, has_aux=has_aux)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)

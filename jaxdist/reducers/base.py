@@ -363,7 +363,9 @@ def is_map_params_placeholder(like: PyTree) -> bool:
 
     A reducer whose state does not mirror the parameters leaf by leaf returns a single leaf for it: nothing to map.
     """
-    return not jax.tree.leaves(like) and not isinstance(like, dict | list | tuple | None)
+    structure = jax.tree.structure(like)
+    # A container of parameters has `None` in place of those that are elsewhere, and each is a node.
+    return structure.num_nodes == 1 and not structure.num_leaves and not isinstance(like, dict | list | tuple | None)
 
 
 @with_description

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .. import comm as comms
 from .._core.descriptions import with_description
 from .._core.dtypes import widen
-from .._core.trees import next_count
+from .._core.trees import fold_keys, next_count
 from .._core.types import Array, Int, Like, PyTree, State, UInt, Updates
 from ..comm.base import Comm, Sent, add_bytes, count_sent, total_bytes
 from ..state.marks import PerWorker, with_value
@@ -37,7 +37,9 @@ def per_leaf(label_fn: Callable[[str, Like], Hashable], reducers: Mapping[Hashab
     """Chooses a reducer for each leaf: rank 4 for matrices, exact for vectors, nothing for frozen leaves.
 
     *On the wire*: what the reducers send, with their collectives merged round by round (one for each direction and
-    dtype). Leaves whose reducer is `None` send nothing, and their mean is zero.
+    dtype). Leaves whose reducer is `None` send nothing, and their mean is zero. Put error feedback inside, around the
+    reducers of the labels: around `per_leaf` it keeps the updates of such leaves too, and delivers all of them at once
+    if the leaves are trained later.
 
     *State*: a dict from label to the state of its reducer.
 
@@ -82,7 +84,11 @@ def _per_leaf(cfg: _LeafGroups) -> Reducer:
 def _init_groups(cfg: _LeafGroups, like: PyTree[Like]) -> State:
     labels = _labels_of(cfg, like)
     trained = {label: reducer for label, reducer in cfg.reducers.items() if label not in cfg.frozen}
-    return {label: reducer.init(_select_group(like, labels, label)) for label, reducer in trained.items()}
+    # Groups must not share their draws.
+    return {
+        label: fold_keys(reducer.init(_select_group(like, labels, label)), number)
+        for number, (label, reducer) in enumerate(trained.items())
+    }
 
 
 def _group_messages(cfg: _LeafGroups, updates: Updates, state: State, comm: Comm, extras: Extras) -> Protocol:

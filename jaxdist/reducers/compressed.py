@@ -14,7 +14,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Like, Payload, PyTree, Updates
 from ..comm.base import Comm
-from ..compressors.base import Codec, Compressor
+from ..compressors.base import Codec, Compressor, check_compressor
 from ..compressors.codecs import decode_all, encode_all
 from ..wire.flat import decode_mean, group_by_shape, stack_by_shape, step_key, unstack
 from .base import (
@@ -70,6 +70,7 @@ def compressed(compressor: Compressor, *, seed: int = 0, divide_by_inflation: bo
       J. Wangni et al., "Gradient sparsification for communication-efficient distributed optimization",
       arXiv:1710.09854, 2017 (the step size).
     """
+    check_compressor(compressor)
     if divide_by_inflation and (compressor.variance is None or compressor.summable):
         raise ValueError(
             f"divide_by_inflation is for unbiased compressors whose payloads are gathered, got {compressor}: use it "

@@ -90,7 +90,7 @@ def dgc(
       Training", arXiv:1712.01887, 2017.
     """
     check_range("momentum", momentum, 0, 1)
-    if clip_norm is not None and clip_norm <= 0:
+    if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be above 0, got {clip_norm}")
     if bool(warmup_densities) != (warmup_steps > 0):
         raise ValueError(
@@ -99,6 +99,8 @@ def dgc(
         )
     if warmup_steps and warmup_steps < len(warmup_densities):
         raise ValueError(f"warmup_steps must be at least 1 for each warm-up density, got {warmup_steps}")
+    if list(warmup_densities) != sorted(warmup_densities, reverse=True):
+        raise ValueError(f"warmup_densities must be in falling order, got {list(warmup_densities)}")
     stages = [compressed(top_k(part, method=method)) for part in (*warmup_densities, density)]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
     cfg = _Config(stages, ends, momentum, nesterov, clip_norm, masking)

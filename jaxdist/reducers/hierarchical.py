@@ -58,8 +58,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     Args:
       inner: over the fast axis: `exact()`, or another one that has a reduce-scatter form, `two_shot(int8())`.
       outer: over the slow axes; sees one flat vector for each dtype. What it decides from its gradients (`accordion`,
-        `with_regime`) each chip decides for its shard. In the reduce-scatter form it must not have state
-        per worker: put error feedback around `inner` there.
+        `with_regime`) each chip decides for its shard, which was tried on CPU devices and processes only. In the
+        reduce-scatter form it must not have state per worker: put error feedback around `inner` there.
 
     Raises:
       ValueError: `inner` has no reduce-scatter form; from `init`, the state of `outer` is neither shaped like the

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import comm as comms
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import next_count
@@ -124,8 +125,7 @@ def power_sgd(
       Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
       arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
     """
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
+    check_count("rank", rank, 1)
     if min_compression_rate < 0:
         raise ValueError(f"min_compression_rate must not be negative, got {min_compression_rate}")
     if start_step < 0:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Float, State, Updates
@@ -108,6 +109,7 @@ def trimmed_mean(trim: int) -> Reducer:
     """
     if trim < 1:
         raise ValueError(f"trim must be at least 1, got {trim}; without trimming use exact()")
+    check_count("trim", trim, 1)
     return _robust("trimmed_mean", _Config(trim, partial(_weighted_trimmed_mean, trim)))
 
 

@@ -13,7 +13,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
-from ..compressors.base import Compressor, contraction_form
+from ..compressors.base import Compressor, check_compressor, contraction_form
 from ..compressors.packing import pack, unpack
 from ..state.marks import Sharded, with_value
 from ..wire.flat import (
@@ -113,6 +113,8 @@ def two_shot(
     if server_feedback not in (True, False, "auto"):
         raise ValueError(f'server_feedback must be True, False or "auto", got {server_feedback!r}')
     back = compressor if second is None else second
+    check_compressor(compressor)
+    check_compressor(back)
     keeps_residual = back.variance is None if server_feedback == "auto" else server_feedback
     cfg = _Config(compressor, contraction_form(back) if keeps_residual else back, keeps_residual, seed)
     law = Law.TELESCOPING if keeps_residual else Law.NONE if back.variance is None else Law.UNBIASED
@@ -323,6 +325,7 @@ def ring(compressor: Compressor, *, seed: int = 0) -> Reducer:
     References:
       Patarasuk, Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
     """
+    check_compressor(compressor)
     forms = Forms(no_feedback=_NO_FEEDBACK, no_examples=NO_MAGNITUDES if compressor.scale_free else None)
     return Reducer(partial(init_draws, seed), partial(_reduce_around_ring, compressor), forms=forms)
 

@@ -184,10 +184,12 @@ def check_whole(name: str, value: float | int) -> None:
 
 
 def _check(name: str, value: float | int) -> None:
-    """Checks that a number of steps is a positive integer."""
+    """Checks that a number of steps is a positive integer, and no more than 32 bits hold."""
     check_whole(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, got {value}")
 
 
 class AdaCommState(NamedTuple):

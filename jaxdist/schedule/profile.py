@@ -62,6 +62,8 @@ def merge_layers(profile: Profile, groups: Sequence[Sequence[int]]) -> Profile:
       Profile(ready=(6.0, 2.0), sizes=(2.0, 6.0), forward=(4.0, 2.0))
     """
     ready, sizes, forward = profile_lists(profile)
+    if sorted(i for group in groups for i in group) != list(range(len(ready))):
+        raise ValueError(f"groups must name each of {len(ready)} layers once, got {[list(group) for group in groups]}")
     return Profile(
         tuple(max(ready[i] for i in group) for group in groups),
         tuple(sum(sizes[i] for i in group) for group in groups),

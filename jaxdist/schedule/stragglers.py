@@ -12,7 +12,9 @@ from jaxtyping import Float, Int, Shaped
 from .._core.types import Number
 
 
-def allocate_tasks(seconds: Sequence[Number], tasks: int, *, least: int = 0) -> Int[np.ndarray, " workers"]:
+def allocate_tasks(
+    seconds: Sequence[Number] | np.ndarray, tasks: int, *, least: int = 0
+) -> Int[np.ndarray, " workers"]:
     """Divides equal tasks among workers of given speeds so that the last worker finishes soonest: `min max_i a_i τ_i`.
 
     Tasks are given out one by one, each to the worker that would finish it first, which is optimal. A worker that is
@@ -41,7 +43,7 @@ def allocate_tasks(seconds: Sequence[Number], tasks: int, *, least: int = 0) -> 
     """
     if not all(0 <= tau < float("inf") for tau in seconds):
         raise ValueError(f"seconds must be finite and at least 0, one for each worker, got {list(seconds)}")
-    if not seconds or least < 0 or tasks < least * len(seconds):
+    if not len(seconds) or least < 0 or tasks < least * len(seconds):
         raise ValueError(f"tasks must be at least {least} for each of the {len(seconds)} workers, got {tasks}")
     # A heap of (the time at which the worker would finish one more task, its tasks, worker).
     heap = [((least + 1) * tau, least, i) for i, tau in enumerate(seconds)]

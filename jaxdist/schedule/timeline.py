@@ -85,6 +85,8 @@ def timeline(
       Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", arXiv:1905.03960, 2019.
     """
     ready, sizes, forward = profile_lists(profile)
+    if policy not in ("priority", "fifo"):
+        raise ValueError(f'policy must be "priority" or "fifo", got {policy!r}')
     positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead, latency=latency)
     done, messages = _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
@@ -125,6 +127,8 @@ def step_timeline(
     not_negative(overhead=overhead, latency=latency)
     counts = _check_count(sizes, partition_bytes)
     if isinstance(order, str):
+        if order not in ("priority", "fifo"):
+            raise ValueError(f'order must be "priority", "fifo" or the layer of each message, got {order!r}')
         layers = range(len(counts))
         order = [i for i in (layers if order == "priority" else reversed(layers)) for _ in range(counts[i])]
     elif sorted(order) != [i for i, count in enumerate(counts) for _ in range(count)]:

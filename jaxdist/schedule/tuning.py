@@ -185,16 +185,19 @@ def _clip_to_space(space: Mapping[str, Range | Sequence[Any]], settings: Mapping
     for name, choices in space.items():
         value = settings[name]
         if isinstance(choices, Range):
-            value = type(choices.low)(min(max(value, choices.low), choices.high))
+            value = (int if _is_whole(choices) else float)(min(max(value, choices.low), choices.high))
         elif value not in choices:
             raise ValueError(f"start has {name}={value!r}, which must be one of {list(choices)}")
         moved[name] = value
     return moved
 
 
+def _is_whole(choices: Range) -> bool:
+    return isinstance(choices.low, int) and isinstance(choices.high, int)
+
+
 def _suggest(trial: Any, name: str, choices: Range | Sequence[Any]) -> Any:
     if not isinstance(choices, Range):
         return trial.suggest_categorical(name, list(choices))
-    whole = isinstance(choices.low, int) and isinstance(choices.high, int)
-    suggest = trial.suggest_int if whole else trial.suggest_float
+    suggest = trial.suggest_int if _is_whole(choices) else trial.suggest_float
     return suggest(name, choices.low, choices.high, log=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._core.checks import check_whole
+from .._core.checks import check_count
 from .._core.compat import cast_varying
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
@@ -70,7 +70,7 @@ def accumulate(
       -2.0
     """
     if steps is not None:
-        check_whole("steps", steps, 1)
+        check_count("steps", steps, 1)
     cfg = _Config(optax.with_extra_args_support(tx), steps, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 

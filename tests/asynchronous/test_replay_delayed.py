@@ -239,6 +239,7 @@ def test_shares_finish_as_soon_as_can_be(batch, least):
     """Against all ways to deal out, by threshold: the least time in which all are done."""
     for seconds in ((1.0, 1.0, 2.0, 4.0), (0.3, 1.7, 1.1, 9.0), (1.0,) * 4):
         dealt = allocate_tasks(seconds, batch, least=least)
+        np.testing.assert_array_equal(allocate_tasks(np.asarray(seconds), batch, least=least), dealt)
         assert dealt.sum() == batch
         assert dealt.min() >= least
         times = sorted({count * tau for tau in seconds for count in range(1, batch + 1)})

@@ -101,6 +101,14 @@ def test_adagrad_is_a_diagonal_geometry():
     np.testing.assert_allclose(found, diagonal(jnp.abs(g), low=-1, high=0.95).step(y, g, RATE), atol=1e-5)
 
 
+def test_a_tree_without_entries_stays_as_it_is():
+    for empty in ({}, {"a": jnp.zeros((0, 2))}):
+        assert jax.tree.map(jnp.shape, ball(1.0)(empty)) == jax.tree.map(jnp.shape, empty)
+        geometry = p_norm(1.5, radius=1.0)
+        assert jax.tree.map(jnp.shape, geometry.step(empty, empty, RATE)) == jax.tree.map(jnp.shape, empty)
+        assert float(geometry.divergence(empty, empty)) == 0
+
+
 def test_what_cannot_work_says_so():
     for make, message in (
         (lambda: ball(0), "radius must be positive, got 0"),

@@ -25,10 +25,23 @@ def errors():
 
 @pytest.mark.slow
 def test_a_compressor_is_not_a_reducer(errors):
-    assert len(errors) > 20
-    for name, (kind, message) in errors.items():
+    assert len(errors["reducers"]) > 20
+    for name, (kind, message) in errors["reducers"].items():
         assert kind == "TypeError", (name, kind, message)
         assert message.startswith("qsgd(4) is a compressor: wrap it in compressed(...)"), (name, message)
+
+
+@pytest.mark.slow
+def test_a_reducer_is_not_a_compressor(errors):
+    for name, (kind, message) in errors["compressors"].items():
+        assert kind == "TypeError", (name, kind, message)
+        assert message.startswith("expected a compressor, such as qsgd(4) or top_k(0.01), got exact()"), (name, message)
+
+
+@pytest.mark.slow
+def test_numbers_that_are_no_counts(errors):
+    for name, (kind, message) in errors["halves"].items():
+        assert (kind, message) == ("ValueError", f"{name} must be a whole number, got 1.5")
 
 
 BIASED = {

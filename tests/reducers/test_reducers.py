@@ -1,5 +1,7 @@
 """What is each reducer's own; `test_laws.py` has what all of them share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,14 @@ from jaxdist.schedule import assign_buckets
 
 MIB = 1 << 20
 REPELLING = np.array([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Matrix:
+    """Parameters in a container that JAX only knows by registration."""
+
+    w: jax.Array
 
 
 @pytest.fixture
@@ -361,6 +371,30 @@ def test_hierarchical_and_exact_give_the_mean():
     np.testing.assert_allclose(
         np.asarray(ran("exact").mesh[1].params["w"]), -0.5 * gradients(0)["w"].mean(0), atol=1e-6
     )
+
+
+def test_groups_of_leaves_draw_for_themselves():
+    code, x = jd.compressed(jd.qsgd(2)), {name: jnp.sin(jnp.arange(200.0)) for name in "ab"}
+    reducer = jd.reducers.per_leaf(lambda path, leaf: path, dict.fromkeys("ab", code))
+    mean = reducer.reduce(x, reducer.init(x), jd.comm.alone())[0].mean
+    assert (mean["a"] != mean["b"]).any()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [jd.two_shot(jd.qsgd(8)), jd.reducers.bucketed(jd.exact()), jd.reducers.partitioned(jd.exact())],
+    ids=repr,
+)
+def test_a_group_without_leaves_in_a_dataclass(inner):
+    """Such a tree has no leaves, and is no placeholder of `optax.tree.map_params`."""
+    labels = {"matrix": jd.exact(), "vector": inner}
+    policy = jd.reducers.per_leaf(lambda path, leaf: "matrix" if leaf.ndim > 1 else "vector", labels)
+    tx = jd.all_reduce(policy, axis=None)
+    params = Matrix(jnp.ones((2, 2)))
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates.w, params.w)
+    # The placeholder is still recognized.
+    optax.tree.map_params(tx, lambda x: x, tx.init(params))
 
 
 def test_hierarchical_refuses_what_cannot_work():

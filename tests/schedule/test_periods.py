@@ -129,6 +129,8 @@ def test_unequal_steps_move_the_optimum(steps, expected):
         (lambda: schedule.quadratic(lambda step: 0.1, 1, 8, most=4), r"most must be in \[base=8"),
         (lambda: schedule.linear(2**20, 2**20), "must be less than"),
         (lambda: schedule.doubling(0, 2), "every must be at least 1"),
+        (lambda: schedule.doubling(1, 2**31), f"period must be at most {2**30}, got {2**31}"),
+        (lambda: schedule.constant(2**31), f"period must be at most {2**30}, got {2**31}"),
         (lambda: schedule.ada_comm(0), "period must be in"),
         (lambda: schedule.proportional_steps([1.0, 0.0], 4), "speeds must be positive"),
         (lambda: schedule.proportional_steps([1.0], 4, rounding="up"), "rounding must be"),

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -223,6 +224,21 @@ def test_what_makes_no_sense_is_refused(change, message):
     settings = {"profile": CASES["two layers"], "bandwidth": 1, **change}
     with pytest.raises(ValueError, match=message):
         timeline(settings.pop("profile"), **settings)
+
+
+def test_orders_that_do_not_exist_are_refused():
+    profile = CASES["two layers"]
+    # The type checks of the tests would raise first.
+    with pytest.raises(ValueError, match='policy must be "priority" or "fifo", got \'priorty\''):
+        unwrap(timeline)(profile, bandwidth=1, policy="priorty")
+    with pytest.raises(ValueError, match=r'order must be "priority", "fifo" or .*, got \'priorty\''):
+        unwrap(step_timeline)(profile, bandwidth=1, order="priorty")
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [1]], [[0]], [[0, 2], [1]]])
+def test_merged_layers_are_all_layers_once(groups):
+    with pytest.raises(ValueError, match="groups must name each of 2 layers once, got"):
+        merge_layers(CASES["two layers"], groups)
 
 
 def test_more_layers_than_there_are_cannot_be_deferred():

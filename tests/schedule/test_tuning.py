@@ -71,6 +71,11 @@ def test_settings_that_fail_are_passed_over():
         tune(lambda a: math.inf, space={"a": Range(1, 9)}, evaluations=3)
 
 
+def test_a_start_between_integers_keeps_its_fraction():
+    found = tune(lambda a: a, space={"a": Range(1, 2.5)}, evaluations=1, start=[{"a": 2.2}])
+    assert found.settings == {"a": 2.2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

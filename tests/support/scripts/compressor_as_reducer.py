@@ -1,4 +1,4 @@
-"""Passes a compressor to every function that takes a reducer, and prints the errors as JSON.
+"""Passes compressors for reducers, reducers for compressors, and halves; prints the errors as JSON.
 
 In a process of its own: the type checks of the tests would raise first.
 """
@@ -43,6 +43,23 @@ CALLS = {
 }
 
 
+REDUCER = jd.exact()
+REVERSED = {
+    "compressed": lambda: jd.compressed(REDUCER),
+    "two_shot": lambda: jd.two_shot(REDUCER),
+    "two_shot, second": lambda: jd.two_shot(CODE, second=REDUCER),
+    "ring": lambda: jd.reducers.ring(REDUCER),
+    "scaled": lambda: jd.compressors.scaled(REDUCER),
+    "chained, sparse": lambda: jd.compressors.chained(REDUCER, CODE),
+    "chained, dense": lambda: jd.compressors.chained(jd.top_k(0.1), REDUCER),
+}
+HALVES = {
+    "trim": lambda: jd.reducers.trimmed_mean(1.5),
+    "rank": lambda: jd.power_sgd(1.5),
+    "defer": lambda: jd.overlap.pipelined(lambda p, b: jnp.sum(p), SGD, defer=1.5),
+}
+
+
 def error_of(call):
     try:
         call()
@@ -53,4 +70,7 @@ def error_of(call):
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    print(json.dumps({name: error_of(call) for name, call in CALLS.items()}))
+    groups = {"reducers": CALLS, "compressors": REVERSED, "halves": HALVES}
+    print(
+        json.dumps({group: {name: error_of(call) for name, call in calls.items()} for group, calls in groups.items()})
+    )
