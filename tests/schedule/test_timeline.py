@@ -229,10 +229,10 @@ def test_what_makes_no_sense_is_refused(change, message):
 def test_orders_that_do_not_exist_are_refused():
     profile = CASES["two layers"]
     # The type checks of the tests would raise first.
-    with pytest.raises(ValueError, match='policy must be "priority" or "fifo", got \'priorty\''):
-        unwrap(timeline)(profile, bandwidth=1, policy="priorty")
-    with pytest.raises(ValueError, match=r'order must be "priority", "fifo" or .*, got \'priorty\''):
-        unwrap(step_timeline)(profile, bandwidth=1, order="priorty")
+    with pytest.raises(ValueError, match='policy must be "priority" or "fifo", got \'lifo\''):
+        unwrap(timeline)(profile, bandwidth=1, policy="lifo")
+    with pytest.raises(ValueError, match=r'order must be "priority", "fifo" or .*, got \'lifo\''):
+        unwrap(step_timeline)(profile, bandwidth=1, order="lifo")
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [1]], [[0]], [[0, 2], [1]]])
