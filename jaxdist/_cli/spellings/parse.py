@@ -7,7 +7,7 @@ A spelling is a call without brackets (see `grammar`): `power_sgd:4`, `ef:qsgd:4
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,13 +258,9 @@ def parse_sync(
         factory = functools.partial(factory, inner)
     made = call("sync", text, factory, [], given | keywords)
     # After that call, which refuses a length that is wrong.
-    made = made if warm_up else factory(**given | keywords | _no_warm_up(takes))
+    made = made if warm_up else factory(**given | keywords | dict.fromkeys(takes.keys() & tables.WARM_UPS, 0))
     # Parameters of an island are replicated: the step that is compiled takes no part in rounds.
     return TrainingMethod(None, made, None if island else period)
-
-
-def _no_warm_up(takes: Collection[str]) -> dict[str, int]:
-    return {name: 0 for name in tables.WARM_UPS if name in takes}
 
 
 def _rate_argument(factory: Callable[..., Any]) -> str:
@@ -275,9 +271,7 @@ def _rate_argument(factory: Callable[..., Any]) -> str:
 
 
 def parse_method(text: str, optimizer: str, steps: int | None = None, *, warm_up: bool = True) -> TrainingMethod:
-    """Makes the method that `text` spells; a learning-rate schedule in `optimizer` is over `steps`.
-
-    `warm_up` is that of `parse_sync`.
+    """Makes the method that `text` spells; a schedule in `optimizer` is over `steps`, `warm_up` as in `parse_sync`.
 
     Examples:
       >>> parse_method("diloco:H=50/ef:qsgd:4", "adamw:1e-3").sync_period, parse_method("zero:3", "adamw:1e-3").stage
@@ -398,12 +392,10 @@ def parse_factor(option: str, text: str, *others: str) -> list[float]:
         numbers = [float(first.strip().removesuffix("x")), *map(float, rest)]
     except ValueError:
         numbers = []
-    if others and numbers and len(numbers) != 2:
-        names, example = others
-        raise ValueError(f"{option} must be {names}, as in {example}, got {text!r}")
-    if len(numbers) != (2 if others else 1):
-        raise ValueError(f"{option} must be a factor such as 4x, got {text!r}")
-    return numbers
+    if len(numbers) == (2 if others else 1):
+        return numbers
+    wanted = f"{others[0]}, as in {others[1]}" if others and numbers else "a factor such as 4x"
+    raise ValueError(f"{option} must be {wanted}, got {text!r}")
 
 
 def parse_durations(
