@@ -22,6 +22,10 @@ from .base import IslandError, StoreUnusableError
 PROBE_PAUSES = (0.1, 1.0)
 # Bytes of one request to a bucket.
 PIECE = 8 * 2**20
+# How the names of temporary files begin.
+WRITING = ".writing-"
+# No file takes so many seconds to write: older temporary files are those of processes that died.
+ABANDONED_SECONDS = 86_400
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 
 
@@ -53,8 +57,8 @@ def folder(path: str | os.PathLike[str]) -> SharedStore:
 
     Whole bytes are written to a temporary file, and are on disk before a hard link or a new name makes them visible:
     links are atomic and fail if the name is there, on NFS too. The death of a process leaves at most a temporary file
-    behind. A folder that was there and is gone, as of a disk that is not mounted any more, is a `ConnectionError`, and
-    is not created again.
+    behind, which another process removes a day later. A folder that was there and is gone, as of a disk that is not
+    mounted any more, is a `ConnectionError`, and is not created again.
 
     Args:
       path: the folder; it is created if it is absent.
@@ -118,10 +122,12 @@ class _Folder:
         return sorted(name for name in found if name.startswith(prefix))
 
     def delete(self, name: str) -> None:
+        place = (self._root / name).parent
         (self._root / name).unlink(missing_ok=True)
-        # The last name of a folder takes the folder with it; one that is in use stays.
         with suppress(OSError):
-            (self._root / name).parent.rmdir()
+            _remove_abandoned(place)
+            # The last name of a folder takes the folder with it; one that is in use stays.
+            place.rmdir()
 
     def _check_root(self) -> None:
         """Raises `ConnectionError` if the folder is gone: what is missing in it would look like an empty run."""
@@ -137,7 +143,7 @@ class _Folder:
         target = self._root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         self._was_there = True
-        temporary = target.parent / f".{uuid.uuid4().hex}"
+        temporary = target.parent / f"{WRITING}{uuid.uuid4().hex}"
         try:
             with open(temporary, "wb") as file:
                 file.write(body)
@@ -148,6 +154,15 @@ class _Folder:
             temporary.unlink(missing_ok=True)
             raise
         return temporary
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Removes old temporary files of a folder in which a file has just been removed."""
+    # The time of that is by the clock of the disk, as the files' are.
+    now = place.stat().st_mtime
+    for file in place.glob(f"{WRITING}*"):
+        if now - file.stat().st_mtime > ABANDONED_SECONDS:
+            file.unlink()
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -280,3 +280,17 @@ def test_bytes_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
     store.put("bodies/name-1", b"first")
     store.create("anchors/name-2", b"second")
     assert synced == [[], ["name-1"]]
+
+
+def test_temporary_files_of_dead_processes_are_removed_a_day_later(tmp_path):
+    store = islands.folder(tmp_path)
+    for name in ("rounds/1", "rounds/2"):
+        store.create(name, b"record")
+    dead, writing = tmp_path / "rounds" / ".writing-1", tmp_path / "rounds" / ".writing-2"
+    for file in (dead, writing):
+        file.write_bytes(b"half")
+    yesterday = time.time() - 90_000
+    os.utime(dead, (yesterday, yesterday))
+    store.delete("rounds/1")
+    assert (dead.exists(), writing.exists()) == (False, True)
+    assert store.list("rounds/") == ["rounds/2"]
