@@ -1,8 +1,9 @@
 """One of two processes that read checkpoints which are damaged, for both or for one of them alone.
 
-    jaxdist launch -n 2 damaged.py FOLDER
+    jaxdist launch -n 2 damaged.py FOLDER [CASE ...]
 
-Prints, as JSON, what each reading came to in this process. What a process alone sees lies in a folder of its own.
+Prints, as JSON, what each reading came to in this process. Of `DAMAGES` it tries those that are named. What a process
+alone sees lies in a folder of its own.
 """
 
 import contextlib
@@ -68,7 +69,8 @@ def main():
         return jd.place({"w": jnp.full(3, value), "e": jd.PerWorker(jnp.full(1000, value))}, mesh)
 
     results = {}
-    for name, (whose, damage) in DAMAGES.items():
+    for name in sys.argv[2:]:
+        whose, damage = DAMAGES[name]
         folder = root / name.replace(" ", "-")
         for step in (2, 3):
             checkpoint.save(folder, state(float(step)), step)
@@ -98,7 +100,7 @@ def main():
     multihost_utils.sync_global_devices("flipped")
     results["none left"] = [tried(checkpoint.resume, folder, state(0.0), skip_damaged=True)]
     results["none left"] += [tried(checkpoint.resume, folder, state(0.0), **WHATEVER)]
-    results["no such step"] = tried(checkpoint.restore, root / "a-file-for-both", state(0.0), step=7)
+    results["no such step"] = tried(checkpoint.restore, folder, state(0.0), step=7)
     print("RESULT " + json.dumps(results), flush=True)
 
 
