@@ -14,6 +14,11 @@ def working_dtype(dtype: DTypeLike) -> DTypeLike:
     return dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32
 
 
+def wider_dtype(dtype: DTypeLike, other: DTypeLike) -> DTypeLike:
+    """Returns the dtype of more bytes, the first of two that are alike."""
+    return other if jnp.dtype(other).itemsize > jnp.dtype(dtype).itemsize else dtype
+
+
 def widen(x: Array) -> Array:
     """Casts to the dtype in which to compute: float32, or that of `x` itself where it is wider."""
     return x.astype(working_dtype(x.dtype))

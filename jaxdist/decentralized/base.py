@@ -10,6 +10,7 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS
+from .._core.dtypes import wider_dtype
 from .._core.trees import next_count, wide
 from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
@@ -177,7 +178,10 @@ def _update(
         )
         # The method returns new parameters; a gradient transformation returns what to add to the old ones.
         steps = jax.tree.map(
-            lambda new, p, u: (new - p.astype(new.dtype)).astype(u.dtype), result.params, params, updates
+            lambda new, p, u: (new - p.astype(new.dtype)).astype(wider_dtype(u.dtype, p.dtype)),
+            result.params,
+            params,
+            updates,
         )
     return steps, GossipState(
         count=next_count(state.count),

@@ -14,7 +14,7 @@ from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt
 from ..comm.base import Comm, add_bytes
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
-from ..transforms.common import inner_step
+from ..transforms.common import inner_step, widen_updates
 from ..transforms.local_gradients import check_leaves, check_shards
 from ..wire.flat import map_groups, permute
 from .fragments import SyncPeriod, check_period, period_at
@@ -110,6 +110,7 @@ def local_slow_momentum(
             extras = {"learning_rate": rates / since} if given else {}
             before = state.anchor.value, state.outer.value
             # x_i = a_i
+            steps = widen_updates(steps, params)
             after, steps = end_round(comm, due, partial(_slow_step, outer, extras), before, params, steps)
             anchor, outer_state = comm.varying(after)
         return steps, LocalSlowMomentumState(

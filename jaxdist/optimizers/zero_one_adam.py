@@ -10,7 +10,7 @@ from jax import lax
 
 from .. import comm as comms
 from .._core.checks import NO_PARAMS, check_count
-from .._core.dtypes import working_dtype
+from .._core.dtypes import wider_dtype, working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
@@ -216,9 +216,10 @@ def _update(
         momentum = mask_unseen(_next_momentum(cfg, decision, mean, local_momentum, state, rates), variance)
         anchor = _next_anchor(cfg, decision, momentum, variance, state.anchor.value, rates)
 
-        # After a sync parameters equal the anchor; otherwise the local step is taken.
+        # After a sync parameters equal the anchor, which updates narrower than the parameters would miss; otherwise the
+        # local step is taken.
         def choose_step(a, p, step, g):
-            return jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(g.dtype)
+            return jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(wider_dtype(g.dtype, p.dtype))
 
         out = jax.tree.map(choose_step, anchor, params, local_update, updates)
         return out, ZeroOneAdamState(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import NO_PARAMS
-from .._core.dtypes import working_dtype
+from .._core.dtypes import wider_dtype, working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Int, PyTree, State, Updates
 from ..state.marks import name_leaf
@@ -55,7 +55,7 @@ def inner_step(
     active: Array | None,
     **extras: Any,
 ) -> tuple[Updates, State]:
-    """Takes a local step, unless inactive; returns the updates and the inner state.
+    """Takes a local step, unless inactive; returns the updates, as wide as the parameters, and the inner state.
 
     `inner` is told by `moved=True` that its updates are not all that changes the parameters.
     """
@@ -64,7 +64,15 @@ def inner_step(
     if active is not None:
         steps = tree_where(active, steps, jax.tree.map(jnp.zeros_like, steps))
         new = tree_where(active, new, state)
-    return steps, new
+    return widen_updates(steps, params), new
+
+
+def widen_updates(updates: Updates, params: PyTree) -> Updates:
+    """Casts updates that are narrower than their parameters, since workers that merge models must end at one model.
+
+    In bfloat16 the way from float32 parameters to the merged ones would be rounded, on each worker differently.
+    """
+    return jax.tree.map(lambda u, p: u.astype(wider_dtype(u.dtype, p.dtype)), updates, params)
 
 
 def check_per_worker(params: PyTree, axis: AxisNames) -> None:

@@ -160,3 +160,14 @@ def test_half_precision_models_travel_as_they_are_and_keep_their_mean():
     assert found.dtype == jnp.bfloat16
     expected = graphs.matrix(graphs.ring(4)) @ np.asarray(jnp.asarray(start, jnp.bfloat16), np.float32)
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=0.02)
+
+
+def test_gradients_narrower_than_the_models_do_not_round_the_mean():
+    def one_worker(x):
+        tx = jd.gossip(optax.sgd(0.0), graphs.complete(4))
+        updates, _ = tx.update(jnp.zeros(x.shape, jnp.bfloat16), tx.init(x), x)
+        return x + updates
+
+    start = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    found = jax.vmap(one_worker, axis_name="data")(jnp.asarray(start))
+    np.testing.assert_allclose(found, np.broadcast_to(start.mean(0), start.shape), atol=1e-6)

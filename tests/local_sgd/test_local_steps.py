@@ -175,6 +175,26 @@ def test_bfloat16_parameters_have_a_float32_anchor():
     np.testing.assert_array_equal(local[-1].astype(np.float32), np.float32(jnp.bfloat16(1 - 20e-4)))
 
 
+@pytest.mark.parametrize("options", [{}, {"merge_alpha": 0.5}, {"delay": 1}, {"fragments": 2}])
+def test_gradients_narrower_than_the_parameters_do_not_round_a_merge(options):
+    """With steps in the dtype of the gradients, what brings a worker to the anchor is as exact as with wide ones."""
+    drawn = targets(4)
+    drawn = {"a": drawn[..., :3], "b": drawn[..., 3:]}
+
+    def narrow(x, target):
+        return jax.tree.map(lambda x, t: (x - t).astype(jnp.bfloat16), x, target)
+
+    wide = optax.stateless(lambda updates, params: optax.tree.cast_like(updates, params))
+    found, expected = (
+        run(jd.local_steps(inner, optax.sgd(1.0), sync_period=2, **options), drawn, gradient=narrow)[:2]
+        for inner in (optax.sgd(0.1), optax.chain(optax.sgd(0.1), wide))
+    )
+    assert_close(*map(jax.tree.leaves, (found, expected)))
+    if not options:
+        local, anchor = found[0]["a"][-1], found[1]["a"][-1]
+        np.testing.assert_allclose(local, np.broadcast_to(anchor, local.shape), atol=1e-6)
+
+
 def test_without_gradients_nothing_moves():
     tx = jd.local_steps(optax.sgd(0.1), NESTEROV, sync_period=2)
     start = jnp.linspace(0.1, 1.0, 9, dtype=jnp.float32)

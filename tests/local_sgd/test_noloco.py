@@ -55,6 +55,14 @@ def test_in_a_tournament_everybody_meets_everybody_once(workers):
     assert len(met) == workers * (workers - 1) // 2
 
 
+def test_narrow_steps_do_not_round_a_round():
+    """A worker ends a round at its slow model, whatever the dtype of the inner optimizer's steps."""
+    narrow = optax.stateless(lambda updates, _: optax.tree.cast(updates, jnp.bfloat16))
+    tx = noloco(optax.chain(optax.sgd(0.1), narrow), sync_period=2)
+    params, state = run(tx, targets(4))
+    np.testing.assert_allclose(params[-1], state.slow.value, atol=1e-6)
+
+
 @pytest.mark.parametrize(("workers", "pull"), [(4, None), (5, 0.3)])
 def test_twenty_rounds_equal_the_paper(workers, pull):
     """One array is sent in place of two, and the numbers are those of two."""

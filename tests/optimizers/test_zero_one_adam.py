@@ -31,10 +31,11 @@ def test_follows_the_paper():
     assert [int(state.sync.length) for state in states[12:]] == [1] * 3 + [2] * 4 + [4] * 17
 
 
-def test_workers_meet_in_the_anchor():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_workers_meet_in_the_anchor(dtype):
     """After a sync all parameters are the anchor to one rounding, however long it goes on."""
     tx = jd.optimizers.zero_one_adam(0.01, freeze_step=8, b2=0.9, refreshes=4, doubling_steps=8, longest_interval=4)
-    params, states = descend(tx, jnp.ones(64), jnp.asarray(rows(80), jnp.float32), drifts=True)
+    params, states = descend(tx, jnp.ones(64), jnp.asarray(rows(80), dtype), drifts=True)
     for param, state in zip(params, states, strict=True):
         anchor = np.asarray(state.anchor.value)
         np.testing.assert_array_equal(anchor, np.broadcast_to(anchor[:1], anchor.shape))
