@@ -15,13 +15,20 @@ def check_range(name: str, value: float | int, low: float | int, high: float | i
 
 
 def check_count(name: str, value: float | int, least: int) -> None:
-    """Raises unless the value is a whole number and `least` or more."""
+    """Raises unless the value is a whole number, `least` or more, and no more than the 32 bits of a count hold."""
     try:
         number = operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {value}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    check_fits(name, number)
+
+
+def check_fits(name: str, value: float | int) -> None:
+    """Raises unless a number of steps can be compared with a count of them, which has 32 bits."""
+    if value >= 2**31:
+        raise ValueError(f"{name} must be less than 2**31, got {value}")
 
 
 class Portable:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_fits
 from .._core.types import Array, Bool, Int, PyTree
 from ..schedule.periods import check_whole
 from ..wire.flat import whole_likes
@@ -118,8 +119,10 @@ def merge(parts: list[PyTree], labels: PyTree) -> PyTree:
 
 def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: int | float, fragments: int) -> None:
     """Checks that period, offset, delay and number of fragments go together."""
-    check_whole("offset", offset)
-    check_whole("delay", delay)
+    for name, steps in (("offset", offset), ("delay", delay), ("sync_period", sync_period)):
+        if not callable(steps):
+            check_whole(name, steps)
+            check_fits(name, steps)
     if offset < 0 or delay < 0:
         raise ValueError(f"offset and delay must not be negative, got {offset} and {delay}")
     if callable(sync_period):
@@ -129,7 +132,6 @@ def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: in
             )
         # The values of a schedule are not known here: `period_at` keeps them positive.
         return
-    check_whole("sync_period", sync_period)
     if sync_period < 1:
         raise ValueError(f"sync_period must be at least 1, got {sync_period}")
     if offset >= sync_period > 1:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import NO_PARAMS, check_range
+from .._core.checks import NO_PARAMS, check_count, check_range
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Int, Key, State, Updates
@@ -72,7 +72,7 @@ def random_pull(
     """
     check_range("probability", probability, 0, 1)
     check_range("pull", pull, 0)
-    check_range("start_step", start_step, 0)
+    check_count("start_step", start_step, 0)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params) -> State:

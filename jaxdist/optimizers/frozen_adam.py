@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import check_range
+from .._core.checks import check_fits, check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
@@ -164,6 +164,7 @@ def _frozen_adam(cfg: _Config) -> optax.GradientTransformationExtraArgs:
     check_reducer(cfg.reducer)
     if cfg.freeze_step < 1:
         raise ValueError(f"the variance needs a warm-up of at least one step, got {cfg.freeze_step}")
+    check_fits("freeze_step", cfg.freeze_step)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

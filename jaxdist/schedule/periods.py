@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.checks import check_fits
 from .._core.types import Array, Float, Int
 
 Period = Callable[[Int[Array, ""] | int], Int[Array, ""]]
@@ -54,6 +55,7 @@ def post_local(switch_step: int, period: int) -> Period:
     """
     if switch_step < 0:
         raise ValueError(f"switch_step must not be negative, got {switch_step}")
+    check_fits("switch_step", switch_step)
     _check("period", period)
     return lambda step: jnp.where(jnp.asarray(step) < switch_step, 1, period).astype(jnp.int32)
 
@@ -238,6 +240,8 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
     check_whole("period", period)
     if not 1 <= period <= most:
         raise ValueError(f"period must be in [1, most={most}], got {period}")
+    if most > MOST:
+        raise ValueError(f"most must be at most {MOST}, got {most}")
 
     def init() -> AdaCommState:
         # Four separate arrays, since a step may donate them.

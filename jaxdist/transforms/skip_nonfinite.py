@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._core.checks import Portable
+from .._core.checks import Portable, check_count
 from .._core.dtypes import working_dtype
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
@@ -223,8 +223,7 @@ def dynamic_loss_scale(
     """
     if not 1 <= initial < float("inf"):
         raise ValueError(f"initial must be finite and at least 1, got {initial}")
-    if growth_interval < 1:
-        raise ValueError(f"growth_interval must be at least 1, got {growth_interval}")
+    check_count("growth_interval", growth_interval, 1)
     if not 1 < factor < float("inf"):
         raise ValueError(f"factor must be above 1, got {factor}")
     guarded = skip_nonfinite(tx, axis=axis)

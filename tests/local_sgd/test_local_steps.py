@@ -399,6 +399,9 @@ def test_the_host_may_choose_the_program(options):
     [
         ({"sync_period": 0}, "sync_period must be at least 1, got 0"),
         ({"sync_period": 2.5}, "sync_period must be a whole number of steps, got 2.5"),
+        ({"sync_period": 2**31}, r"sync_period must be less than 2\*\*31, got 2147483648"),
+        ({"sync_period": lambda count: 4, "offset": 2**31}, r"offset must be less than 2\*\*31"),
+        ({"sync_period": 4, "warmup_steps": 2**31}, r"warmup_steps must be less than 2\*\*31"),
         ({"sync_period": 4, "delay": 1.5}, "delay must be a whole number of steps, got 1.5"),
         ({"sync_period": 4, "delay": 4}, "delay must be less than sync_period=4, got 4"),
         ({"sync_period": 4, "offset": -1}, "must not be negative, got -1 and 0"),

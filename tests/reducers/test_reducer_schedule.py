@@ -79,3 +79,5 @@ def test_the_step_is_checked():
     x = jnp.arange(4.0)
     never = jd.reducers.reducer_schedule(jd.compressed(jd.top_k(0.25)), jd.exact(), 0)
     np.testing.assert_array_equal(jax.jit(lambda x: never.reduce(x, never.init(x), jd.comm.alone())[0].mean)(x), x)
+    with pytest.raises(ValueError, match=r"step must be less than 2\*\*31, got 2147483648"):
+        jd.reducers.reducer_schedule(jd.exact(), jd.exact(), 2**31)
