@@ -319,7 +319,8 @@ def contraction_of(reducer: Reducer) -> Reducer:
     if reducer.law == Law.NONE:
         raise ValueError(
             "error feedback needs to know what each worker contributed, and this reducer (Law.NONE: a majority vote, "
-            "a biased second compressor without a server residual) does not say; use it without feedback"
+            "a biased second compressor without a server residual) does not say; leave out server_feedback=False, or "
+            "use it without feedback"
         )
     return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 

@@ -32,11 +32,6 @@ from .base import (
     weakest,
 )
 
-_NO_FEEDBACK = (
-    "error feedback around hierarchical() makes the residuals of the workers of one pod diverge: put it inside, "
-    "hierarchical(inner=exact(), outer=error_feedback(...))"
-)
-
 
 @with_description
 def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
@@ -84,7 +79,7 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
     cfg = _Config(inner, outer, inner.law == Law.MEAN)
     shards = partial(_shards, cfg) if outer.forms.shards else None
     biased, no_examples = least_contraction(inner, outer), _no_examples(cfg)
-    forms = Forms(shards=shards, no_feedback=_NO_FEEDBACK, biased=biased, no_examples=no_examples)
+    forms = Forms(shards=shards, no_feedback=_no_feedback(inner, outer), biased=biased, no_examples=no_examples)
     return Reducer(partial(_init, cfg), partial(_reduce, cfg), weakest(outer), forms)
 
 
@@ -98,6 +93,18 @@ class _Config(NamedTuple):
     @property
     def multiple(self) -> int:
         return 1 if self.stateless else MULTIPLE
+
+
+def _no_feedback(inner: Reducer, outer: Reducer) -> str:
+    lossy = [level for level in (inner, outer) if level.forms.biased is not None] or [outer]
+    calls = [
+        f"error_feedback({level.description or '...'})" if level in lossy else level.description or "..."
+        for level in (inner, outer)
+    ]
+    return (
+        "error feedback around hierarchical() makes the residuals of the workers of one pod diverge: put it inside, "
+        f"hierarchical(inner={calls[0]}, outer={calls[1]})"
+    )
 
 
 def _no_examples(cfg: _Config) -> str | None:

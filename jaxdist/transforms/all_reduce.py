@@ -15,7 +15,7 @@ from .._core.compat import shard_map, varying_axes
 from .._core.trees import next_count, tree_where
 from .._core.types import Array, AxisNames, Bool, Int, PyTree, State, Updates
 from ..comm.over import over
-from ..reducers.base import Extras, Law, Reducer, check_reducer
+from ..reducers.base import Extras, Law, Reducer, check_reducer, contraction_of
 from ..state.marks import PerWorker, axis_tuple, bind, expand_specs, map_marked, with_value
 from .local_gradients import (
     check_leaves,
@@ -161,10 +161,12 @@ def _warn_of_bias(reducer: Reducer) -> None:
     # A rounding is biased too, but loses next to nothing: in bfloat16, δ = 1 - 2^-16.
     if reducer.forms.biased is not None and reducer.forms.biased((4096,)) < 0.5:
         name = reducer.description or "reducer"
-        warnings.warn(
-            f"{name} is biased, and what it leaves out of a gradient is lost: use all_reduce(error_feedback({name}))",
-            stacklevel=3,
-        )
+        try:
+            contraction_of(reducer)
+            advice = f"use all_reduce(error_feedback({name}))"
+        except ValueError as refusal:
+            advice = str(refusal)
+        warnings.warn(f"{name} is biased, and what it leaves out of a gradient is lost: {advice}", stacklevel=3)
 
 
 def _init(cfg: _Config, params: PyTree) -> State:

@@ -49,8 +49,13 @@ BIASED = {
     "signs": lambda: jd.reducers.two_shot(jd.compressors.scaled_sign()),
     "power_sgd": lambda: jd.power_sgd(rank=4),
     "in buckets": lambda: jd.reducers.bucketed(jd.compressed(jd.top_k(0.1))),
+}
+BIASED_LEVELS = {
     "between pods": lambda: jd.reducers.hierarchical(inner=jd.exact(), outer=jd.compressed(jd.top_k(0.1))),
     "in pods": lambda: jd.hierarchical(
+        inner=jd.two_shot(jd.compressors.scaled_sign()), outer=jd.compressed(jd.compressors.qsgd(4))
+    ),
+    "both": lambda: jd.hierarchical(
         inner=jd.two_shot(jd.compressors.scaled_sign()), outer=jd.compressed(jd.compressors.int8())
     ),
 }
@@ -71,6 +76,21 @@ NOT_BIASED = {
 def test_a_biased_reducer_without_feedback_warns(make):
     with pytest.warns(UserWarning, match=r"is biased.*use all_reduce\(error_feedback\("):
         jd.all_reduce(make())
+
+
+@pytest.mark.parametrize("make", BIASED_LEVELS.values(), ids=BIASED_LEVELS)
+def test_the_advice_for_two_levels_can_be_followed(make):
+    with pytest.warns(UserWarning, match=r"is biased.*put it inside, hierarchical\(") as caught:
+        jd.all_reduce(make())
+    advice = str(caught[0].message).partition("put it inside, ")[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jd.all_reduce(eval(advice, {**vars(jd.compressors), **vars(jd.reducers)}))
+
+
+def test_a_reducer_without_feedback_is_not_told_to_use_it():
+    with pytest.warns(UserWarning, match=r"is biased.*leave out server_feedback=False"):
+        jd.all_reduce(jd.two_shot(jd.top_k(0.1), server_feedback=False))
 
 
 @pytest.mark.parametrize("make", NOT_BIASED.values(), ids=NOT_BIASED)
