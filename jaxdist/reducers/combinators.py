@@ -254,13 +254,15 @@ def with_stats(reducer: Reducer) -> Reducer:
         return TrackedState(reducer.init(like), jnp.zeros((), jnp.int32), sent, PerWorker(zero))
 
     def reduce(updates, state, comm, extras=NO_EXTRAS):
-        ledger: list[Sent] = []
-        reduced, inner = reducer.reduce(updates, state.reducer, count_sent(comm, ledger), extras)
+        # Inside another count the ledger is that one's: a condition corrects the ledger of its own group alone.
+        ledger: list[Sent] = [] if comm.ledger is None else comm.ledger
+        counted, start = count_sent(comm, ledger) if comm.ledger is None else comm, len(ledger)
+        reduced, inner = reducer.reduce(updates, state.reducer, counted, extras)
         # |x - own|² / |x|²; an update of zeros has no error.
         size = _square(updates)
         error = _square(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own)) / size
         error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
-        sent = add_bytes(state.bytes, total_bytes(ledger))
+        sent = add_bytes(state.bytes, total_bytes(ledger[start:]))
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
     return Reducer(init, reduce, weakest(reducer), forms)

@@ -42,12 +42,10 @@ def stats(opt_state: State) -> dict[str, Array]:
     tracked = _nodes(opt_state, TrackedState)
     if tracked:
         found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
-        found["bytes"] = sum(_number(node.bytes) for node in tracked)
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
-    counting = _communicating(opt_state, "sent")
-    # These counts include those of a tracked reducer inside.
-    if counting:
-        found["bytes"] = sum(_number(node.sent) for node in counting)
+    sent = _bytes_sent(opt_state)
+    if sent:
+        found["bytes"] = sum(map(_number, sent))
     local = _communicating(opt_state, "rounds")
     if local:
         found["rounds"] = sum(node.rounds.sum() for node in local)
@@ -75,6 +73,20 @@ def _number(words: Array) -> Array:
 
 def _nodes(tree: PyTree, kind: type) -> list[Any]:
     return _matching(tree, lambda x: isinstance(x, kind))
+
+
+def _bytes_sent(tree: PyTree) -> list[Array]:
+    """Returns the counts of bytes that are not part of one another."""
+
+    def counts(node: Any) -> bool:
+        return isinstance(node, TrackedState) or (communicates(node) and "sent" in node._fields)
+
+    found = []
+    for node in filter(counts, jax.tree.leaves(tree, is_leaf=counts)):
+        # A count includes those of reducers inside; an inner optimizer communicates by itself.
+        found.append(node.bytes if isinstance(node, TrackedState) else node.sent)
+        found += _bytes_sent(getattr(node, "inner", ()))
+    return found
 
 
 def _communicating(tree: PyTree, field: str) -> list[Any]:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from register import CODES
 from register_run import ran
@@ -47,6 +48,41 @@ def test_each_step_sends_what_its_own_reducer_sends(mesh):
     assert words.tolist() == [1.5 * 400, 1.5 * 400 + 3 * CODES["top_k"].bytes(100)]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_count_around_another_counts_the_branch_that_ran(inside):
+    """`with_stats` around `with_stats`, and around branches that have it; statistics count each byte once."""
+    stats = jd.reducers.with_stats
+    within = stats if inside else lambda reducer: reducer
+    switch = jd.reducers.reducer_schedule(within(jd.exact()), within(jd.compressed(jd.top_k(0.1))), 1)
+    _, _, states = trajectory(stats(switch if inside else stats(switch)), rows(2, 4, 100))
+    words = np.asarray(states.bytes)[:, 0].astype(np.float64) @ [2.0**32, 1]
+    first, then = 1.5 * 400, 3 * CODES["top_k"].bytes(100)
+    assert words.tolist() == [first, first + then]
+    last = jax.tree.map(lambda x: x[-1], states)
+    assert float(jd.transforms.stats(last)["bytes"]) == first + then
+    if inside:
+        parts = [np.asarray(part.bytes)[0] @ [2.0**32, 1] for part in (last.reducer.first, last.reducer.then)]
+        assert parts == [first, then]
+
+
+def test_a_round_counts_the_branch_that_ran():
+    """The count of `local_steps` around that of its reducer, and beside that of an inner optimizer's."""
+    switch = jd.reducers.reducer_schedule(jd.exact(), jd.compressed(jd.top_k(0.1)), 1)
+    inner = optax.chain(jd.all_reduce(jd.reducers.with_stats(jd.exact()), axis="chip"), optax.sgd(0.1))
+    tx = jd.local_steps(inner, optax.sgd(1.0), sync_period=1, reducer=jd.reducers.with_stats(switch), axis="pod")
+
+    def worker(x):
+        state = tx.init(x)
+        for _ in range(2):
+            updates, state = tx.update(x, state, x)
+            x = x + updates
+        return jd.transforms.stats(state)["bytes"]
+
+    found = jax.jit(jax.vmap(jax.vmap(worker, axis_name="chip"), axis_name="pod"))(jnp.asarray(rows(4, 2, 100)))
+    between_pods = 1.5 * 400 + 3 * CODES["top_k"].bytes(100)
+    np.testing.assert_array_equal(found, between_pods + 2 * 400)
+
+
 @pytest.mark.slow
 def test_the_weaker_law_and_both_debts():
     sign, exact = jd.two_shot(jd.compressors.scaled_sign()), jd.exact()
@@ -76,8 +112,8 @@ def test_inside_feedback_both_are_contractions():
 def test_the_step_is_checked():
     with pytest.raises(ValueError, match="step must not be negative, got -1"):
         jd.reducers.reducer_schedule(jd.exact(), jd.exact(), -1)
+    with pytest.raises(ValueError, match=r"step must be less than 2\*\*31, got 2147483648"):
+        jd.reducers.reducer_schedule(jd.exact(), jd.exact(), 2**31)
     x = jnp.arange(4.0)
     never = jd.reducers.reducer_schedule(jd.compressed(jd.top_k(0.25)), jd.exact(), 0)
     np.testing.assert_array_equal(jax.jit(lambda x: never.reduce(x, never.init(x), jd.comm.alone())[0].mean)(x), x)
-    with pytest.raises(ValueError, match=r"step must be less than 2\*\*31, got 2147483648"):
-        jd.reducers.reducer_schedule(jd.exact(), jd.exact(), 2**31)
