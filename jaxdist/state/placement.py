@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
@@ -30,10 +30,14 @@ def specs(state: State, *, axis: AxisNames = "data") -> PyTree:
 
 def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
     """The tree of `NamedSharding`s of a state; leaves inside `OnHost` get memory kind `pinned_host`."""
+    # Without types that say otherwise, XLA replicates the empty arrays that a step returns: a step whose first state
+    # has them sharded would be compiled again.
+    is_auto = AxisType.Explicit not in mesh.axis_types
 
-    def shard(marks, _):
+    def shard(marks, leaf):
         host = any(isinstance(mark, OnHost) for mark in marks)
-        return NamedSharding(mesh, spec_of(marks), memory_kind="pinned_host" if host else None)
+        spec = PartitionSpec() if is_auto and 0 in np.shape(leaf) else spec_of(marks)
+        return NamedSharding(mesh, spec, memory_kind="pinned_host" if host else None)
 
     return map_marked(shard, bind(state, axis))
 

@@ -190,6 +190,19 @@ def test_numbers_without_a_type_are_traced_once(make, start):
     assert (state["rate"] * jnp.ones(1, jnp.bfloat16)).dtype == jnp.bfloat16  # what has no type keeps to that
 
 
+@pytest.mark.parametrize("start", [jd.place, lambda state, place: jd.init_state(lambda: state, place)])
+def test_empty_leaves_are_compiled_once(start):
+    """Of an array without entries XLA forgets how it is sharded."""
+    mesh = jd.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    state = {"mine": jd.PerWorker(jnp.zeros((0, 3))), "part": jd.Sharded(jnp.zeros(0)), "x": jnp.ones(2)}
+    run = jd.distribute(lambda state, batch: (jax.tree.map(lambda x: x + 1, state), {}), mesh)
+    state = start(state, mesh)
+    for _ in range(2):
+        state, _ = run(state, np.ones(2, np.float32))
+    assert run._cache_size() == 1
+    assert state["mine"].value.shape == (2, 0, 3)
+
+
 def test_state_is_donated(mesh, run):
     state = fresh(TX, mesh)
     held = jax.tree.leaves(state)
