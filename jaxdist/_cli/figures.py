@@ -10,12 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from rich.console import Console
 from rich.table import Table
 
 # Okabe and Ito's palette, safe for all kinds of color vision; black is the first run: the baseline.
 COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D31")
 GREY = "#6E6E6E"
 MARKERS = "osD^vPX*"
+NAME_WIDTH = 20  # letters of a name on a line, where a terminal has no room for all of it
+PADDING = 2  # spaces of a column in a table
 
 
 def color_of(number: int) -> str:
@@ -145,7 +148,57 @@ def new_table(first: str, numbers: Sequence[str], *, caption: str | None = None,
     """A table without rows: a column of names, and columns of numbers aligned to the right."""
     style = {"box": None, "header_style": "bold", "padding": (0, 1)} | style
     table = Table(caption=caption, caption_justify="left", **style)
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, overflow="fold")
     for heading in numbers:
         table.add_column(heading, justify="right", vertical="bottom")
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table of `new_table`, with every number on one line: in a file the table is as wide as it needs.
+
+    On a terminal names and headings wrap, and columns for which there is no room follow below, beside the names again.
+    """
+    wide = console.options.update(width=10_000)
+    needed = console.measure(table, options=wide).maximum
+    if not console.is_terminal or needed <= console.width:
+        table.width = needed
+        console.print(table, crop=False)
+        return
+    # Headings wrap between words, numbers nowhere.
+    widths = [
+        max(console.measure(column.header).minimum, *(console.measure(cell).maximum for cell in column.cells))
+        for column in table.columns[1:]
+    ]
+    groups = _group_columns(widths, console.width - NAME_WIDTH - PADDING)
+    for number, group in enumerate(groups):
+        if number:
+            console.print()
+        console.print(_take_columns(table, widths, group, last=group is groups[-1]), crop=False)
+
+
+def _group_columns(widths: Sequence[int], room: int) -> list[list[int]]:
+    """The places of the columns side by side, as many as there is room for, and at least one."""
+    groups: list[list[int]] = [[]]
+    left = room
+    for place, width in enumerate(widths):
+        if groups[-1] and left < width + PADDING:
+            groups.append([])
+            left = room
+        groups[-1].append(place)
+        left -= width + PADDING
+    return groups
+
+
+def _take_columns(table: Table, widths: Sequence[int], group: Sequence[int], *, last: bool) -> Table:
+    """The names and a group of the columns of numbers, with the caption below the last group."""
+    names, *numbers = table.columns
+    headings = [str(numbers[place].header) for place in group]
+    taken = new_table(str(names.header), headings, caption=str(table.caption or "") if last else None)
+    taken.title, taken.title_justify = table.title if group[0] == 0 else None, table.title_justify
+    for column, place in zip(taken.columns[1:], group, strict=True):
+        column.width, column.justify = widths[place], numbers[place].justify
+    columns = [names, *(numbers[place] for place in group)]
+    for row, cells in zip(table.rows, zip(*(column.cells for column in columns))):
+        taken.add_row(*cells, style=row.style)
+    return taken

@@ -160,7 +160,9 @@ def finish_table(finished: Sequence[Finish], target: float) -> Table:
     links = list(dict.fromkeys(one.link for one in finished))
     headings = ["bytes a step", "hops", "compute ms", "coding ms", f"steps to {target:.4g}"]
     for link in links:
-        headings += [f"{link.name}\nstep ms", f"{link.name}\nseconds"]
+        # With a place to wrap.
+        name = link.name.replace(",", ", ")
+        headings += [f"{name}\nstep ms", f"{name}\nseconds"]
     table = new_table("method", headings, caption=CAPTION)
     firsts = {one.link: one for one in _first_on_each(finished)}
     for name in dict.fromkeys(one.name for one in finished):

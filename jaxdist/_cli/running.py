@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TextIO
 import jax
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from ..processes.initialize import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
@@ -92,9 +93,17 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
 
 
 def new_console() -> Console:
-    """A console as wide as the terminal; in a file, wide enough for every column."""
+    """A console as wide as the terminal, and of 132 columns in a file; tables take what they need there."""
     console = Console()
     return console if console.is_terminal else Console(width=132)
+
+
+def new_progress(console: Console, count: type[ProgressColumn], width: int) -> Progress:
+    """A line with a name, which wraps on a narrow terminal, a bar, a count, and the numbers of `now`, which do not."""
+    name = TextColumn("{task.description:<15}", markup=False, table_column=Column(overflow="fold"))
+    whole = (Column(no_wrap=True) for _ in range(2))
+    counted, now = count(table_column=next(whole)), TextColumn("{task.fields[now]}", table_column=next(whole))
+    return Progress(name, BarColumn(width), counted, now, console=console)
 
 
 def print_paths(console: Console, **paths: Path) -> None:
@@ -174,9 +183,8 @@ def train_to_end(
     check_steps_left(run.first, options.steps)
     results.write_line(log, results.header(run, **settings))
     records, evaluations, state = [], [], run.state
-    columns = [TextColumn(f"{name:<15}"), BarColumn(10), MofNCompleteColumn(), TextColumn("{task.fields[now]}")]
     interrupts = contextlib.nullcontext() if save is None else _interrupt_as_preemption(run.first)
-    with interrupts, Progress(*columns, console=console) as progress:
+    with interrupts, new_progress(console, MofNCompleteColumn, 10) as progress:
         bar = progress.add_task(name, total=options.steps, completed=run.first, now="")
         for record, state in train.steps(run, options.steps - run.first, first=run.first, after=after):
             records.append(record)

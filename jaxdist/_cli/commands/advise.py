@@ -21,7 +21,7 @@ from ...analysis.step_time import (
 from ...processes.initialize import initialize
 from ...runtime.mesh import make_mesh
 from .. import race, tables
-from ..figures import in_bytes, in_rate, new_table
+from ..figures import in_bytes, in_rate, new_table, print_table
 from ..models.base import TrainingMethod, Workload, check_batch
 from ..running import File, Integer, Number, Text, check_positive, new_console, print_paths
 from ..spellings import parse
@@ -138,7 +138,7 @@ def run_advise(chosen: AdviseOptions) -> None:
         f"\n{workers} workers, {_spell_link(link)}, {1e3 * compute:,.0f} ms of the model's own work", style="dim"
     )
     table = _predictions_table(found, target)
-    console.print(table)
+    print_table(console, table)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, [each._asdict() for each in found], chosen.table))
     lines = _conclude_with_losses(found, target) if curves else _conclude(found, link)

@@ -14,6 +14,7 @@ from ...analysis.cost import Link
 from ...analysis.step_time import StepCost, uses_gloo
 from ...runtime.mesh import make_mesh
 from .. import losses, race, results, tables
+from ..figures import print_table
 from ..models.base import Workload
 from ..running import (
     File,
@@ -155,7 +156,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
         single = [seeds[0] for seeds in finished]
         table, records = tables.runs_table(single, single[0]), tables.run_records(single, single[0])
     console.print(f"\n{title}", style="dim", highlight=False)
-    console.print(table)
+    print_table(console, table)
     print_paths(console, log=log_path)
     if chosen.table is not None:
         print_paths(console, table=tables.write_table(table, records, chosen.table))
@@ -233,7 +234,7 @@ def _report_race(
     ends = race.run_race(entrants, links, target)
     table, records = race.finish_table(ends, target), race.finish_records(ends, target)
     console.print()
-    console.print(table)
+    print_table(console, table)
     console.print("\n".join(race.conclude(ends, target, entrants[0].name)), highlight=False, soft_wrap=True)
     if chosen.table is not None:
         path = chosen.table.with_stem(f"{chosen.table.stem}-links")
@@ -286,7 +287,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
             plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
             console.print(f"\n{title}", style="dim", highlight=False)
             table = tables.periods_table(cells)
-            console.print(table)
+            print_table(console, table)
             if chosen.table is not None:
                 path = chosen.table.with_stem(f"{chosen.table.stem}-{workers}")
                 print_paths(console, table=tables.write_table(table, tables.period_records(cells), path))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..._core.compat import find_known_problems
 from ...analysis.measured import measure_link
@@ -78,7 +78,8 @@ def run_doctor(chosen: DoctorOptions) -> int:
             # All processes have taken part in the checks; one of them prints.
             if jax.process_index() > 0:
                 return _exit_code(found)
-    table = Table("", "found", "", "what to do", box=None, pad_edge=False)
+    headings = (Column(heading, overflow="fold") for heading in ("", "found", "", "what to do"))
+    table = Table(*headings, box=None, pad_edge=False)
     for line in found:
         # Brackets in messages would be read as markup.
         table.add_row(*map(escape, line), style=COLORS[line.verdict])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ...analysis import Span
 from .. import planning
-from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, write
+from ..figures import COLORS, GREY, count_bytes, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models import gpt
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
@@ -135,7 +135,7 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
         table.add_row(name, *(in_bytes(size) if size else "" for size in sizes))
     host = in_bytes(sum(found.host_bytes.values())) if found.host_bytes else ""
     table.add_row("at the most", in_bytes(found.peak), host)
-    console.print(table)
+    print_table(console, table)
     verdict = "[green]fits[/green]" if found.fits else "[red]does not fit[/red]"
     share = found.peak / found.chip.memory
     console.print(f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of a {found.chip.name}\n")
@@ -151,7 +151,7 @@ def _print_communication(console: Console, found: planning.Planned) -> None:
         times = _milliseconds(use.seconds), _milliseconds(use.exposed_seconds)
         counts = str(use.workers), str(use.count)
         table.add_row(use.kind, use.dtype, *counts, in_bytes(use.wire_bytes), share, *times)
-    console.print(table)
+    print_table(console, table)
     for link in found.links:
         line = f"over {link.link}: {in_bytes(link.bytes)} of each device, {_milliseconds(link.seconds)}"
         console.print(line, highlight=False)

@@ -15,14 +15,14 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from ...asynchronous import replay
-from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, write
+from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models.base import Workload
 from ..models.digits import Digits, equal_parts, splits
-from ..running import File, Number, Text, check_positive, new_console, path_in, print_paths
+from ..running import File, Number, Text, check_positive, new_console, new_progress, path_in, print_paths
 from ..spellings import parse
 from ..spellings.grammar import parse_call
 
@@ -121,7 +121,7 @@ def run_replay(chosen: ReplayOptions) -> None:
         f"{workload.name}, {chosen.workers} workers, gradients take {law.name}, {chosen.optimizer}, seed {chosen.seed}"
     )
     console.print(f"\n{title}", style="dim", highlight=False)
-    console.print(rules_table(finished, chosen.target))
+    print_table(console, rules_table(finished, chosen.target))
     print_paths(console, figure=draw_replays(finished, path_in(chosen.out, "replay.png"), title=title))
     if chosen.events is not None:
         print_paths(console, events=chosen.events)
@@ -129,8 +129,7 @@ def run_replay(chosen: ReplayOptions) -> None:
 
 def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Console) -> replay.Result:
     state = clock.init()
-    columns = [TextColumn(f"{name:<18}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[now]}")]
-    with Progress(*columns, console=console) as progress:
+    with new_progress(console, TaskProgressColumn, 20) as progress:
         bar = progress.add_task(name, total=EVALUATIONS, now="")
         for piece in range(1, EVALUATIONS + 1):
             state = clock.advance(state, seconds=seconds * piece / EVALUATIONS)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from ... import islands
-from ..running import Number
+from ..running import Number, new_console
 from ..spellings import grammar, parse
 
 
@@ -62,7 +61,7 @@ class IslandsOptions:
 def run_islands(chosen: IslandsOptions) -> None:
     """Prints the table, once or until Ctrl-C."""
     if chosen.watch is None:
-        Console().print(rounds_table(chosen.url, chosen.last))
+        new_console().print(rounds_table(chosen.url, chosen.last))
         return
     with Live(rounds_table(chosen.url, chosen.last), auto_refresh=False) as live:
         while True:
@@ -79,10 +78,11 @@ def rounds_table(url: str, last: int) -> Table:
         caption=f"in round {found.round}: {', '.join(found.present) or 'no island'}; restarts so far: {restarts}; "
         f"global parameters kept at {', '.join(map(str, found.kept)) or 'none'}",
     )
-    table.add_column("round", justify="right")
-    table.add_column("members")
-    table.add_column("missing")
-    table.add_column("kB sent", justify="right")
+    # Where a terminal is narrow the names wrap, the numbers do not.
+    table.add_column("round", justify="right", no_wrap=True)
+    table.add_column("members", overflow="fold")
+    table.add_column("missing", overflow="fold")
+    table.add_column("kB sent", justify="right", no_wrap=True)
     for one in found.rounds:
         sent = sum(one.sent_bytes.values()) / 1e3
         table.add_row(str(one.round), ", ".join(one.members), ", ".join(one.missing) or "-", f"{sent:,.1f}")

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import TaskProgressColumn
 
 from ... import checkpoint, islands
 from ...asynchronous import ray_engine, replay
 from ...asynchronous.protocol import Rule
 from .. import losses, results, tables
-from ..figures import in_bytes
+from ..figures import in_bytes, print_table
 from ..running import (
     Integer,
     Number,
@@ -24,6 +24,7 @@ from ..running import (
     Text,
     check_steps_left,
     new_console,
+    new_progress,
     path_in,
     prepare_runs,
     print_figure,
@@ -161,7 +162,7 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     baseline = finished[0] if names else None
     labels = {"title": title_of(chosen, workload, mesh.size), "unit": unit_of(workload)}
     plot = losses.draw_train(finished[-1], baseline, chosen.out / "loss.png", **labels)
-    console.print(tables.runs_table(finished, baseline))
+    print_table(console, tables.runs_table(finished, baseline))
     _print_savings(console, finished[-1], baseline)
     print_paths(console, log=log_path, checkpoint=folder)
     print_figure(console, chosen, plot)
@@ -224,7 +225,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
         save(state, chosen.steps)
     labels = {"title": f"island {name}, {title_of(chosen, workload, mesh.size)}", "unit": unit_of(workload)}
     plot = losses.draw_train(result, None, chosen.out / "loss.png", **labels)
-    console.print(tables.runs_table([result], None))
+    print_table(console, tables.runs_table([result], None))
     _print_rounds(console, reports)
     print_paths(console, log=log_path, checkpoint=folder)
     print_figure(console, chosen, plot)
@@ -303,7 +304,7 @@ def train_processes(chosen: TrainOptions) -> None:
     slow = f", worker 0 slowed {chosen.slow}" if chosen.slow else ""
     title = f"{workload.name}, {chosen.workers} processes{slow}, {chosen.optimizer}, seed {chosen.seed}"
     console.print(f"\n{title}", style="dim", highlight=False)
-    console.print(rules_table([(chosen.rule, run)], None))
+    print_table(console, rules_table([(chosen.rule, run)], None))
     plot = draw_replays([(chosen.rule, run)], chosen.out / "loss.png", title=title, clock="wall")
     print_paths(console, log=log_path, checkpoint=folder)
     print_figure(console, chosen, plot)
@@ -320,9 +321,8 @@ def _run_processes(
     settings: dict[str, Any] = {"on_death": chosen.on_death or "restart", "address": chosen.address, "slow": slow}
     settings |= {"steps": chosen.steps} if chosen.seconds is None else {"seconds": chosen.seconds}
     settings |= {"workers": workers, "seed": chosen.seed, "evaluate_every": EVALUATION_SECONDS}
-    columns = [TextColumn(f"{chosen.rule:<15}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[now]}")]
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(rule.name, total=chosen.seconds or chosen.steps, now="starting processes")
+    with new_progress(console, TaskProgressColumn, 20) as progress:
+        bar = progress.add_task(str(chosen.rule), total=chosen.seconds or chosen.steps, now="starting processes")
 
         def show_status(status: ray_engine.Status) -> None:
             # Every worker starts once; the other starts replaced one that died.

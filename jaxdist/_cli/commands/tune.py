@@ -17,7 +17,7 @@ from ...reducers.partitioned import partitioned
 from ...schedule.profile import Profile
 from ...schedule.timeline import Timeline
 from .. import layers
-from ..figures import GREY, label, new_figure, new_table, open_axes, write
+from ..figures import GREY, label, new_figure, new_table, open_axes, print_table, write
 from ..layers import Layer
 from ..models.base import Workload
 from ..running import File, Number, Options, Text, check_positive, new_console, path_in, print_paths, set_up
@@ -141,7 +141,7 @@ def _tune_link(chosen: TuneOptions) -> None:
         style="dim",
         highlight=False,
     )
-    console.print(table)
+    print_table(console, table)
     candidates = ((runs[ONE].makespan, EXACT), (best.seconds, _spell_reducer(tuned)))
     shortest, code = min(candidates, key=lambda pair: pair[0])
     _print_winner(console, "inside a step", shortest, code)
@@ -195,7 +195,7 @@ def _tune_steps(chosen: TuneOptions) -> None:
         style="dim",
         highlight=False,
     )
-    console.print(table)
+    print_table(console, table)
     if best.seconds < baseline:
         _print_winner(console, "inside a step", best.seconds, _spell_reducer(_to_options(costs, best.settings)))
     else:

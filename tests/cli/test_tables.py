@@ -1,0 +1,95 @@
+"""Tables on terminals of any width, and in files: no number is ever cut."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from jaxdist._cli import figures, race, results, running, tables
+from jaxdist._cli.commands import advise, show
+from jaxdist._cli.spellings import parse
+from jaxdist._cli.training import train
+from jaxdist.analysis.step_time import StepCost, Traffic
+
+LONG = "streaming_diloco:H=50,fragments=4,warmup_steps=100/ef:two_shot:qsgd:4x"  # 70 letters
+NAMES = ("exact", "compressed_adam:2e-3/ef:top_k:0.01", LONG)
+
+
+def _runs_table():
+    record = train.Record(1, 5.0, 0.1, 1.0, 158_400.0, 158_400.0)
+    runs = [results.RunResult(name, (record,), {"loss": 2.3456, "accuracy": 0.5}, 158_400.0, 1.0) for name in NAMES]
+    return tables.runs_table(runs, runs[0])
+
+
+def _race_table():
+    cost, curve = StepCost(0.1, 0.05, Traffic(1e6, 6.0)), race.Curve(np.array([10, 20]), np.array([[3.0, 2.0]]))
+    links = [parse.parse_link(link) for link in ("100mbit,20ms", "1gbit,1ms")]
+    return race.finish_table(race.run_race([race.Entrant(name, cost, curve) for name in NAMES], links, 2.5), 2.5)
+
+
+def _advice_table():
+    found = [advise.Prediction(name, 1e6, 0.01, 0.02, 12.3456, 0.11, 12.5e6, 1234.5) for name in NAMES]
+    return advise._predictions_table(found, 2.4)
+
+
+def _print(table, **terminal):
+    figures.print_table(Console(file=(printed := io.StringIO()), **terminal), table)
+    return printed.getvalue()
+
+
+TABLES = pytest.mark.parametrize("make", [_runs_table, _race_table, _advice_table])
+
+
+@TABLES
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_numbers_are_whole_on_a_terminal_of_any_width(make, width):
+    table = make()
+    lines = _print(table, width=width, force_terminal=True, no_color=True, color_system=None).splitlines()
+    assert max(map(len, lines)) <= width
+    for column in table.columns[1:]:
+        for cell in map(str, column.cells):
+            assert any(line.endswith(f" {cell} ") or f" {cell}  " in line for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+@TABLES
+def test_names_wrap_and_lose_no_letter(make):
+    lines = _print(make(), width=80, force_terminal=True, color_system=None).splitlines()
+    assert LONG in "".join(line.split(" ")[1] for line in lines if line[1:2].strip())
+
+
+@TABLES
+def test_a_file_has_a_line_for_each_method(make):
+    table = make()
+    lines = _print(table, width=80).splitlines()
+    (last,) = (line for line in lines if LONG in line)
+    for column in table.columns[1:]:
+        assert str(list(column.cells)[-1]) in last
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_numbers_of_a_running_method_are_whole(width):
+    console = Console(file=(printed := io.StringIO()), width=width, force_terminal=True, color_system=None)
+    now = "loss 2.345 12,345 tokens/s 158.4 kB/step"
+    with running.new_progress(console, MofNCompleteColumn, 10) as progress:
+        progress.add_task(LONG, total=2000, completed=1000, now=now)
+    assert f"1000/2000 {now}" in printed.getvalue()
+
+
+def test_rounds_of_islands_are_whole_on_a_narrow_terminal(monkeypatch):
+    members = tuple(f"{place}-{number}" for place in ("eu", "us", "asia") for number in range(4))
+    one = SimpleNamespace(round=123456, members=members, missing=members[:2], sent_bytes=dict.fromkeys(members, 1e9))
+    found = SimpleNamespace(round=123456, rounds=[one], present=members, sessions={}, kept=[])
+    monkeypatch.setattr(show.islands, "status", lambda url, last: found)
+    console = Console(file=(printed := io.StringIO()), width=40, force_terminal=True, color_system=None)
+    console.print(show.rounds_table("runs/islands", 10))
+    assert "│ 123456 │" in printed.getvalue()
+    assert "│ 12,000,000.0 │" in printed.getvalue()
+
+
+def test_the_best_row_keeps_its_style_on_a_narrow_terminal():
+    printed = _print(_advice_table(), width=60, force_terminal=True, color_system="standard")
+    assert printed.count("\x1b[1;32m") > 1
