@@ -1,5 +1,6 @@
 """What all figures and tables share: colors, empty panels, axes of bytes, labels, and the file."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ GREY = "#6E6E6E"
 MARKERS = "osD^vPX*"
 NAME_WIDTH = 20  # letters of a name on a line, where a terminal has no room for all of it
 PADDING = 2  # spaces of a column in a table
+MARGIN = 1.2  # inches of a figure above and below its panels
 
 
 def color_of(number: int) -> str:
@@ -103,16 +105,42 @@ def draw_range(axes: Axes, x: float, values: np.ndarray, *, markersize: int = 6,
     axes.errorbar(x, mean, yerr=bar, markersize=markersize, linewidth=0.9, **style)
 
 
+def wrap_name(name: str, width: int) -> str:
+    """Breaks the spelling of a method into lines, after commas and slashes if it can.
+
+    Examples:
+      >>> wrap_name("diloco:H=50,fragments=4/qsgd:4", 26).splitlines()
+      ['diloco:H=50,fragments=4/', 'qsgd:4']
+    """
+    # A space is where `textwrap` breaks; spellings have none.
+    lines = textwrap.wrap(re.sub(r"([,/])", r"\1 ", name), width, break_on_hyphens=False)
+    return "\n".join(line.replace(" ", "") for line in lines)
+
+
+def describe(name: str, more: str, *, width: int, separator: str = "\n") -> str:
+    """A method and more about it, with a line of its own for each if there is no room for so many letters on one."""
+    line = f"{name}{separator}{more}"
+    return line if len(line) <= width else f"{wrap_name(name, width)}\n{more}"
+
+
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Writes each (height, text, color) at the right edge, moved apart so that no label covers another."""
+    """Writes each (height, text, color) at the right edge, moved apart so that no label covers another.
+
+    The figure grows if it has no room for so many.
+    """
     low, high = axes.get_ylim()
-    gap = 0.062 * (high - low)
+    # In inches, of the letters below and a space.
+    tall = [0.08 + 0.15 * len(text.splitlines()) for _, text, _ in ends]
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(max(figure.get_figheight(), sum(tall) + MARGIN))
+    inch = (high - low) / (figure.get_figheight() - MARGIN)
     order = sorted(range(len(ends)), key=lambda n: ends[n][0])
     # A diverged run ends at NaN or infinity: its label goes to the top.
     heights = np.clip([np.nan_to_num(ends[n][0], nan=high, posinf=high) for n in order], low, high)
     # From the lowest label up, each moves until it clears the one below.
     for n in range(1, len(heights)):
-        heights[n] = max(heights[n], heights[n - 1] + gap)
+        heights[n] = max(heights[n], heights[n - 1] + inch * (tall[order[n]] + tall[order[n - 1]]) / 2)
     overflow = heights[-1] - high
     if overflow > 0:
         # Back down as one block, which keeps the gaps.
@@ -122,6 +150,20 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     for n, height in zip(order, heights, strict=True):
         _, text, color = ends[n]
         axes.annotate(text, (1.0, height), fontsize=9, color=color, annotation_clip=False, **place)
+
+
+def add_legend(figure: Figure, axes: Axes) -> None:
+    """Adds a legend below all panels, of as many columns as fit side by side, and makes the figure higher by it."""
+    handles, names = axes.get_legend_handles_labels()
+    names = [wrap_name(name, 40) for name in names]
+    style: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": 9}
+    columns = min(4, len(names))
+    legend = figure.legend(handles, names, ncols=columns, **style)
+    while columns > 1 and legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        columns -= 1
+        legend = figure.legend(handles, names, ncols=columns, **style)
+    figure.set_figheight(figure.get_figheight() + legend.get_window_extent().height / figure.dpi)
 
 
 def in_bytes(count: int | float) -> str:

@@ -34,7 +34,8 @@ def draw_compare(
             by_bytes.plot(sent[-1], loss[-1], "o", color=color, markersize=6)
         _draw_band(by_step, steps, losses, color)
         per_step = float(np.mean([result.wire_bytes for result in seeds]))
-        ends.append((loss[-1], f"{seeds[0].name}   {in_bytes(per_step)} a step", color))
+        text = figures.describe(seeds[0].name, f"{in_bytes(per_step)} a step", separator="   ", width=54)
+        ends.append((loss[-1], text, color))
     figures.scale_by_log_bytes(by_bytes, "sent by each worker so far")
     figures.label(by_bytes, "loss against bytes", ylabel=f"training loss ({unit})")
     figures.label(by_step, "loss against steps", xlabel="step")
@@ -64,11 +65,11 @@ def draw_train(
         steps = [record.step for record in run.records]
         # Single losses as a faint background of their running mean.
         by_loss.plot(steps, [record.loss for record in run.records], color=color, linewidth=0.6, alpha=0.25)
-        label = f"{run.name}, held-out loss {run.held_out['loss']:.3f}"
+        label = figures.describe(run.name, f"held-out loss {run.held_out['loss']:.3f}", separator=", ", width=36)
         by_loss.plot(steps, _smooth(run), color=color, linewidth=1.8, label=label)
         sent = [record.total_wire_bytes for record in run.records]
         by_bytes.plot(steps, sent, color=color, linewidth=1.8)
-        ends.append((sent[-1], f"{run.name}   {in_bytes(sent[-1])}", color))
+        ends.append((sent[-1], figures.describe(run.name, in_bytes(sent[-1]), separator="   ", width=36), color))
     by_loss.legend(frameon=False, labelcolor="linecolor", handlelength=0)
     figures.label(by_loss, "loss", xlabel="step", ylabel=f"training loss ({unit})")
     _limit_to_start(by_loss, [run for run, _ in runs])

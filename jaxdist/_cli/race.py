@@ -245,7 +245,7 @@ def draw_race(
     """
     columns = min(2, len(links))
     rows = math.ceil(len(links) / columns)
-    figure = figures.new_figure(title, 5.2 * columns + 1.2, 3.6 * rows + 0.9)
+    figure = figures.new_figure(title, 5.2 * columns + 1.2, 3.6 * rows + 0.7)
     panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for axes, link in zip(panels, links, strict=False):
         figures.open_axes(axes, grid="both")
@@ -268,8 +268,7 @@ def draw_race(
     for axes in panels[len(links) :]:
         axes.set_axis_off()
     figure.supylabel(f"held-out loss ({unit})", fontsize=10)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False, fontsize=9)
+    figures.add_legend(figure, panels[0])
     return figures.write(figure, path)
 
 

@@ -19,7 +19,7 @@ from rich.progress import TaskProgressColumn
 from rich.table import Table
 
 from ...asynchronous import replay
-from ..figures import GREY, color_of, in_bytes, label, new_figure, new_table, open_axes, print_table, write
+from ..figures import GREY, color_of, describe, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models.base import Workload
 from ..models.digits import Digits, equal_parts, splits
 from ..running import File, Number, Text, check_positive, new_console, new_progress, path_in, print_paths
@@ -217,13 +217,15 @@ def draw_replays(
     for row, (name, run) in enumerate(runs):
         color, last = color_of(row), row == rows - 1
         if evaluated:
-            loss.plot(run.times, run.losses, color=color, linewidth=1.8, label=f"{name}   {run.losses[-1]:.3f}")
+            text = describe(name, f"{run.losses[-1]:.3f}", separator="   ", width=40)
+            loss.plot(run.times, run.losses, color=color, linewidth=1.8, label=text)
         else:
             ticks, count = run.trace.steps.tick, len(run.trace.steps)
             # From zero steps at time 0 to the last count at the end.
             seconds = np.concatenate([[0], ticks / run.ticks_per_second, [run.seconds]])
             steps = np.minimum(np.arange(count + 2), count)
-            loss.step(seconds, steps, color=color, linewidth=1.8, label=f"{name}   {count:,}", where="post")
+            text = describe(name, f"{count:,}", separator="   ", width=40)
+            loss.step(seconds, steps, color=color, linewidth=1.8, label=text, where="post")
         _draw_staleness(figure.add_subplot(grid[row, 1]), run, name, color, bins, last=last)
         _draw_time(figure.add_subplot(grid[row, 2]), run, color, last=last)
     drawn, ylabel = ("loss", "held-out loss") if evaluated else ("steps", "steps of the model")
@@ -250,7 +252,7 @@ def _draw_staleness(axes: Axes, run: replay.Result, name: str, color: str, bins:
     axes.set(yticks=[0, 0.5, 1], ylim=(0, 1))
     open_axes(axes)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    text = f"{name}\nmean {found.mean():.1f}, most {found.max()}" if len(found) else f"{name}\nnone"
+    text = describe(name, f"mean {found.mean():.1f}, most {found.max()}" if len(found) else "none", width=30)
     axes.text(1, 0.98, text, transform=axes.transAxes, ha="right", va="top", color=color, fontsize=9)
     # At most nine labels.
     every = 1 + len(shares) // 9
