@@ -1,6 +1,7 @@
 """The chart of the race: one panel for each link, in each the methods from the fastest to the slowest."""
 
 import math
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ def draw(grid: list[list[tuple[str, list[Bar]]]], title: str, baseline: str, pat
         handles = [Patch(color=color, label=NAMES[system]) for system, color in COLORS.items()]
         handles.append(Line2D([], [], **mark_style(), label="predicted by jaxdist"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        figure.suptitle(title, fontsize=13, fontweight="bold")
+        # Of this size 8 letters and more fit into an inch.
+        figure.suptitle(textwrap.fill(title, int(8 * size[0])), fontsize=13, fontweight="bold")
         figure.savefig(path, dpi=110)
         plt.close(figure)
 

@@ -5,7 +5,8 @@
 
 Time to the target is the steps to it, at each mode's best learning rate, times the measured step over the link.
 Predicted steps are those of `jaxdist.analysis.step_time`, from computation, coding and the compiled step's traffic.
-`time_to_loss.png` shows the language model, `time_to_loss_mlp.png` the classifier.
+`time_to_loss.png` shows the language model, `time_to_loss_lm30.png` a larger one, `time_to_loss_mlp.png` the
+classifier.
 With `--links` the model is held against the records of `benchmarks/links compare` instead.
 """
 

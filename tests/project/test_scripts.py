@@ -3,12 +3,15 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import time
 
+import matplotlib as mpl
 import pytest
+from matplotlib.figure import Figure
 from paths import REPOSITORY
 
 ROOT = REPOSITORY
@@ -124,3 +127,21 @@ def test_benchmarks_that_pages_and_docstrings_quote_exist():
                 missing.append(f"{page.name}: {name} {word}")
     assert seen > 50
     assert not missing
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_the_chart_of_a_race_has_all_of_its_title(columns, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setitem(mpl.rcParams, "backend", "agg")
+    chart = runpy.run_path(str(BENCHMARKS / "race" / "chart.py"))
+    bar = chart["Bar"]("PyTorch DDP", "torch", 2.0, (1.0, 3.0), float("nan"))
+    title = "Seconds until a language model of 29.9 M parameters reaches a held-out loss of 2.6"
+    chart["draw"]([[("100 Mbit/s", [bar])] * columns] * 2, title, "PyTorch DDP", tmp_path / "chart.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (written,) = figure.texts
+    box = written.get_window_extent()
+    assert " ".join(written.get_text().split()) == title
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
