@@ -1,5 +1,6 @@
 """Small functions over pytrees and their paths."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,12 @@ def leaf_name(path: Any, whole: str = "state") -> str:
 def next_count(count: Int[Array, "..."]) -> Int[Array, "..."]:
     """Increments a counter, saturating at the largest value of its dtype."""
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count)
+
+
+def describe_structure(tree: PyTree) -> str:
+    """Describes the structure of a tree as text that is the same in all processes."""
+    # The static part of a node may hold functions, as that of Flax's `TrainState`, whose text has an address.
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(jax.tree.structure(tree)))
 
 
 def is_key(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._core.hashing import hash_of
-from .._core.trees import is_key, leaf_name
+from .._core.trees import describe_structure, is_key, leaf_name
 from .._core.types import PyTree
 from ..schedule.buckets import assign_buckets
 
@@ -96,8 +96,7 @@ def _check_source(source: int) -> None:
 
 def _check_structure(tree: PyTree, source: int) -> None:
     """Checks that all trees are the same, before anything is sent whose size depends on the tree."""
-    structure = jax.tree.structure(tree)
-    words = of_all_processes([zlib.crc32(str(structure).encode()), structure.num_leaves])
+    words = of_all_processes([zlib.crc32(describe_structure(tree).encode()), jax.tree.structure(tree).num_leaves])
     other = np.flatnonzero((words != words[source]).any(1))
     if len(other):
         raise ValueError(

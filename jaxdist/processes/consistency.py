@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._core.compat import coordination_client, shard_map
-from .._core.trees import is_key, leaf_name
+from .._core.trees import describe_structure, is_key, leaf_name
 from .._core.types import Number, PyTree
 from ..comm.over import over
 from ..state.marks import is_mark
@@ -212,7 +212,7 @@ def fingerprint_state(state: PyTree, mesh: Mesh | None, recipe: Any) -> Fingerpr
         inner = jax.tree_util.tree_leaves_with_path(leaf)
         mark = f" {type(leaf).__name__}" if is_mark(leaf) else ""
         leaves |= {leaf_name((*path, *below)): f"{_describe_leaf(x)}{mark}" for below, x in inner}
-    structure = {"structure": str(jax.tree.structure(state))}
+    structure = {"structure": describe_structure(state)}
     # The first section that differs is named: a recipe explains the leaves, and leaves the tree.
     found = {"recipe": _flat_recipe(recipe), "mesh": {}, "leaf": leaves, "tree": structure}
     if mesh is not None:

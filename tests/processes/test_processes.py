@@ -123,6 +123,7 @@ def test_what_differs_is_named_and_broadcast_makes_it_the_same(uneven):
         assert result["shape"].startswith("leaf `w` of process 1 differs from that of process 0 in shape or dtype")
         assert result["structure"].startswith("process 1 has a different tree than process 0, with 1 leaves and 2")
         assert result["agree"].startswith("leaf `w` is float64[4] in process 1 and float64[3] in process 0: all proc")
+        assert result["function"] == ""
         assert "`w` is distributed over processes" in result["placed"]
         assert result["from 0"] == [[False, False], False, [0, 0], True]
         assert result["from 1"] == [[True, True], True, [0, 1], True]

@@ -87,6 +87,10 @@ def report(mesh):
     found["structure"] = raised(jd.processes.assert_same, {"w": np.ones(3)} if process else [np.ones(3), np.ones(3)])
     jd.processes.check_consistency({"w": np.ones(3)}, mesh=mesh, recipe={"seed": 0})
     found["agree"] = raised(jd.processes.check_consistency, {"w": np.ones(3 + process)}, mesh=mesh)
+    # A function is made anew in each process, at another address.
+    with_function = {"model": jax.tree_util.Partial(lambda w: w, np.ones(3))}
+    jd.processes.check_consistency(with_function)
+    found["function"] = raised(jd.processes.assert_same, jd.processes.broadcast(with_function))
     found["late"] = "" if process else raised(jd.processes.check_consistency, {}, timeout_seconds=1)
     placed = jd.place({"w": jnp.ones(3), "key": jax.random.key(5)}, mesh)
     shards = [one.data for x in (placed["w"], jax.random.key_data(placed["key"])) for one in x.addressable_shards]
