@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -248,13 +248,14 @@ def _record_equation(
     params = equation.params
     axes = params["axes"] if "axes" in params else params["axis_name"]
     # Integers are axes that a vmap has already turned into array dimensions: those reduce locally.
-    names = [axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str)]
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    names = [axis for axis in axes if isinstance(axis, str)]
     if not names:
         return []
     unknown = [axis for axis in names if axis not in sizes]
     if unknown:
         raise ValueError(f"the size of axis {unknown[0]!r} is unknown; pass axis_sizes={{{unknown[0]!r}: workers}}")
-    operands = [_operand(variable.aval) for variable in equation.invars]
+    operands = [_operand(variable.aval, axes) for variable in equation.invars]
     if kind == "ragged-all-to-all":
         operands = operands[:1]
         warnings.append(f"a ragged all-to-all in {where} sends as many rows as its sizes say; counted all of them")
@@ -270,11 +271,13 @@ def _record_equation(
     return [make_collective(kind, operands, groups=groups, pairs=pairs, devices=devices, where=where)]
 
 
-def _operand(aval: Any) -> tuple[str, int]:
+def _operand(aval: Any, axes: Collection[Any]) -> tuple[str, int]:
+    # Dimensions that are reduced locally are gone before anything is sent.
+    entries = math.prod(length for dimension, length in enumerate(aval.shape) if dimension not in axes)
     # NumPy stores 4-bit types in a byte: take their width from the name. The names of random keys contain none.
     name, width = str(aval.dtype), aval.dtype.itemsize
     bits = bits_of(name) if width == 1 else width * 8
-    return name, -(-math.prod(aval.shape) * bits // 8)
+    return name, -(-entries * bits // 8)
 
 
 def _branch_of(platforms: Sequence[tuple[str, ...] | None], platform: str) -> int:

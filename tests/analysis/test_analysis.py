@@ -239,6 +239,15 @@ def test_collectives_that_vmap_turned_into_arithmetic_are_not_counted():
     assert analysis.logical_collectives(step, jnp.ones((4, 3))).ops == ()
 
 
+def test_a_reduction_over_a_vmap_and_an_axis_sends_what_the_vmap_leaves(mesh):
+    def local(x):
+        return jax.vmap(lambda row: lax.psum(row, ("row", "data")), axis_name="row", out_axes=None)(x.reshape(4, 16))
+
+    compiled, logical = both_counts(mesh, local, P("pod"))
+    assert [(op.bytes, op.wire_bytes) for op in logical.ops] == [(64, 96.0)]
+    assert sorted_rows(compiled) == sorted_rows(logical)
+
+
 def test_automatic_sharding_shows_only_in_the_compiled_program(mesh):
     rows, whole = jax.NamedSharding(mesh, P(BOTH)), jax.NamedSharding(mesh, P())
     step = jax.jit(lambda x: x.sum(axis=0), in_shardings=rows, out_shardings=whole)
