@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.checks import check_fits
+from .._core.checks import check_count, check_fits
 from .._core.types import Array, Bool, Int, PyTree
 from ..schedule.periods import check_whole
 from ..wire.flat import whole_likes
@@ -92,8 +92,7 @@ def strided(number: int) -> Fragments:
 
 
 def _check(number: int) -> None:
-    if number < 1:
-        raise ValueError(f"the number of fragments must be at least 1, got {number}")
+    check_count("the number of fragments", number, 1)
 
 
 def as_fragments(fragments: Fragments | int | None) -> Fragments:

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import DTypeLike
 
-from .._core.checks import check_range
+from .._core.checks import check_count, check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, Like, Shape, State, UInt, Updates
 from ..compressors.packing import pack, unpack
@@ -86,10 +86,10 @@ def demo(
       Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, 2024.
     """
     check_range("decay", decay, 0, 1)
-    if not 1 <= chunk <= 256:
-        raise ValueError(f"chunk must be in [1, 256], got {chunk}")
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    check_count("chunk", chunk, 1)
+    check_count("k", k, 1)
+    if chunk > 256:
+        raise ValueError(f"chunk must be at most 256, got {chunk}")
     check_range("weight_decay", weight_decay, 0)
 
     def init_fn(params) -> State:

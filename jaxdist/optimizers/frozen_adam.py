@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import check_fits, check_range
+from .._core.checks import check_count, check_range
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
@@ -93,6 +93,7 @@ def one_bit_adam(
       Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
       arXiv:2102.02888, 2021.
     """
+    check_count("freeze_step", freeze_step, 1)
     chosen = error_feedback(two_shot(scaled_sign())) if reducer is None else reducer
     return _frozen_adam(_Config(learning_rate, freeze_step, b1, b2, eps, weight_decay, False, chosen, axis))
 
@@ -141,6 +142,7 @@ def qadam(
     References:
       Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", arXiv:2107.01499, 2021.
     """
+    check_count("warmup_steps", warmup_steps, 1)
     chosen = two_shot(qsgd(8)) if reducer is None else reducer
     return _frozen_adam(_Config(learning_rate, warmup_steps, b1, b2, eps, weight_decay, True, chosen, axis))
 
@@ -162,9 +164,6 @@ class _Config(NamedTuple):
 def _frozen_adam(cfg: _Config) -> optax.GradientTransformationExtraArgs:
     check_adam(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)
     check_reducer(cfg.reducer)
-    if cfg.freeze_step < 1:
-        raise ValueError(f"the variance needs a warm-up of at least one step, got {cfg.freeze_step}")
-    check_fits("freeze_step", cfg.freeze_step)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

@@ -112,7 +112,7 @@ def test_the_command_line_counts_its_bytes(mesh):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jd.optimizers.one_bit_adam(0.1, freeze_step=0), "warm-up of at least one step, got 0"),
+        (lambda: jd.optimizers.one_bit_adam(0.1, freeze_step=0), "freeze_step must be at least 1, got 0"),
         (lambda: jd.optimizers.one_bit_adam(0.1, freeze_step=1, b1=1.0), "b1 must be .* got 1.0"),
         (lambda: jd.optimizers.qadam(0.1, b2=-0.1), "b2 must be .* got -0.1"),
         (lambda: jd.optimizers.qadam(0.1, eps=-1.0), "eps must be .* got -1.0"),
