@@ -149,7 +149,7 @@ def _apply_to_parts(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[
         full = None if part.full is None else apply_primitive(equation, [part.full])[0]
         return [Part(part.value, shape, full)]
     # A reduction to one number is one over all dimensions that have several entries.
-    if name in REDUCTIONS and part.full is None and math.prod(shape) == 1:
+    if part.full is None and math.prod(shape) == 1 and _reduces(name, part.value.dtype):
         return [REDUCTIONS[name](part, comm).reshape(shape)]
     # Any other operation needs whole arrays.
     return apply_primitive(equation, [x.whole(comm) if is_part(x) else _as_array(x) for x in operands])
@@ -191,28 +191,32 @@ def _apply_branch(comm: Comm, branch: Any, *operands: Any) -> list[Any]:
 
 
 def _reduction(
-    over_shard: Callable[[Array], Array], over_workers: Callable[[Comm], Callable], neutral: Callable[[Any], Any]
+    over_shard: Callable[[Array], Array], over_workers: Callable[[Comm], Callable], neutral: float | bool
 ) -> Callable[[Part, Comm], Array]:
     """A reduction of a whole array; the padding is replaced by the neutral element first."""
-    return lambda part, comm: over_workers(comm)(over_shard(part.clear_padding(comm, neutral(part.value.dtype)).value))
-
-
-def _lowest(dtype: Any) -> Array:
-    return jnp.array(-jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
-
-
-def _highest(dtype: Any) -> Array:
-    return jnp.array(jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
+    return lambda part, comm: over_workers(comm)(over_shard(part.clear_padding(comm, neutral).value))
 
 
 # `Comm` has sums and maxima: a minimum is a negated maximum, and logical reductions are those of 0 and 1.
 REDUCTIONS: dict[str, Callable[[Part, Comm], Array]] = {
-    "reduce_sum": _reduction(jnp.sum, lambda comm: comm.sum, lambda dtype: jnp.zeros((), dtype)),
-    "reduce_max": _reduction(jnp.max, lambda comm: comm.max, _lowest),
-    "reduce_min": _reduction(jnp.min, lambda comm: lambda x: -comm.max(-x), _highest),
-    "reduce_or": _reduction(jnp.any, lambda comm: lambda x: comm.max(x.astype(jnp.int32)) > 0, lambda dtype: False),
-    "reduce_and": _reduction(jnp.all, lambda comm: lambda x: comm.max((~x).astype(jnp.int32)) == 0, lambda dtype: True),
+    "reduce_sum": _reduction(lambda x: jnp.sum(x, dtype=x.dtype), lambda comm: comm.sum, 0),
+    "reduce_max": _reduction(jnp.max, lambda comm: comm.max, -jnp.inf),
+    "reduce_min": _reduction(jnp.min, lambda comm: lambda x: -comm.max(-x), jnp.inf),
+    "reduce_or": _reduction(jnp.any, lambda comm: lambda x: comm.max(x.astype(jnp.int32)) > 0, False),
+    "reduce_and": _reduction(jnp.all, lambda comm: lambda x: comm.max((~x).astype(jnp.int32)) == 0, True),
 }
+
+
+def _reduces(name: str, dtype: Any) -> bool:
+    """Returns True if `REDUCTIONS` are right for this dtype.
+
+    Integers do not have infinities or all negatives, 8-bit floats not always infinities, and of integers `reduce_or`
+    takes the bits.
+    """
+    if name in ("reduce_or", "reduce_and"):
+        return jnp.issubdtype(dtype, jnp.bool_)
+    is_exact = name == "reduce_sum" or jnp.issubdtype(dtype, jnp.floating)
+    return name in REDUCTIONS and is_exact and jnp.dtype(dtype).itemsize > 1
 
 
 def _cast_type(x: Any, names: Iterable[str]) -> Any:

@@ -242,11 +242,14 @@ def test_on_parts():
         return smooth, rolled, chosen, (x > 0).any(), (x > -9).all(), jnp.where(x > 0, x, 0.0), x @ x.T
 
     x, y = jax.random.normal(jax.random.key(0), (7, 5)), jnp.arange(3.0)
+    assert_close(evaluate_on_parts(f, x, y), f(x, y), 1e-5)
 
+
+def evaluate_on_parts(f, *arrays):
     def one_worker(_):
         comm = jd.comm.over("data")
-        parts = tuple(Part(piece(array, comm), array.shape) for array in (x, y))
-        found = on_parts(f, comm, (x, y), parts)
+        parts = tuple(Part(piece(array, comm), array.shape) for array in arrays)
+        found = on_parts(f, comm, arrays, parts)
         return jax.tree.map(
             lambda p: all_gather_shards(p.value, p.shape, comm) if isinstance(p, Part) else p,
             found,
@@ -254,7 +257,24 @@ def test_on_parts():
         )
 
     found = jax.vmap(one_worker, axis_name="data")(jnp.arange(4))
-    assert_close(jax.tree.map(lambda p: p[2], found), f(x, y), 1e-5)
+    return jax.tree.map(lambda p: p[2], found)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "bool", "float8_e4m3fn"])
+def test_reductions_of_dtypes_without_infinity(dtype):
+    """With numbers that have no negative, or that padding must not replace."""
+    extremes = [0, 1] if dtype == "bool" else [jnp.finfo(dtype).min, 5] if "f" in dtype else [jnp.iinfo(dtype).min, 5]
+    x = jnp.array(extremes * 10).astype(dtype)
+
+    def f(x):
+        return x.min(), x.max(), -x.min() if dtype == "int8" else 0, jnp.sum(x != 0)
+
+    assert evaluate_on_parts(f, x) == f(x)
+
+
+def test_bitwise_reductions_of_integers():
+    x = jnp.array([1, 2, 12] * 7)
+    assert evaluate_on_parts(lambda x: (jax.lax.reduce_or(x, (0,)), jax.lax.reduce_and(x, (0,))), x) == (15, 0)
 
 
 def test_refusals():
