@@ -103,6 +103,28 @@ def test_low_precision_parameters_with_master(tmp_path, adamw):
     assert equal(opt.init(low), found)  # from disk
 
 
+def test_literals_that_print_alike(tmp_path):
+    rates = {"a": 1.23456e-4, "b": 1.23464e-4}
+    tx = optax.partition({name: optax.sgd(rate) for name, rate in rates.items()}, {name: name for name in rates})
+    opt = offload.nvme(tx, offload.Store(tmp_path))
+    found = opt.apply(opt.init({name: jnp.zeros(2) for name in rates}), {name: jnp.ones(2) for name in rates})
+    assert equal(found, {name: jnp.full(2, -rate) for name, rate in rates.items()})
+    opt.close()
+
+
+def test_a_weakly_typed_argument_keeps_its_promotion(tmp_path):
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: (g * value).astype(g.dtype), updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    opt, three = offload.nvme(tx, offload.Store(tmp_path)), {"w": jnp.full(2, 3, jnp.bfloat16)}
+    zero = opt.init({"w": jnp.zeros(2, jnp.bfloat16)})
+    # A weak 1.005 is rounded to bfloat16 before it multiplies.
+    weak, strong = [opt.apply(zero, three, value=value)["w"][0] for value in (1.005, np.float32(1.005))]
+    assert (weak, strong) == (3.03125, 3.015625)
+    opt.close()
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx",
@@ -154,9 +176,40 @@ def test_refuses_sizes_and_other_states(tmp_path, adamw):
         offload.nvme(adamw, offload.Store(tmp_path)).init(params())
     with pytest.raises(ValueError, match="as `init` saw them"):
         opt.apply(params(), {**params(), "b": jnp.ones(4)})
+    renamed = {"z" if name == "w" else name: x for name, x in params().items()}
+    with pytest.raises(ValueError, match="tree of parameters and gradients"):
+        opt.apply(params(), renamed)
     opt.close()
     with pytest.raises(ValueError, match="another model"):
         opt.init({"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (optax.sgd(0.1, momentum=0.9), optax.lion(0.1)),
+        (optax.adam(0.1), optax.adam(optax.constant_schedule(0.1))),
+        (optax.inject_hyperparams(optax.adam)(0.1), optax.adam(0.1)),
+    ],
+)
+def test_numbers_of_another_optimizer_are_refused(tmp_path, first, second):
+    """Its arrays have the same dtypes."""
+    ones = {"w": jnp.ones(3)}
+    opt = offload.nvme(first, offload.Store(tmp_path), master_dtype=jnp.float32)
+    opt.apply(opt.init(ones), ones)
+    opt.close()
+    with pytest.raises(ValueError, match="another model, optimizer"):
+        offload.nvme(second, offload.Store(tmp_path), master_dtype=jnp.float32).init(ones)
+
+
+def test_tied_parameters_are_not_overwritten_twice(tmp_path):
+    w = np.ones(3, np.float32)
+    opt = offload.nvme(optax.sgd(0.5), offload.Store(tmp_path))
+    tied = opt.init({"a": w, "b": w, "e": w[:0], "f": w[:0]})
+    with pytest.raises(ValueError, match="into the same memory"):
+        opt.apply(tied, tied, donate=True)
+    assert equal(opt.apply(tied, tied), jax.tree.map(lambda x: x / 2, tied))
+    opt.close()
 
 
 def test_parameters_of_another_step_are_refused(tmp_path, adamw):

@@ -416,3 +416,15 @@ def test_refuses_by_name(tmp_path):
     with pytest.raises(ValueError, match="floating arrays, got one of int32"):
         run.step(make_batch(0))
     run.close()
+    with pytest.raises(ValueError, match="another model, optimizer"):
+        start(build(optax.adam(optax.constant_schedule(1e-2))), params)
+
+
+def test_the_state_of_empty_leaves_keeps_its_dtype(tmp_path):
+    params = {"e": np.zeros((0, 2), np.float32), "w": np.ones((5, 3), np.float32)}
+    tx = optax.adam(0.1, mu_dtype="bfloat16")
+    run = offload.nvme_layers(STACK, tx, offload.Store(tmp_path))
+    run.init(lambda i: {"w": np.ones(2, np.float32)}, 1, embed={}, head=params)
+    found, wanted = run.state("head"), tx.init(jax.tree.map(jnp.asarray, params))
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, wanted)
+    run.close()

@@ -188,7 +188,9 @@ class _LayerStream:
             pairs = list(zip(models, layouts, strict=True))
             updates = [update_program(self.inner, model, layout, compiled) for model, layout in pairs]
             largest, depth = self._buffers(parts)
-            if not disk.attach_buffers(layout, chunk_bytes, largest, depth):
+            if disk.attach_buffers(layout, chunk_bytes, largest, depth):
+                disk.check_numbers([x for model in models for x in model.numbers()])
+            else:
                 starts = [init_program(self.inner, model, layout, compiled) for model, layout in pairs]
                 _create(disk, parts, models, starts, layer)
         except BaseException:

@@ -104,7 +104,8 @@ class StackPart(NamedTuple):
             for piece in pieces(self.layout.segments[chunk.stream], chunk.start, stop):
                 found[piece.leaf].append(view(k)[at : at + piece.size])
                 at += piece.size
-        empty = [np.empty(0, leaf.dtype) for leaf in self.model.leaves]
+        # Leaves without entries, and those for which the optimizer keeps fewer arrays than for others.
+        empty = [np.empty(0, (each[plane:] or each)[0]) for each in self.model.dtypes()]
         return [x[0] if len(x) == 1 else np.concatenate(x or [e]) for x, e in zip(found, empty, strict=True)]
 
 

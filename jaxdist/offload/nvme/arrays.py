@@ -128,6 +128,21 @@ def allocate_aligned(size: int, dtype: Any) -> np.ndarray:
     return room[first : first + size * np.dtype(dtype).itemsize].view(dtype)
 
 
+def _takes_entries(leaf: Any) -> bool:
+    """Returns True for arrays that can be viewed as a vector and written in place."""
+    return isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
+
+
+def check_apart(leaves: Sequence[Any]) -> None:
+    """Checks that no two parameters that are overwritten are the same memory: the second would see the first's step."""
+    starts = [leaf.ctypes.data for leaf in leaves if _takes_entries(leaf) and leaf.size]
+    if len(set(starts)) < len(starts):
+        raise ValueError(
+            "donate=True would write two parameters into the same memory: make tied parameters one leaf, or leave out "
+            "donate"
+        )
+
+
 def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
     """A sink for the new entries of a shard."""
     kind = leaf.sharding.memory_kind if shard.devices else None
@@ -147,8 +162,7 @@ def sink(leaf: Any, shard: Shard, *, donate: bool) -> Sink:
 
         return Sink(send, concatenate)
 
-    # Only a contiguous array can be viewed as a vector and written in place.
-    in_place = donate and isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
+    in_place = donate and _takes_entries(leaf)
     flat = leaf.reshape(-1) if in_place else allocate_aligned(int(np.prod(shard.shape)), leaf.dtype)
 
     def write_entries(start, x):

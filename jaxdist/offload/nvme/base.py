@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from ..._core.types import PyTree, State
+from ...state.marks import is_mark
 from . import arrays
 from .chunks import Runner
 from .disk import Disk
@@ -117,13 +118,8 @@ class _NvmeOptimizer:
             layout = model.lay_out(chunk_bytes)
             if not disk.attach(layout, chunk_bytes, self.host_bytes):
                 self._create(model, split, disk, compiled)
-            elif model.master:
-                params = read_params(model, disk)
-            elif disk.gave not in (None, hash_params(model)):
-                raise ValueError(
-                    f"{folder} holds the state of step {disk.step}, and these are not the parameters of that step: "
-                    f"restore those of step {disk.step}, or keep them on disk too, with master_dtype"
-                )
+            else:
+                params = _resume(model, disk, params)
         except BaseException:
             disk.unlock()
             raise
@@ -141,8 +137,10 @@ class _NvmeOptimizer:
     def apply(self, params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
         opened = self._require_open()
         model, disk = opened.model, opened.disk
-        placements = list(zip(_check_shapes(model, params), _check_shapes(model, grads), model.places, strict=True))
+        placements = list(zip(_check_tree(model, params), _check_tree(model, grads), model.places, strict=True))
         leaves = [arrays.place(p, place) for p, _, place in placements]
+        if donate:
+            arrays.check_apart(leaves)
         gradients = [g if isinstance(g, np.ndarray) else arrays.place(g, place) for _, g, place in placements]
         extra = jax.tree.map(jnp.asarray, extra_args)
         plan = self._plan(opened, gradients, extra)
@@ -167,8 +165,9 @@ class _NvmeOptimizer:
         return assemble(model, leaves, sinks)
 
     def _plan(self, opened: _Opened, gradients: Sequence[Any], extra: PyTree) -> _Plan:
-        # What a trace depends on: dtypes, since gradients may come in several, and the extra arguments.
-        kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(extra)]
+        # What a trace depends on: dtypes, since gradients may come in several, and the extra arguments, also whether
+        # they are weakly typed.
+        kinds = [jax.typeof(x) for x in jax.tree.leaves(extra)]
         key = str(([g.dtype for g in gradients], jax.tree.structure(extra), kinds))
         if key not in opened.plans:
             split = split_update(self.inner, opened.model, gradients, extra)
@@ -210,12 +209,29 @@ class _NvmeOptimizer:
         return self.opened
 
 
-def _check_shapes(model: Model, tree: PyTree) -> list[Any]:
-    """The leaves of parameters or gradients, which must have the shapes that `init` saw."""
+def _resume(model: Model, disk: Disk, params: PyTree) -> PyTree:
+    """The parameters of the committed step: those on disk, or else the given ones, if they belong to it."""
+    disk.check_numbers(model.numbers())
+    if model.master:
+        return read_params(model, disk)
+    if disk.gave not in (None, hash_params(model)):
+        raise ValueError(
+            f"{disk.folder} holds the state of step {disk.step}, and these are not the parameters of that step: "
+            f"restore those of step {disk.step}, or keep them on disk too, with master_dtype"
+        )
+    return params
+
+
+def _check_tree(model: Model, tree: PyTree) -> list[Any]:
+    """The leaves of parameters or gradients, which must have the tree and the shapes that `init` saw."""
     leaves, shapes, _ = arrays.strip_marks(tree)
     if shapes != model.shapes:
         wrong = next((s for s, t in zip(shapes, model.shapes) if s != t), f"{len(shapes)} leaves")
         raise ValueError(f"the shapes of parameters and gradients must be as `init` saw them, got {wrong}")
+    # Leaves are matched by their order: those of other names would update others.
+    found, expected = jax.tree.structure(tree, is_leaf=is_mark), jax.tree.structure(model.held)
+    if found != expected:
+        raise ValueError(f"the tree of parameters and gradients must be as `init` saw it, {expected}, got {found}")
     return leaves
 
 

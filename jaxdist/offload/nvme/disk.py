@@ -106,15 +106,24 @@ class Disk:
         self.slot = int(np.flatnonzero(steps == step)[0])
         manifest = self.manifests[self.slot]
         if manifest["layout"] != layout.signature:
-            raise ValueError(
-                f"{self.folder} holds the state of another model, optimizer, master_dtype or number of workers: "
-                "use another folder, or delete this one"
-            )
+            raise self._mismatch()
         self.step, self.sums = step, manifest["checksums"]
         self.numbers = files.decode(manifest["numbers"])
         # Manifests of earlier versions do not have it, or had other hashes under another name.
         self.gave = manifest.get("hashes")
         return True
+
+    def check_numbers(self, likes: Sequence[Any]) -> None:
+        """Checks that the stored numbers are those of this optimizer: its arrays may have the dtypes of another's."""
+        stored, expected = [[(x.shape, np.dtype(x.dtype)) for x in each] for each in (self.numbers, likes)]
+        if stored != expected:
+            raise self._mismatch()
+
+    def _mismatch(self) -> ValueError:
+        return ValueError(
+            f"{self.folder} holds the state of another model, optimizer, master_dtype or number of workers: "
+            "use another folder, or delete this one"
+        )
 
     def flush(self) -> None:
         """Waits for the step that is being written, and raises its error if it failed.

@@ -245,8 +245,10 @@ def _program(trace: _Trace, inputs: Sequence[int], outputs: Sequence[_Value]) ->
     literals = {x: trace.constants[x] for x in outside if x in trace.literals}
     numbers = [x for x in outside if x not in literals]
     dtypes = [value.aval.dtype for value in outputs]
-    # Positions within the leaf, and the text of literals: leaves that are treated alike get the same key.
-    spelling = {x: str(i) for i, x in enumerate([*inputs, *numbers, *made])} | {x: repr(v) for x, v in literals.items()}
+    # Positions within the leaf, and the bits of literals: leaves that are treated alike get the same key. NumPy prints
+    # as many digits as it is set to, in which two learning rates may be equal.
+    spelling = {x: str(i) for i, x in enumerate([*inputs, *numbers, *made])}
+    spelling |= {x: f"{v.dtype} {v.tobytes().hex()}" for x, v in literals.items()}
     steps = [(x.name, str(x.equation.params), [spelling[value] for value in x.inputs]) for x in operations]
     # The dtypes of operands, too: spans of leaves with one key share a buffer.
     key = str(([trace.types[x].dtype for x in inputs], len(numbers), steps, [spelling[x] for x in results], dtypes))

@@ -53,6 +53,11 @@ class Model(NamedTuple):
     def _of(self, leaf: int) -> list[int]:
         return [i for i, k in enumerate(self.beside) if k == leaf]
 
+    def numbers(self) -> list[Any]:
+        """The shapes and dtypes of the state that belongs to no leaf, in tree order."""
+        pairs = zip(jax.tree.leaves(self.state), self.beside, strict=True)
+        return [x for x, k in pairs if k == NO_PARAMETER]
+
     def lay_out(self, chunk_bytes: int) -> Layout:
         """The layout of all arrays on disk."""
         sizes = [[int(np.prod(shard.shape)) for shard in each] for each in self.shards]
