@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,9 @@ import pytest
 
 from jaxdist import topology
 from jaxdist.asynchronous import Compute, Role, Rule, ray_engine, replay, rules
+from jaxdist.asynchronous.ray_engine.driver import Driver, RunOptions
+from jaxdist.asynchronous.ray_engine.role_runner import Records
+from jaxdist.asynchronous.ray_engine.state_store import ActorReport, PlaceStatus
 
 ray = pytest.importorskip("ray")
 GOALS = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
@@ -175,6 +179,43 @@ def test_who_waits_is_named(cluster):
 def test_what_a_rule_raises_arrives(cluster):
     with pytest.raises(ValueError, match="spare must be less than the 2 workers, got 2"):
         ray_engine.run(RULES["backup"], TASK, workers=2, seconds=60)
+
+
+@pytest.mark.slow
+def test_what_a_loss_raises_arrives(cluster):
+    """Also what it raises when it is traced, on which a process tries its program before the clock starts."""
+    broken = TASK._replace(loss=lambda x, goal: (jnp.sum(x["w"]), {"of": goal}))
+    with pytest.raises(TypeError, match="Gradient only defined for scalar-output functions"):
+        ray_engine.run(RULES["asgd"], broken, workers=1, seconds=60)
+
+
+def test_a_long_evaluation_is_no_stall():
+    """The driver polls twice without a difference, and then evaluates for longer than the timeout."""
+    evaluated = []
+
+    def evaluate(params):
+        time.sleep(0.3)
+        evaluated.append(params)
+        return 1.0
+
+    answers = {
+        "status": lambda: ({0: PlaceStatus(0.0, 1, len(evaluated), ActorReport())}, len(evaluated), 0),
+        "models": lambda places: {},
+        "log": lambda: (Records([], [], []), [], {}),
+        "open": lambda peers, begun: None,
+        "ready": lambda: 1,
+    }
+    fake = mock.MagicMock(exceptions=ray.exceptions)
+    actor = fake.remote.return_value.options.return_value.remote.return_value
+    for name, answer in answers.items():
+        getattr(actor, name).remote.side_effect = answer
+    fake.get.side_effect = lambda call, timeout: call
+    fake.wait.return_value = ([], [])
+    options = {"task": TASK._replace(evaluate=evaluate), "steps": 2, "evaluate_every": 0.4}
+    options |= {"timeout": 0.2, "seed": 0, "slow": {}, "on_death": "restart", "restarts": 0, "resources": {}}
+    missing = dict.fromkeys(("seconds", "gradients", "target", "progress"))
+    run = Driver(fake, RunOptions(rule=RULES["bsp"], workers=1, **options, **missing)).run()
+    assert run.losses.tolist() == [1.0] * 3
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..errors import ActorLostError, NonFiniteGradientError
+from ..errors import ActorLostError
 from ..portable import flat, read, write
 from ..protocol import SERVER, Rule, Site
 from ..replay.base import Task, gradient_function
@@ -62,8 +62,8 @@ class Actor:
         self.params = jax.tree.map(jax.numpy.asarray, self.config.task.params)
         # Compiles the gradient before the run begins.
         if index != SERVER:
-            # If this gradient is not finite, so is the first one of the run, which reports it.
-            with contextlib.suppress(NonFiniteGradientError):
+            # An error, as of a gradient that is not finite, is that of the first gradient of the run, which reports it.
+            with contextlib.suppress(Exception):
                 jax.block_until_ready(force(self.gradient(self.params, index, 0)))
         if self.entry.peers:
             self.begin(self.entry.peers, self.entry.begun)

@@ -103,7 +103,8 @@ class Driver:
         started = self.progressed = time.monotonic()
         next_evaluation = 0.0
         while True:
-            now = time.monotonic() - started
+            polled = time.monotonic()
+            now = polled - started
             places, steps, gradients = self._call_store("status")
             if options.evaluate_every is not None and now >= next_evaluation:
                 self._evaluate(now)
@@ -119,7 +120,7 @@ class Driver:
                 break
             self._replace_dead(places)
             self._kill_silent(places)
-            self._check_progress(places)
+            self._check_progress(places, polled)
         # All processes handle the messages that have arrived.
         calls = [actor.stop.remote() for actor in self.actors.values()]
         self.ray.wait(calls, num_returns=len(calls), timeout=self.timeout)
@@ -210,13 +211,14 @@ class Driver:
         for actor in self.actors.values():
             actor.on_gone.remote(place)
 
-    def _check_progress(self, places: Mapping[int, PlaceStatus]) -> None:
+    def _check_progress(self, places: Mapping[int, PlaceStatus], polled: float) -> None:
         """Raises `StalledError` if all processes answer, but none has made progress within the timeout."""
+        # Since the poll, an evaluation may have taken longer than the timeout.
         # A process that falls silent or is replaced counts as progress.
         current = [(status.commits, status.life, status.silent > SILENT_SECONDS) for status in places.values()]
         if current != self.last_progress:
-            self.last_progress, self.progressed = current, time.monotonic()
-        elif time.monotonic() - self.progressed > self.timeout and not any(silent for _, _, silent in current):
+            self.last_progress, self.progressed = current, polled
+        elif polled - self.progressed > self.timeout and not any(silent for _, _, silent in current):
             by_place = sorted(places.items())
             waiting = {place: status.report.waits_for for place, status in by_place if status.report.waits_for}
             computing = tuple([place for place, status in places.items() if status.report.computing])
