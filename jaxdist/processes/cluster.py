@@ -69,7 +69,7 @@ def detect(environment: Mapping[str, str]) -> Job | None:
         raise ValueError(f"{', '.join(VARIABLES)} must be set together: {' and '.join(missing)} missing{source}")
     address, count, process = found
     for name, value in ((COUNT, count), (PROCESS, process)):
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ValueError(f"{name} must be a number, got {value!r}")
     if int(process) >= int(count):
         raise ValueError(f"{PROCESS}={process} must be below {COUNT}={count}")
@@ -79,8 +79,10 @@ def detect(environment: Mapping[str, str]) -> Job | None:
 def split_address(address: str, what: str) -> tuple[str, int]:
     """Splits `host:port`, and removes the brackets of IPv6 addresses."""
     host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise ValueError(f"{what} must be host:port, got {address!r}")
+    # Python connects to an IPv6 address without brackets; gRPC cannot read it, and aborts the process.
+    bare = ":" in host and not re.fullmatch(r"\[.*\]", host)
+    if not host or bare or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{what} must be host:port, or [address]:port for IPv6, got {address!r}")
     return host.strip("[]"), int(port)
 
 

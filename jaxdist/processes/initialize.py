@@ -90,7 +90,7 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
 def check_connected() -> None:
     """Raises if this process is one of several by `JAX_NUM_PROCESSES`, but is not connected to the others."""
     count = os.environ.get(COUNT, "")
-    if count.isdigit() and int(count) > 1 and jax.process_count() == 1:
+    if count.isdecimal() and int(count) > 1 and jax.process_count() == 1:
         raise ValueError(
             f"{COUNT}={count}, but this process is not connected to the others, so each would train a model of its "
             "own: call jaxdist.initialize() at the start of the script, before JAX computes anything"

@@ -97,6 +97,7 @@ def test_an_indexed_job():
         ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES missing"),
         ({"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID missing$"),
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES must be a number, got 'two'"),
+        ({"JAX_NUM_PROCESSES": "²"}, "JAX_NUM_PROCESSES must be a number, got '²'"),
         ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID=4 must be below JAX_NUM_PROCESSES=4"),
     ],
 )

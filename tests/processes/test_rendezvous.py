@@ -340,7 +340,9 @@ def test_there_may_be_no_descriptor_left(few_descriptors):
 # ---- addresses
 
 
-@pytest.mark.parametrize("address", ["somewhere", "host:", "host:http", ":99999", "host:99999", "host:0", "host:²"])
+@pytest.mark.parametrize(
+    "address", ["somewhere", "host:", "host:http", ":99999", "host:99999", "host:0", "host:²", "::1:9000"]
+)
 def test_addresses(address):
     with pytest.raises(ValueError, match="must be host:port"):
         check_in(Job(address, 2, 1), listen_at="127.0.0.1:1", timeout_seconds=1)
