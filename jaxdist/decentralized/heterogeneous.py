@@ -179,8 +179,9 @@ def _combine_then_adapt(context: StepContext) -> StepResult:
 
 def _current_gradient(context: StepContext) -> Updates:
     """The local gradient; an inactive worker repeats its last one, so that the tracker does not change."""
-    gradient = wide(context.gradients)
-    return gradient if context.active is None else tree_where(context.active, gradient, context.state["gradient"])
+    last = context.state["gradient"]
+    gradient = optax.tree.cast_like(context.gradients, last)
+    return gradient if context.active is None else tree_where(context.active, gradient, last)
 
 
 @with_description

@@ -14,7 +14,7 @@ import optax
 from .._core.checks import NO_PARAMS
 from .._core.compat import is_on_host
 from .._core.dtypes import working_dtype
-from .._core.trees import to_device, tree_where
+from .._core.trees import is_key, to_device, tree_where
 from .._core.types import Array, AxisNames, Flag, Float, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm
 from ..state.marks import NO_PARAMETER, PerWorker, axis_tuple, beside, bind, is_mark, with_value
@@ -147,7 +147,14 @@ def _reset(owned: PyTree, inner: optax.GradientTransformation, comm: Comm, state
     """Buffers as `init` makes them, with the counts that belong to them; schedules go on counting."""
     # `init` is written for whole parameters, and makes whole arrays.
     fresh = split_marked(jax.tree.map(to_device, inner.init(gather_marked(params))))
-    return comm.varying(jax.tree.map(lambda own, new, old: _place_like(old, new) if own else old, owned, fresh, state))
+
+    def restart_leaf(own, new, old):
+        if not own:
+            return old
+        # Wide gradients have made the moments of half-precision parameters wider than `init` does.
+        return _place_like(old, new if is_key(new) else new.astype(old.dtype))
+
+    return comm.varying(jax.tree.map(restart_leaf, owned, fresh, state))
 
 
 def _average(owned: PyTree, comm: Comm, state: State) -> State:

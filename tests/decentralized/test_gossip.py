@@ -211,6 +211,21 @@ def test_tracking_keeps_the_mean_gradient():
     np.testing.assert_allclose(np.asarray(state.method.value["tracker"]).mean(0), last, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["adapt_then_combine", CTA])
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "float64")])
+def test_tracking_keeps_the_dtypes_of_its_state(order, dtypes):
+    """Whatever those of parameters and gradients, which differ in a run in x64."""
+    tx = jd.gossip(optax.sgd(0.1), graphs.ring(4), method=jd.decentralized.gradient_tracking(order=order))
+
+    def worker(x, gradient):
+        state = tx.init(x)
+        return state, tx.update(gradient, state, x)[1]
+
+    with jax.enable_x64(True):
+        before, after = jax.eval_shape(jax.vmap(worker, axis_name="data"), *(jnp.ones((4, 3), x) for x in dtypes))
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(before)]
+
+
 def test_quasi_global_momentum_keeps_workers_together():
     """Ring of 16, losses (x - i)²/2, rate .01, momentum .9: 2.4285 apart with local momentum, .5761 with this."""
     a, b = np.ones((16, 1)), np.arange(16.0)[:, None]

@@ -77,6 +77,15 @@ def test_one_worker_overflows_and_all_skip(run, worker):
     assert float(jd.transforms.loss_scale(after.opt)) == 2.0**15
 
 
+def test_a_round_may_reset_the_moments_of_wide_gradients():
+    """They are in float32, and `init` would make those of the parameters in float16."""
+    tx = jd.local_steps(optax.adam(0.1), optax.sgd(1.0), sync_period=1, buffers="reset", axis=None)
+    tx, x = jd.transforms.dynamic_loss_scale(tx, axis=None), jnp.ones(3, jnp.float16)
+    state = tx.init(x)
+    after = jax.eval_shape(tx.update, x, state, x)[1]
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
+
+
 def test_what_does_not_fit_shrinks_until_it_fits():
     """The scale itself makes the gradient infinite; no step of these is lost for ever."""
     tx = guarded(initial=2.0**50, growth_interval=1000, factor=2.0**8)
