@@ -6,18 +6,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from inspect import isclass, isfunction
+from inspect import get_annotations, isclass, isfunction
 from pathlib import Path
 from pkgutil import walk_packages
 from textwrap import dedent
 
 import jax
+import optax
 import pytest
 from paths import REPOSITORY
 from public_names import documented, public_names, resolve, tables, with_contents
 from transcripts import assert_alike
 
 import jaxdist
+from jaxdist.asynchronous.protocol import Rule
+from jaxdist.compressors import Compressor
+from jaxdist.reducers import Reducer
 
 ROOT = REPOSITORY
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
@@ -192,6 +196,26 @@ def test_the_table_of_the_reference_has_every_public_name():
     page = (ROOT / "docs/reference/index.md").read_text()
     assert "<!-- tables of public names -->" in page
     assert "docs/public_names.py" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_what_works_has_every_method_and_calls_no_helper_a_rule():
+    page = (ROOT / "docs/what-works.md").read_text()
+    linked = [resolve(name) for name in re.findall(r"\]\[(jaxdist[\w.]*)\]", page)]
+    made = (Compressor, Reducer, Rule, optax.GradientTransformation, optax.GradientTransformationExtraArgs)
+    found = {
+        f"{module}.{name}": resolve(f"{module}.{name}") for module, names in public_names().items() for name in names
+    }
+    methods = {name: value for name, value in found.items() if isfunction(value) and returned(value) in made}
+    assert len(methods) > 50
+    assert not [name for name, value in methods.items() if value not in linked]
+    for row in ("servers", "local models", "without a server"):
+        (names,) = re.findall(rf"^\| {row} \| (.*) \|$", page, re.M)
+        for name in re.findall(r"\]\[(jaxdist[\w.]*)\]", names):
+            assert returned(resolve(name)) is Rule, name
+
+
+def returned(function):
+    return get_annotations(function).get("return")
 
 
 def test_a_long_page_of_the_reference_starts_with_a_table_of_its_entries():
