@@ -31,8 +31,9 @@ def workload():
 
 
 def predict(workload, names, link, workers=4):
-    settings = {"optimizer": "adam:1e-3", "workers": workers, "batch_size": 4 * workers, "compute": COMPUTE}
-    return advice.predict(workload, names, link=parse.parse_link(link), **settings)
+    link, batch = parse.parse_link(link), 4 * workers
+    methods = advice.parse_methods(names, optimizer="adam:1e-3", workers=workers, batch_size=batch)
+    return advice.predict(workload, methods, workers=workers, batch_size=batch, link=link, compute=COMPUTE)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxdist as jd
+from jaxdist import offload
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 from jaxdist._cli.commands.compare import DEMO
@@ -205,6 +206,19 @@ def test_a_finished_run_is_refused_before_anything_is_trained(islands, tmp_path,
     assert cli.main(["train", "--steps", "5", "--out", str(tmp_path), "--resume", *islands]) == 2
     assert "has already done 5 steps: --steps must be larger, got 5" in capsys.readouterr().err
     assert results.read_log(log) == [{"kept": True}]
+
+
+def test_a_finished_run_on_disk_is_refused_before_its_baseline_is_trained(tmp_path, monkeypatch, capsys):
+    optimizer = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path / "disk"))
+    params = optimizer.init({"x": np.zeros(2, np.float32)})
+    for _ in range(5):
+        params = optimizer.apply(params, params)
+    optimizer.close()
+    monkeypatch.setattr(train, "prepare", lambda *given, **settings: pytest.fail("compiled"))
+    arguments = ["train", "--steps", "5", "--out", str(tmp_path), "--offload", f"nvme:{tmp_path / 'disk'}"]
+    assert cli.main(arguments) == 2
+    assert "has already done 5 steps: --steps must be larger, got 5" in capsys.readouterr().err
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 def test_a_killed_run_leaves_whole_lines(tmp_path):

@@ -1,7 +1,7 @@
 """`jaxdist advise`: predicts the time of several methods over given links, and recommends one of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -118,9 +118,9 @@ def run_advise(chosen: AdviseOptions) -> None:
         link, workers = None, jax.device_count() if chosen.workers is None else chosen.workers
     else:
         raise ValueError("there is no other worker to measure a link to: give one, as in --link 100mbit,20ms")
-    settings = {"optimizer": chosen.optimizer, "workers": workers, "batch_size": chosen.batch}
+    settings = {"workers": workers, "batch_size": chosen.batch}
     # What cannot work fails before the measurements.
-    parse_methods(chosen.reducers, **settings)
+    methods = parse_methods(chosen.reducers, optimizer=chosen.optimizer, **settings)
     if link is None:
         link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
     compute = chosen.compute and chosen.compute / 1e3
@@ -128,7 +128,7 @@ def run_advise(chosen: AdviseOptions) -> None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     # What runs on another device will not use the transport of this one.
     gloo = chosen.compute is None and uses_gloo()
-    found = predict(workload, chosen.reducers, **settings, link=link, compute=compute, gloo=gloo)
+    found = predict(workload, methods, **settings, link=link, compute=compute, gloo=gloo)
     if curves:
         found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
@@ -248,9 +248,8 @@ def parse_methods(names: Sequence[str], *, optimizer: str, workers: int, batch_s
 
 def predict(
     workload: Workload,
-    names: Sequence[str],
+    methods: Mapping[str, TrainingMethod],
     *,
-    optimizer: str,
     workers: int,
     batch_size: int,
     link: Link,
@@ -264,7 +263,6 @@ def predict(
     """
     examples = max(1, batch_size // workers)
     found: list[tuple[str, StepCost]] = []
-    methods = parse_methods(names, optimizer=optimizer, workers=workers, batch_size=batch_size)
     for name, method in methods.items():
         settings = {"workers": workers, "examples": examples, "compute": compute}
         cost = costs.measure_cost(name, method, workload, **settings)

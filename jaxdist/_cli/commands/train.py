@@ -14,6 +14,7 @@ from rich.progress import TaskProgressColumn
 from ... import checkpoint, islands
 from ...asynchronous import ray_engine, replay
 from ...asynchronous.protocol import Rule
+from ...offload.nvme.base import committed_step
 from .. import losses, results, tables
 from ..figures import in_bytes, print_table
 from ..running import (
@@ -38,7 +39,7 @@ from ..running import (
 )
 from ..spellings import parse
 from ..training import train
-from ..training.one_worker import parse_offload
+from ..training.one_worker import Offload, parse_offload
 from .replay import draw_replays, make_task, rules_table, write_events
 
 MESH_OPTIONS = ("reducer", "sync", "zero", "offload", "devices", "save_every", "resume", "islands")
@@ -137,7 +138,7 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     baselines = prepare_runs(names, chosen, workload, mesh)
     runs = prepare_runs([spelling], chosen, workload, mesh, offload=offload)
     folder = (chosen.out / "checkpoint").absolute()
-    _check_resume(chosen, folder)
+    _check_resume(chosen, folder, offload)
     finished, log_path = [], path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(folder) as save:
         for name, run in baselines:
@@ -168,10 +169,13 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     print_figure(console, chosen, plot)
 
 
-def _check_resume(chosen: TrainOptions, folder: Path) -> None:
+def _check_resume(chosen: TrainOptions, folder: Path, offload: Offload | None = None) -> None:
     """Raises ValueError, before anything is trained, if the run to continue is complete."""
+    # A folder with the state of an optimizer is continued without --resume.
+    done = committed_step(offload.folder) if offload is not None and offload.folder is not None else 0
     if chosen.resume:
-        check_steps_left(checkpoint.latest(folder) or 0, chosen.steps)
+        done = checkpoint.latest(folder) or 0
+    check_steps_left(done, chosen.steps)
 
 
 def _train_on_island(chosen: TrainOptions) -> None:

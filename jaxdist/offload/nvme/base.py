@@ -15,7 +15,7 @@ from . import arrays
 from .chunks import Runner
 from .disk import Disk
 from .entrywise import Split
-from .files import Store, Streamed, StreamedStats
+from .files import Store, Streamed, StreamedStats, read_manifests
 from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
 
 
@@ -79,6 +79,16 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     return Streamed(stream.init, stream.apply, stream.flush, stream.state, stream.stats, stream.close)
 
 
+def committed_step(path: str | Path) -> int:
+    """The last step of this process in the folder of a store, which may be in use; 0 if there is none."""
+    manifests = read_manifests(_folder_of_process(path))
+    return max((manifest["step"] for manifest in manifests.values()), default=0)
+
+
+def _folder_of_process(path: str | Path) -> Path:
+    return Path(path).absolute() / f"worker-{jax.process_index():05d}-of-{jax.process_count():05d}"
+
+
 class _Plan(NamedTuple):
     """A step for gradients of certain dtypes and extra arguments of certain shapes."""
 
@@ -109,7 +119,7 @@ class _NvmeOptimizer:
         self.close()
         store, model = self.store, describe(self.inner, params, self.master_dtype)
         split = split_init(self.inner, model)
-        folder = Path(store.path).absolute() / f"worker-{jax.process_index():05d}-of-{jax.process_count():05d}"
+        folder = _folder_of_process(store.path)
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
         compiled: dict[str, Callable] = {}
         try:
