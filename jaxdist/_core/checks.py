@@ -22,12 +22,7 @@ def check_count(name: str, value: float | int, least: int) -> None:
         raise ValueError(f"{name} must be a whole number, got {value}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    check_fits(name, number)
-
-
-def check_fits(name: str, value: float | int) -> None:
-    """Raises unless a number of steps can be compared with a count of them, which has 32 bits."""
-    if value >= 2**31:
+    if number >= 2**31:
         raise ValueError(f"{name} must be less than 2**31, got {value}")
 
 

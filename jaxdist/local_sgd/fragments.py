@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.checks import check_count, check_fits
+from .._core.checks import check_count
 from .._core.types import Array, Bool, Int, PyTree
-from ..schedule.periods import check_whole
 from ..wire.flat import whole_likes
 
 # `H`, or a schedule from the step to `H`.
@@ -118,12 +117,8 @@ def merge(parts: list[PyTree], labels: PyTree) -> PyTree:
 
 def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: int | float, fragments: int) -> None:
     """Checks that period, offset, delay and number of fragments go together."""
-    for name, steps in (("offset", offset), ("delay", delay), ("sync_period", sync_period)):
-        if not callable(steps):
-            check_whole(name, steps)
-            check_fits(name, steps)
-    if offset < 0 or delay < 0:
-        raise ValueError(f"offset and delay must not be negative, got {offset} and {delay}")
+    check_count("offset", offset, 0)
+    check_count("delay", delay, 0)
     if callable(sync_period):
         if fragments > 1:
             raise ValueError(
@@ -131,8 +126,7 @@ def check_period(sync_period: SyncPeriod | float, offset: int | float, delay: in
             )
         # The values of a schedule are not known here: `period_at` keeps them positive.
         return
-    if sync_period < 1:
-        raise ValueError(f"sync_period must be at least 1, got {sync_period}")
+    check_count("sync_period", sync_period, 1)
     if offset >= sync_period > 1:
         raise ValueError(f"offset must be less than sync_period={sync_period}, got {offset}")
     if delay >= sync_period and delay:
@@ -148,7 +142,7 @@ def period_at(sync_period: Any, count: Int[Array, ""]) -> Int[Array, ""]:
     """Returns `H` for the round that this step belongs to."""
     period = jnp.asarray(sync_period(count) if callable(sync_period) else sync_period)
     if not jnp.issubdtype(period.dtype, jnp.integer):
-        raise ValueError(f"sync_period must be a whole number of steps, got {period.dtype}; round it to jnp.int32")
+        raise ValueError(f"sync_period must be a whole number, got {period.dtype}; round it to jnp.int32")
     return jnp.maximum(period.astype(jnp.int32), 1)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import check_fits
+from .._core.checks import check_count
 from .._core.compat import varying_axes
 from .._core.dtypes import round_to
 from .._core.trees import to_device
@@ -211,9 +211,7 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
       >>> float(first), float(second)
       (0.0, -3.0)
     """
-    if start < 0:
-        raise ValueError(f"start must not be negative, got {start}")
-    check_fits("start", start)
+    check_count("start", start, 0)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params) -> DelayedState:

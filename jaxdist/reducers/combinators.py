@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
-from .._core.checks import check_fits
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import widen
 from .._core.trees import fold_keys, next_count
@@ -183,9 +183,7 @@ def reducer_schedule(first: Reducer, then: Reducer, step: int) -> Reducer:
     References:
       Vogels, Karimireddy, Jaggi, arXiv:1905.13727, 2019 (in PyTorch, `start_powerSGD_iter`).
     """
-    if step < 0:
-        raise ValueError(f"step must not be negative, got {step}")
-    check_fits("step", step)
+    check_count("step", step, 0)
 
     def init(like):
         return SwitchState(jnp.zeros((), jnp.int32), first.init(like), then.init(like))

@@ -365,7 +365,7 @@ def test_failures_stop_nobody_for_good(name):
     [
         (lambda: rules.pipe_sgd(SGD, width=0), "width must be at least 1, got 0"),
         (lambda: rules.local_sgd(SGD, sync_period=0), "sync_period must be at least 1, got 0"),
-        (lambda: unwrap(rules.local_sgd)(SGD, sync_period=2.5), "sync_period must be a whole number of steps, got 2.5"),
+        (lambda: unwrap(rules.local_sgd)(SGD, sync_period=2.5), "sync_period must be a whole number, got 2.5"),
         (lambda: rules.dasgd(SGD, sync_period=3, delay=3), r"delay must be in \[0, sync_period=3\), got 3"),
         (lambda: rules.palsgd(SGD, learning_rate=0.1, probability=1.0), r"probability must be in \[0, 1\), got 1.0"),
         (lambda: rules.palsgd(SGD, learning_rate=0.1, pull=-1.0), "pull must be at least 0, got -1.0"),

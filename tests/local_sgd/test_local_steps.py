@@ -398,13 +398,13 @@ def test_the_host_may_choose_the_program(options):
     ("options", "message"),
     [
         ({"sync_period": 0}, "sync_period must be at least 1, got 0"),
-        ({"sync_period": 2.5}, "sync_period must be a whole number of steps, got 2.5"),
+        ({"sync_period": 2.5}, "sync_period must be a whole number, got 2.5"),
         ({"sync_period": 2**31}, r"sync_period must be less than 2\*\*31, got 2147483648"),
         ({"sync_period": lambda count: 4, "offset": 2**31}, r"offset must be less than 2\*\*31"),
         ({"sync_period": 4, "warmup_steps": 2**31}, r"warmup_steps must be less than 2\*\*31"),
-        ({"sync_period": 4, "delay": 1.5}, "delay must be a whole number of steps, got 1.5"),
+        ({"sync_period": 4, "delay": 1.5}, "delay must be a whole number, got 1.5"),
         ({"sync_period": 4, "delay": 4}, "delay must be less than sync_period=4, got 4"),
-        ({"sync_period": 4, "offset": -1}, "must not be negative, got -1 and 0"),
+        ({"sync_period": 4, "offset": -1}, "offset must be at least 0, got -1"),
         ({"sync_period": 4, "offset": 4}, "offset must be less than sync_period=4, got 4"),
         ({"sync_period": 4, "merge_alpha": 1.0}, r"merge_alpha must be in \[0, 1\), got 1.0"),
         ({"sync_period": 4, "buffers": "average", "delay": 1}, "cannot go with a delay"),
@@ -424,7 +424,7 @@ def test_what_update_refuses():
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(jnp.zeros(2), state)
     for given in (2.5, jnp.float32(2)):
-        with pytest.raises(ValueError, match="sync_period must be a whole number of steps, got float32"):
+        with pytest.raises(ValueError, match="sync_period must be a whole number, got float32"):
             tx.update(jnp.zeros(2), state, jnp.zeros(2), sync_period=given)
     with pytest.raises(ValueError, match="slow_momentum divides the drift by the rate"):
         tx.update(jnp.zeros(2), state, jnp.zeros(2))

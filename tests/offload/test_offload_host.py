@@ -299,7 +299,7 @@ def test_delay_of_means_and_of_parts(four):
 def test_refusals(four):
     with pytest.raises(ValueError, match="tile_bytes"):
         offload.host(optax.adam(1.0), tile_bytes=0)
-    with pytest.raises(ValueError, match="start must not"):
+    with pytest.raises(ValueError, match="start must be at least 0"):
         offload.delayed(optax.adam(1.0), -1)
     with pytest.raises(ValueError, match=r"offload.host\(zero_redundancy"):
         jd.zero_redundancy(offload.host(optax.adam(1.0))).init(params())

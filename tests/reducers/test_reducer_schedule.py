@@ -110,7 +110,7 @@ def test_inside_feedback_both_are_contractions():
 
 
 def test_the_step_is_checked():
-    with pytest.raises(ValueError, match="step must not be negative, got -1"):
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
         jd.reducers.reducer_schedule(jd.exact(), jd.exact(), -1)
     with pytest.raises(ValueError, match=r"step must be less than 2\*\*31, got 2147483648"):
         jd.reducers.reducer_schedule(jd.exact(), jd.exact(), 2**31)

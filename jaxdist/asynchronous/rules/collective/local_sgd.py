@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ...._core.checks import check_count
 from ...._core.dtypes import working_dtype
 from ...._core.types import Number, PyTree
-from ....schedule.periods import check_whole
 from ... import protocol
 from ...protocol import After, Compute, GradientRecord, Message, Reaction, Role, Rule, Site
 from ...values import numeric
@@ -277,9 +277,7 @@ def _local_rule(
     """
     periods = tuple(sync_period) if isinstance(sync_period, Sequence) else (sync_period,)
     for period in periods:
-        check_whole("sync_period", period)
-        if period < 1:
-            raise ValueError(f"sync_period must be at least 1, got {period}")
+        check_count("sync_period", period, 1)
     if delay is not None and not 0 <= delay < min(periods):
         raise ValueError(
             f"delay must be in [0, sync_period={sync_period}), got {delay}: only one average may be in progress"
