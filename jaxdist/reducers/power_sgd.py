@@ -126,10 +126,9 @@ def power_sgd(
       arXiv:1905.13727, 2019. The local residual: Vogels, Karimireddy, Jaggi, "PowerGossip", arXiv:2008.01425, 2020.
     """
     check_count("rank", rank, 1)
+    check_count("start_step", start_step, 0)
     if min_compression_rate < 0:
         raise ValueError(f"min_compression_rate must not be negative, got {min_compression_rate}")
-    if start_step < 0:
-        raise ValueError(f"start_step must not be negative, got {start_step}")
     if own not in ("local", "paper"):
         raise ValueError(f'own must be "local" or "paper", got {own!r}')
     if one_sided and not warm_start:
