@@ -102,7 +102,8 @@ def _first_carry(stage: _Stage) -> _Carry:
     slots = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), x)
     # Sums are in float32 or better.
     sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, working_dtype(leaf.dtype)), stage.params)
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    value = jax.eval_shape(stage.model.head, stage.params.head, x, row(stage.waves, 0))
+    loss = jax.ShapeDtypeStruct((), working_dtype(value.dtype))
     return _Carry(*_zeros((x, floating(x), slots, sums, loss), stage.axes))
 
 

@@ -46,6 +46,14 @@ def test_equals_the_whole_model(stages):
     assert all(x.sharding.is_equivalent_to(cut, x.ndim) for x in jax.tree.leaves(found.params.layers))
 
 
+def test_the_loss_keeps_its_dtype(stages):
+    with jax.enable_x64(True):
+        start, waves = jax.tree.map(lambda x: x.astype(jnp.float64), (params(), (data(0), data(1))))
+        state = TrainState(start, TX.init(start))
+        _, metrics = jax.eval_shape(jd.distribute(step, stages), state, waves)
+    assert metrics["loss"].dtype == jnp.float64
+
+
 def test_refusals(stages):
     waves = (data(0), data(1))
     with pytest.raises(ValueError, match=r"'stage' must be an axis of the mesh .* run under distribute"):
