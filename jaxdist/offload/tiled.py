@@ -128,7 +128,7 @@ def tiled_dense(
         else:
             body = jax.checkpoint(column, prevent_cse=False) if remat else column
             _, y = lax.scan(lambda _, tiles: (None, body(tiles)), None, _stack(by_column))
-            y = jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)
+            y = jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], y.shape[0] * y.shape[-1])
         # Without the columns of padding in the last tiles.
         y = y[..., : grid.shape[1]]
         return y if bias is None else y + _along_last(fetch(bias, axis).astype(y.dtype), y)
@@ -218,11 +218,14 @@ def tiled_mlp(
         h = [_multiply(x, fetch(leaf, axis)) for leaf in tiles]
         if offsets:
             h = [y + _along_last(b.astype(y.dtype), y) for y, b in zip(h, offsets, strict=True)]
-        h = activation(*h)
-        if width * count > hidden:
+        if width * count == hidden:
+            h = activation(*h)
+        else:
+            inside = _along_last(number * width + jnp.arange(width) < hidden, h[0])
+            # The derivative at zero may be infinite, as that of a square root, and zero times infinity is NaN.
+            h = activation(*[jnp.where(inside, y, jnp.ones_like(y)) for y in h])
             # The activation of padding need not be zero.
-            inside = number * width + jnp.arange(width) < hidden
-            h = jnp.where(_along_last(inside, h), h, jnp.zeros_like(h))
+            h = jnp.where(inside, h, jnp.zeros_like(h))
         return total + _multiply(h, fetch(last, axis)).astype(total.dtype), None
 
     each = (

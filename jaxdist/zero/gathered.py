@@ -24,7 +24,7 @@ EXACT = exact()
 
 
 def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) -> PyTree:
-    """Marks large parameters as `Sharded`.
+    """Marks large parameters as `Sharded`; those that are marked already stay as they are.
 
     Args:
       smallest: leaves with fewer entries stay replicated: gathering them costs latency and saves nothing.
@@ -40,7 +40,11 @@ def shard(params: PyTree, *, smallest: int = 100_000, axis: AxisNames = None) ->
     """
     if smallest < 0:
         raise ValueError(f"smallest must not be negative, got {smallest}")
-    return jax.tree.map(lambda x: Sharded(x, axis=axis, multiple=MULTIPLE) if x.size >= smallest else x, params)
+
+    def mark_leaf(x: Any) -> Any:
+        return x if is_mark(x) or x.size < smallest else Sharded(x, axis=axis, multiple=MULTIPLE)
+
+    return jax.tree.map(mark_leaf, params, is_leaf=is_mark)
 
 
 def gathered(

@@ -89,6 +89,21 @@ def test_gated_mlp():
     assert_close(value_and_grads(tiled, X, W, OUT), value_and_grads(plain, X, W, OUT), 1e-5)
 
 
+def test_an_activation_whose_derivative_is_infinite_at_zero():
+    """In the padding of the last tile, without biases."""
+    x, w = X, jnp.abs(W)
+
+    def root(y):
+        return jnp.sqrt(jnp.abs(y))
+
+    tiled = value_and_grads(lambda x, w, out: tiled_mlp(x, w, out, root, splits=4), x, w, OUT)
+    assert_close(tiled, value_and_grads(lambda x, w, out: root(x @ w) @ out, x, w, OUT), 1e-5)
+
+
+def test_no_examples():
+    assert tiled_dense(jnp.zeros((0, 10)), W, out_splits=4).shape == (0, 14)
+
+
 def test_half_precision_adds_in_float32():
     x, w = (normal(*s, seed=s[0]).astype(jnp.bfloat16) for s in ((4, 512), (512, 8)))
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)

@@ -137,6 +137,13 @@ def test_bytes_and_memory():
     assert memory.temporary < 0.8 * before.temporary
 
 
+def test_marked_parameters_stay():
+    params = {"w": jd.zero.shard(jnp.zeros(8), smallest=0, axis="chip"), "v": jnp.zeros(8)}
+    marked = jd.zero.shard(params, smallest=0)
+    assert marked["w"] is params["w"]
+    assert isinstance(marked["v"], jd.Sharded)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="smallest must not be negative, got -1"):
         shard({}, smallest=-1)
