@@ -202,6 +202,16 @@ def test_numbers_of_another_optimizer_are_refused(tmp_path, first, second):
         offload.nvme(second, offload.Store(tmp_path), master_dtype=jnp.float32).init(ones)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_whole_gradients_of_sharded_parameters_are_refused(tmp_path, mesh, kind):
+    whole = {"w": jnp.linspace(0, 1, 40).reshape(8, 5)}
+    opt = offload.nvme(optax.sgd(0.5), offload.Store(tmp_path))
+    found = opt.init(jd.place(jd.zero.shard(whole, smallest=0), mesh))
+    with pytest.raises(ValueError, match="mark the gradient Sharded"):
+        opt.apply(found, jax.tree.map(kind, whole))
+    opt.close()
+
+
 def test_tied_parameters_are_not_overwritten_twice(tmp_path):
     w = np.ones(3, np.float32)
     opt = offload.nvme(optax.sgd(0.5), offload.Store(tmp_path))

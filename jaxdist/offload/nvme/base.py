@@ -242,6 +242,12 @@ def _check_tree(model: Model, tree: PyTree) -> list[Any]:
     found, expected = jax.tree.structure(tree, is_leaf=is_mark), jax.tree.structure(model.held)
     if found != expected:
         raise ValueError(f"the tree of parameters and gradients must be as `init` saw it, {expected}, got {found}")
+    for leaf, like in zip(leaves, model.leaves, strict=True):
+        if leaf.shape != like.shape:
+            raise ValueError(
+                f"a parameter that is an array {like.shape} of all shards has a gradient {leaf.shape}: mark the "
+                "gradient Sharded as the parameter is, and place it"
+            )
     return leaves
 
 
