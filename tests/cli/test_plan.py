@@ -119,6 +119,16 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     assert "--zero 1 shards" in said
 
 
+def test_a_step_without_communication_has_a_time(four, workload, monkeypatch, capsys, tmp_path):
+    plan = planning.plan
+    monkeypatch.setattr(planning, "plan", lambda *given, **options: plan(*given, **options)._replace(collectives=()))
+    monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
+    assert main(["plan", "--target", "h100:1x8", "--model", MODEL, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s" in said
+    assert "all-reduce" not in said
+
+
 def test_a_program_that_the_compiler_refuses():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. Exceeded by 4.75G."
     held = {"device": {"parameters": 2.0**30}, "pinned_host": {}}

@@ -98,6 +98,8 @@ def run_plan(chosen: PlanOptions) -> int:
     _print_memory(console, found)
     if found.collectives:
         _print_communication(console, found)
+    # A single chip communicates with none, and has a time too.
+    if found.spans:
         _print_times(console, found, batch * workload.units_per_example)
     for line in found.advice:
         console.print(f"[bold]try[/bold] {line}", highlight=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from ..._core.checks import check_range
 from ..._core.types import Number
 from ..protocol import Rule
 from ..replay.base import Result, Task
@@ -144,6 +146,8 @@ def _check_stopping(options: RunOptions) -> None:
         raise ValueError("no stopping criterion: pass seconds=, steps=, gradients= or target=")
     if options.target is not None and options.evaluate_every is None:
         raise ValueError(f"target={options.target} needs evaluate_every=")
+    if options.target is not None:
+        check_range("target", options.target, -math.inf)
     if options.evaluate_every is not None and options.task.evaluate is None:
         raise ValueError(f"evaluate_every={options.evaluate_every} needs a task with evaluate=")
 

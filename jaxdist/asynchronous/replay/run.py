@@ -1,5 +1,6 @@
 """Runs a rule on the virtual clock, in one call or in pieces, and saves its state between pieces as a file."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
+from ..._core.checks import check_range
 from ..._core.types import Number
 from ..durations import Durations, constant
 from ..links import Links, instant
@@ -136,6 +138,8 @@ def _advance(
         raise ValueError("no stopping criterion: pass seconds=, steps=, gradients= or target=")
     if target is not None and config.evaluate is None:
         raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
+    if target is not None:
+        check_range("target", target, -math.inf)
 
     @no_type_check
     def is_complete(state: ReplayState) -> bool:
