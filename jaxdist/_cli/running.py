@@ -78,6 +78,10 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
+    # Keys of JAX take 32 bits; `compare` counts its seeds from the first.
+    for seed in (options.seed, options.seed + getattr(options, "seeds", 1) - 1):
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed}")
     # Either variable is the user's own choice of devices.
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not chosen:

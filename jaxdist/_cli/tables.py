@@ -137,9 +137,14 @@ def period_records(cells: Sequence[Cell]) -> list[Record]:
 
 
 def check_table(path: Path | None) -> None:
-    """Raises ValueError, before anything is trained, if a table cannot be written in the form of this suffix."""
-    if path is not None and path.suffix not in SUFFIXES:
+    """Raises ValueError, before anything is trained, if no table can be written there or in the form of the suffix."""
+    if path is None:
+        return
+    if path.suffix not in SUFFIXES:
         raise ValueError(f"--table must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    for folder in path.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--table {path} needs a folder {str(folder)!r}, which is a file: give another path")
 
 
 def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:

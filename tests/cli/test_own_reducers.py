@@ -169,6 +169,9 @@ def test_latex_escapes_names_and_signs(table, tmp_path):
 def test_the_form_of_a_table_is_checked_before_training(folder, capsys):
     assert cli.main(["compare", "--table", "table.xlsx"]) == 2
     assert "--table must end in .csv, .md, .tex, got 'table.xlsx'" in capsys.readouterr().err
+    (folder / "file").touch()
+    assert cli.main(["compare", *TINY, "--table", "file/table.csv"]) == 2
+    assert "--table file/table.csv needs a folder 'file', which is a file" in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 

@@ -139,6 +139,9 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     runs = prepare_runs([spelling], chosen, workload, mesh, offload=offload)
     folder = (chosen.out / "checkpoint").absolute()
     _check_resume(chosen, folder, offload)
+    if offload is not None and offload.folder is not None:
+        # Where it cannot be made, the baseline need not be trained.
+        offload.folder.mkdir(parents=True, exist_ok=True)
     finished, log_path = [], path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path, append=chosen.resume) as log, results.background_saver(folder) as save:
         for name, run in baselines:
