@@ -71,6 +71,12 @@ def check_positive(option: str, value: float) -> None:
         raise ValueError(f"{option} must be finite, got {value}")
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that has no key of its own: those of JAX take 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed}")
+
+
 def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.sharding.Mesh]:
     """Makes the workload and a mesh over the devices; on a CPU, first makes that many devices of it."""
     devices = devices or options.devices
@@ -78,10 +84,9 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    # Keys of JAX take 32 bits; `compare` counts its seeds from the first.
+    # `compare` counts its seeds from the first.
     for seed in (options.seed, options.seed + getattr(options, "seeds", 1) - 1):
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed}")
+        check_seed(seed)
     # Either variable is the user's own choice of devices.
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not chosen:

@@ -22,7 +22,7 @@ from ...asynchronous import replay
 from ..figures import GREY, color_of, describe, in_bytes, label, new_figure, new_table, open_axes, print_table, write
 from ..models.base import Workload
 from ..models.digits import Digits, equal_parts, splits
-from ..running import File, Number, Text, check_positive, new_console, new_progress, path_in, print_paths
+from ..running import File, Number, Text, check_positive, check_seed, new_console, new_progress, path_in, print_paths
 from ..spellings import parse
 from ..spellings.grammar import parse_call
 
@@ -86,6 +86,7 @@ def run_replay(chosen: ReplayOptions) -> None:
     """Replays each rule on the same cluster, data and seed; prints a table and draws."""
     for name in ("workers", "batch", "seconds"):
         check_positive(f"--{name}", getattr(chosen, name))
+    check_seed(chosen.seed)
     if not chosen.rule:
         raise ValueError("--rule needs at least one name")
     if chosen.target is not None:

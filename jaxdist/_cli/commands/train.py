@@ -23,6 +23,7 @@ from ..running import (
     Options,
     StoppedError,
     Text,
+    check_seed,
     check_steps_left,
     new_console,
     new_progress,
@@ -291,6 +292,7 @@ def train_processes(chosen: TrainOptions) -> None:
     for name in ("steps", "batch", "workers", "seconds"):
         if getattr(chosen, name) is not None and not getattr(chosen, name) > 0:
             raise ValueError(f"--{name} must be positive, got {getattr(chosen, name)}")
+    check_seed(chosen.seed)
     rule = parse.parse_rule(chosen.rule, parse.parse_optimizer(chosen.optimizer), chosen.gradient)
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
     task = make_task(workload, batch=chosen.batch, seed=chosen.seed, workers=chosen.workers)

@@ -20,7 +20,7 @@ from .. import layers
 from ..figures import GREY, label, new_figure, new_table, open_axes, print_table, write
 from ..layers import Layer
 from ..models.base import Workload
-from ..running import File, Number, Options, Text, check_positive, new_console, path_in, print_paths, set_up
+from ..running import File, Number, Options, Text, check_positive, check_seed, new_console, path_in, print_paths, set_up
 from ..spellings import parse
 from ..training import train
 
@@ -73,6 +73,7 @@ def run_tune(chosen: TuneOptions) -> None:
     for name in ("batch", "workers", "steps", "evaluations"):
         if getattr(chosen, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
+    check_seed(chosen.seed)
     if chosen.flops is not None:
         check_positive("--flops", chosen.flops)
     if chosen.workers == 1 and not chosen.measured:
