@@ -85,7 +85,7 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     # `compare` counts its seeds from the first.
-    for seed in (options.seed, options.seed + getattr(options, "seeds", 1) - 1):
+    for seed in (options.seed, options.seed + max(1, getattr(options, "seeds", 1)) - 1):
         check_seed(seed)
     # Either variable is the user's own choice of devices.
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

@@ -203,7 +203,7 @@ def test_async_model_average_of_equal_models_changes_nothing():
             "interval must be at least 1, got 0",
         ),
         (lambda: bagua.d_lp_s(interval=-1), "interval must be at least 1, got -1"),
-        (lambda: bagua.qadam(0.1, warmup_steps=0), "warm-up of at least one step, got 0"),
+        (lambda: bagua.qadam(0.1, warmup_steps=0), "warmup_steps must be at least 1, got 0"),
         (lambda: bagua.bytegrad(optax.sgd(1.0), bucket_bytes=0), "bucket_bytes must be"),
         (lambda: bagua.bytegrad(optax.sgd(1.0), hierarchical=True), "two axes, the slow one first"),
         (lambda: bagua.low_precision_decentralized(optax.sgd(1.0), 4, hierarchical=True), "got 'data'"),
