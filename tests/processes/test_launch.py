@@ -301,6 +301,26 @@ flood()
     assert job.wait(60) == (0 if times == 1 else 128 + signal.SIGKILL)
 
 
+def test_a_line_that_comes_in_two_parts_stays_one(tmp_path):
+    """A launcher that has not read for a while finds more than it reads at once, which ends inside a line."""
+    ours, theirs = os.pipe()
+    shown, text = [], b"".join(b"%05d %s\n" % (number, b"x" * 58) for number in range(1100))
+    with open(ours, "rb") as file, open(tmp_path / "0.log", "wb") as log:
+        # Without a process and a terminal.
+        printer, reader = object.__new__(worker.Printer), object.__new__(worker.Worker)
+        printer.show = shown.append
+        reader.number, reader.log, reader.last = 0, log, []
+        pipe = worker.Pipe(file, printer)
+        for part in (text[:40], text[40:65_576], text[65_576:]):
+            os.write(theirs, part)
+            worker._read(reader, pipe)
+        os.close(theirs)
+        while worker._read(reader, pipe):
+            continue
+    assert (tmp_path / "0.log").read_bytes() == text
+    assert b"".join(shown) == b"".join(b"[0] %s\n" % line for line in text.splitlines())
+
+
 @pytest.mark.slow
 def test_what_was_not_read_is_counted_and_in_the_log(start, tmp_path):
     job = start("for number in range(30000): print(number, 'x' * 99)")

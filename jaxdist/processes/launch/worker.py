@@ -253,7 +253,9 @@ def _read(worker: Worker, pipe: Pipe) -> bool:
     pipe.partial += part
     # Progress bars end their lines with a carriage return.
     complete = max(pipe.partial.rfind(b"\n"), pipe.partial.rfind(b"\r")) + 1
-    _pass_on(worker, pipe, len(pipe.partial) if len(pipe.partial) > LONGEST_LINE else complete)
+    # What is left is one line, or its beginning.
+    too_long = len(pipe.partial) - complete > LONGEST_LINE
+    _pass_on(worker, pipe, len(pipe.partial) if too_long else complete)
     return bool(part)
 
 
