@@ -58,7 +58,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
 
     Raises:
       ValueError: `inner` has no reduce-scatter form; from `init`, the state of `outer` is neither shaped like the
-        vector nor independent of its length (`loco`, `partitioned`); at trace time, the group does not have two levels.
+        vector nor independent of its length (`loco`, `partitioned`, the server residual of `two_shot` if dtypes are
+        mixed); at trace time, the group does not have two levels.
 
     Examples:
       >>> import jaxdist as jd
@@ -225,8 +226,8 @@ def _find_vectors(outer: Reducer, state: State, likes: Sequence[Like]) -> PyTree
     if not alike or any(shape != other and (shape, other) not in vectors for shape, other in pairs):
         raise ValueError(
             f"hierarchical() cannot shard what outer={outer!r} keeps over the chips of a pod: its state must be shaped "
-            "like the vector, or be independent of its length. Use error_feedback in place of loco, and leave "
-            "partitioned out"
+            "like the vector of a dtype, or be independent of its length. Use error_feedback in place of loco, leave "
+            "partitioned out, and with a two_shot that has a server residual cast gradients to one dtype"
         )
     return structure.unflatten([pair in vectors for pair in pairs])
 

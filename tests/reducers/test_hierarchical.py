@@ -89,6 +89,14 @@ def test_state_that_no_chip_has_a_part_of_is_refused(outer):
         tx.init(jnp.zeros(SIZE))
 
 
+def test_a_server_residual_of_several_dtypes_is_refused():
+    """It is one vector of them all, of which the chips' parts are no parts."""
+    tx = jd.all_reduce(in_pods(jd.error_feedback(jd.two_shot(jd.compressors.scaled_sign()))), axis=tuple(AXES))
+    tx.init({"w": jnp.zeros(SIZE), "b": jnp.zeros(SIZE)})
+    with pytest.raises(ValueError, match="cast gradients to one dtype"):
+        tx.init({"w": jnp.zeros(SIZE), "b": jnp.zeros(SIZE, jnp.bfloat16)})
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_only_what_follows_the_length_is_sharded(size):
     """Two words of bytes are no vector, even if there are two parameters."""
