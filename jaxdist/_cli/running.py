@@ -110,9 +110,8 @@ def new_console() -> Console:
 def new_progress(console: Console, count: type[ProgressColumn], width: int) -> Progress:
     """A line with a name, which wraps on a narrow terminal, a bar, a count, and the numbers of `now`, which do not."""
     name = TextColumn("{task.description:<15}", markup=False, table_column=Column(overflow="fold"))
-    whole = (Column(no_wrap=True) for _ in range(2))
-    counted, now = count(table_column=next(whole)), TextColumn("{task.fields[now]}", table_column=next(whole))
-    return Progress(name, BarColumn(width), counted, now, console=console)
+    now = TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True))
+    return Progress(name, BarColumn(width), count(table_column=Column(no_wrap=True)), now, console=console)
 
 
 def print_paths(console: Console, **paths: Path) -> None:

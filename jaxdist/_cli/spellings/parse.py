@@ -206,9 +206,6 @@ def _take_rate(text: str, values: Sequence[Any], keywords: dict[str, Any], steps
     # Text would fail only when the first step is traced.
     if type(rate) not in (int, float):
         raise ValueError(f"optimizer {text!r}: the learning rate must be a number, got {rate!r}")
-    # Below zero it would climb, without a word.
-    if not 0 <= rate < float("inf"):
-        raise ValueError(f"optimizer {text!r}: the learning rate must be at least 0 and finite, got {rate!r}")
     return tables.make_rate(text, rate, tables.take_schedule(keywords), steps)
 
 

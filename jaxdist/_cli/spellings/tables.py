@@ -255,6 +255,9 @@ def make_rate(text: str, rate: float | int, given: dict[str, Any], steps: int | 
       >>> [round(float(rate(step)), 3) for step in range(8)]
       [0.05, 0.1, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0]
     """
+    # Below zero it would climb, without a word.
+    if not 0 <= rate < float("inf"):
+        raise ValueError(f"optimizer {text!r}: the learning rate must be at least 0 and finite, got {rate!r}")
     if not given:
         return rate
     _check_schedule(text, given)
