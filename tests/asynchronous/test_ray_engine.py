@@ -85,7 +85,7 @@ def alive(pid):
 
 
 def all_end(pids):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.05)
     return not any(map(alive, pids))
@@ -109,16 +109,32 @@ def test_a_killed_worker_changes_nothing_but_the_time(cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ad_psgd", "hop", "any_batch_gossip"])
-def test_peers_go_on_when_one_of_them_is_killed(cluster, name):
+def test_peers_go_on_when_one_of_them_is_killed(cluster, name, tmp_path):
     killer = Killer(1)
-    run = ray_engine.run(RULES[name], TASK, workers=2, seconds=20, progress=killer)
+    goal = GOALS[:2].mean(0)
+
+    def batch(seed, worker, job):
+        with (tmp_path / f"{worker}-{os.getpid()}").open("a") as jobs:
+            jobs.write(".")
+        return GOALS[worker]
+
+    def evaluate(params):
+        """The distance from the goal, as soon as the second process of worker 1 has done its share."""
+        first = f"1-{killer.seen[0].processes[1]}" if killer.seen else ""
+        shares = [jobs.stat().st_size for jobs in tmp_path.glob("1-*") if jobs.name != first]
+        if not killer.seen or max(shares, default=0) < 30:
+            return float("inf")
+        return float(np.sum((params["w"] - goal) ** 2) / np.sum(goal**2))
+
+    task = TASK._replace(batch=batch, evaluate=evaluate)
+    stop = {"seconds": 300, "target": 0.05, "evaluate_every": 0.5}
+    run = ray_engine.run(RULES[name], task, workers=2, **stop, progress=killer)
     assert killer.seen[-1].starts == {0: 1, 1: 2}
     counted = np.bincount(run.trace.gradients.worker, minlength=2)
     assert counted.min() > 20
     if name == "hop":
         assert np.ptp(counted) <= 3  # the tokens
     assert {"failed", "recovered"} <= set(run.trace.words)
-    goal = GOALS[:2].mean(0)
     assert np.sum((run.params["w"] - goal) ** 2) < 0.1 * np.sum(goal**2)
 
 
@@ -154,6 +170,7 @@ def test_a_gradient_that_is_not_finite_is_named(cluster, job):
     assert (error.value.worker, error.value.step) == (1, job)
 
 
+@pytest.mark.slow
 def test_who_dies_too_often_is_named(cluster):
     with pytest.raises(ray_engine.ActorLostError, match="worker 1 has died and is not started again") as error:
         ray_engine.run(RULES["bsp"], TASK, workers=2, seconds=60, restarts=0, progress=Killer(1, 4))

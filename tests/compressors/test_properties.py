@@ -1,6 +1,6 @@
 """Every registered code on drawn shapes, dtypes and inputs: blocks that do not divide, odd sizes, scalars and nothing.
 
-Two examples for each code by default, thirty with `--slow`.
+Two examples for each code by default, twelve with `--slow`.
 """
 
 import math
@@ -78,7 +78,7 @@ def test_a_code_keeps_its_word(name, shape, dtype, seed):
 
 @pytest.mark.slow
 @each_code
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(**examples)
 def test_a_code_keeps_its_word_often(name, shape, dtype, seed):
     check(name, shape, dtype, seed)

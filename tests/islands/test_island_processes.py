@@ -33,6 +33,7 @@ def test_an_island_is_killed_and_comes_back_and_the_others_go_on(tmp_path):
         kill_all(jobs)
 
 
+@pytest.mark.slow
 def test_an_island_leaves_at_sigterm_and_nobody_waits_for_it(tmp_path):
     # A timeout that would be noticed.
     jobs = [Job(tmp_path / "run", name, 10**6, 2, log=tmp_path, timeout=100, pace=0.01) for name in ("a", "bb")]

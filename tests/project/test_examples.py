@@ -58,8 +58,8 @@ def start(command):
     return run.stdout
 
 
-# The others compile more programs, or run in four processes; the README's diff is a chain that runs by default.
-QUICK = {"two_processes.py"}
+# The others compile more programs, or run in several processes; the README's diff is a chain that runs by default.
+QUICK = {"two_clusters.py"}
 
 
 @pytest.mark.parametrize(
