@@ -143,14 +143,15 @@ def _apply_to_parts(comm: Comm, equation: Any, operands: list[Any]) -> Sequence[
     shape = equation.outvars[0].aval.shape if equation.outvars else ()
     if name in ELEMENTWISE:
         return [_apply_elementwise(equation, operands, comm)]
-    part = operands[0]
-    # Shards are flat and in row-major order, so a reshape changes nothing but the shape.
-    if name in RESHAPES and len(operands) == 1 and math.prod(shape) == math.prod(part.shape):
-        full = None if part.full is None else apply_primitive(equation, [part.full])[0]
-        return [Part(part.value, shape, full)]
-    # A reduction to one number is one over all dimensions that have several entries.
-    if part.full is None and math.prod(shape) == 1 and _reduces(name, part.value.dtype):
-        return [REDUCTIONS[name](part, comm).reshape(shape)]
+    if len(operands) == 1:
+        (part,) = operands
+        # Shards are flat and in row-major order, so a reshape changes nothing but the shape.
+        if name in RESHAPES and math.prod(shape) == math.prod(part.shape):
+            full = None if part.full is None else apply_primitive(equation, [part.full])[0]
+            return [Part(part.value, shape, full)]
+        # A reduction to one number is one over all dimensions that have several entries.
+        if part.full is None and math.prod(shape) == 1 and _reduces(name, part.value.dtype):
+            return [REDUCTIONS[name](part, comm).reshape(shape)]
     # Any other operation needs whole arrays.
     return apply_primitive(equation, [x.whole(comm) if is_part(x) else _as_array(x) for x in operands])
 

@@ -231,7 +231,6 @@ def test_every_stage_on_any_number_of_workers(name, stage, monkeypatch):
         assert_close(found, expected, 1e-6)
 
 
-@pytest.mark.slow
 def test_on_parts():
     """Reductions see no padding; what is not known is gathered; branches and calls are entered."""
 
@@ -239,7 +238,8 @@ def test_on_parts():
         smooth = jax.nn.gelu(x) + jnp.exp(x).sum() + x.min() + x.max() + jnp.linalg.norm(y)
         rolled = jnp.roll(x, 1, axis=0) * x.ravel().sum()
         chosen = jax.lax.cond(x.sum() > 0, lambda x: (x + 1, x.sum()), lambda x: (jnp.ones_like(x), x.min()), x)
-        return smooth, rolled, chosen, (x > 0).any(), (x > -9).all(), jnp.where(x > 0, x, 0.0), x @ x.T
+        products = x @ x.T, jnp.arange(21.0).reshape(3, 7) @ x, jnp.ones((3, 7)) @ x
+        return smooth, rolled, chosen, (x > 0).any(), (x > -9).all(), jnp.where(x > 0, x, 0.0), products
 
     x, y = jax.random.normal(jax.random.key(0), (7, 5)), jnp.arange(3.0)
     assert_close(evaluate_on_parts(f, x, y), f(x, y), 1e-5)
