@@ -29,6 +29,7 @@ from .commands.show import IslandsOptions, ReducersOptions, run_islands, run_red
 from .commands.topology import TopologyOptions, run_topology
 from .commands.train import TrainOptions, run_train
 from .commands.tune import TuneOptions, run_tune
+from .running import check_folder
 from .spellings import grammar
 
 PURPOSE = "Distributed training, cheap in bytes. `jaxdist --version` shows the versions that run."
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "config": (tyro.conf.FlagCreatePairsOff,),
         }
         chosen = tyro.cli(_subcommands(given), args=given, **settings)
+        if hasattr(chosen, "out"):
+            check_folder(f"--out {chosen.out}", chosen.out)
         run = next(run for options, run in COMMANDS.values() if isinstance(chosen, options))
         return run(chosen) or 0
     except KeyboardInterrupt:

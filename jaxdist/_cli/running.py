@@ -256,6 +256,13 @@ def unit_of(workload: Workload) -> str:
     return "nats per byte" if workload.name == "text" else "nats"
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Raises ValueError, before any work, if a file is where a folder is needed."""
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            raise ValueError(f"{option} needs a folder {str(part)!r}, which is a file: give another path")
+
+
 def path_in(folder: Path, name: str) -> Path:
     """The path of a file in a folder, which is created if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)

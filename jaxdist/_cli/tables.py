@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .figures import in_bytes, new_table
 from .results import RunResult, summarize
+from .running import check_folder
 from .training.suites import Cell, SeedSpread, pareto_front
 
 CAPTION = "Bytes: sent by one worker, read from the compiled step. Milliseconds: median on this machine's devices."
@@ -142,9 +143,7 @@ def check_table(path: Path | None) -> None:
         return
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--table must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
-    for folder in path.parents:
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--table {path} needs a folder {str(folder)!r}, which is a file: give another path")
+    check_folder(f"--table {path}", path.parent)
 
 
 def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:

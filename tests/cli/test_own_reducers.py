@@ -175,6 +175,15 @@ def test_the_form_of_a_table_is_checked_before_training(folder, capsys):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "compare", "replay", "plan --target v5e:2x2", "tune", "topology ring"])
+def test_a_file_in_place_of_the_folder_is_refused_before_any_work(folder, capsys, command):
+    (folder / "file").touch()
+    for out in ("file", "file/runs"):
+        assert cli.main([*command.split(), "--out", out]) == 2
+        expected = f"jaxdist: error: --out {out} needs a folder 'file', which is a file: give another path\n"
+        assert capsys.readouterr().err == expected
+
+
 def test_a_single_seed_has_the_numbers_of_its_summary(tmp_path):
     record = train.Record(1, 2.0, 0.1, 10.0, 100.0, 100.0)
     result = results.RunResult("f16", (record,), {"loss": 1.5, "accuracy": 0.5}, 100.0, 1.0)

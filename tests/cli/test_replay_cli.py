@@ -54,7 +54,7 @@ def test_replay_writes_every_event(replayed):
 
 
 def test_equal_seeds_write_equal_files(tmp_path):
-    events = [tmp_path / name for name in ("one", "two")]
+    events = [tmp_path / "logs" / name for name in ("one", "two")]
     for path in events:
         arguments = ["--rule", "asgd", "--timing-only", "--events", str(path), "--out", str(tmp_path)]
         assert cli.main([*SMALL, *arguments]) == 0

@@ -112,7 +112,8 @@ def run_replay(chosen: ReplayOptions) -> None:
     console = new_console()
     finished = []
     # The log is opened first, so that a path that cannot be written fails before the work.
-    with chosen.events.open("w") if chosen.events is not None else contextlib.nullcontext() as log:
+    events = None if chosen.events is None else path_in(chosen.events.parent, chosen.events.name)
+    with events.open("w") if events is not None else contextlib.nullcontext() as log:
         for name, clock in clocks:
             result = _simulate(name, clock, chosen.seconds, console)
             finished.append((name, result))
