@@ -320,7 +320,7 @@ def test_rates_follow_the_delay():
 # The clock itself.
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_in_pieces_and_one_without_arrays_are_the_same_run(rule):
     law = durations.failures(durations.exponential(1.0), up=15, down=2)

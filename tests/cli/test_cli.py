@@ -99,10 +99,8 @@ def test_train_goes_on_with_fewer_workers(trained, tmp_path):
     assert max(int(leaf) for name, leaf in found.state.items() if name.endswith(".count")) == 4
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *[pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGUSR1)]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_train_saves_and_leaves_at_a_signal(tmp_path, number):
     log = tmp_path / "log.jsonl"
     command = [sys.executable, "-m", "jaxdist._cli", "train", *TINY, "--steps", "100000", "--reducer", "ef:top_k:0.05"]

@@ -103,7 +103,7 @@ def run(name):
     return on_mesh, simulated, expected(groups, x, permutes), types
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", GROUPS)
 def test_mesh_simulation_and_numpy_agree(name):
     on_mesh, simulated, wanted, _ = run(name)

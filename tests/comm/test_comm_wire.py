@@ -203,7 +203,7 @@ ALL = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("name", list(ALL))
 def test_one_worker_of_a_mesh_gets_what_a_collective_would_give(monkeypatch, name, dtype):

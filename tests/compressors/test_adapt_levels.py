@@ -90,7 +90,7 @@ def test_magnitudes():
         assert float(integral(*ends)) == pytest.approx((inside**power).sum() / 200_000, rel=0.01)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize("power", [0, 2])
 def test_sums_are_those_of_the_blocks(norm, power):

@@ -118,7 +118,7 @@ def test_host_words_are_those_of_the_device(bits):
     np.testing.assert_array_equal(unpack_on_host(words, bits, 77), codes)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("count", "size"), [(0, 9), (3, 5), (40, 1000), (1, 10**5), (300, 10**5), (9, 9)])
 def test_host_positions_are_those_of_the_device(count, size):
     where = np.sort(rng_of(size).choice(size, count, replace=False))
@@ -190,13 +190,13 @@ each_code = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each_code
 def test_codecs_keep_the_laws(code):
     assert_codec_laws(code)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each_code
 def test_what_was_compressed_is_decoded(code):
     x = jnp.asarray(rng_of(1).standard_t(2.0, (40, 17)), jnp.float32)

@@ -36,7 +36,7 @@ def gaussian(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each_norm
 @each_table
 def test_is_the_reference(table, bits, zero_level, norm):

@@ -18,7 +18,7 @@ def as_constant(code, x):
     return np.asarray(jax.jit(lambda key: code.decompress(code.compress(jnp.asarray(x), key), x))(KEY), np.float64)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("decode", [decoded, as_constant])
 @pytest.mark.parametrize("x", [np.full(8, HUGE), np.full(2**20, 1e33, np.float32), np.full(8, 2e-38, np.float32)])
 @pytest.mark.parametrize("make", [jc.scaled_sign, jc.one_bit, jc.terngrad, jc.min_max_uint8, jc.int8])
@@ -26,7 +26,7 @@ def test_equal_entries_stay_equal(make, x, decode):
     np.testing.assert_allclose(decode(make(), x), x, rtol=1e-5, atol=TINY)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("norm", ["max", "l2"])
 @pytest.mark.parametrize("size", [1e20, 8.5e37, 3e38, 1e-25])
 def test_rounding_at_random_knows_no_magnitudes(norm, size):

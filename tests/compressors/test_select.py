@@ -43,7 +43,7 @@ def largest(row, count):
     return np.sort(np.argsort(-magnitudes, kind="stable")[:count])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("count", [1, 90, 3000])
 def test_threshold_finds_the_largest_ties_to_the_lower_index(count):
     rows = data()
@@ -192,7 +192,7 @@ def random_bitmap(words, part, seed=0):
     return flags[0], indices.to_bitmap(jnp.asarray(flags))[0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("words", [1, 5, 1100])
 @pytest.mark.parametrize("part", [0.02, 0.9])
 def test_bitmaps(words, part):

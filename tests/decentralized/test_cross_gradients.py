@@ -96,7 +96,7 @@ def test_n_saddle_takes_every_gradient_uphill(share):
     np.testing.assert_allclose(value, own, rtol=1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("radius", [0.0, 0.1])
 @pytest.mark.parametrize(("share", "order", "models"), [(1.0, "adapt_then_combine", 3), (0.0, "combine_then_adapt", 1)])
 def test_what_is_sent(share, order, models, radius):

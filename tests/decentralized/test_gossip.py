@@ -124,7 +124,7 @@ def test_sparse_mixing_needs_entries_as_they_are():
             jd.decentralized.saps_psgd(code)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_twenty_steps_equal_the_paper(name):
     method, graph, expect, options = EQUATIONS[name]

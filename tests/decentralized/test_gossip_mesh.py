@@ -54,7 +54,7 @@ WIRE = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", WIRE)
 def test_the_mesh_equals_the_simulation_and_sends_what_it_says(name):
     method, graph, expected = WIRE[name]

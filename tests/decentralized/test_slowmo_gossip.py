@@ -97,7 +97,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_round_of_any_method_is_a_fresh_run_from_the_mean(name):
     """What a method keeps (trackers, estimates, counts of a tree) belongs to models that the average has replaced."""

@@ -81,7 +81,7 @@ def test_a_new_island_counts_in_the_round_that_it_enters_or_the_next(stride):
     assert moment > 20
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each_stride
 @pytest.mark.parametrize(("reducer", "overlap"), [("exact", False), ("exact", True), ("4 bits with feedback", False)])
 def test_a_long_pause_before_any_call_of_the_store_loses_and_doubles_nothing(reducer, overlap, stride):

@@ -36,7 +36,7 @@ from jaxdist.islands.store import Connection
 each_reducer = pytest.mark.parametrize("reducer", REDUCERS)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each_reducer
 def test_islands_agree_in_every_bit_and_take_every_drift(reducer):
     names = ["a", "b", "c"]
@@ -78,7 +78,7 @@ def assert_within_ulps(found, expected, ulps):
         assert np.max(np.abs(x - y)) <= ulps * np.spacing(np.max(np.abs(np.asarray(y))))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each_reducer
 def test_one_round_on_given_drifts_is_that_of_local_steps_on_a_mesh(reducer):
     """In every bit, but for two where the compiler fuses a product and a sum, as it does with `--slow`."""
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_formula(reducer):
             assert 0 < report.received_bytes - 2 * payload <= 3 * 1024
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @each_reducer
 def test_nothing_is_lost_when_rounds_end_without_a_drift(reducer):
     """Every drift is the sum of what was taken of it, the residual, and what is still ahead of the anchor."""
@@ -238,7 +238,7 @@ def test_a_body_that_is_no_code_is_damaged():
         replay._decode(protocol.hash_of(body), body)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -366,7 +366,7 @@ def test_when_rounds_end():
     assert rounds_at(make(sync_period=100), sync_period=np.array([4] * 8 + [2] * 8)) == [4, 8, 10, 12, 14, 16]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("options", [{}, {"fragments": 3, "delay": 1, "merge_alpha": 0.5}, {"offset": 2}])
 def test_the_host_may_choose_the_program(options):
     """`sync=` at the steps that `due_fragments` names is the condition's trajectory; other steps hold no collective."""

@@ -15,7 +15,7 @@ from jaxdist._cli import results
 each = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each
 def test_the_wire_carries_what_the_docstring_says(name):
     optimizer, found = OPTIMIZERS[name], jd.analysis.collectives(ran(name).compiled)
@@ -68,7 +68,7 @@ def test_inside_the_wrappers_of_optax(name):
     assert jax.tree.structure(mapped) == jax.tree.structure(state.opt)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each
 def test_a_schedule_is_asked_for_each_step(name):
     tx = OPTIMIZERS[name].make(lambda count: jnp.where(count < 1, 0.0, 0.1), axis=None)

@@ -77,14 +77,14 @@ CODED = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*PLAIN, *PLAIN_APART])
 def test_it_is_the_optimizer_alone(name):
     found = ran({**PLAIN, **PLAIN_APART}[name](), apart=name in PLAIN_APART)
     assert_close(found, by_hand(adam()), 1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CODED)
 def test_a_coded_model_is_the_optimizer_up_to_its_code(name):
     assert_close(ran(CODED[name](), apart=True), by_hand(adam()), STEPS * 0.4 / 255)
@@ -129,7 +129,7 @@ def test_a_reducer_is_what_it_is_without_an_axis(name):
     assert_close(found, by_hand(optax.chain(local, optax.sgd(0.1))), max(case.tolerance, 1e-5))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_what_it_is_without_an_axis(name):
     one = OPTIMIZERS[name]

@@ -73,7 +73,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_wire_is_what_the_table_says(name):
     tx, differ, expected = ALGORITHMS[name]

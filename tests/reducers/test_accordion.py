@@ -210,7 +210,7 @@ def test_compression_is_no_change_of_regime(interval):
         assert np.flatnonzero(levels_of(states.reducer)).tolist() == list(range(interval + 30))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("wrap", [jd.error_feedback, lambda reducer: reducer], ids=["feedback", "none"])
 @pytest.mark.parametrize(("epoch", "interval"), [(1, 1), (3, 3), (3, 5)])
 def test_judged_is_what_workers_computed(wrap, epoch, interval):

@@ -71,7 +71,7 @@ def test_levels_move_at_scheduled_steps_only():
     assert (levels[0] != np.asarray(reducer.init(jnp.zeros(64)).levels)).any()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @each_reducer
 def test_gradients_that_say_nothing_leave_the_levels(make):
     updates = rows(5, 2, 40)

@@ -86,7 +86,7 @@ def test_the_basis_of_q_does_not_matter(float64):
     np.testing.assert_allclose(trajectory(two, rows)[0], trajectory(two, rows, state=turned)[0], atol=1e-12)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("exponent", [63, 67, 100, 118, -63, -67, -100])
 def test_the_scale_of_gradients_does_not_matter(one_sided, exponent):

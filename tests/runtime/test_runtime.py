@@ -120,7 +120,7 @@ def test_cut_state(mesh):
 # ---- states of other kinds, names of leaves
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("run", [jd.simulate, lambda step, size: jd.distribute(step, jd.make_mesh({"data": size}))])
 @pytest.mark.parametrize("make", [jd.reducers.dgc, lambda density: jd.error_feedback(jd.compressed(jd.top_k(density)))])
 def test_the_state_of_a_reducer_may_be_the_whole_state(run, make):

@@ -111,7 +111,7 @@ def model(world, index):
     return read(text, arrays.__getitem__)["w"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_lost_or_counted_twice(rule, seed):

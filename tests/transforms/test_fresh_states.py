@@ -18,7 +18,7 @@ def buffers(tree):
     return [x.unsafe_buffer_pointer() for x in raw if x.size]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", LINES)
 def test_no_two_leaves_of_a_fresh_state_are_one_buffer(name):
     start = params()

@@ -61,7 +61,7 @@ def baseline(both):
     return over_model(make(jd.exact()), both)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "reducer",
     [
@@ -107,7 +107,7 @@ def test_explicit_model_axis_keeps_its_shards(both, baseline, kind):
         assert over_model(tx, explicit) == baseline
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "reducer",
     [jd.exact(), jd.error_feedback(jd.compressed(F16)), jd.error_feedback(jd.power_sgd(1, min_compression_rate=0.0))],

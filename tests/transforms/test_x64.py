@@ -8,7 +8,8 @@ import pytest
 from paths import REPOSITORY, SUPPORT
 
 
-@pytest.mark.parametrize("taken", [(), pytest.param(("--run",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", [(), ("--run",)])
 def test_states_keep_their_dtypes(taken):
     script = SUPPORT / "scripts" / "in_x64.py"
     little = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -77,7 +77,7 @@ def run(tx, place, steps=20, dtype=jnp.float32):
     return state
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_equals_the_optimizer(name):
     found = run(jd.zero_redundancy(ELEMENTWISE[name]), 4)
@@ -204,7 +204,7 @@ def run_tree(tx, start, workers, *, mean_first=False):
     return state.params
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", LEAFWISE)
 def test_what_looks_at_more_than_entries(name):
     start = {name: x for name, x in params().items() if x.size} | {"m": jnp.ones((128, 130)) * 0.1}
