@@ -119,14 +119,25 @@ def run_replay(chosen: ReplayOptions) -> None:
             finished.append((name, result))
             if log is not None:
                 write_events(name, result, log)
-    title = (
-        f"{workload.name}, {chosen.workers} workers, gradients take {law.name}, {chosen.optimizer}, seed {chosen.seed}"
-    )
+    took = spell_durations(chosen)
+    title = f"{workload.name}, {chosen.workers} workers, {took}, {chosen.optimizer}, seed {chosen.seed}"
     console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, rules_table(finished, chosen.target))
     print_paths(console, figure=draw_replays(finished, path_in(chosen.out, "replay.png"), title=title))
     if chosen.events is not None:
         print_paths(console, events=chosen.events)
+
+
+def spell_durations(chosen: ReplayOptions) -> str:
+    """The seconds of gradients as the options say them.
+
+    Examples:
+      >>> spell_durations(ReplayOptions(law="exponential:1", slow="4x"))
+      'gradients take exponential:1 s, slow 4x'
+    """
+    drawn = f"{chosen.law} s" if chosen.recorded is None else f"the seconds of {chosen.recorded.name}"
+    others = {"slow": chosen.slow, "random slow": chosen.random_slow, "failures": chosen.failures}
+    return ", ".join([f"gradients take {drawn}", *(f"{name} {value}" for name, value in others.items() if value)])
 
 
 def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Console) -> replay.Result:
