@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import run_process, write_record
-from worker import read_memory, reset_peak, take_output
+from worker import bytes_at_start, read_memory, reset_peak, take_output
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "host"))
 
@@ -56,7 +56,7 @@ def start_library(system: str) -> dict[str, str]:
 
 def measure_child(system: str, entries: int, leaves: int, seconds: float) -> dict[str, Any]:
     versions = start_library(system)
-    before = read_memory()["now"]
+    before = bytes_at_start()
     step, copy = make_steps(system, entries, leaves)
     step()
     reset_peak()

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax_model import apply_affine, apply_block, compute_loss
-from worker import DECAY, EPSILON, RATE, Problem, draw_batch, initial_params, read_memory, serve, take_output
+from worker import DECAY, EPSILON, RATE, Problem, bytes_at_start, draw_batch, initial_params, serve, take_output
 
 import jaxdist as jd
 
@@ -80,7 +80,7 @@ def main() -> None:
     mode, problem = sys.argv[1], Problem(*map(int, sys.argv[2].split(",")))
     mesh, rank = jd.make_mesh(), jax.process_index()
     jax.block_until_ready(jnp.zeros(1) + 1)  # starts the backend
-    before = read_memory()["now"]
+    before = bytes_at_start()
     compiled, state, sizes = build(mode, problem, mesh)
 
     def step(number: int) -> float:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch_model import Model
-from worker import DECAY, EPSILON, RATE, Problem, draw_batch, read_memory, serve, take_output
+from worker import DECAY, EPSILON, RATE, Problem, bytes_at_start, draw_batch, serve, take_output
 
 
 def build(mode: str, problem: Problem) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mode, problem = sys.argv[1], Problem(*map(int, sys.argv[2].split(",")))
-    before = read_memory()["now"]
+    before = bytes_at_start()
     model, optimizer = build(mode, problem)
     rank = dist.get_rank()
 

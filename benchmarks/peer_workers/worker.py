@@ -83,6 +83,12 @@ def reset_peak() -> None:
     CLEAR.write_text("5")
 
 
+def bytes_at_start() -> int:
+    """Resident bytes before there is a model, without freed memory, which the figures to compare with lack too."""
+    reset_peak()
+    return read_memory()["now"]
+
+
 def take_output() -> TextIO:
     """Keeps the output to the caller; what frameworks print from now on goes to the errors."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
