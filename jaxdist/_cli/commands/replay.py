@@ -96,8 +96,7 @@ def run_replay(chosen: ReplayOptions) -> None:
     optimizer = parse.parse_optimizer(chosen.optimizer)
     made = [(name, parse.parse_rule(name, optimizer, chosen.gradient)) for name in chosen.rule]
     # All options are parsed before the first simulation, so that a wrong one costs no time.
-    slowdowns = {"slow": chosen.slow, "random_slow": chosen.random_slow, "failures": chosen.failures}
-    law = parse.parse_durations(chosen.law, **slowdowns, recorded=chosen.recorded)
+    law = parse.parse_durations(chosen.law, **_slowdowns(chosen), recorded=chosen.recorded)
     # A smaller model than that of `train`: a replay computes every gradient of every worker on one device.
     model = chosen.model or ("convnet:8" if chosen.workload == "digits" else None)
     workload = parse.parse_workload(chosen.workload, model)
@@ -136,8 +135,12 @@ def spell_durations(chosen: ReplayOptions) -> str:
       'gradients take exponential:1 s, slow 4x'
     """
     drawn = f"{chosen.law} s" if chosen.recorded is None else f"the seconds of {chosen.recorded.name}"
-    others = {"slow": chosen.slow, "random slow": chosen.random_slow, "failures": chosen.failures}
-    return ", ".join([f"gradients take {drawn}", *(f"{name} {value}" for name, value in others.items() if value)])
+    others = [f"{name.replace('_', ' ')} {value}" for name, value in _slowdowns(chosen).items() if value]
+    return ", ".join([f"gradients take {drawn}", *others])
+
+
+def _slowdowns(chosen: ReplayOptions) -> dict[str, str | None]:
+    return {"slow": chosen.slow, "random_slow": chosen.random_slow, "failures": chosen.failures}
 
 
 def _simulate(name: str, clock: replay.Simulator, seconds: float, console: Console) -> replay.Result:
