@@ -22,7 +22,7 @@ from pathlib import Path
 from accelerator import report
 from accelerator.rows import SMALLEST, Rows, Sizes
 
-SECTIONS = ("copy", "rates", "codes", "selection", "power_sgd", "states", "overhead", "offload", "plan")
+SECTIONS = ("copy", "rates", "codes", "warps", "selection", "power_sgd", "states", "overhead", "offload", "plan")
 OTHERS = ("torch", "torchao", "bitsandbytes")
 
 

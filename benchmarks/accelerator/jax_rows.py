@@ -19,6 +19,7 @@ from jaxdist._cli.models.base import TrainingMethod
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 from jaxdist.analysis import cost
+from jaxdist.compressors.one_pass import run_in_kernel
 
 from .rows import Rows, Sizes
 
@@ -112,6 +113,29 @@ def time_code(code: Any, x: Any, key: Any, sizes: Sizes) -> dict[str, Any]:
     # At least the array is read, and its code is written; or the reverse.
     moved = x.nbytes + sum(p.nbytes for p in jax.tree.leaves(payload))
     return {"seconds": there, "decompress_seconds": back, "bytes": moved}
+
+
+def warp_rows(rows: Rows, sizes: Sizes) -> None:
+    """Compressing in one pass, by the entries of a tile and the warps that work on it; a CPU interprets the kernel."""
+    x, key = array(sizes.entries), jax.random.key(1)
+    for name, code, block in (
+        ("qsgd(4)", jc.qsgd(4), 512),
+        ("dynamic_fp8()", jc.dynamic_fp8(), 32),
+        ("int8()", jc.int8(), 256),
+    ):
+        for tile in sizes.tiles:
+            for warps in sizes.warps:
+                run = functools.partial(time_kernel, code, block, tile, warps, x, key, sizes)
+                rows.measure("warps", f"{name}, tiles of {tile}, {warps} warps", run)
+
+
+def time_kernel(code: Any, block: int, tile: int, warps: int, x: Any, key: Any, sizes: Sizes) -> dict[str, Any]:
+    from jax.experimental.pallas import triton
+
+    options = {"parameters": triton.CompilerParams(num_warps=warps), "interpret": jax.default_backend() == "cpu"}
+    compress = jax.jit(functools.partial(run_in_kernel, code.compress, tile, block, **options))
+    moved = x.nbytes + sum(p.nbytes for p in jax.tree.leaves(compress(x, key)))
+    return {"seconds": time_jax(lambda: compress(x, key), sizes), "bytes": moved}
 
 
 def selection_rows(rows: Rows, sizes: Sizes) -> None:
@@ -284,6 +308,7 @@ SECTIONS: dict[str, Callable[[Rows, Sizes], None]] = {
     "copy": copy_rows,
     "rates": rate_rows,
     "codes": code_rows,
+    "warps": warp_rows,
     "selection": selection_rows,
     "power_sgd": power_sgd_rows,
     "states": state_rows,

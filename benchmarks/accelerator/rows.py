@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """What is measured: entries of codes and of optimizers, matrices, turns, calls in a turn, models, and products."""
+    """What is measured, and how often: `entries` are those of codes, `params` those of optimizers."""
 
     entries: int = 2**27
     params: int = 2**26
@@ -21,9 +21,11 @@ class Sizes(NamedTuple):
     steps: int = 8
     products: tuple[int, ...] = (2048, 4096, 8192)
     kernels: int = 300
+    tiles: tuple[int, ...] = (1024, 2048, 4096)
+    warps: tuple[int, ...] = (2, 4, 8)
 
 
-SMALLEST = Sizes(2**14, 2**14, ((64, 32),), (2,), 1, 1, ("gpt:tiny",), 2, (64,), 8)
+SMALLEST = Sizes(2**14, 2**14, ((64, 32),), (2,), 1, 1, ("gpt:tiny",), 2, (64,), 8, (2048,), (2,))
 
 
 class Rows:

@@ -115,8 +115,8 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def triton_parameters() -> Any | None:
-    """The parameters of a Pallas kernel for Triton.
+def triton_parameters(warps: int) -> Any | None:
+    """The parameters of a Pallas kernel for Triton, whose programs have `warps` warps each.
 
     `None` where JAX does not run on GPUs, and where that backend, deprecated since 0.11, is gone. Also before JAX's
     backend has started, which a trace for shapes alone must not do: `jax.distributed.initialize` comes first.
@@ -129,7 +129,7 @@ def triton_parameters() -> Any | None:
         from jax.experimental.pallas import triton
     except ImportError:
         return None
-    return triton.CompilerParams(num_warps=4)
+    return triton.CompilerParams(num_warps=warps)
 
 
 def key_class() -> type:

@@ -22,6 +22,8 @@ Compress = Callable[[Array, Any], Payload]
 # Entries that one program of the kernel codes, or a block where that is more; smaller arrays, and larger blocks, are
 # left to XLA.
 TILE, LARGEST_BLOCK = 2048, 8192
+# With four warps `qsgd(4)` takes 13 % more time on an H100, and `dynamic_fp8()` 5 %.
+WARPS = 2
 
 
 def in_one_pass(compress: Compress, block: int) -> Compress:
@@ -35,7 +37,7 @@ def in_one_pass(compress: Compress, block: int) -> Compress:
         tile = max(TILE, block)
         fits = block & (block - 1) == 0 and block <= LARGEST_BLOCK and x.size % block == 0 and tile < x.size < 2**31
         # A trace for a machine that is not there has no kernel for it.
-        parameters = triton_parameters() if fits else None
+        parameters = triton_parameters(WARPS) if fits else None
         if parameters is None:
             return compress(x, key)
         in_kernel = partial(run_in_kernel, compress, tile, block, parameters=parameters)

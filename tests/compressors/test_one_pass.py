@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_left_to_xla(monkeypatch):
     for block, size in ((256, 2 * TILE + 1), (256, TILE), (96, 96 * TILE), (2 * LARGEST_BLOCK, 4 * LARGEST_BLOCK)):
         assert not has_kernel(block, size), (block, size)
     with monkeypatch.context() as patch:
-        patch.setattr(one_pass, "triton_parameters", lambda: None)
+        patch.setattr(one_pass, "triton_parameters", lambda warps: None)
         assert not has_kernel(256, 2 * TILE)
     # On another device of such a process the plain program runs.
     x, key = an_input(2 * TILE), jax.random.key(0)
