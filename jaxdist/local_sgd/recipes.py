@@ -206,7 +206,7 @@ def diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: `H` local steps of AdamW, then one step of Nesterov momentum along the mean drift.
 
-    The papers' momentum of 0.9 needs a model that is past its first, large steps: train a tenth of the run
+    The papers' momentum of 0.9 needs a model that is past its first, large steps: train a fifth of the run
     synchronously, `warmup_steps=`, or start from a trained model. For a byte-level GPT of 30 thousand parameters, 4
     workers, `H = 32` and a cosine over 2,560 steps, the held-out loss exceeds that of synchronous training at the same
     inner rate by
@@ -215,6 +215,8 @@ def diloco(
     |---|--:|--:|--:|--:|--:|--:|
     | `momentum=0.9` | 21 % | 4.4 % | 2.0 % | 0.2 % | -1.1 % | -1.3 % |
     | `momentum=0.5` | 5.0 % | 5.0 % | 5.7 % | 4.9 % | 2.9 % | 1.4 % |
+
+    A GPT of 10.8 million parameters with momentum 0.9 loses 21 % without a start, 6.1 % after 256 and 1.3 % after 512.
 
     *On the wire*: as `local_sgd`; warm-up steps as `local_steps`, all of them together as many bytes as `warmup_steps`
     rounds. *State* and other arguments: as `local_steps`, with a momentum in float32.
@@ -226,7 +228,7 @@ def diloco(
         rounds.
       momentum: the outer `μ`. By default 0.9 with `warmup_steps`, and 0.5 without; pass 0.9 if the model is trained
         already.
-      warmup_steps: the number of first steps that average gradients exactly, a tenth of the run; 0 loses most.
+      warmup_steps: the number of first steps that average gradients exactly, a fifth of the run; 0 loses most.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -270,7 +272,7 @@ def streaming_diloco(
       merge_alpha: `α`, the weight of a worker's own parameters.
       learning_rate: the outer `η`; the paper has 0.4.
       momentum: the outer `μ`; 0.9 needs a synchronous start, as in `diloco`.
-      warmup_steps: the number of first steps that average gradients exactly; a tenth of the run is a good start.
+      warmup_steps: the number of first steps that average gradients exactly; a fifth of the run is a good start.
 
     Examples:
       >>> import optax, jaxdist as jd

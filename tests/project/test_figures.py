@@ -8,6 +8,7 @@ import pytest
 from paths import REPOSITORY
 
 from jaxdist.analysis.cost import CHIPS
+from jaxdist.compressors.one_pass import TILE, WARPS
 
 REPORTS = REPOSITORY / "benchmarks" / "reports"
 LINKS = ("100 Mbit/s", "100 Mbit/s, 10 ms each way", "1 Gbit/s", "1 Gbit/s, 10 ms each way")
@@ -72,8 +73,8 @@ def test_ratios_of_memory_bytes_and_time_beside_fsdp_are_those_of_the_report():
 
 def test_measurements_of_the_guide_to_reducers_are_rows_of_the_report():
     guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
-    # Rows of the suite begin with their rank, those of other tables have percentages.
-    quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| ", row) and "%, " not in row}
+    # Rows of the suite begin with their rank.
+    quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| `", row)}
     assert len(quoted) > 10
     assert quoted <= find_rows((REPORTS / "2026-11-compression" / "suite.md").read_text())
 
@@ -88,6 +89,21 @@ def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
         for momentum in (0.5, 0.9)
     )
     assert [(nine[steps], half[steps]) for steps, *_ in quoted] == [(first, second) for _, first, second in quoted]
+
+
+def test_starts_of_a_larger_model_in_the_guide_are_those_of_the_report():
+    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text().split("360 times larger")[1]
+    report = (REPORTS / "2026-11-local" / "larger" / "warm_start.md").read_text()
+    _, *parts = re.split(r"^`(.+)`$", report, flags=re.M)
+    above, fewer = {}, {}
+    for method, table in zip(parts[::2], parts[1::2], strict=True):
+        for warm, bytes_of_all, percent in re.findall(r"^\| (\d+) \| ([\d.]+)x \| .* \| (.+ %) \|$", table, re.M):
+            above[method, warm], fewer[warm] = percent, f"{float(bytes_of_all):g}x"
+    for warm, share in (("0", 0), ("256", 10), ("512", 20), ("1024", 40)):
+        (row,) = re.findall(rf"^\| {warm} \| {share} % .*$", guide, re.M)
+        methods = ("diloco:32,0.7,0.9", "diloco:32,0.7,0.5", "local_sgd:32")
+        percents = [above.get((method, warm), "") for method in methods]
+        assert [cell.strip() for cell in row.split("|")[3:-1]] == [fewer[warm], *percents]
 
 
 def read_best_rates(workers: int) -> dict[tuple[str, int], str]:
@@ -265,6 +281,20 @@ def test_times_on_an_h100_in_the_report_are_those_of_its_runs():
     update = {where: 1e3 * last[f'adamw, compute="{where}"']["seconds"] for where in ("host", "device")}
     page = " ".join((REPOSITORY / "docs" / "reference" / "offload.md").read_text().split())
     assert f"took {update['host']:.0f} ms on the host and {update['device']:.0f} ms on the device" in page
+
+
+def test_times_by_warps_in_the_report_are_those_of_its_run():
+    report = " ".join((REPORTS / "2026-11-accelerators" / "README.md").read_text().split())
+    found = read_accelerator("warps")
+    copy = found["-x in place"]
+    for code, quoted in (
+        ("qsgd(4)", "took {:.3f} ms and takes {:.3f}, {:.0f} %"),
+        ("dynamic_fp8()", "{:.3f} and {:.3f}, {:.0f} %"),
+        ("int8()", "which draws nothing, {:.3f} and {:.3f}."),
+    ):
+        before, now = (found[f"{code}, tiles of {TILE}, {n} warps"] for n in (4, WARPS))
+        share = 100 * now["bytes"] / now["seconds"] * copy["seconds"] / copy["bytes"]
+        assert quoted.format(1e3 * before["seconds"], 1e3 * now["seconds"], share) in report
 
 
 def spell_like(text: str, number: float) -> str:
