@@ -26,6 +26,7 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 from type_checks import install_import_hook
 
 # Test modules import the library. Under xdist the first process collects none of them, and is spared the import.
@@ -36,8 +37,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A trace makes many objects and few cycles: look for them less often.
 gc.set_threshold(20_000, 10, 10)
 
-MANY_BYTES = 1e9
+MANY_BYTES = 1.3e9
 TESTS_DONE = itertools.count(1)
+PROGRAMS_OF_A_CONTEXT = 100
 
 
 def pytest_addoption(parser):
@@ -92,7 +94,23 @@ def give_back_freed_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def share_contexts():
+    """A new context of MLIR takes a tenth of the time that a small program takes: here many programs share one."""
+    make, shared, programs = mlir.make_ir_context, None, itertools.count()
+
+    def give_context():
+        nonlocal shared
+        # A context keeps all constants of its programs.
+        if next(programs) % PROGRAMS_OF_A_CONTEXT == 0:
+            shared = make()
+        return shared
+
+    mlir.make_ir_context = give_context
+
+
 def pytest_configure(config):
+    if not config.getoption("--slow"):
+        share_contexts()
     # As a plugin it also sees the doctests of the package, which do not lie below this folder.
     config.pluginmanager.register(MemoryLimit())
 

@@ -3,6 +3,7 @@
 import pytest
 from two_processes import run_two_processes
 
+pytestmark = pytest.mark.slow
 LIMIT = 150  # seconds; processes that do not agree would wait for each other
 NAMES = {
     "a file for both": None,  # one of orbax's
@@ -14,13 +15,11 @@ NAMES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, pytestconfig):
+def results(tmp_path_factory):
     """What each process printed."""
-    cases = NAMES if pytestconfig.getoption("--slow") else ()
-    return run_two_processes("damaged.py", tmp_path_factory.mktemp("damaged"), *cases, timeout=LIMIT)
+    return run_two_processes("damaged.py", tmp_path_factory.mktemp("damaged"), *NAMES, timeout=LIMIT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("damage", NAMES)
 def test_both_raise_the_same_or_take_the_same_older_one(results, damage):
     (refused, taken), other = results[0][damage], results[1][damage]

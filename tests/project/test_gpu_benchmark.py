@@ -21,6 +21,7 @@ def measure(folder, *only):
     return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_cut_off_and_names_the_device(tmp_path):
     first = measure(tmp_path, "copy")
     assert [(row["section"], row["name"]) for row in first] == [("device", "jax"), ("copy", "-x in place")]

@@ -9,6 +9,7 @@ import sys
 import pytest
 from paths import REPOSITORY, SUPPORT
 
+pytestmark = pytest.mark.slow
 LIMIT_SECONDS = 5  # from when the last process has come to it
 
 # The kind of error and how it begins; with a list, one for each process.
@@ -87,7 +88,6 @@ def found(ended):
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for _, text in ended]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_in_each_process(found, name):
     wanted = MISTAKES[name]

@@ -89,6 +89,7 @@ def blank(states):
     return jax.tree.map(one, states)
 
 
+@pytest.mark.slow
 def test_orbax_by_itself(states, tmp_path):
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "states", states)

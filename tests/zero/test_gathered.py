@@ -79,6 +79,7 @@ def expected():
     return run(tx, plainly, params(), 4)[0].params
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("through", "smallest"),
     [(one_by_one, 0), (one_by_one, 100), (in_a_loop, 0), (in_a_loop, 100), (one_ahead, 100)],
