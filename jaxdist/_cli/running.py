@@ -22,6 +22,7 @@ from .figures import in_bytes
 from .models.base import Workload, parameters_of
 from .spellings import parse
 from .training import train
+from .training.one_worker import check_combination
 
 # Options without a default value; their help shows no {None}|STR and no (default: None).
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
@@ -138,6 +139,8 @@ def prepare_runs(
     """Checks all spellings now; compiles one run after the other later, so that only one state is in memory."""
     # A wrong spelling fails here, before minutes of training with the others.
     methods = [(name, parse.parse_method(name, options.optimizer, options.steps)) for name in names]
+    for _, method in methods:
+        check_combination(method, settings.get("offload"))
     settings |= {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
     return ((name, _compile(name, workload, **method._asdict(), **settings)) for name, method in methods)
 

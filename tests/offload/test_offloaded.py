@@ -85,6 +85,11 @@ def test_a_run_on_disk_goes_on(plain, tmp_path):
         (["--zero", "1", "--reducer", "ef:power_sgd:2"], "reduce-scatter"),
     ],
 )
-def test_what_cannot_be_offloaded_says_why(arguments, message, capsys, tmp_path):
-    assert cli.main(["train", *TINY, "--no-baseline", *arguments, "--out", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_offloaded_says_why(arguments, message, capsys, tmp_path, monkeypatch):
+    """Before the baseline is trained, and without a folder that is left."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *TINY, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "compiling" not in printed.out
+    assert list(tmp_path.iterdir()) == []

@@ -58,27 +58,40 @@ def parse_offload(text: str | None) -> Offload | None:
     return Offload(Path(folder))
 
 
+def check_combination(method: TrainingMethod, offload: Offload | None) -> None:
+    """Raises ValueError where a method cannot be trained so; nothing is compiled or written."""
+    if offload is None or offload.folder is None:
+        _make_transformation(method, axis="data")
+    elif method.reducer is None or method.stage in (1, 2):
+        raise ValueError(
+            "--offload nvme needs a reducer, or --zero 3: it cannot shard the state of replicated parameters"
+        )
+
+
 def split_optimizer(method: TrainingMethod, offload: Offload | None, *, axis: AxisNames) -> SplitOptimizer:
     """Makes the optimizer of a run, including the reducer before it; without `offload` its state is on the device."""
     if offload is not None and offload.folder is not None:
-        if method.reducer is None or method.stage in (1, 2):
-            raise ValueError(
-                "--offload nvme needs a reducer, or --zero 3: it cannot shard the state of replicated parameters"
-            )
+        check_combination(method, offload)
         # The gradients of sharded parameters are means already.
         means = all_reduce(method.reducer, axis=axis) if method.stage == 0 else optax.identity()
         # float32 on the disk, where small updates of half-precision parameters are not lost.
         streamed = offloading.nvme(method.optimizer, offloading.Store(offload.folder), master_dtype=jnp.float32)
         return SplitOptimizer(_keep_means(means), streamed)
+    transformation = _make_transformation(method, axis=axis)
+    # Around everything, so that residuals of the reducer are in host memory too.
+    return SplitOptimizer(transformation if offload is None else offloading.host(transformation), None)
+
+
+def _make_transformation(method: TrainingMethod, *, axis: AxisNames) -> optax.GradientTransformationExtraArgs:
+    """The optimizer with the reducer before it, or inside ZeRO."""
     transformation = optax.with_extra_args_support(method.optimizer)
     if method.stage:
         # With ZeRO-3 the gradients of sharded parameters arrive reduced: `gathered` has done it.
         reducers: dict[str, Any] = {} if method.stage == 3 else {"reducer": method.reducer}
-        transformation = zero_redundancy(transformation, stage=2 if method.stage == 2 else 1, axis=axis, **reducers)
-    elif method.reducer is not None:
-        transformation = optax.chain(all_reduce(method.reducer, axis=axis), transformation)
-    # Around everything, so that residuals of the reducer are in host memory too.
-    return SplitOptimizer(transformation if offload is None else offloading.host(transformation), None)
+        return zero_redundancy(transformation, stage=2 if method.stage == 2 else 1, axis=axis, **reducers)
+    if method.reducer is not None:
+        return optax.chain(all_reduce(method.reducer, axis=axis), transformation)
+    return transformation
 
 
 def _keep_means(means: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
