@@ -91,8 +91,8 @@ def assert_reducer_laws(
       key: of the updates.
 
     Examples:
-      >>> import jaxdist as jd
-      >>> assert_reducer_laws(jd.compressed(jd.top_k(0.5)), steps=2)
+      >>> import jax.numpy as jnp, jaxdist as jd
+      >>> assert_reducer_laws(jd.compressed(jd.top_k(0.5)), like=jnp.zeros(37), steps=2)
     """
     like = LIKE if like is None else like
     key = jax.random.key(0) if key is None else key

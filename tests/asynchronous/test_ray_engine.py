@@ -159,7 +159,8 @@ def test_without_the_dead_where_that_is_wanted(cluster):
     assert run.down[2] > 0
 
 
-@pytest.mark.parametrize("job", [5, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [5, 0])
 def test_a_gradient_that_is_not_finite_is_named(cluster, job):
     """Also the first one, on which a process tries its program before the clock starts."""
     broken = TASK._replace(batch=lambda seed, worker, at: GOALS[worker] * (np.nan if (worker, at) == (1, job) else 1))

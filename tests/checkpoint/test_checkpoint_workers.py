@@ -91,7 +91,7 @@ def whole(marks, x):
     return x
 
 
-@pytest.mark.parametrize("workers", [2, 16, *(pytest.param(few, marks=pytest.mark.slow) for few in (4, 1))])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(other, marks=pytest.mark.slow) for other in (16, 4, 1))])
 def test_each_leaf_follows_its_marks(eight, placed, workers):
     folder, saved = eight
     like = placed(workers)

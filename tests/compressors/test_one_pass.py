@@ -38,6 +38,7 @@ def an_input(size):
     return jnp.asarray(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.float32) for name in CODES), ("int8", jnp.bfloat16)])
 def test_bits_are_those_of_the_plain_program(name, dtype):
     """Also where the last tile overlaps the one before."""

@@ -23,6 +23,7 @@ def run(subcommand, folder, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_rules_are_the_recursions_of_bluefog(tmp_path):
     shown = run("consensus", tmp_path, "--draws", 2)
     rows = json.loads((tmp_path / "consensus.json").read_text())["rows"]

@@ -53,7 +53,7 @@ def test_a_resumed_run_sees_the_same_batches_and_ends_with_the_same_bits(example
         assert own.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [3, *(pytest.param(even, marks=pytest.mark.slow) for even in (2, 4))])
 def test_any_number_of_processes_sees_the_same_global_batches(example, processes):
     alone = ids_of_batches(example, 1, 16)
     split = ids_of_batches(example, processes, 16)
