@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Executor, Future
+from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,12 @@ def test_refuses_what_is_not_entry_by_entry(tmp_path, tx, primitive):
     opt = offload.nvme(tx, offload.Store(tmp_path))
     with pytest.raises(ValueError, match=primitive):
         train(opt, opt.init({"w": params()["w"]}), 1)
+
+
+def test_a_folder_is_no_store(tmp_path, adamw):
+    for make, arguments in ((offload.nvme, [adamw]), (offload.nvme_layers, [None, adamw])):
+        with pytest.raises(TypeError, match=r"such as offload.Store\(.*, got '/"):
+            unwrap(make)(*arguments, str(tmp_path))
 
 
 def test_refuses_sizes_and_other_states(tmp_path, adamw):

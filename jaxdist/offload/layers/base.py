@@ -14,7 +14,7 @@ from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.base import Reducer, exact
 from ...state.marks import axis_tuple
 from ..nvme.disk import Access, Disk
-from ..nvme.files import Store, StreamedStats
+from ..nvme.files import Store, StreamedStats, check_store
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
 from .step import Config, LayerStack, Step, build_programs, check_reducer
@@ -101,6 +101,7 @@ def nvme_layers(
       Functions that are not pure: they own the folder.
 
     Raises:
+      TypeError: `store` is not a `Store`.
       ValueError: `prefetch` or `clip_norm` is negative; a reducer that keeps residuals or random keys; several
         processes; from `init`, an optimizer that is not entrywise, or that needs a number from all gradients
         (`clip_by_global_norm`), layers that differ, `host_bytes` below what the buffers need, a folder that holds
@@ -129,6 +130,7 @@ def nvme_layers(
       Learning", arXiv:2104.07857, 2021; Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training",
       arXiv:2101.06840, 2021 (gradients that leave as they are produced).
     """
+    check_store(store)
     check_range("prefetch", prefetch, 0)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm}")

@@ -15,7 +15,7 @@ from . import arrays
 from .chunks import Runner
 from .disk import Disk
 from .entrywise import Split
-from .files import Store, Streamed, StreamedStats, read_manifests
+from .files import Store, Streamed, StreamedStats, check_store, read_manifests
 from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
 
 
@@ -49,6 +49,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
       Functions that are not pure: they own the folder.
 
     Raises:
+      TypeError: `store` is not a `Store`.
       ValueError: `chunk_bytes` or `host_bytes` is too small; from `init` and `apply`, an optimizer that is not
         entrywise (the message names the primitive), a folder that holds another state or is in use, parameters of
         another step than the state in the folder (without `master_dtype`), gradients of other shapes.
@@ -70,8 +71,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
       Rajbhandari, Ruwase, Rasley, Smith, He, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
       Learning", arXiv:2104.07857, 2021.
     """
-    if store.chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be positive, got {store.chunk_bytes}")
+    check_store(store)
     host_bytes = 3 * store.chunk_bytes if store.host_bytes is None else store.host_bytes
     if host_bytes < store.chunk_bytes:
         raise ValueError(f"host_bytes={host_bytes} must be at least chunk_bytes={store.chunk_bytes}")

@@ -64,6 +64,14 @@ class Store(NamedTuple):
     progress: Callable[[int, int], None] | None = None
 
 
+def check_store(store: Any) -> None:
+    """Raises TypeError unless this is a `Store`, and ValueError if its chunks are empty."""
+    if not isinstance(store, Store):
+        raise TypeError(f'expected a store, such as offload.Store("/nvme/run-1"), got {store!r}')
+    if store.chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be positive, got {store.chunk_bytes}")
+
+
 class StreamedStats(NamedTuple):
     """Counters of a store in this process: the last committed step, and bytes.
 
