@@ -73,7 +73,8 @@ def split_optimizer(method: TrainingMethod, offload: Offload | None, *, axis: Ax
     if offload is not None and offload.folder is not None:
         check_combination(method, offload)
         # The gradients of sharded parameters are means already.
-        means = all_reduce(method.reducer, axis=axis) if method.stage == 0 else optax.identity()
+        reducer = method.reducer if method.stage == 0 else None
+        means = optax.identity() if reducer is None else all_reduce(reducer, axis=axis)
         # float32 on the disk, where small updates of half-precision parameters are not lost.
         streamed = offloading.nvme(method.optimizer, offloading.Store(offload.folder), master_dtype=jnp.float32)
         return SplitOptimizer(_keep_means(means), streamed)
