@@ -69,20 +69,42 @@ def normalize(x, gain):
     return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * gain
 
 
+@jax.custom_vjp
+def project(x, w):
+    """`x @ w`, `[batch, length, inputs]` by `[inputs, outputs]`, whose gradient for `w` XLA:CPU computes fast.
+
+    JAX writes it as the transpose of a product. XLA:CPU then copies the gradient of the result into another layout and
+    multiplies two transposed matrices, at half of the speed.
+    """
+    return x @ w
+
+
+def project_forward(x, w):
+    return x @ w, (x, w)
+
+
+def project_backward(kept, gradient):
+    x, w = kept
+    return gradient @ w.T, lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
+
+
+project.defvjp(project_forward, project_backward)
+
+
 def language_model_loss(w, batch):
     tokens, targets = batch
     (size, length), width = tokens.shape, w["embedding"].shape[1]
     visible = jnp.tril(jnp.ones((length, length), bool))
     x = w["embedding"][tokens] + w["position"][:length]
     for layer in range(LAYERS):
-        qkv = normalize(x, w[f"attention_gain_{layer}"]) @ w[f"qkv_{layer}"]
+        qkv = project(normalize(x, w[f"attention_gain_{layer}"]), w[f"qkv_{layer}"])
         q, k, v = qkv.reshape(size, length, 3, HEADS, width // HEADS).transpose(2, 0, 3, 1, 4)
         scores = q @ k.swapaxes(-1, -2) * (width // HEADS) ** -0.5
         mixed = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
-        x = x + mixed.transpose(0, 2, 1, 3).reshape(size, length, width) @ w[f"out_{layer}"]
-        hidden = normalize(x, w[f"feed_gain_{layer}"]) @ w[f"up_{layer}"]
-        x = x + jax.nn.gelu(hidden) @ w[f"down_{layer}"]
-    logits = normalize(x, w["gain"]) @ w["head"]
+        x = x + project(mixed.transpose(0, 2, 1, 3).reshape(size, length, width), w[f"out_{layer}"])
+        hidden = project(normalize(x, w[f"feed_gain_{layer}"]), w[f"up_{layer}"])
+        x = x + project(jax.nn.gelu(hidden), w[f"down_{layer}"])
+    logits = project(normalize(x, w["gain"]), w["head"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
