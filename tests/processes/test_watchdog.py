@@ -146,7 +146,8 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(ended, monkeypatch):
     stopped = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0], sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
-    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=5)
+    # Limits that only the time in which it was stopped exceeds.
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, seconds=5, first_seconds=60)
 
     def step():
         for _ in range(2):
