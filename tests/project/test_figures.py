@@ -20,22 +20,116 @@ def find_rows(text: str) -> set[str]:
     return set(re.findall(r"^\|.*\|$", text, re.MULTILINE))
 
 
-def find_times(report: str, link: str) -> dict[str, float]:
-    """Seconds to the loss of the language model over a link, by method, the fastest first."""
-    table = report.split(f"### Language model of 4.9 M parameters, two hosts, {link}\n")[1].split("###")[0]
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*$", table, re.M)]
-    return {row[0]: float(row[head.index("seconds")]) for row in rows}
+RACE = REPORTS / "2026-11-race"
+
+
+def split_row(line: str) -> list[str]:
+    """The cells of a row of a table, without emphasis."""
+    return [cell.strip(" *") for cell in line.split("|")[1:-1]]
+
+
+def find_race(problem: str, link: str) -> dict[str, dict[str, str]]:
+    """What was measured in the race of a problem over a link: of each method, the first first, the cells by column."""
+    table = (RACE / "race.md").read_text().split(f"### {problem}, {link}\n")[1].split("###")[0]
+    head, _, *rows = [split_row(line) for line in re.findall(r"^\|.*$", table, re.MULTILINE)]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def find_times(problem: str, link: str) -> dict[str, float]:
+    """Seconds to the loss over a link, by method, the first first."""
+    return {method: float(cells["seconds"]) for method, cells in find_race(problem, link).items()}
+
+
+def is_rounded(quoted: str, seconds: str) -> bool:
+    """Whether whole seconds are those of a record, which has one more digit, rounded before."""
+    return abs(int(quoted.removesuffix(" s")) - float(seconds)) < 0.55
+
+
+def find_first(times: dict[str, float], *, ours: bool) -> float:
+    """The seconds of the first of jaxdist's methods, or of the others."""
+    return min(seconds for method, seconds in times.items() if method.startswith("jaxdist") == ours)
+
+
+def find_race_tables(heading: str) -> list[list[list[str]]]:
+    """The tables with methods in a section of the race's report: the rows of each."""
+    section = (RACE / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE)
+    rows = [
+        [split_row(line) for line in re.findall(r"^\| (?:jaxdist|PyTorch|Deep).*", t, re.MULTILINE)] for t in tables
+    ]
+    return [table for table in rows if table]
+
+
+LANGUAGE_MODEL = "Language model of 4.9 M parameters, two hosts"
+LARGER_MODEL = "Language model of 29.9 M parameters, two hosts"
+CLASSIFIER = "Classifier of 10.5 M parameters, two hosts"
 
 
 def test_times_to_a_loss_of_the_readme_are_those_of_the_report():
     readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    report = (REPORTS / "2026-11-race" / "race.md").read_text()
     for link in LINKS:
-        times = find_times(report, link)
+        times = find_times(LANGUAGE_MODEL, link)
         first = next(iter(times))
         assert times[first] == min(times.values())
         quoted = f"over {link}: {first} in {times[first]:.0f} s, PyTorch DDP in {times['PyTorch DDP']:.0f} s"
         assert quoted in readme
+
+
+def test_comparisons_of_times_in_the_readme_are_those_of_the_report():
+    readme = " ".join((REPOSITORY / "README.md").read_text().split())
+    power_sgd, hook, ddp = "jaxdist PowerSGD, rank 4", "PyTorch PowerSGD hook, rank 4", "PyTorch DDP"
+    times = {link: find_times(LANGUAGE_MODEL, link) for link in LINKS}
+    ahead = {link: 1 - find_first(times[link], ours=True) / find_first(times[link], ours=False) for link in LINKS}
+    assert {link for link in LINKS if ahead[link] < 0} == {"1 Gbit/s"}
+    percent = sorted(round(100 * share) for share in ahead.values())
+    assert f"{percent[1]} to {percent[-1]} % ahead of PyTorch's best over three of the links" in readme
+    assert f"and {-percent[0]} % behind it over the fourth, 1 Gbit/s without delay" in readme
+    slow = times["100 Mbit/s"]
+    assert f"PowerSGD arrives {slow[ddp] / slow[power_sgd]:.1f} times sooner than PyTorch DDP" in readme
+    slow = find_times(LARGER_MODEL, "100 Mbit/s")
+    assert next(iter(slow)) == power_sgd
+    sooner = (
+        f"{slow[ddp] / slow[power_sgd]:.1f} times sooner than DDP and {slow[hook] / slow[power_sgd]:.2f} times sooner"
+    )
+    assert sooner in readme
+    first = [next(iter(find_times(CLASSIFIER, link))) for link in LINKS]
+    assert first.count(power_sgd) == 3
+    assert "jaxdist's PowerSGD over three of the four links" in readme
+    slow = find_times(CLASSIFIER, "100 Mbit/s")
+    assert f"{slow[ddp] / slow[power_sgd]:.0f} times sooner than by DDP over 100 Mbit/s" in readme
+
+
+@pytest.mark.parametrize(
+    ("heading", "problem"), [("Which method is first", LANGUAGE_MODEL), ("The classifier", CLASSIFIER)]
+)
+def test_seconds_in_the_report_of_the_race_are_those_of_its_runs(heading, problem):
+    (table,) = find_race_tables(heading)
+    races = [find_race(problem, link) for link in LINKS]
+    assert {row[0] for row in table} == set(races[0])
+    for method, steps, *seconds in table:
+        assert steps.split(" ")[0] == next(cells for head, cells in races[0][method].items() if "steps to" in head)
+        for race, quoted in zip(races, seconds, strict=True):
+            assert is_rounded(quoted, race[method]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("heading", "problems"),
+    [
+        ("Four hosts", [p.replace("two", "four") for p in (LANGUAGE_MODEL, CLASSIFIER)]),
+        ("The larger language model", [LARGER_MODEL]),
+    ],
+)
+def test_steps_in_the_report_of_the_race_are_those_of_its_runs(heading, problems):
+    tables = find_race_tables(heading)
+    assert len(tables) == len(problems)
+    for table, problem in zip(tables, problems, strict=True):
+        races = [find_race(problem, link) for link in ("100 Mbit/s", "1 Gbit/s")]
+        assert {row[0] for row in table} == set(races[0])
+        for method, _, *cells in table:
+            for race, step, seconds in zip(races, cells[::2], cells[1::2], strict=True):
+                predicted = race[method]["predicted ms"]
+                assert step.replace("*", "") == race[method]["step ms"] + f" ({predicted})" * bool(predicted)
+                assert is_rounded(seconds, race[method]["seconds"])
 
 
 def test_memory_per_chip_of_the_readme_is_that_of_the_report():
