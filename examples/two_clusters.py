@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 import jaxdist as jd
 
-AXES, PERIOD, STEPS = ("outer", "inner"), 20, 120
+AXES, PERIOD, STEPS = ("pod", "chip"), 20, 120
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
 
 
@@ -42,8 +42,8 @@ def loss_fn(params, batch):
 # Every step: the mean in a cluster, and then over the clusters.
 SYNCHRONOUS = optax.chain(*(jd.all_reduce(jd.exact(), axis=axis) for axis in reversed(AXES)), OPTIMIZER)
 # Every step: the mean in a cluster. Every 20th: one Nesterov step along the mean of how far the clusters got.
-INNER = optax.chain(jd.all_reduce(jd.exact(), axis="inner"), OPTIMIZER)
-DILOCO = jd.local_sgd.diloco(INNER, sync_period=PERIOD, learning_rate=0.6, momentum=0.9, axis="outer")
+INNER = optax.chain(jd.all_reduce(jd.exact(), axis="chip"), OPTIMIZER)
+DILOCO = jd.local_sgd.diloco(INNER, sync_period=PERIOD, learning_rate=0.6, momentum=0.9, axis="pod")
 
 
 def sent(program, branch):
@@ -60,12 +60,12 @@ def train(name, tx, mesh, train_set, test_set):
     def train_step(state, batch):  # as one device sees it
         loss, grads = jd.local_value_and_grad(loss_fn, axis=AXES)(state.params, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, jax.lax.pmean(loss, "inner")), {}
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, jax.lax.pmean(loss, "chip")), {}
 
     def make_state():
         params = init_params(jax.random.key(0))
-        held = jd.PerWorker(params, axis="outer") if local else params
-        return TrainState(held, tx.init(params), jd.PerWorker(jnp.zeros(()), axis="outer"))
+        held = jd.PerWorker(params, axis="pod") if local else params
+        return TrainState(held, tx.init(params), jd.PerWorker(jnp.zeros(()), axis="pod"))
 
     def held_out(state, batch):
         params = jd.local_sgd.global_params(state.opt_state) if local else state.params
@@ -89,7 +89,7 @@ def main():
     data = {"image": (images[order] / 16).astype(np.float32), "label": labels[order].astype(np.int32)}
     splits = [{key: x[part] for key, x in data.items()} for part in (slice(1400), slice(1400, 1796))]
     jd.runtime.use_cpu_devices(4)  # without effect where there are GPUs or TPUs
-    mesh = jd.make_mesh({"outer": 2, "inner": 2})
+    mesh = jd.make_mesh({"pod": 2, "chip": 2})
     dense, rare = (train(name, tx, mesh, *splits) for name, tx in (("synchronous", SYNCHRONOUS), ("DiLoCo", DILOCO)))
     print(f"{dense / rare:.0f} times fewer bytes between clusters")
 

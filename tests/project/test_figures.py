@@ -165,16 +165,16 @@ def test_ratios_of_memory_bytes_and_time_beside_fsdp_are_those_of_the_report():
     assert f"needed {memory:.2f} {quoted}" in readme
 
 
-def test_measurements_of_the_guide_to_reducers_are_rows_of_the_report():
-    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+def test_rows_of_the_page_of_measurements_are_rows_of_the_report():
+    guide = (REPOSITORY / "docs/explanation/measurements.md").read_text()
     # Rows of the suite begin with their rank.
     quoted = {row for row in find_rows(guide) if re.match(r"\| \d+ \| `", row)}
     assert len(quoted) > 10
     assert quoted <= find_rows((REPORTS / "2026-11-compression" / "suite.md").read_text())
 
 
-def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
-    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+def test_starts_of_the_page_are_those_of_the_report():
+    guide = (REPOSITORY / "docs/explanation/measurements.md").read_text()
     quoted = re.findall(r"^\| (\d+) \| [\d.]+ % \| [\d.]+x \| (.+%, .+%) \| (.+%, .+%) \|$", guide, re.M)
     assert len(quoted) == 6
     report = (REPORTS / "2026-11-local" / "warm_start.md").read_text()
@@ -186,7 +186,7 @@ def test_starts_of_the_guide_to_reducers_are_those_of_the_report():
 
 
 def test_starts_of_a_larger_model_in_the_guide_are_those_of_the_report():
-    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text().split("360 times larger")[1]
+    guide = (REPOSITORY / "docs/explanation/measurements.md").read_text().split("360 times larger")[1]
     report = (REPORTS / "2026-11-local" / "larger" / "warm_start.md").read_text()
     _, *parts = re.split(r"^`(.+)`$", report, flags=re.M)
     above, fewer = {}, {}
@@ -207,8 +207,8 @@ def read_best_rates(workers: int) -> dict[tuple[str, int], str]:
     return {(method, int(warm)): percent for method, warm, percent in rows}
 
 
-def test_best_rates_of_the_guide_to_reducers_are_those_of_the_report():
-    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+def test_best_rates_of_the_page_are_those_of_the_report():
+    guide = (REPOSITORY / "docs/explanation/measurements.md").read_text()
     four, eight = read_best_rates(4), read_best_rates(8)
     diloco, local = "diloco:32,0.7,0.9", "local_sgd:32"
     for row in (
@@ -222,8 +222,8 @@ def test_best_rates_of_the_guide_to_reducers_are_those_of_the_report():
         assert row in guide
 
 
-def test_the_local_suite_of_the_guide_to_reducers_is_that_of_the_report():
-    guide = (REPOSITORY / "docs/how-to/how-to-choose-a-reducer.md").read_text()
+def test_the_local_suite_of_the_page_is_that_of_the_report():
+    guide = (REPOSITORY / "docs/explanation/measurements.md").read_text()
     report = (REPORTS / "2026-11-local" / "suite.md").read_text()
     percents = {}
     for workers, table in re.findall(r"^(\d) workers\n\n(.*?)(?:\n\n|\Z)", report, re.M | re.S):
