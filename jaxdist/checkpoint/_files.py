@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .._core.file_lock import FileLock
 from .errors import CheckpointDamagedError
 
 ARRAYS = "arrays"
@@ -23,6 +24,8 @@ JOURNAL = ".abandoned"
 UNFINISHED, REPLACED, DELETED, DAMAGED, ABANDONED = ".unfinished", ".replaced", ".deleted", ".damaged", ".abandoned"
 GONE, ALTERED = "is missing", "holds other bytes than were written"
 MISSING = (errno.ENOENT, errno.ENOTDIR)
+# Of a file system without locks.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 # The folders that this process has locked. POSIX locks belong to a process: a second lock of the same file would be
 # granted, and its release would free the first. A forked child has another process id, and none of its parent's locks.
@@ -136,19 +139,18 @@ def _identity(root: Path) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def _lock_file(root: Path) -> Iterator[None]:
-    # Not on every system, and only writers need it.
-    import fcntl
-
-    with (root / WRITER).open("w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(FileLock(root / WRITER).release)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process writes checkpoints into {root}: give each run its own folder, or stop the other (if "
+                f"none is running, delete {root / WRITER})"
+            ) from error
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(
-                    f"another process writes checkpoints into {root}: give each run its own folder, or stop the other "
-                    f"(if none is running, delete {root / WRITER})"
-                ) from error
-            # A file system without locks: it is up to the user to have one writer at a time.
+            if error.errno not in NO_LOCKS:
+                raise
+            # It is up to the user to have one writer at a time.
         _set_abandoned_aside(root)
         _sweep(root)
         yield

@@ -15,7 +15,8 @@ class Report(NamedTuple):
       counted: whether this island's drift is among them.
       late: whether a round had ended before this island's drift came; the progress is kept, and sent again.
       offline: whether the store was out of reach; the progress is kept.
-      nonfinite: whether this island's parameters were not finite; it has taken the global parameters instead.
+      nonfinite: whether this island's parameters were not finite; it has taken the global parameters instead, and its
+        inner optimizer has the moments of `init` again.
       wait_seconds: the time in `meet`.
       sent_bytes: bytes that went into the store.
       received_bytes: bytes that came out of it.

@@ -18,7 +18,7 @@ from .._core.hashing import hash_array
 from .._core.jaxprs import propagate
 from .._core.types import Array, PyTree, State, Updates
 from ..comm.base import alone
-from ..local_sgd.state import LocalStepsState
+from ..local_sgd.state import LocalStepsState, mark_inner, unmark_inner, update_inner_buffers
 from ..local_sgd.synchronize import round_like
 from ..reducers.base import Extras, Law, Messages, Reduced, Reducer
 from ..reducers.feedback import EF21State
@@ -180,6 +180,15 @@ def restart_counts(local: LocalStepsState, number: Array) -> LocalStepsState:
     """Returns the state at the start of a round, which is also the number of rounds before it."""
     zeros = {name: jnp.zeros_like(getattr(local, name)) for name in ("since", "rates")}
     return local._replace(rounds=jnp.full_like(local.rounds, number), **zeros)
+
+
+@partial(jax.jit, static_argnums=0)
+def restart_buffers(
+    inner: optax.GradientTransformationExtraArgs, local: LocalStepsState, params: PyTree
+) -> LocalStepsState:
+    """Returns the state with the inner optimizer's moments as `init` makes them; its schedules go on."""
+    state = update_inner_buffers("reset", alone(), True, inner, unmark_inner(local.inner, None), params)
+    return local._replace(inner=mark_inner(state, None))
 
 
 def compile_programs(method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree) -> None:

@@ -20,6 +20,7 @@ from .exchange import (
     encode_drift,
     measure_drift,
     rebase,
+    restart_buffers,
     restart_counts,
     select_shared,
     subtract,
@@ -241,7 +242,10 @@ class Island:
         return report
 
     def _send(self, model: MeetingState, examples: float, *, leaving: bool) -> bool:
-        """Puts this island's drift into the store. Returns false if it is not finite: then the anchor is taken."""
+        """Puts this island's drift into the store.
+
+        Returns false if it is not finite: then the anchor is taken, and the inner optimizer restarts.
+        """
         local = model.local
         drift = measure_drift(local.anchor, model.params)
         rate = _mean_rate(local)
@@ -249,6 +253,8 @@ class Island:
         arrays, after, finite = encode_drift(self._replay.method, self._index, drift, local.reducer[0], sent_rate)
         if not bool(to_host(finite)):
             model.params = rebase(local.anchor, model.params, zeros_like(drift))
+            # Moments that are not finite would make the next steps so, too.
+            model.local = restart_buffers(self._config.inner, local, model.params)
             self._store.create(self._name("left"), b"{}")
             return False
         name = self._name("drift")

@@ -109,8 +109,11 @@ def join(
 
 
 def _check(options: JoinOptions) -> None:
-    if not re.fullmatch(r"[\w.-]{1,64}", options.name):
-        raise ValueError(f"the name of an island is 1 to 64 letters, digits, '_', '-' and '.', got {options.name!r}")
+    # Files whose names begin with a dot are hidden: stores in folders use them for what is not complete yet.
+    if not re.fullmatch(r"[\w-][\w.-]{0,63}", options.name):
+        raise ValueError(
+            f"the name of an island is 1 to 64 letters, digits, '_', '-' and '.', not '.' first, got {options.name!r}"
+        )
     for name in ("begin_with", "quorum", "keep_every"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")

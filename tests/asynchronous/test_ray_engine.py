@@ -17,7 +17,7 @@ from jaxdist import topology
 from jaxdist.asynchronous import Compute, Role, Rule, ray_engine, replay, rules
 from jaxdist.asynchronous.ray_engine.driver import Driver, RunOptions
 from jaxdist.asynchronous.ray_engine.role_runner import Records
-from jaxdist.asynchronous.ray_engine.state_store import ActorReport, PlaceStatus
+from jaxdist.asynchronous.ray_engine.state_store import ActorReport, PlaceStatus, clock_since
 
 ray = pytest.importorskip("ray")
 GOALS = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
@@ -298,3 +298,12 @@ def test_processes_end_with_the_driver(tmp_path):
 def test_what_cannot_work_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ray_engine.run(RULES["bsp"], TASK, **({"workers": 2, "seconds": 1.0} | settings))
+
+
+def test_clocks_go_on_when_the_wall_clock_is_set_back(monkeypatch):
+    wall = time.time_ns
+    clock = clock_since(wall() - 5_000_000_000)
+    before = clock()
+    assert before >= 5_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: wall() - 3600 * 10**9)
+    assert before <= clock() < before + 3600 * 10**9

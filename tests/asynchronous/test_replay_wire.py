@@ -1,5 +1,6 @@
 """What messages of a replay weigh, with codes too, and states in files."""
 
+import os
 from typing import Any
 
 import jax
@@ -156,3 +157,13 @@ def test_files_of_others_are_refused(tmp_path):
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError, match="is not an imported NamedTuple"):
         replay.restore(tmp_path / "bad.npz", clock)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_files_that_are_cut_off_are_named(tmp_path, share):
+    clock = replay.simulator(rules.asgd(SGD), workers=2)
+    path = tmp_path / "run.npz"
+    replay.save(str(path), clock, clock.init())
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(ValueError, match=r"run\.npz is damaged, or no file of `replay\.save`"):
+        replay.restore(path, clock)

@@ -185,6 +185,18 @@ def test_one_writer_at_a_time(tmp_path):
     assert checkpoint.latest(tmp_path) == 1
 
 
+def test_a_copy_of_the_folder_does_not_release_its_lock(tmp_path):
+    """As a backup after a save would make one: a lock of `lockf` ends when the process closes the file anywhere."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with checkpoint.writing(tmp_path / "run") as writer:
+        writer.save(STATE, 1)
+        writer.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+        command = [sys.executable, "-c", OTHER, str(tmp_path / "run")]
+        other = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert "another process writes checkpoints into" in other.stderr
+
+
 def test_paths_as_a_shell_takes_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from island_stores import wrap
 from islands_run import (
     GOALS,
+    H,
     begin,
     contribution,
     global_params,
@@ -269,3 +270,22 @@ def test_too_few_islands_are_an_error_after_the_patience():
         time.sleep(0.1)
         with pytest.raises(islands.TooFewIslandsError, match="a round needs quorum=2"):
             island.meet(state)
+
+
+def test_an_island_recovers_from_gradients_that_are_not_finite():
+    """Adam's moments would keep what the parameters have lost."""
+    tx = method(inner=optax.adam(optax.linear_schedule(0.05, 0.01, 100)))
+    step = step_of(tx)
+    with islands.join(islands.memory(), tx, name="here") as island:
+        state, reports = island.enter(begin(tx)), []
+        for number in range(4 * H):
+            state = step(state, GOALS[0] if number != H + 1 else GOALS[0] * np.nan)
+            if island.due(number):
+                state, report = island.meet(state)
+                reports.append(report)
+    assert [report.nonfinite for report in reports] == [False, True, False, False]
+    assert [report.counted for report in reports] == [True, False, True, True]
+    assert np.isfinite(state.params["w"]).all()
+    # The schedule of the learning rate has not begun again.
+    counts = [int(x) for x in jax.tree.leaves(state.opt.inner) if x.dtype == np.int32]
+    assert max(counts) == 4 * H

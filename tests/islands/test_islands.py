@@ -327,6 +327,7 @@ def test_a_weight_that_would_spoil_the_mean_of_all_is_refused(examples):
     ("changes", "message"),
     [
         ({"name": "a/b"}, "name of an island"),
+        ({"name": "..", "round_timeout": 1}, "name of an island .* not '.' first"),
         ({"round_timeout": 0}, "round_timeout must be a positive number"),
         ({"begin_with": 0}, "begin_with must be at least 1"),
         ({"keep_every": 0}, "keep_every must be at least 1"),

@@ -19,6 +19,7 @@ import pytest
 import jaxdist as jd
 from jaxdist import offload
 from jaxdist.offload.nvme import arrays, disk, files
+from jaxdist.offload.nvme.base import committed_step
 from jaxdist.offload.nvme.disk import stream
 
 CHUNK = 3 * 4096 * 4  # 4096 entries of Adam's state with master parameters
@@ -590,3 +591,25 @@ def test_killed_at_any_time_it_goes_on_from_the_last_step(tmp_path, kills):
         reported = step + 2
         opt.close()
     spared.close()
+
+
+def test_the_state_of_another_number_of_processes_is_not_overlooked(tmp_path, adamw, monkeypatch):
+    """A new state beside it would begin at step 0, without a word."""
+    opt = offload.nvme(adamw, offload.Store(tmp_path))
+    found = train(opt, opt.init(params()), 1)
+    opt.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        for look in (lambda: opt.init(found), lambda: committed_step(tmp_path)):
+            with pytest.raises(ValueError, match="holds the state of 1 processes, and there are 2 now: start as many"):
+                look()
+        assert os.listdir(tmp_path) == ["worker-00000-of-00001"]
+    opt.init(found)
+    assert opt.stats().step == committed_step(tmp_path) == 1
+
+
+def test_the_folder_of_a_store_may_be_in_the_home_folder(tmp_path, adamw, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    offload.nvme(adamw, offload.Store("~/run")).init(params())
+    assert os.listdir(tmp_path) == ["run"]

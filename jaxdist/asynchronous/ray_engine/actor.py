@@ -17,7 +17,7 @@ from ..protocol import SERVER, Rule, Site
 from ..replay.base import Task, gradient_function
 from ..values import force
 from .role_runner import RoleRunner
-from .state_store import ActorReport, Entry, StatePacker
+from .state_store import ActorReport, Entry, StatePacker, clock_since
 
 # Seconds between signs of life, and until envelopes that could not be delivered are sent again.
 BEAT_SECONDS, RETRY_SECONDS = 0.5, 0.5
@@ -79,7 +79,7 @@ class Actor:
         if self.started.acquire(blocking=False):
             self.peers = peers
             site = Site(self.index, self.config.workers, self.config.seed)
-            self.runner = RoleRunner(self.config.rule, site, self.params, lambda: time.time_ns() - begun)
+            self.runner = RoleRunner(self.config.rule, site, self.params, clock_since(begun))
             for work in (self._compute_gradients, self._run_role):
                 threading.Thread(target=self._run_thread, args=(work,), daemon=True).start()
 

@@ -1,7 +1,7 @@
 """The state store of a run: the last state of every role runner, from which a new process continues, and the log."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,13 +98,22 @@ class StatePacker:
         return write(value, store), tuple(names)
 
 
+def clock_since(begun: int) -> Callable[[], int]:
+    """Returns a clock of the nanoseconds since a time of the wall clock, which all machines share.
+
+    The wall clock is read once: set back later, it would stop the timers of rules.
+    """
+    offset = time.time_ns() - begun - time.monotonic_ns()
+    return lambda: time.monotonic_ns() + offset
+
+
 class StateStore:
     """Stores the last state of every place and the log of the run. It computes nothing and has no rule."""
 
     def __init__(self, config: bytes):
         self.config = config
         self.peers: dict[int, Any] = {}
-        self.begun = 0
+        self.begun, self.clock = 0, clock_since(0)
         self.lives: dict[int, int] = {}
         self.kept: dict[int, tuple[Packed, Arrays]] = {}
         # The times of the last sign of life of a place, and of the start of its process.
@@ -117,7 +126,7 @@ class StateStore:
 
     def open(self, peers: dict[int, Any], begun: int) -> None:
         """Begins the run: processes that start from now on continue it without a call of the driver."""
-        self.peers, self.begun = peers, begun
+        self.peers, self.begun, self.clock = peers, begun, clock_since(begun)
 
     def enter(self, place: int) -> Entry:
         """Registers a new process of a place; earlier ones cannot commit any more."""
@@ -131,7 +140,7 @@ class StateStore:
 
     def record_death(self, place: int, *, replaced: bool) -> None:
         """Logs that a process died at its last sign of life, and whether another has replaced it now."""
-        now, tick = time.monotonic(), time.time_ns() - self.begun
+        now, tick = time.monotonic(), self.clock()
         died = tick - round((now - self.last_seen.get(place, now)) * 1e9)
         self.faults.append(Fault(place, died, tick if replaced else None))
         self.last_seen[place] = now

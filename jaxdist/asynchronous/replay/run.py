@@ -2,6 +2,8 @@
 
 import math
 import os
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -210,7 +212,7 @@ def _result(config: ReplayConfig, state: ReplayState) -> Result:
     )
 
 
-def save(path: Path, clock: Simulator, state: ReplayState) -> None:
+def save(path: str | Path, clock: Simulator, state: ReplayState) -> None:
     """Writes a state, from which a restored run continues exactly as the original would.
 
     One `.npz` file of numbers and names of NamedTuples: arrays that many workers share are written once, and gradients
@@ -237,6 +239,7 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
 
     content = {entry.name: getattr(state, entry.name) for entry in fields(state)}
     text = write({"of": _identity(clock), "state": content}, store)
+    path = Path(path)
     # Renamed when complete, so that a run that is killed here leaves the last file intact.
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:
@@ -245,15 +248,21 @@ def save(path: Path, clock: Simulator, state: ReplayState) -> None:
     os.replace(temporary, path)
 
 
-def restore(path: Path, clock: Simulator) -> ReplayState:
+def restore(path: str | Path, clock: Simulator) -> ReplayState:
     """Reads a state that `save` wrote, for a simulator made with the same arguments as the saved one.
 
     Raises:
-      ValueError: the file is of another rule, seed or number of workers, or names a class that is not a NamedTuple.
+      ValueError: the file is of another rule, seed or number of workers, or names a class that is not a NamedTuple, or
+        is damaged.
+      FileNotFoundError: there is no such file.
     """
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    content = read(arrays.pop("text").tobytes().decode(), arrays.__getitem__, clock.config.gradient)
+    try:
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = dict(file)
+        text = arrays.pop("text").tobytes().decode()
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or no file of `replay.save`: {error}") from error
+    content = read(text, arrays.__getitem__, clock.config.gradient)
     if content["of"] != _identity(clock):
         raise ValueError(
             f"{path} is a replay of {content['of']}, not of {_identity(clock)}: use the arguments of the first run"

@@ -1,7 +1,6 @@
 """ZeRO-Infinity's parameters and gradients on disk: a step that has one layer of the model in memory at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.base import Reducer, exact
 from ...state.marks import axis_tuple
 from ..nvme.disk import Access, Disk
-from ..nvme.files import Store, StreamedStats, check_store
+from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.model import Model, describe
 from .parts import PartProgram, StackPart, init_program, lay_out_parts, reshape_vectors, update_program
 from .step import Config, LayerStack, Step, build_programs, check_reducer
@@ -179,7 +178,7 @@ class _LayerStream:
         # On disk are the parameters that the optimizer updates: `master`.
         models = [describe(self.inner, tree, None)._replace(master=True) for tree in trees]
         store = self.store
-        folder = Path(store.path).absolute() / "worker-00000-of-00001"
+        folder = folder_of_process(store.path, 0, 1)
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
         compiled: dict[str, Callable] = {}
         try:

@@ -15,7 +15,7 @@ from . import arrays
 from .chunks import Runner
 from .disk import Disk
 from .entrywise import Split
-from .files import Store, Streamed, StreamedStats, check_store, read_manifests
+from .files import Store, Streamed, StreamedStats, check_store, folder_of_process, read_manifests
 from .model import Model, assemble, describe, hash_params, read_params, read_state, split_init, split_update
 
 
@@ -80,13 +80,13 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
 
 
 def committed_step(path: str | Path) -> int:
-    """The last step of this process in the folder of a store, which may be in use; 0 if there is none."""
-    manifests = read_manifests(_folder_of_process(path))
+    """The last step of this process in the folder of a store, which may be in use; 0 if there is none.
+
+    Raises:
+      ValueError: the folder has the state of another number of processes.
+    """
+    manifests = read_manifests(folder_of_process(path, jax.process_index(), jax.process_count()))
     return max((manifest["step"] for manifest in manifests.values()), default=0)
-
-
-def _folder_of_process(path: str | Path) -> Path:
-    return Path(path).absolute() / f"worker-{jax.process_index():05d}-of-{jax.process_count():05d}"
 
 
 class _Plan(NamedTuple):
@@ -119,7 +119,7 @@ class _NvmeOptimizer:
         self.close()
         store, model = self.store, describe(self.inner, params, self.master_dtype)
         split = split_init(self.inner, model)
-        folder = _folder_of_process(store.path)
+        folder = folder_of_process(store.path, jax.process_index(), jax.process_count())
         disk = Disk(folder, direct=store.direct, durable=store.durable, wait=store.wait, progress=store.progress)
         compiled: dict[str, Callable] = {}
         try:

@@ -56,7 +56,7 @@ class Disk:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
         # Released even if `close` is never called and this object is garbage-collected.
-        self.unlock = weakref.finalize(self, files.Lock(folder).release)
+        self.unlock = weakref.finalize(self, files.lock_folder(folder).release)
         try:
             self.direct = files.takes_direct(folder) if direct is None else direct
             if self.direct and not files.takes_direct(folder):

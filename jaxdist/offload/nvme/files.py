@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ..._core.checks import Portable
+from ..._core.file_lock import FileLock
 from ..._core.types import PyTree, State
 
 FORMAT = 1
@@ -291,48 +292,37 @@ def _sync_folder(folder: Path) -> None:
         os.close(found)
 
 
-class Lock:
-    """An exclusive lock on a folder, until it is released or this process ends.
+def folder_of_process(path: str | Path, process: int, count: int) -> Path:
+    """Returns the folder of one of `count` processes in the folder of a store.
 
-    A forked child (a data loader, say) inherits the file descriptor, and would keep the lock when its parent is killed:
-    it closes its copy at once, which leaves the parent's lock in place. Locks of `lockf` are not inherited, but end as
-    soon as the process closes the file anywhere, for example after copying the folder.
+    Raises:
+      ValueError: there is the state of another number of processes: a new one beside it would begin at step 0.
     """
-
-    def __init__(self, folder: Path):
-        import fcntl  # not available on every system that the rest of the library supports
-
-        path = folder / "lock"
-        found = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(found)
-            if isinstance(error, BlockingIOError):
-                what = f"{folder} is in use by another process or `nvme` instance: call its `close` first"
-                raise ValueError(what) from error
-            raise store_error(error, path, -1) from error
-        self.slot: int | None = found
-        _locks.add(self)
-
-    def release(self) -> None:
-        """Releases the lock; later calls do nothing."""
-        slot, self.slot = self.slot, None
-        _locks.discard(self)
-        if slot is not None:
-            os.close(slot)
+    root = Path(path).expanduser().absolute()
+    for other in sorted(root.glob("worker-*-of-*")):
+        if not other.name.endswith(f"-of-{count:05d}") and read_manifests(other):
+            raise ValueError(
+                f"{root} holds the state of {int(other.name[-5:])} processes, and there are {count} now: start as "
+                f"many, use another folder, {RESUME}"
+            )
+    return root / f"worker-{process:05d}-of-{count:05d}"
 
 
-_locks: set[Lock] = set()
+def lock_folder(folder: Path) -> FileLock:
+    """Locks the folder of a process, until the lock is released or this process ends.
 
-
-def _release_all() -> None:
-    for lock in tuple(_locks):
-        lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_all)
+    Raises:
+      ValueError: it is in use.
+      StoreError: it cannot be locked.
+    """
+    path = folder / "lock"
+    try:
+        return FileLock(path)
+    except BlockingIOError as error:
+        what = f"{folder} is in use by another process or `nvme` instance: call its `close` first"
+        raise ValueError(what) from error
+    except OSError as error:
+        raise store_error(error, path, -1) from error
 
 
 def encode(values: Sequence[np.ndarray]) -> list[dict[str, Any]]:
