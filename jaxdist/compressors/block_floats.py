@@ -70,7 +70,7 @@ def encode(x: Float[Array, "*shape"], form: Minifloat, rounding: str, key: KeyOr
     units = to_integers(magnitude * _power_of_two(form.mantissa - form.emin - doublings), rounding, key)
     # From below too: what NaN becomes must not reach into the sign.
     codes = jnp.clip((doublings << form.mantissa) + units, 0, form.largest_code)
-    return (codes | jnp.where(x < 0, 1 << (form.bits - 1), 0)).astype(jnp.uint8)
+    return (codes | jnp.where(x < 0, jnp.int32(1 << (form.bits - 1)), 0)).astype(jnp.uint8)
 
 
 def decode(codes: UInt[Array, "*shape"], form: Minifloat) -> Float[Array, "*shape"]:
@@ -333,9 +333,9 @@ def dynamic_fp8(*, block: int = 32, rounding: Rounding = "stochastic") -> Compre
         scaled = jnp.abs(blocks) * doubled * jnp.where(signed, 0.5 / LIFT, 0.5)
         codes = encode(scaled, UNSIGNED, rounding, key).astype(jnp.int32)
         # Without a sign, nothing above zero becomes zero.
-        with_sign = jnp.minimum(codes, SIGN - 1) | jnp.where(blocks < 0, SIGN, 0)
+        with_sign = jnp.minimum(codes, SIGN - 1) | jnp.where(blocks < 0, jnp.int32(SIGN), 0)
         codes = jnp.where(signed, with_sign, jnp.maximum(codes, (blocks > 0).astype(jnp.int32))).astype(jnp.uint8)
-        scales = jnp.where(jnp.isfinite(largest), words | jnp.where(signed, SIGN, 0), NO_SCALE)
+        scales = jnp.where(jnp.isfinite(largest), words | jnp.where(signed, jnp.int32(SIGN), 0), NO_SCALE)
         return BlockPayload(codes.reshape(-1)[: whole_words(x.size, 8)], scales.astype(jnp.uint8)[:, 0])
 
     def decompress(payload: BlockPayload, like: Like) -> Array:

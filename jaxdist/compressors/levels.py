@@ -78,7 +78,7 @@ def with_levels(
         ratios, norms = normalize_buckets(x, bucket, norm)
         codes = _round(jnp.abs(ratios) if zero_level else ratios, jnp.asarray(table), noise(key, ratios.shape))
         if zero_level:
-            codes = codes | jnp.where(ratios < 0, sign_bit, 0)
+            codes = codes | jnp.where(ratios < 0, jnp.asarray(sign_bit, codes.dtype), 0)
         return QuantizedPayload(
             pack(codes.astype(jnp.uint8).reshape(-1)[: whole_words(x.size, bits)], bits), norms[:, 0]
         )

@@ -10,7 +10,7 @@ import optax
 
 from .. import comm as comms
 from .._core.checks import check_count, check_range
-from .._core.trees import next_count, tree_where
+from .._core.trees import fold_keys, next_count, tree_where
 from .._core.types import Array, AxisNames, Flag, PyTree, State, Updates
 from ..comm.base import add_bytes
 from ..comm.over import over
@@ -136,7 +136,8 @@ def local_steps(
       overlap_correction: keeps the progress since `p̂_w` was sent: `p_w += (1-α) (a - p̂_w)`. For a delay.
       buffers: the treatment of `inner`'s momentum in a round: `"maintain"`, `"reset"` to zero (schedules go on
         counting), or `"average"` over workers.
-      warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal.
+      warmup_steps: the number of first steps that average gradients exactly instead; workers stay equal, and all of
+        them take these steps, whatever `active=` says.
       reducer: averages the drift; by default `exact()`.
 
     Raises:
@@ -208,7 +209,11 @@ def _init(cfg: _Config, params: PyTree) -> State:
         outer=tuple(cfg.outer.init(part) for part in parts),
         inner=mark_inner(inner, cfg.axis),
         examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
-        reducer=tuple(bind(init_reducer(cfg.reducer, part), cfg.axis) for part in parts),
+        # Fragments draw different numbers.
+        reducer=tuple(
+            bind(fold_keys(init_reducer(cfg.reducer, part), i) if i else init_reducer(cfg.reducer, part), cfg.axis)
+            for i, part in enumerate(parts)
+        ),
         sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
     )
 
@@ -258,6 +263,9 @@ def _update(
         nested = has_models(inner_state)
         if nested and active is not None:
             passed, active = {**passed, "active": active}, None
+        elif active is not None and warm is not False:
+            # A synchronous step is one of all workers, which stay equal.
+            active = jnp.logical_or(active, warm)
         steps, inner_state = inner_step(cfg.inner, gradients, inner_state, params, active=active, **passed)
         group = inner_anchor(inner_state)
         if group is not None and examples is not None:

@@ -101,7 +101,11 @@ def as_fragments(fragments: Fragments | int | None) -> Fragments:
 
 def labels_of(fragments: Fragments, params: PyTree) -> PyTree:
     """Returns the number of each leaf's fragment; for sharded leaves, from the shapes of the whole arrays."""
-    return fragments.assign(whole_likes(params))
+    labels = fragments.assign(whole_likes(params))
+    wrong = set(jax.tree.leaves(labels)) - set(range(fragments.number))
+    if wrong:
+        raise ValueError(f"fragments are numbered from 0 to {fragments.number - 1}, and `assign` returned {wrong}")
+    return labels
 
 
 def split(tree: PyTree, labels: PyTree, number: int) -> list[PyTree]:

@@ -18,10 +18,11 @@ from ..wire.flat import step_key
 from .base import with_rate
 from .fragments import SyncPeriod
 from .recipes import diloco
+from .state import find_buffers
 
 
 class RandomPullState(NamedTuple):
-    """The state of `random_pull`, all of it per worker inside `local_steps`; a pull does not change that of `inner`."""
+    """The state of `random_pull`, all of it per worker inside `local_steps`; a pull changes no buffer of `inner`."""
 
     count: Int[Array, ""]
     key: Key[Array, ""]
@@ -104,7 +105,14 @@ def random_pull(
         scale = jnp.where(started, 1 / (1 - probability), 1.0)
 
         steps = jax.tree.map(partial(_pull_or_scale, pulls, strength, scale), steps, params, anchor)
-        return steps, RandomPullState(count, state.key, tree_where(pulls, state.inner, inner_state))
+        # Schedules count pulls too: they are steps.
+        inner_state = jax.tree.map(
+            lambda buffer, old, new: tree_where(pulls, old, new) if buffer else new,
+            find_buffers(inner, state.inner, params),
+            state.inner,
+            inner_state,
+        )
+        return steps, RandomPullState(count, state.key, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

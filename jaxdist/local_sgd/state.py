@@ -4,7 +4,7 @@ The inner optimizer may keep models itself: gossip on the axis of `local_steps`,
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -116,10 +116,20 @@ def global_params(opt_state: State) -> PyTree:
       >>> jd.local_sgd.global_params(tx.init(jnp.ones(2))).tolist()
       [1.0, 1.0]
     """
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState)):
-        if isinstance(node, LocalStepsState):
-            return node.anchor
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LocalStepsState))
+    anchors = [node.anchor for node in nodes if isinstance(node, LocalStepsState)]
+    if anchors:
+        # With `optax.partition` each has a part of the model, and placeholders for the others'.
+        return reduce(partial(jax.tree.map, _first_that_is_there, is_leaf=_is_placeholder), anchors)
     raise ValueError("this optimizer state has no local_steps inside, and so no anchor; evaluate the parameters")
+
+
+def _is_placeholder(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _first_that_is_there(first: Any, second: Any) -> Any:
+    return second if _is_placeholder(first) else first
 
 
 def update_buffers(
@@ -135,7 +145,7 @@ def update_buffers(
         raise ValueError(
             'buffers="average" cannot average the encoded arrays of quantized_state; use buffers="maintain" or "reset"'
         )
-    owned = _find_buffers(inner, state, params)
+    owned = find_buffers(inner, state, params)
     if mode == "average":
         return cond_or_static(due, partial(_average, owned), lambda comm, state: comm.varying(state), comm, state)
     return cond_or_static(
@@ -180,14 +190,19 @@ def _place_like(old: Array, new: Array) -> Array:
     return jax.device_put(new, jax.memory.Space.Host) if is_on_host(old) else new
 
 
-def _find_buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
+def find_buffers(inner: optax.GradientTransformation, state: State, params: PyTree) -> PyTree:
     """Returns a tree of booleans: true for buffers shaped like the parameters and for the counts of such buffers.
 
     Adam's bias correction counts since its moments were zero, so that count goes with them. A learning-rate schedule
     counts steps and must go on. A count belongs to a buffer if both are fields of the same NamedTuple.
     """
     params = _without_marks(params)
-    like_params = jax.tree.map(lambda k: k != NO_PARAMETER, beside(inner.init, state, params, is_leaf=is_coded))
+    numbers = beside(inner.init, state, params, is_leaf=is_coded)
+    # The hyperparameters of `optax.inject_hyperparams` may have names of parameters, such as `b1`.
+    like_params = jax.tree_util.tree_map_with_path(
+        lambda path, k: k != NO_PARAMETER and not any(getattr(key, "name", None) == "hyperparams" for key in path),
+        numbers,
+    )
     return _flag_counts(state, like_params, jax.tree.structure(params))
 
 

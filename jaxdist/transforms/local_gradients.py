@@ -155,8 +155,9 @@ def reduce_weighted(
         return mean, new_state, True
     if forms.no_examples is not None:
         raise ValueError(forms.no_examples)
-    # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective.
-    if plain:
+    # A linear reducer averages n_w g_w and n_w together: Σ n_w g_w / Σ n_w in one collective. Not in float16, whose
+    # largest number is 65504: a batch of 512 tokens would turn gradients of 200 into infinity.
+    if plain and not any(x.dtype == jnp.float16 for x in jax.tree.leaves(updates)):
         (mean, count), new_state = reduce((scale(updates, examples), comm.varying(examples)), state)
         some = count > 0
         mean = scale(mean, 1 / jnp.where(some, count, 1)) if divide else mean

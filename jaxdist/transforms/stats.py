@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.types import Array, PyTree, State
+from .._core.types import Array, AxisNames, PyTree, State
+from ..comm.over import over
 from ..reducers.combinators import TrackedState
 from ..reducers.feedback import ErrorFeedbackState
 from ..state.marks import OnHost, PerWorker
@@ -20,12 +21,12 @@ def stats(opt_state: State) -> dict[str, Array]:
 
     Returns:
       Scalar arrays, those of the following that the state has:
-      `residual_norm` (L2, root mean square over workers) from error feedback; `syncs`, `bytes` (sent by one worker
-      since the start) and `compression_error` (`|x - own|² / |x|²` of the last reduction, mean over workers) from
-      `with_stats`, `bytes` also from `gossip`, `local_steps`, `noloco`, `mirror_descent`, `anytime_minibatch`,
-      `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps` (the sum over fragments) and `noloco`;
-      `skips` from `skip_nonfinite` (the sum over workers that skip independently); `empty` (steps without any example)
-      from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
+      `residual_norm` (L2, root mean square over workers; inside a step that of this worker) from error feedback;
+      `syncs`, `bytes` (sent by one worker since the start) and `compression_error` (`|x - own|² / |x|²` of the last
+      reduction, mean over workers) from `with_stats`, `bytes` also from `gossip`, `local_steps`, `noloco`,
+      `mirror_descent`, `anytime_minibatch`, `one_bit_adam`, `qadam` and `zero_one_adam`; `rounds` from `local_steps`
+      (the sum over fragments) and `noloco`; `skips` from `skip_nonfinite` (the sum over workers that skip
+      independently); `empty` (steps without any example) from `all_reduce`; `loss_scale` from `dynamic_loss_scale`.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -103,5 +104,13 @@ def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
 def _mean_square(residual: PerWorker) -> Array:
     """Returns the squared norm of a residual, averaged over the workers in its leading dimension."""
     leaves = jax.tree.leaves(residual)
-    count = leaves[0].shape[0] if leaves and residual.axis else 1
+    count = leaves[0].shape[0] if leaves and residual.axis and not _is_bound(residual.axis) else 1
     return sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.zeros(())) / count
+
+
+def _is_bound(axis: AxisNames) -> bool:
+    """Whether this is the step of one worker, which sees its own part of a state."""
+    try:
+        return over(axis).size > 0
+    except ValueError:
+        return False

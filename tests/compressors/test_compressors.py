@@ -1,4 +1,7 @@
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +9,7 @@ import numpy as np
 import pytest
 from codes import KEY, decoded
 from jax.sharding import PartitionSpec as P
+from paths import REPOSITORY
 from reference import compressors as reference
 from register import FLOAT16
 
@@ -72,6 +76,23 @@ def test_float64():
         for name, out in outs.items():
             assert out.dtype == jnp.float64, name
             assert bool(jnp.isfinite(out).all()), name
+
+
+EAGER = """
+import jax, jax.numpy as jnp
+from jaxdist import compressors as jc
+
+x, key = jnp.ones((5, 4), jnp.float32), jax.random.key(0)
+for code in (jc.fp8(), jc.dynamic_fp8(), jc.nuqsgd(4)):
+    assert jnp.isfinite(code.decompress(code.compress(x, key), x)).all()
+"""
+
+
+def test_float64_without_jit():
+    """XLA:CPU, optimizing, ends the process at an `or` of int32 and a constant that x64 makes int64."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", EAGER], env=environment, check=True)
 
 
 def test_traced_once():

@@ -434,3 +434,66 @@ def test_what_update_refuses():
         tx.update(jnp.zeros(2), state, jnp.zeros(2), sync=jnp.array(True))
     with pytest.raises(ValueError, match="no local_steps inside"):
         jd.local_sgd.global_params(optax.sgd(0.1).init(jnp.zeros(2)))
+
+
+def test_global_params_of_partitioned_parameters_are_whole():
+    def local():
+        return jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=2, axis=None)
+
+    params = {"w": jnp.ones(2), "b": jnp.zeros(1), "n": jnp.full(1, 3.0)}
+    tx = optax.partition({"a": local(), "b": local(), "c": local()}, {"w": "a", "b": "b", "n": "c"})
+    found = jd.local_sgd.global_params(tx.init(params))
+    assert jax.tree.map(np.ndarray.tolist, jax.device_get(found)) == {"w": [1, 1], "b": [0], "n": [3]}
+
+
+def test_all_workers_take_the_steps_of_the_warm_up():
+    """One that rests there would begin the first round elsewhere."""
+    drawn, active = targets(6, 2), np.ones((6, 2), bool)
+    active[::2, 1] = False
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=100, warmup_steps=4)
+    found, anchors, _ = run(tx, drawn, active=active)
+    np.testing.assert_array_equal(found[3, 0], found[3, 1])
+    np.testing.assert_allclose(anchors[3], found[3, 0], atol=1e-6)
+    np.testing.assert_array_equal(found[4, 1], found[3, 1])
+
+
+def test_reset_leaves_hyperparameters_with_names_of_parameters():
+    tx = jd.local_steps(
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+        optax.sgd(1.0),
+        sync_period=1,
+        buffers="reset",
+        axis=None,
+    )
+    params = {"w1": jnp.ones(2), "b1": jnp.ones(1)}
+    state = tx.init(params)
+    state.inner.value.hyperparams["b1"] = jnp.asarray(0.5)
+    _, state = tx.update(params, state, params)
+    assert float(state.inner.value.hyperparams["b1"]) == 0.5
+    assert float(jnp.abs(state.inner.value.inner_state[0].mu["b1"]).max()) == 0
+
+
+def test_fragments_draw_different_numbers():
+    reducer = jd.compressed(jd.qsgd(2))
+    tx = jd.local_steps(optax.sgd(1.0), optax.sgd(1.0), sync_period=2, fragments=2, reducer=reducer, axis=None)
+    state = tx.init({"a": jnp.zeros(64), "b": jnp.zeros(64)})
+    keys = [
+        jax.random.key_data(x).tolist()
+        for x in jax.tree.leaves(state.reducer)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    assert len(keys) == 2
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_labels_of_fragments_are_checked(label):
+    tx = jd.local_steps(
+        optax.sgd(1.0),
+        optax.sgd(1.0),
+        sync_period=2,
+        fragments=Fragments(2, lambda params: jax.tree.map(lambda _: label, params)),
+        axis=None,
+    )
+    with pytest.raises(ValueError, match=rf"numbered from 0 to 1, and `assign` returned \{{{label}\}}"):
+        tx.init(jnp.ones(2))

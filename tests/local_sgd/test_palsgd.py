@@ -96,6 +96,24 @@ def test_the_warm_up_pulls_nobody():
     assert np.ptp(found[-1], axis=0).min() > 1e-3
 
 
+def test_schedules_of_the_inner_optimizer_count_pulls_too():
+    """A rate that ends after ten steps ends after ten steps, pulls or not; Adam's count is that of its moments."""
+    rate = optax.piecewise_constant_schedule(1.0, {10: 0.0})
+    inner = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(rate))
+    tx = random_pull(inner, probability=0.5, pull=0.0, axis=None)
+    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    steps = []
+    for _ in range(20):
+        update, state = tx.update(jnp.ones(()), state, params, anchor=params, learning_rate=0.1)
+        steps.append(float(update))
+    taken = sum(abs(step) > 0 for step in steps)
+    assert 2 <= taken <= 9
+    assert steps[10:] == [0.0] * 10
+    adam, schedule = state.inner
+    assert int(schedule.count) == 20
+    assert taken <= int(adam.count) < 20
+
+
 def test_a_worker_that_rests_neither_steps_nor_pulls():
     drawn, active = targets(8, 2), np.ones((8, 2), bool)
     active[2:5, 1] = False

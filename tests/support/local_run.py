@@ -9,7 +9,7 @@ import jaxdist as jd
 
 
 def targets(steps, workers=4, n=6, seed=0):
-    """`[steps, W, n]`: where each worker is drawn to at each step, around a centre of its own."""
+    """`[steps, W, n]`: where each worker is drawn to at each step, around a center of its own."""
     rng = np.random.default_rng(seed)
     return (rng.normal(size=(1, workers, n)) + 0.3 * rng.normal(size=(steps, workers, n))).astype(np.float32)
 

@@ -110,6 +110,28 @@ def test_join_as_pytorch_has_it():
     assert (left.tolist(), stayed.tolist()) == ([2.0], [1.5])
 
 
+def test_numbers_of_examples_do_not_overflow_float16():
+    """The largest is 65504: 256 tokens times a gradient of 300 are more."""
+    grads = jnp.array([[300.0], [200.0]], jnp.float16)
+    tx = jd.all_reduce(jd.exact())
+    found = gradients_of_all(
+        lambda g, n: tx.update(g, tx.init(g), examples=n)[0], grads, jnp.array([256, 768]), workers=2
+    )
+    assert (found.dtype, found.tolist()) == (jnp.float16, [225.0])
+
+
+def test_the_norm_of_a_residual_inside_a_step_is_that_of_this_worker():
+    """The parts of a worker have no leading dimension of workers; a scalar has none at all."""
+    tx = jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+    grads = {"w": jnp.arange(8.0).reshape(2, 4), "b": jnp.ones(2)}
+
+    def norm(g):
+        _, state = tx.update(g, tx.init(g))
+        return jd.transforms.stats(state)["residual_norm"]
+
+    np.testing.assert_allclose(jax.vmap(norm, axis_name="data")(grads), [5**0.5, 77**0.5], rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_no_examples_at_all(mesh):
     tx = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25)))), optax.sgd(0.1))
