@@ -72,7 +72,7 @@ def main():
     slowest = replay.time_to_target(waits, TARGET, persist=3)
     for rule in (rules.asgd(optax.sgd(0.05)), rules.ringmaster(WORKERS, optax.sgd(0.05))):
         seconds = replay.time_to_target(replay.run(rule, task(same_images), seconds=1, **CLUSTER), TARGET, persist=3)
-        print(f"  {rule.name:11} {seconds:.2f} s to a loss of {TARGET}, {slowest / seconds:.1f} times sooner than bsp")
+        print(f"  {rule.name:11} {seconds:.2f} s to a loss of {TARGET}, {slowest / seconds:.1f} times faster than bsp")
     print("each has images of its own, and the slow one the zeros:")
     made = rules.asgd(optax.sgd(0.02)), rules.ringleader(optax.sgd(0.02)), rules.dude(optax.sgd(0.02))
     for rule in made:

@@ -66,7 +66,7 @@ def draw_panel(axes: Axes, link: str, bars: list[Bar], baseline: str) -> None:
     axes.set_xlim(0, 1.14 * max((max(bar.seconds, bar.spread[1]) for bar in bars), default=1.0))
     axes.set_title(link, loc="left", fontsize=12, fontweight="bold")
     times = [bar.seconds / bars[0].seconds for bar in bars if bar.label == baseline]
-    axes.set_title("".join(f"{each:.1f}x sooner than DDP" for each in times), loc="right", fontsize=11)
+    axes.set_title("".join(f"{each:.1f}x faster than DDP" for each in times), loc="right", fontsize=11)
 
 
 def mark_style() -> dict:

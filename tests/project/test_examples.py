@@ -32,7 +32,7 @@ PROMISES = {
     "train_gpt.py": "step 40: loss",
     "two_clusters.py": "times fewer bytes between clusters",
     "two_processes.py": "one worker sends",
-    "uneven_workers.py": "times sooner than bsp",
+    "uneven_workers.py": "times faster than bsp",
     "your_own_compressor.py": "the laws hold",
 }
 
