@@ -19,6 +19,9 @@ from ..asynchronous.errors import (
     StalledError,
     TooManyEventsError,
 )
+from ..checkpoint.errors import CheckpointPeerError
+from ..islands.base import IslandError
+from ..offload.nvme.files import StoreError
 from ..processes.launch import __main__ as launcher
 from .commands.advise import AdviseOptions, run_advise
 from .commands.compare import CompareOptions, run_compare
@@ -58,9 +61,12 @@ EXPECTED = (
     OSError,
     ModuleNotFoundError,
     ActorLostError,
+    CheckpointPeerError,
     DeadlockError,
+    IslandError,
     NonFiniteGradientError,
     StalledError,
+    StoreError,
     TooManyEventsError,
 )
 

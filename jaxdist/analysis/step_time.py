@@ -116,6 +116,8 @@ def uses_gloo() -> bool:
 
 def _hops_in_segments(op: Collective) -> float:
     """The latencies of one message of an all-reduce over gloo."""
+    if not op.messages:  # in a loop of no steps
+        return 0.0
     workers, size = op.group_size, op.bytes * op.count / op.messages
     # Each worker's part has at least two segments, so that one is reduced while the next is on its way.
     segments = max(2, math.ceil(math.ceil(size / _SEGMENT) / workers))

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxdist import islands
+from jaxdist import checkpoint, islands, offload
 from jaxdist._cli import main as cli
 from jaxdist._cli import results
 
@@ -89,3 +89,13 @@ def test_two_jobs_train_together_and_one_leaves_at_sigterm(tmp_path):
         for job in (stays, leaves):
             job.kill()
             job.communicate()
+
+
+def test_errors_of_islands_and_stores_are_one_line():
+    for error in (
+        islands.DamagedError,
+        islands.RunMismatchError,
+        offload.StoreDamagedError,
+        checkpoint.CheckpointPeerError,
+    ):
+        assert issubclass(error, cli.EXPECTED)

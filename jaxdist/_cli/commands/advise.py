@@ -170,13 +170,15 @@ def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
     waiting = 100 * (baseline.network + baseline.coding) / baseline.step
     lines = [f"{baseline.name}: {waiting:.0f} % of a step goes to communication."]
     if best is baseline:
-        if any(other.break_even == math.inf for other in found[1:]):
+        if any(other.step < baseline.step for other in found[1:]):
             return [*lines, f"Stay with {baseline.name}: no other method gains more than a tenth here."]
         # The fastest link on which another method would still win.
         rates = [other.break_even for other in found[1:] if 0 < other.break_even < math.inf]
+        if not found[1:]:
+            return lines
         when = f"it starts to pay below {_spell_rate(max(rates))}" if rates else "no link makes these pay"
         return [*lines, f"Stay with {baseline.name}: compression will lose here, {when}."]
-    lines.append(f"Take {best.name}: {baseline.step / best.step:.1f} times as fast, {_fewer_bytes(best, baseline)}.")
+    lines.append(f"Take {best.name}: {baseline.step / best.step:.1f} times as fast, {_spell_bytes(best, baseline)}.")
     losing = [other.name for other in found[1:] if other.step > baseline.step]
     if losing:
         lines.append(f"Slower than {baseline.name} over {_spell_link(link)}: {', '.join(losing)}.")
@@ -199,10 +201,12 @@ def _conclude_with_losses(found: Sequence[Prediction], target: float) -> list[st
         return [f"Stay with {baseline.name}: it reaches {target:.4g} first, after {_spell_seconds(best)}.", *lines]
     plain = "not at all" if baseline.seconds == math.inf else f"after {_spell_seconds(baseline)}"
     first = f"Take {best.name}: it reaches {target:.4g} after {_spell_seconds(best)} ({baseline.name}: {plain}), with "
-    return [f"{first}{_fewer_bytes(best, baseline)} a step.", *lines]
+    return [f"{first}{_spell_bytes(best, baseline)} a step.", *lines]
 
 
-def _fewer_bytes(best: Prediction, baseline: Prediction) -> str:
+def _spell_bytes(best: Prediction, baseline: Prediction) -> str:
+    if best.wire_bytes > baseline.wire_bytes:
+        return f"{best.wire_bytes / max(baseline.wire_bytes, 1):,.1f} times more bytes"
     times = f"{baseline.wire_bytes / best.wire_bytes:,.0f}" if best.wire_bytes else "infinitely many"
     return f"{times} times fewer bytes"
 

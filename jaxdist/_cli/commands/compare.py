@@ -155,7 +155,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     else:
         single = [seeds[0] for seeds in finished]
         table, records = tables.runs_table(single, single[0]), tables.run_records(single, single[0])
-    console.print(f"\n{title}", style="dim", highlight=False)
+    console.print(f"\n{title}", style="dim", highlight=False, markup=False)
     print_table(console, table)
     print_paths(console, log=log_path)
     if chosen.table is not None:
@@ -285,7 +285,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
             title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
             labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
             plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
-            console.print(f"\n{title}", style="dim", highlight=False)
+            console.print(f"\n{title}", style="dim", highlight=False, markup=False)
             table = tables.periods_table(cells)
             print_table(console, table)
             if chosen.table is not None:

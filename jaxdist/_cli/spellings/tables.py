@@ -309,11 +309,12 @@ def replace_rate(text: str, rate: float) -> str:
     """Spells the same optimizer with another learning rate.
 
     Examples:
-      >>> replace_rate("adamw:4e-3,schedule=cosine", 0.008), replace_rate("sgd:momentum=0.9,learning_rate=0.1", 1.0)
-      ('adamw:0.008,schedule=cosine', 'sgd:1,momentum=0.9')
+      >>> replace_rate("adamw:4e-3,0.8,schedule=cosine", 0.008), replace_rate("sgd:momentum=0.9,learning_rate=0.1", 1.0)
+      ('adamw:0.008,0.8,schedule=cosine', 'sgd:1,momentum=0.9')
     """
     name, _, rest = text.partition(":")
     # The rate comes first, or by name.
-    first, *others = rest.split(",")
-    kept = [part for part in (first, *others) if "=" in part and part.partition("=")[0].strip() != "learning_rate"]
+    parts = rest.split(",")
+    kept = parts if "=" in parts[0] else parts[1:]
+    kept = [part for part in kept if part.partition("=")[0].strip() != "learning_rate"]
     return ",".join([f"{name}:{rate:g}", *kept])
