@@ -199,6 +199,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
             merge_alpha=cfg.merge_alpha,
             warmup_steps=cfg.warmup_steps,
         )
+    reducers = [init_reducer(cfg.reducer, part) for part in parts]
     return LocalStepsState(
         count=jnp.zeros((), jnp.int32),
         since=jnp.zeros(number, jnp.int32),
@@ -210,10 +211,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         inner=mark_inner(inner, cfg.axis),
         examples=bind(PerWorker(jnp.zeros(number, jnp.float32), resize="mean"), cfg.axis),
         # Fragments draw different numbers.
-        reducer=tuple(
-            bind(fold_keys(init_reducer(cfg.reducer, part), i) if i else init_reducer(cfg.reducer, part), cfg.axis)
-            for i, part in enumerate(parts)
-        ),
+        reducer=tuple(bind(fold_keys(x, i) if i else x, cfg.axis) for i, x in enumerate(reducers)),
         sent_from=bind(PerWorker(jax.tree.map(jnp.array, params) if cfg.overlap_correction else ()), cfg.axis),
     )
 

@@ -169,13 +169,13 @@ def _conclude(found: Sequence[Prediction], link: Link) -> list[str]:
     baseline, best = found[0], recommend(found)
     waiting = 100 * (baseline.network + baseline.coding) / baseline.step
     lines = [f"{baseline.name}: {waiting:.0f} % of a step goes to communication."]
+    if not found[1:]:
+        return lines
     if best is baseline:
         if any(other.step < baseline.step for other in found[1:]):
             return [*lines, f"Stay with {baseline.name}: no other method gains more than a tenth here."]
         # The fastest link on which another method would still win.
         rates = [other.break_even for other in found[1:] if 0 < other.break_even < math.inf]
-        if not found[1:]:
-            return lines
         when = f"it starts to pay below {_spell_rate(max(rates))}" if rates else "no link makes these pay"
         return [*lines, f"Stay with {baseline.name}: compression will lose here, {when}."]
     lines.append(f"Take {best.name}: {baseline.step / best.step:.1f} times as fast, {_spell_bytes(best, baseline)}.")
