@@ -72,6 +72,10 @@ def label(axes: Axes, title: str, *, size: int | None = None, **properties: Any)
 
 def scale_by_log_bytes(axes: Axes, label: str) -> None:
     """Makes the x axis, of what is already drawn, a logarithmic one of bytes."""
+    axes.set_xlabel(label)
+    # Without a point, as where all runs diverged, there is nothing to scale by.
+    if not np.isfinite(axes.xaxis.get_minpos()):
+        return
     axes.set_xscale("log")
     count_bytes(axes.xaxis)
     low, high = axes.get_xlim()
@@ -81,7 +85,6 @@ def scale_by_log_bytes(axes: Axes, label: str) -> None:
         axes.xaxis.set_minor_formatter(EngFormatter(unit="B"))
     else:
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(label)
 
 
 def count_bytes(axis: Axis) -> None:

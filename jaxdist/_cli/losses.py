@@ -128,9 +128,11 @@ def _draw_metric(axes: Axes, spreads: Sequence[SeedSpread], key: str, families: 
         axes.annotate(str(number + 1), (spread.wire_bytes, values.mean()), **at)
     # A reducer that fails leaves the panel instead of flattening the others: show the best 85 percent.
     means = np.array([spread.held_out[key].mean() for spread in spreads])
-    low, high = np.quantile(means[np.isfinite(means)], [0.0, 0.85] if key == "loss" else [0.15, 1.0])
-    margin = max(0.15 * (high - low), 1e-3)
-    axes.set_ylim(low - margin, high + margin)
+    finite = means[np.isfinite(means)]
+    if finite.size:
+        low, high = np.quantile(finite, [0.0, 0.85] if key == "loss" else [0.15, 1.0])
+        margin = max(0.15 * (high - low), 1e-3)
+        axes.set_ylim(low - margin, high + margin)
     figures.scale_by_log_bytes(axes, "sent by one worker in a step")
 
 
@@ -172,17 +174,20 @@ def draw_periods(cells: Sequence[Cell], path: str | Path, *, title: str, unit: s
     by_tokens.xaxis.set_major_formatter(EngFormatter())
     figures.label(by_tokens, f"loss against {counted}, H = {period}", xlabel=f"{counted}, all workers together")
     by_tokens.tick_params(labelleft=False)
-    for axes in (by_bytes, by_tokens):
-        axes.set_ylim(_limits_of_ends(cells))
+    if limits := _limits_of_ends(cells):
+        for axes in (by_bytes, by_tokens):
+            axes.set_ylim(limits)
     figures.label_ends(by_tokens, [(cell.losses[-1], cell.method, colors[cell.method]) for cell in curves])
     return figures.write(figure, path)
 
 
-def _limits_of_ends(cells: Sequence[Cell]) -> tuple[float, float]:
-    """From the best loss to the ends of nine in ten; worse runs leave the panel."""
+def _limits_of_ends(cells: Sequence[Cell]) -> tuple[float, float] | None:
+    """From the best loss to the ends of nine in ten; worse runs leave the panel. None if all diverge."""
     ends = np.array([cell.spread.held_out["loss"].mean() for cell in cells])
     # Diverged runs must not set the limits.
     ends = ends[np.isfinite(ends)]
+    if not ends.size:
+        return None
     starts = cells[0].losses[np.isfinite(cells[0].losses)]
     low, high = ends.min(), max(np.quantile(ends, 0.9), starts.max(initial=-np.inf))
     margin = max(0.06 * (high - low), 1e-3)

@@ -263,10 +263,13 @@ def advise(
             lines.append("more devices, or devices with more memory")
     # Less than a fifth of the step is not worth another method.
     elif found is not None and found.exposed_seconds > 0.2 * found.seconds:
-        if method.reducer is not None and method.stage == 0:
-            cure = "a --reducer with fewer bytes, or --sync diloco:H=50"
-        else:
-            other = "--reducer two_shot:int8" if method.stage else "a larger H"
-            cure = f"more examples on each device (--batch), or {other}"
-        lines.append(f"communication is not hidden: {cure}")
+        lines.append(f"communication is not hidden: {_cure_of(method)}")
     return tuple(lines)
+
+
+def _cure_of(method: TrainingMethod) -> str:
+    """What makes the communication of a method a smaller part of the step."""
+    if method.reducer is not None and not method.stage:
+        return "a --reducer with fewer bytes, or --sync diloco:H=50"
+    other = ", or --reducer two_shot:int8" if method.stage else ", or a larger H" if method.sync_period else ""
+    return f"more examples on each device (--batch){other}"

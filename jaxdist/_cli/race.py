@@ -89,27 +89,40 @@ def enter(name: str, cost: StepCost, finished: Sequence[RunResult]) -> Entrant:
 def read_curves(path: Path) -> tuple[dict[str, Any], dict[str, Curve]]:
     """Reads the settings and each method's held-out losses from the log of `jaxdist compare --link`."""
     runs: dict[str, list[dict[int, float]]] = {}
+    started = finished = 0
     try:
         lines = read_log(path)
+        settings = lines[0]
         for line in lines:
             if line["kind"] == "run":
+                _check_settings(line, settings)
+                started += 1
                 runs.setdefault(line["reducer"], []).append({})
             elif line["kind"] in ("evaluation", "summary"):
                 loss = line["held_out"]["loss"]
+                finished += line["kind"] == "summary"
                 # JSON has no number for the loss of a run that diverged.
                 step = line["step" if line["kind"] == "evaluation" else "steps"]
                 runs[line["reducer"]][-1][step] = math.nan if loss is None else loss
+        if finished < started or not started:
+            raise ValueError(f"{started} runs were started and {finished} finished")
         curves = {
             name: Curve(np.array(list(seeds[0])), np.array([list(seed.values()) for seed in seeds]))
             for name, seeds in runs.items()
         }
-        settings = lines[0]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the log of a finished jaxdist compare: {error}") from error
     short = [name for name, curve in curves.items() if len(curve.steps) < 2]
     if short:
-        raise ValueError(f"{path} has no losses of {short} on the way: write it with jaxdist compare --link")
+        raise ValueError(f"{path} has no losses of {', '.join(short)} on the way: write it with jaxdist compare --link")
     return settings, curves
+
+
+def _check_settings(run: dict[str, Any], first: dict[str, Any]) -> None:
+    """Raises ValueError if two runs of a log differ in more than the method and the seed."""
+    for key in ("optimizer", "workload", "model", "batch", "steps", "workers"):
+        if run[key] != first[key]:
+            raise ValueError(f"its runs differ in {key}: {first[key]!r} and {run[key]!r}, as those of --suite local do")
 
 
 def common_target(curves: Iterable[Curve]) -> float:

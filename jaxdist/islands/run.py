@@ -68,6 +68,17 @@ def _numbers_in(method: RoundMethod, local: LocalStepsState) -> list[str]:
     return sorted({str(x.val) for equation in traced.jaxpr.eqns for x in equation.invars if hasattr(x, "val")})
 
 
+def read_description(body: bytes) -> dict[str, Any]:
+    """Reads the description of a run; raises DamagedError if it is none."""
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise DamagedError(f"run.json is no description of a run: {error}") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"run.json is no description of a run: it has {body[:40]!r}")
+    return found
+
+
 def check_or_open(store: Connection, own: dict[str, Any]) -> None:
     """Opens the run, or compares its description with one's own.
 
@@ -79,11 +90,8 @@ def check_or_open(store: Connection, own: dict[str, Any]) -> None:
         body = store.get("run.json")
     if body is None:
         return
-    try:
-        theirs = json.loads(body)
-        differences = [(key, theirs.get(key), own.get(key)) for key in own if theirs.get(key) != own.get(key)]
-    except (ValueError, AttributeError) as error:
-        raise DamagedError(f"run.json is no description of a run: {error}") from error
+    theirs = read_description(body)
+    differences = [(key, theirs.get(key), own.get(key)) for key in own if theirs.get(key) != own.get(key)]
     if differences:
         key, its, ours = differences[0]
         if isinstance(its, dict) and isinstance(ours, dict):

@@ -143,3 +143,4 @@ def _check_run(description: bytes | None, url: Any) -> None:
     if description is None:
         place = "this store" if isinstance(url, SharedStore) else url
         raise ValueError(f"there is no run of islands in {place}: it has no run.json; give the URL that islands join")
+    run.read_description(description)

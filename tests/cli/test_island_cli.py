@@ -42,6 +42,7 @@ def test_an_island_trains_meets_and_resumes(tmp_path, capsys):
             "islands need local_steps with fragments",
         ),
         (["--islands", "x", "--sync", "diloco:H=4", "--name", "a/b"], "name of an island"),
+        (["--islands", "x", "--sync", "diloco:H=2", "--save-every", "-2"], "--save-every must be at least 1, got -2"),
         (["--engine", "ray", "--islands", "x"], "--islands: not with --engine ray"),
     ],
 )

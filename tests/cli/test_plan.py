@@ -16,6 +16,7 @@ from jaxdist._cli.models.base import PLAIN, Workload
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker, train
 from jaxdist.analysis import Span, base, cost
+from jaxdist.analysis.overlap import Overlap
 
 MODEL = "gpt:tiny"
 
@@ -139,6 +140,22 @@ def test_a_program_that_the_compiler_refuses():
     assert found.peak == 20.5 * 2**30
     assert found.device_bytes["temporaries"] == 19.5 * 2**30
     assert any("--batch" in line for line in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("exact", "a --reducer with fewer bytes, or --sync diloco:H=50"),
+        ("zero:2", "more examples on each device (--batch), or --reducer two_shot:int8"),
+        ("diloco:H=2", "more examples on each device (--batch), or a larger H"),
+        ("dion:1e-2,rank=4", "more examples on each device (--batch)"),
+    ],
+)
+def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_has(name, cure):
+    found = Overlap((), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, (), ())
+    method = parse.parse_method(name, "adam:1e-3")
+    lines = planning.advise({}, cost.CHIPS["h100"], method, None, found, True)
+    assert lines == (f"communication is not hidden: {cure}",)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,19 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import jaxdist as jd
+from jaxdist import analysis
 from jaxdist._cli import main as cli
 from jaxdist._cli import race, results, tables
 from jaxdist._cli.figures import in_bytes, in_rate
 from jaxdist._cli.models import digits
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import costs, train
+from jaxdist._cli.training.one_worker import one_worker
 from jaxdist.analysis.step_time import Schedule, StepCost, Traffic
 
 SLOW, FAST = parse.parse_link("8mbit"), parse.parse_link("800mbit")
@@ -102,6 +106,55 @@ def test_the_schedule_of_a_method(name, expected):
     assert costs.schedule_of(name, parse.parse_method(name, "sgd:0.1")) == expected
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "compressed_adam:2e-3/ef:sign",
+        "sparse_loco:H=1,density=0.1,block=64",
+        "muloco:H=1,learning_rate=0.02/two_shot:int8",
+        "one_bit_adam:1e-3,freeze_step=1",
+        "qadam:1e-3,warmup_steps=1",
+        "zero:1/two_shot:int8",
+        "local_sgd:H=1",
+    ],
+)
+def test_the_reducer_whose_coding_is_timed_sends_the_bytes_of_the_method(name):
+    workload, method = digits.digits_workload(4), parse.parse_method(name, "sgd:0.1")
+    reducer, alone = costs.find_reducer(name, method), one_worker(workload, method, axis="data")
+    state = jax.eval_shape(lambda: jd.init_state(lambda: alone.make_state(0), 4, axis="data"))
+    step = jd.distribute(alone.step, AbstractMesh((4,), ("data",)), axis="data")
+    batch = jax.eval_shape(lambda: workload.batch(0, 0, 8))
+    # The branch after the warm-up, where there is one.
+    ops = analysis.logical_collectives(
+        step, state, batch, branch="min" if "adam:1e-3" in name else "max", platform="cpu"
+    )
+    own = parse.TrainingMethod(reducer, optax.sgd(0.1), None, method.stage)
+    expected = costs.traffic_of_trace(workload, own, workers=4, batch_size=8)
+    assert ops.wire_bytes - 6 == pytest.approx(expected.wire_bytes)  # less the mean of the loss
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "coding"),
+    [
+        ("exact", 9.0, 0.5),
+        ("diloco:H=5/ef:sign", 9.0, 0.1),
+        ("compressed_adam:2e-3/ef:sign", 11.0, 0.5),
+        ("muloco:H=5,learning_rate=0.02", 11.0, 0.1),
+        ("demo:1e-3", 9.0, 2.0),
+    ],
+)
+def test_a_method_costs_what_its_own_optimizer_and_its_code_take(name, compute, coding, monkeypatch):
+    timed = []
+    monkeypatch.setattr(costs, "_measure_alone", lambda *given: 3.0)
+    monkeypatch.setattr(costs, "measure_compute", lambda *given: 1.0)
+    monkeypatch.setattr(costs.analysis, "codec_seconds", lambda *given, workers: timed.append(workers) or 0.5)
+    method = parse.parse_method(name, "sgd:0.1")
+    settings = {"optimizer": "sgd:0.1", "workers": 64, "examples": 1, "compute": 9.0}
+    found = costs.measure_cost(name, method, digits.digits_workload(2), **settings)
+    assert (found.compute, found.coding) == pytest.approx((compute, coding))
+    assert timed == ([] if name.startswith("demo") else [64])
+
+
 def test_the_traffic_of_the_compiled_step_is_that_of_its_trace():
     mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
     workload = digits.digits_workload(4)
@@ -142,6 +195,22 @@ def test_a_run_predicts_the_bytes_of_its_rounds():
     assert costs.traffic_of_run(own).wire_bytes == pytest.approx(costs.traffic_of_run(plain).wire_bytes)
     sent = [record.wire_bytes for record, _ in train.steps(own, 6)]
     assert sum(sent[3:]) == pytest.approx(3 * (own.wire_bytes - 6))  # a count leaves the mean of the loss out
+
+
+def test_a_warm_up_counts_its_hops_apart_from_those_of_coded_rounds():
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    workload = digits.digits_workload(2)
+    method = parse.parse_method("diloco:H=2,warmup_steps=4/two_shot:qsgd:4", "sgd:0.1")
+    run = train.prepare(workload, **method._asdict(), mesh=mesh, batch_size=8)
+    records = [record for record, _ in train.steps(run, 12)]
+    found = costs.traffic_of_run(run, sent=records[-1].total_wire_bytes / 12)
+    plain, rounds = (
+        costs.traffic_of_trace(workload, parse.parse_method(name, "sgd:0.1"), workers=4, batch_size=8)
+        for name in ("exact", "diloco:H=2/two_shot:qsgd:4")
+    )
+    # Four steps with mean gradients, one mean of the models as they end, and four rounds in the other eight.
+    assert found.wire_bytes == pytest.approx((5 * plain.wire_bytes + 8 * rounds.wire_bytes) / 12, rel=1e-3)
+    assert found.hops == pytest.approx((5 * plain.hops + 8 * rounds.hops) / 12, rel=0.1)
 
 
 @pytest.mark.slow

@@ -47,8 +47,9 @@ def trained(any_period):
             "dilco:H=50",
             r"unknown sync 'dilco:H=50'; did you mean diloco\? known: local_sgd, post_local_sgd, slowmo, diloco",
         ),
-        ("diloco", r"give the number of steps between two rounds by name, as in diloco:H=50"),
-        ("diloco:50", r"by name, as in diloco:H=50"),
+        ("diloco", r"give the number of steps between two rounds as H alone, as in diloco:H=50"),
+        ("diloco:50", r"as H alone, as in diloco:H=50"),
+        ("diloco:H=50,sync_period=2", r"as H alone, as in diloco:H=50"),
         ("diloco:H=0", r"H must be a positive whole number, got 0"),
         ("diloco:H=many", r"H must be a positive whole number, got 'many'"),
         ("diloco:H=50,rate=1", r"'rate'; it takes .*learning_rate=0.7"),
@@ -267,8 +268,11 @@ def test_the_drawing_survives_a_method_that_fails(tmp_path, any_period):
     exact = cell("exact", 0, 1.0)
     cells = [exact, cell("DiLoCo", 8, np.nan, exact), cell("SlowMo", 8, 1.1, exact)]
     assert cells[2].spread.difference.tolist() == pytest.approx([0.1])
-    path = losses.draw_periods(cells, tmp_path / "local.png", title="three", unit="nats", counted="images")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    none = [cell("exact", 0, np.nan), cell("DiLoCo", 8, np.nan, exact)]
+    for drawn in (cells, none):
+        path = losses.draw_periods(drawn, tmp_path / "local.png", title="three", unit="nats", counted="images")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        path.unlink()
 
 
 def test_evaluations_come_after_whole_rounds():

@@ -276,6 +276,19 @@ def test_a_record_that_is_damaged_in_the_store_is_named():
             island.meet(state)
 
 
+@pytest.mark.parametrize("body", [b"{", b"[]"])
+def test_a_damaged_description_is_named_by_all_that_read_it(body):
+    store, tx = islands.memory(), method()
+    store.put("run.json", body)
+    for read in (
+        lambda: islands.status(store),
+        lambda: islands.read(store, tx, begin(tx)[0]),
+        lambda: enter_and_leave(store, tx),
+    ):
+        with pytest.raises(islands.DamagedError, match=r"run\.json is no description of a run"):
+            read()
+
+
 @pytest.mark.parametrize("part", ["record", "body", "missing body"])
 def test_kept_parameters_that_are_damaged_follow_from_those_before(part):
     store, tx = islands.memory(), method(inner=optax.sgd(0.1))

@@ -128,7 +128,7 @@ def run_advise(chosen: AdviseOptions) -> None:
         compute = costs.measure_compute(workload, chosen.optimizer, max(1, chosen.batch // workers))
     # What runs on another device will not use the transport of this one.
     gloo = chosen.compute is None and uses_gloo()
-    found = predict(workload, methods, **settings, link=link, compute=compute, gloo=gloo)
+    found = predict(workload, methods, optimizer=chosen.optimizer, **settings, link=link, compute=compute, gloo=gloo)
     if curves:
         found = [each._replace(seconds=each.step * float(curves[each.name].steps_to(target).mean())) for each in found]
     # All processes have measured; process 0 prints.
@@ -157,11 +157,13 @@ def _take_losses(chosen: AdviseOptions) -> tuple[AdviseOptions, dict[str, race.C
     if unknown:
         raise ValueError(f"{chosen.losses} has no losses of {', '.join(unknown)}, only of {', '.join(curves)}")
     target = race.common_target(curves[name] for name in names) if chosen.target is None else float(chosen.target)
-    if not target > 0:
-        raise ValueError(f"--target must be positive, got {target}")
+    if chosen.target is not None:
+        check_positive("--target", target)
+    elif math.isnan(target):
+        raise ValueError(f"{chosen.losses} has no loss that a method reaches with every seed: all of them diverge")
     taken = {key: settings[key] for key in ("workload", "model", "optimizer", "batch")}
     if chosen.link is not None:
-        taken["workers"] = chosen.workers or settings["workers"]
+        taken["workers"] = settings["workers"] if chosen.workers is None else chosen.workers
     return replace(chosen, reducers=names, **taken), curves, target
 
 
@@ -254,6 +256,7 @@ def predict(
     workload: Workload,
     methods: Mapping[str, TrainingMethod],
     *,
+    optimizer: str,
     workers: int,
     batch_size: int,
     link: Link,
@@ -268,7 +271,7 @@ def predict(
     examples = max(1, batch_size // workers)
     found: list[tuple[str, StepCost]] = []
     for name, method in methods.items():
-        settings = {"workers": workers, "examples": examples, "compute": compute}
+        settings = {"optimizer": optimizer, "workers": workers, "examples": examples, "compute": compute}
         cost = costs.measure_cost(name, method, workload, **settings)
         traffic = costs.traffic_of_trace(workload, method, workers=workers, batch_size=batch_size, gloo=gloo)
         found.append((name, cost._replace(traffic=traffic)))

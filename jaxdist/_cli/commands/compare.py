@@ -215,7 +215,7 @@ def _measure_costs(
         compute = costs.measure_compute(workload, chosen.optimizer, examples, repetitions=7)
     else:
         compute = chosen.compute / 1e3
-    settings = {"workers": workers, "examples": examples, "compute": compute}
+    settings = {"optimizer": chosen.optimizer, "workers": workers, "examples": examples, "compute": compute}
     methods = {name: parse.parse_method(name, chosen.optimizer, chosen.steps) for name in names}
     return {name: costs.measure_cost(name, method, workload, **settings) for name, method in methods.items()}
 

@@ -107,6 +107,8 @@ class TrainOptions(Options):
 
 def run_train(chosen: TrainOptions) -> None:
     """Trains on a mesh of this process, or with Ray in a process per worker."""
+    if chosen.save_every is not None and chosen.save_every < 1:
+        raise ValueError(f"--save-every must be at least 1, got {chosen.save_every}")
     if chosen.engine == "ray":
         train_processes(chosen)
     else:
@@ -129,8 +131,6 @@ def _train_on_mesh(chosen: TrainOptions) -> None:
     options = (chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer)
     spelling = parse.join_options(*options, default="ef:power_sgd:4")
     offload = parse_offload(chosen.offload)
-    if chosen.save_every is not None and chosen.save_every < 1:
-        raise ValueError(f"--save-every must be at least 1, got {chosen.save_every}")
     if chosen.resume and (chosen.offload or "").startswith("nvme"):
         raise ValueError("--resume is for checkpoints: a run with --offload nvme:FOLDER resumes from that folder")
     # Plain all-reduce needs no comparison with itself, unless its state is elsewhere.
@@ -252,8 +252,9 @@ def _print_rounds(console: Console, reports: list[islands.Report]) -> None:
         return
     sent, waited = (sum(values) / len(reports) for values in zip(*((r.sent_bytes, r.wait_seconds) for r in reports)))
     members = ", ".join(reports[-1].members) or "no island"
+    meetings = "1 meeting" if len(reports) == 1 else f"{len(reports)} meetings"
     console.print(
-        f"{len(reports)} meetings, {sum(report.counted for report in reports)} of them counted; the last round took "
+        f"{meetings}, {sum(report.counted for report in reports)} of them counted; the last round took "
         f"{members}. Mean of a meeting: {in_bytes(sent)} sent, {waited:.2f} s.",
         highlight=False,
     )

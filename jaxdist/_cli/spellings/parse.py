@@ -233,8 +233,8 @@ def parse_sync(
     takes = inspect.signature(factory).parameters
     # `H` is the papers' name for every method, whatever the factory calls it.
     period = keywords.pop("H", None)
-    if values or period is None:
-        raise ValueError(f"sync {text!r}: give the number of steps between two rounds by name, as in {name}:H=50")
+    if values or period is None or "sync_period" in keywords:
+        raise ValueError(f"sync {text!r}: give the number of steps between two rounds as H alone, as in {name}:H=50")
     if type(period) is not int or period < 1:
         raise ValueError(f"sync {text!r}: H must be a positive whole number, got {period!r}")
     given: dict[str, Any] = {"sync_period": period}

@@ -91,6 +91,12 @@ SYNCS = {
         recipes.bagua.async_model_average, "local_sgd whose mean arrives late; workers keep the steps made meanwhile"
     ),
 }
+# The reducers of methods that have one of their own, from their arguments.
+ENCODINGS = {
+    "one_bit_adam": "ef:two_shot:sign",
+    "qadam": "two_shot:qsgd:8",
+    "sparse_loco": "ef:block_top_k:{density},block={block}+jaxdist.compressors:two_means:block={values_block}",
+}
 WARM_UPS = ("warmup_steps", "switch_step")  # their arguments for the number of synchronous steps before the rounds
 GRAPHS: dict[str, Callable[[int], Topology]] = {
     "ring": topology.ring,

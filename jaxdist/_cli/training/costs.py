@@ -5,20 +5,21 @@ import statistics
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh
 
 from ... import analysis
-from ...analysis.base import make_collective, summarize
+from ...analysis.base import Collectives, make_collective, summarize
 from ...analysis.measured import seconds_of
 from ...analysis.step_time import Schedule, StepCost, Traffic, mean_traffic, traffic
-from ...reducers.base import Reducer
+from ...reducers.base import Reducer, exact
 from ...runtime.distribute import distribute
 from ...runtime.mesh import global_batch, make_mesh
 from ...state.placement import init_state
 from ..models.base import TrainingMethod, Workload
 from ..spellings import parse
-from ..spellings.tables import ANY_STEPS, SYNCS
-from .one_worker import one_worker, trace_round
+from ..spellings.tables import ANY_STEPS, ENCODINGS, OPTIMIZERS, SYNCS
+from .one_worker import OneWorker, one_worker, trace_round
 from .train import Run
 
 AXIS = "data"
@@ -47,32 +48,70 @@ def _measure_alone(workload: Workload, method: TrainingMethod, examples: int, re
 
 
 def find_reducer(name: str, method: TrainingMethod) -> Reducer | None:
-    """The reducer that encodes and decodes, of every step or of a round; None if the optimizer communicates itself."""
-    if parse.is_sync(name):
-        return parse.parse_reducer(name.partition("/")[2] or "exact")
-    return method.reducer
+    """The reducer that encodes and decodes, in every step or once in a round; None if its code is in the optimizer.
 
-
-def measure_coding(
-    name: str, method: TrainingMethod, workload: Workload, *, workers: int, examples: int, compute: float
-) -> float:
-    """Measures the seconds of a step, on average, in which a worker packs, encodes and decodes the payloads of all.
-
-    For an optimizer that communicates it is what its own step takes longer than `compute`, the step of `--optimizer`.
+    Examples:
+      >>> from jaxdist._cli.spellings import parse
+      >>> name = "compressed_adam:2e-3/ef:power_sgd:2"
+      >>> find_reducer(name, parse.parse_method(name, "adamw:1e-3")).law.name
+      'EXACT'
     """
-    reducer = find_reducer(name, method)
-    if reducer is None:
-        return max(0.0, _measure_alone(workload, method, examples, 3) - compute)
-    like = jax.eval_shape(workload.init, jax.random.key(0))
-    # Methods with local steps encode once in a round of H steps.
-    return analysis.codec_seconds(reducer, like, workers=workers) / (method.sync_period or 1)
+    if method.reducer is not None:
+        return method.reducer
+    spelled, _, reducer = name.partition("/")
+    if reducer:
+        return parse.parse_reducer(reducer)
+    called, _, given = parse.parse_call(spelled)
+    if called in ENCODINGS:
+        parameters = inspect.signature((OPTIMIZERS | SYNCS)[called].factory).parameters
+        values = {key: given.get(key, each.default) for key, each in parameters.items()}
+        return parse.parse_reducer(ENCODINGS[called].format(**values))
+    return exact() if parse.is_sync(name) else None
+
+
+def _spell_without_reducer(name: str, method: TrainingMethod) -> str | None:
+    """Spells a method with an optimizer of its own such that it sends what it sends uncompressed, where it can.
+
+    None if the method goes around `--optimizer`.
+    """
+    spelled = name.partition("/")[0]
+    called = parse.parse_call(spelled)[0]
+    if called in SYNCS:
+        return None if "inner" in inspect.signature(SYNCS[called].factory).parameters else spelled
+    if method.reducer is not None:
+        return None
+    can = called in OPTIMIZERS and "reducer" in inspect.signature(OPTIMIZERS[called].factory).parameters
+    return f"{spelled}/exact" if can else name
 
 
 def measure_cost(
-    name: str, method: TrainingMethod, workload: Workload, *, workers: int, examples: int, compute: float
+    name: str,
+    method: TrainingMethod,
+    workload: Workload,
+    *,
+    optimizer: str,
+    workers: int,
+    examples: int,
+    compute: float,
 ) -> StepCost:
-    """The cost of a step before its traffic is known, which a trace or the compiled step tells."""
-    coding = measure_coding(name, method, workload, workers=workers, examples=examples, compute=compute)
+    """The cost of a step before its traffic is known, which a trace or the compiled step tells.
+
+    `compute` is seconds of a step with `optimizer`; what a method's own optimizer takes longer comes on top. Coding is
+    seconds of a step, on average, in which a worker packs, encodes and decodes the payloads of all; of one worker where
+    the code is in the optimizer.
+    """
+    reducer, coding, longer = find_reducer(name, method), 0.0, 0.0
+    if own := _spell_without_reducer(name, method):
+        alone = _measure_alone(workload, parse.parse_method(own, optimizer, ANY_STEPS), examples, 3)
+        # Both here, as `compute` may be of another device.
+        longer = max(0.0, alone - measure_compute(workload, optimizer, examples))
+    if reducer is None:
+        coding = longer
+    else:
+        compute += longer
+        like = jax.eval_shape(workload.init, jax.random.key(0))
+        # Methods with local steps encode once in a round of H steps.
+        coding = analysis.codec_seconds(reducer, like, workers=workers) / (method.sync_period or 1)
     return StepCost(compute, coding, Traffic(0.0, 0.0), schedule_of(name, method))
 
 
@@ -108,47 +147,66 @@ def traffic_of_trace(
     For a method with rounds these are the steps after its warm-up. `gloo` says that they will communicate over it.
     """
     alone = one_worker(workload, method, axis=AXIS)
-    state = jax.eval_shape(lambda: init_state(lambda: alone.make_state(0), workers, axis=AXIS))
-    batch = jax.eval_shape(lambda: workload.batch(0, 0, batch_size))
-    mesh = AbstractMesh((workers,), (AXIS,))
+    mesh, *shapes = _shapes(workload, alone, workers=workers, batch_size=batch_size)
     if method.sync_period:
-        found = trace_round(alone, mesh, state, batch, axis=AXIS)
-        most, least = (traffic(each, workers=workers, gloo=gloo) for each in found)
         # A round is one of H steps.
-        return _without_loss(mean_traffic(most, least, 1 / method.sync_period), workers)
+        return mean_traffic(*_traffic_of_round(alone, mesh, *shapes, gloo=gloo), 1 / method.sync_period)
     step = distribute(alone.step, mesh, axis=AXIS)
-    every_step = analysis.logical_collectives(step, state, batch, platform=jax.default_backend())
-    return _without_loss(traffic(every_step, workers=workers, gloo=gloo), workers)
+    every_step = analysis.logical_collectives(step, *shapes, platform=jax.default_backend())
+    return _traffic(every_step, workers, gloo=gloo)
+
+
+def _shapes(workload: Workload, alone: OneWorker, *, workers: int, batch_size: int) -> tuple[AbstractMesh, Any, Any]:
+    """The arguments of a trace: a mesh without devices, and the shapes of the state and of a batch."""
+    state = jax.eval_shape(lambda: init_state(lambda: alone.make_state(0), workers, axis=AXIS))
+    return AbstractMesh((workers,), (AXIS,)), state, jax.eval_shape(lambda: workload.batch(0, 0, batch_size))
+
+
+def _traffic_of_round(
+    alone: OneWorker, mesh: AbstractMesh, state: Any, batch: Any, *, gloo: bool
+) -> tuple[Traffic, Traffic]:
+    """The traffic of a step that synchronizes all that a round does, and of a step between two rounds."""
+    most, least = trace_round(alone, mesh, state, batch, axis=AXIS)
+    return _traffic(most, mesh.size, gloo=gloo), _traffic(least, mesh.size, gloo=gloo)
 
 
 def traffic_of_run(run: Run, *, sent: float | None = None, gloo: bool = False) -> Traffic:
-    """Bytes and hops of a step, on average, from the compiled step of a run.
+    """Bytes and hops of a step, on average, from the compiled step of a run or, with rounds, from its trace.
 
     With `sent`, the bytes of a step as they were recorded, the average is over the steps that the run has taken;
     without, over those of a round, after the warm-up. `gloo` says that the workers will communicate over it.
     """
-    program: Any = run.program.compiled
-    most, least = (
-        traffic(analysis.collectives(program, branch=branch), workers=run.workers, gloo=gloo)
-        for branch in ("max", "min")
-    )
-    if sent is None:
-        sent = run.wire_bytes
-    elif run.program.counted:
+    if sent is None or not run.program.counted:
         # A count in the state leaves the mean loss out.
-        sent += _loss_traffic(run.workers).wire_bytes
-    # The bytes tell how many steps took the branch that sends most.
+        sent = (run.wire_bytes if sent is None else sent) - _loss_traffic(run.workers).wire_bytes
+    most, least = _extremes(run, sent, gloo=gloo)
+    # The bytes tell how many steps sent most.
     span = most.wire_bytes - least.wire_bytes
-    share = (sent - least.wire_bytes) / span if span else 1.0
-    return _without_loss(mean_traffic(most, least, share), run.workers)
+    return mean_traffic(most, least, (sent - least.wire_bytes) / span if span else 1.0)
+
+
+def _extremes(run: Run, sent: float, *, gloo: bool) -> tuple[Traffic, Traffic]:
+    """The traffic of the two kinds of steps that a run consists of, which has sent so many bytes in a step."""
+    if not run.sync_period:
+        program: Any = run.program.compiled
+        most, least = (analysis.collectives(program, branch=branch) for branch in ("max", "min"))
+        return _traffic(most, run.workers, gloo=gloo), _traffic(least, run.workers, gloo=gloo)
+    workload, sizes = run.program.workload, {"workers": run.workers, "batch_size": run.program.batch_size}
+    worker = run.program.worker
+    most, least = _traffic_of_round(worker, *_shapes(workload, worker, **sizes), gloo=gloo)
+    rounds = mean_traffic(most, least, 1 / run.sync_period)
+    if sent <= rounds.wire_bytes:
+        return most, least
+    # More than the rounds send: other steps were of the warm-up, which averages the gradients uncompressed.
+    return traffic_of_trace(workload, TrainingMethod(exact(), optax.sgd(1.0)), **sizes, gloo=gloo), rounds
+
+
+def _traffic(found: Collectives, workers: int, *, gloo: bool) -> Traffic:
+    """Leaves out the mean loss, which is only for display and need not be sent in every step."""
+    all_of_it, loss = traffic(found, workers=workers, gloo=gloo), _loss_traffic(workers)
+    return all_of_it._replace(wire_bytes=all_of_it.wire_bytes - loss.wire_bytes, hops=all_of_it.hops - loss.hops)
 
 
 def _loss_traffic(workers: int) -> Traffic:
     mean = make_collective("all-reduce", [("float32", 4)], devices=workers, where="")
     return traffic(summarize([mean], []), workers=workers)
-
-
-def _without_loss(found: Traffic, workers: int) -> Traffic:
-    """Subtracts the mean loss, which is only for display and need not be sent in every step."""
-    loss = _loss_traffic(workers)
-    return found._replace(wire_bytes=found.wire_bytes - loss.wire_bytes, hops=found.hops - loss.hops)
