@@ -29,6 +29,7 @@ class Durations(NamedTuple):
       outages: `outages(rng, worker)` iterates over `(up, down)`, the seconds for which a worker is up and then down; or
         None.
       finish: `finish(worker, start, work) -> end` in seconds, for speeds that change with time; or None.
+      least: the least number of workers, where the law names one of them.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Durations(NamedTuple):
     workers: int | None = None
     outages: Callable[[np.random.Generator, int], Iterator[tuple[float, float]]] | None = None
     finish: Callable[[int, float, float], float] | None = None
+    least: int = 1
 
 
 def stream(durations: Durations, seed: int, worker: int, first: int = 0) -> Iterator[float]:
@@ -206,6 +208,8 @@ def recorded(seconds: Sequence[Sequence[Number]], *, mode: Literal["cycle", "sto
       >>> list(islice(durations.stream(law, 0, worker=0), 3))
       [1.0, 2.0, 1.0]
     """
+    if mode not in ("cycle", "stop"):
+        raise ValueError(f'mode must be "cycle" or "stop", got {mode!r}')
     rows = [np.asarray(row, float) for row in seconds]
     for i, row in enumerate(rows):
         if row.ndim != 1 or not len(row) or not (row > 0).all():
@@ -259,7 +263,7 @@ def one_slow(base: Durations, *, worker: int = 0, factor: Number = 4.0) -> Durat
         drawn, state = base.draw(rng, i, first, count, state)
         return drawn * (factor if i == worker else 1.0), state
 
-    return base._replace(name=f"one_slow({base.name})", draw=draw)
+    return base._replace(name=f"one_slow({base.name})", draw=draw, least=max(base.least, worker + 1))
 
 
 def random_slow(base: Durations, *, factor: Number, probability: Number) -> Durations:

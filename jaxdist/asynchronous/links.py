@@ -123,6 +123,8 @@ def stragglar(latency: Number = 0.0, bandwidth: Number = float("inf"), *, nic: b
     References:
       Devraj, Ding, Vijaya Kumar, Kleinberg, Singh, "Efficient AllReduce with Stragglers", arXiv:2505.23523, 2025.
     """
+    if np.ndim(latency) or np.ndim(bandwidth):
+        raise ValueError("stragglar needs one latency and one bandwidth for all links; alpha_beta takes matrices")
     ring = alpha_beta(latency, bandwidth, nic=nic)
 
     def collective(group: tuple[int, ...], nbytes: int, op: str, lead: float = 0.0) -> float:

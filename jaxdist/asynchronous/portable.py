@@ -12,8 +12,8 @@ import numpy as np
 
 from .values import Lazy, Spec, spec_of
 
-# NamedTuple classes that this process has written. A class of a script is found here, since its module (`__main__`) has
-# another name in other processes.
+# NamedTuple classes that this process has written, or that `know_classes` has seen. A class of a script is found here,
+# since its module (`__main__`) has another name in other processes.
 _WRITTEN_CLASSES: dict[tuple[str, str], type] = {}
 
 # Modules of NamedTuples that were merged into others, by the name that is in older files.
@@ -46,6 +46,11 @@ def write(value: Any, store: Callable[[Any], int | str]) -> str:
     writer = _Writer(store)
     root = writer.visit(value)
     return json.dumps({"nodes": writer.nodes, "root": root})
+
+
+def know_classes(value: Any) -> None:
+    """Lets `read` make the NamedTuples of this value, which this process need not have written before."""
+    write(value, lambda array: 0)
 
 
 @no_type_check
@@ -81,7 +86,8 @@ class _Writer:
             return ["column", self.store(value), value.typecode]
         if isinstance(value, jax.Array | np.ndarray | np.generic) and value.dtype != object:
             return self.array_content(value)
-        if isinstance(value, dict | tuple | list):
+        # Subclasses, such as OrderedDict, would come back as something else.
+        if type(value) in (dict, tuple, list) or hasattr(value, "_fields"):
             return self.container_content(value)
         raise ValueError(
             f"a {type(value).__name__} cannot be written: models and states must be dicts, lists, tuples and "

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .._core.dtypes import widen
 from .._core.types import PyTree
 
 
@@ -150,26 +152,53 @@ def numeric(f: Callable[..., Any], *, outputs: int = 1, lazy: bool = False, shar
     return call
 
 
-_mean = numeric(lambda *trees: jax.tree.map(lambda *x: sum(x[1:], start=x[0]) / len(x), *trees))
-add = numeric(lambda left, right: jax.tree.map(lambda a, b: a + b, left, right))
-scale = numeric(lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree))
-replace_term = numeric(lambda total, old, new: jax.tree.map(lambda t, a, b: t + (b - a), total, old, new))
+def widen_floats(x: Any) -> Any:
+    """Casts floats to float32 or wider, in which sums of many neither stall nor overflow; integers stay."""
+    return widen(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _narrow(x: Any, like: Any) -> Any:
+    """Casts floats back to the dtype of `like`; the mean of integers is a float."""
+    return x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
+
+
+def zeros_of_sum(tree: PyTree) -> PyTree:
+    """The zeros from which a sum of such trees begins."""
+    return jax.tree.map(lambda x: jnp.zeros_like(widen_floats(x)), tree)
+
+
+def _add_leaves(*leaves: Any) -> Any:
+    return functools.reduce(lambda total, leaf: total + widen_floats(leaf), leaves[1:], widen_floats(leaves[0]))
+
+
+# Sums are in float32 or wider.
+_mean = numeric(
+    lambda *trees: jax.tree.map(lambda *leaves: _narrow(_add_leaves(*leaves) / len(leaves), leaves[0]), *trees)
+)
+zeros_for_sum = numeric(zeros_of_sum)
+add = numeric(lambda left, right: jax.tree.map(_add_leaves, left, right))
+scale_like = numeric(
+    lambda total, factor, like: jax.tree.map(lambda leaf, other: _narrow(leaf * factor, other), total, like)
+)
+replace_term = numeric(
+    lambda total, old, new: jax.tree.map(lambda t, a, b: t + (widen_floats(b) - widen_floats(a)), total, old, new)
+)
 # Sums of up to this many terms are one program; compiling larger ones takes longer than they save.
 _FEW = 16
-_add_few = numeric(lambda *trees: jax.tree.map(lambda *leaves: functools.reduce(lambda a, b: a + b, leaves), *trees))
+_add_few = numeric(lambda *trees: jax.tree.map(_add_leaves, *trees))
 
 
 def sum_of(values: Sequence[Any]) -> Any:
-    """Sums values in the order given."""
+    """Sums values in the order given, in float32 or wider."""
     total, *rest = values
     # The same additions in the same order, in fewer calls.
     while len(rest) >= _FEW:
         total, rest = _add_few(total, *rest[:_FEW]), rest[_FEW:]
-    return functools.reduce(add, rest, total)
+    return functools.reduce(add, rest, total) if rest else _add_few(total)
 
 
 def mean_of(values: Sequence[Any]) -> Any:
-    """Averages values in the order given: sort them by worker, not by arrival."""
+    """Averages values in the order given, in their dtype: sort them by worker, not by arrival."""
     if len(values) <= _FEW:
         return _mean(*values)
-    return scale(sum_of(values), 1 / len(values))
+    return scale_like(sum_of(values), 1 / len(values), values[0])

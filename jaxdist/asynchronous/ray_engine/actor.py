@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..errors import ActorLostError
-from ..portable import flat, read, write
+from ..portable import flat, know_classes, read, write
 from ..protocol import SERVER, Rule, Site
 from ..replay.base import Task, gradient_function
 from ..values import force
@@ -142,6 +142,8 @@ class Actor:
         # The calls that are not known to be complete, and the times at which to send again after one has failed.
         self.calls: dict[int, list[Any]] = {}
         self.retry: dict[int, float] = {}
+        # First: a message, or the state of a dead process, is read before this process has written any.
+        self._know_classes()
         if self.entry.kept is None:
             runner.begin()
         else:
@@ -174,6 +176,13 @@ class Actor:
                 self.store.beat.remote(self.index, life)
                 last_beat = time.monotonic()
             self._send_envelopes(runner)
+
+    def _know_classes(self) -> None:
+        """Makes the NamedTuples of the rule and of the model known to `read`."""
+        rule, site = self.config.rule, Site(0, self.config.workers, self.config.seed)
+        for role in (rule.worker, rule.server):
+            if role is not None:
+                know_classes(role.init(site, self.config.task.params))
 
     def _handle_inbox(self, runner: RoleRunner) -> bool:
         """Passes on what has arrived, or waits for a short time; returns whether to stop."""

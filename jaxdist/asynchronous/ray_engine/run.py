@@ -135,6 +135,8 @@ def _check(options: RunOptions) -> None:
             raise ValueError(
                 f"slow must map workers below {options.workers} to factors of at least 1, got {worker}: {factor}"
             )
+    if options.on_death not in ("restart", "continue"):
+        raise ValueError(f"on_death must be 'restart' or 'continue', got {options.on_death!r}")
     if options.on_death == "continue" and options.rule.server is None:
         raise ValueError(
             f"on_death='continue' needs a rule with a server, and {options.rule.name} has none: use 'restart'"

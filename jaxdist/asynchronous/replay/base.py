@@ -175,9 +175,11 @@ def step_delays(trace: Trace) -> Int[np.ndarray, " steps"]:
 def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gradients"]:
     """Counts the gradients that all workers applied between reading and using each one, for rules without a server.
 
-    These rules have no common version: versions in the trace are a worker's own step count, as in `rules.ad_psgd`, and
-    each accepted gradient is a step of its worker. The number of a gradient is 0 if no other worker applied one
-    meanwhile.
+    These rules have no common version: versions in the trace are those of a worker, as in `rules.ad_psgd`, and each
+    accepted gradient is a step of its worker. The number of a gradient is 0 if no other worker applied one meanwhile.
+
+    Raises:
+      ValueError: a version of a worker has several gradients, as with local steps, whose versions count averages.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -186,14 +188,18 @@ def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gr
       >>> replay.peer_delays(run.trace)[4:].tolist() == [3] * 396
       True
     """
-    used = trace.gradients.accepted
-    workers, read = trace.gradients.worker[used], trace.gradients.read[used]
+    rows = trace.gradients
+    used = rows.accepted
+    workers, read, version = rows.worker[used], rows.read[used], rows.version[used]
     counts = np.zeros(len(workers), np.int64)
     for index in np.unique(workers):
-        rows = np.flatnonzero(workers == index)
-        own_steps = read[rows]
-        # A worker's step k is row rows[k - 1] of all applied gradients.
-        counts[rows] = rows - np.where(own_steps > 0, rows[own_steps - 1] + 1, 0)
+        own = np.flatnonzero(workers == index)
+        # A step leads from `version` to the next one; with skipped iterations versions jump.
+        reached = version[own] + 1
+        if (np.diff(reached) <= 0).any():
+            raise ValueError(f"worker {index} has several gradients of a version: this rule counts averages, not steps")
+        last = np.searchsorted(reached, read[own], side="right")
+        counts[own] = own - np.where(last > 0, own[last - 1] + 1, 0)
     return counts if worker is None else counts[workers == worker]
 
 

@@ -30,6 +30,12 @@ from ..protocol import TIMER as TIMER_KIND
 from ..values import force, mean_of, nbytes_of
 from .base import COLLECTIVE, DONE, EVALUATION, FAULT, MESSAGE, TIMER
 
+# Events that are no progress of the rule.
+_PASSIVE = (FAULT, EVALUATION)
+# Events that a worker has worked for, or waited for as it wished.
+_WORK = (DONE, COLLECTIVE, TIMER)
+_IDLE_FAULTS = 100  # of each worker, of which any would have woken a rule that is only waiting
+
 
 @dataclass
 class ReplayState:
@@ -46,7 +52,8 @@ class ReplayState:
       sent, received: bytes of each place.
       tick: the time.
       sequence: the number of events created so far.
-      live: the number of events in the heap other than evaluations; a run in which it is 0 is deadlocked.
+      live: the number of events in the heap other than faults and evaluations.
+      idle_faults: the failures and recoveries since a worker last had something to do.
       heap: `(tick, class, place, sequence, data)`; the smallest is the next event.
       link_free: the tick at which each link `(source, destination)` is free again.
       collectives: the contributions so far, by `(group, tag)`.
@@ -70,6 +77,7 @@ class ReplayState:
     tick: int = 0
     sequence: int = 0
     live: int = 0
+    idle_faults: int = 0
     heap: list[tuple] = field(default_factory=list)
     link_free: dict[tuple[int, int], int] = field(default_factory=dict)
     collectives: dict[tuple[tuple[int, ...], int], dict[int, tuple]] = field(default_factory=dict)
@@ -81,6 +89,11 @@ class ReplayState:
     steps: array = field(default_factory=lambda: array("q"))
     times: array = field(default_factory=lambda: array("q"))
     losses: array = field(default_factory=lambda: array("d"))
+
+
+def count_live(heap: list[tuple]) -> int:
+    """Counts the events of a heap by which a rule may go on by itself."""
+    return sum(event[1] not in _PASSIVE for event in heap)
 
 
 def copy_state(state: ReplayState) -> ReplayState:
@@ -126,7 +139,7 @@ class Engine:
         # The sequence number makes the order of events total.
         heapq.heappush(state.heap, (tick, what, place, state.sequence, data))
         state.sequence += 1
-        if what != EVALUATION:
+        if what not in _PASSIVE:
             state.live += 1
 
     def _ticks(self, seconds: float) -> int:
@@ -282,6 +295,7 @@ class Engine:
         state = self.state
         _, down = data
         state.faults[place] += 1
+        state.idle_faults += 1
         # The worker was up: it fails now, and recovers after `down` seconds.
         if state.gone[place] < 0:
             self._record_event(FAULT, place, place, "failed")
@@ -317,7 +331,10 @@ class Engine:
             # Two faults, a failure and a recovery, per outage.
             for _ in range(self.state.faults[place] // 2):
                 next(self.outages[place])
-        up, down = next(self.outages[place])
+        outage = next(self.outages[place], None)
+        if outage is None:  # it never fails again
+            return
+        up, down = outage
         self._push(self.state.tick + max(1, self._ticks(up)), FAULT, place, (up, down))
 
     def final_model(self) -> Any:
@@ -352,21 +369,36 @@ class Engine:
         waiting = {place: self.roles[place].waits_for(self.state.roles[place]) for place in places}
         return {place: others for place, others in waiting.items() if others}
 
+    def _check_alive(self, idle_limit: int) -> None:
+        """Raises DeadlockError if no event is to come, or if many faults and their messages have led to no work."""
+        state = self.state
+        # A recovery may wake a worker, but not one whose next gradient is endless too.
+        if state.idle_faults <= idle_limit:
+            if state.live or any(event[1] == FAULT for event in state.heap):
+                return
+        elif any(event[1] in _WORK for event in state.heap):
+            return
+        endless = tuple([i for i, running in enumerate(state.running) if running is not None])
+        raise DeadlockError(self._waiting_places(), state.tick / self.config.ticks_per_second, endless)
+
     def advance(self, until: int, is_complete: Callable[[ReplayState], bool] | None) -> None:
         """Processes events up to and including a tick, or until the run is complete."""
         state, handlers, limit = self.state, self.EVENTS, self.config.events_per_tick
         heap, pop, at, count = state.heap, heapq.heappop, state.tick, 0
+        idle_limit = _IDLE_FAULTS * self.config.workers
         while is_complete is None or not is_complete(state):
-            if not state.live:
-                endless = tuple([i for i, running in enumerate(state.running) if running is not None])
-                raise DeadlockError(self._waiting_places(), state.tick / self.config.ticks_per_second, endless)
+            if not state.live or state.idle_faults > idle_limit:
+                self._check_alive(idle_limit)
             # Events at `until` itself are processed.
             if heap[0][0] > until:
-                state.tick = until
+                # Never backwards, to a time that is before that of an earlier call.
+                state.tick = max(state.tick, until)
                 return
             tick, what, place, _, data = pop(heap)
-            if what != EVALUATION:
+            if what not in _PASSIVE:
                 state.live -= 1
+            if what in _WORK:
+                state.idle_faults = 0
             count = count + 1 if tick == at else 1
             state.tick = at = tick
             if count > limit:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, no_type_check
 
+import jax
 import numpy as np
 
 from ..._core.checks import check_range
@@ -20,7 +21,7 @@ from ..portable import flat, read, write
 from ..protocol import Rule
 from ..values import Spec, force, spec_of
 from .base import Result, Task, gradient_function, trace_of
-from .engine import Engine, ReplayConfig, ReplayState, begin_replay, copy_state
+from .engine import Engine, ReplayConfig, ReplayState, begin_replay, copy_state, count_live
 
 _FOREVER = 2**62
 # Integers per row of these columns of a state.
@@ -99,6 +100,8 @@ def simulator(
     for name, size in (("durations", durations.workers), ("links", links.workers)):
         if size is not None and size != workers:
             raise ValueError(f"{name} are for {size} workers, got workers={workers}: the numbers must be equal")
+    if workers < durations.least:
+        raise ValueError(f"durations {durations.name} name worker {durations.least - 1}, got workers={workers}")
     if ticks_per_second < 1:
         raise ValueError(f"ticks_per_second must be at least 1, got {ticks_per_second}")
     if seed < 0:
@@ -107,7 +110,9 @@ def simulator(
         raise ValueError(f"evaluate_every={evaluate_every} needs a task with evaluate=")
     if evaluate_every is not None and not round(evaluate_every * ticks_per_second) >= 1:
         raise ValueError(f"evaluate_every must be at least a tick, 1/{ticks_per_second} s, got {evaluate_every}")
-    if task is None:
+    if task is not None:
+        task = task._replace(params=jax.tree.map(_as_jax_stores, task.params))
+    else:
         task, timing_only = Task(np.zeros((), np.float32), lambda params, batch: params, lambda *job: None), True
     evaluates = evaluate_every is not None and not timing_only
     config = ReplayConfig(
@@ -127,6 +132,13 @@ def simulator(
     return Simulator(partial(begin_replay, config), partial(_advance, config), partial(_result, config), config)
 
 
+def _as_jax_stores(leaf: Any) -> Any:
+    """Gives a leaf of a model the dtype of all models that follow: without x64, NumPy's float64 becomes float32."""
+    if not isinstance(leaf, np.ndarray | np.generic | float | int):
+        return leaf
+    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(leaf)))
+
+
 def _advance(
     config: ReplayConfig,
     state: ReplayState,
@@ -142,6 +154,8 @@ def _advance(
         raise ValueError(f"target={target} needs evaluate_every= and a run with numerics")
     if target is not None:
         check_range("target", target, -math.inf)
+    if seconds is not None and not seconds >= 0:
+        raise ValueError(f"seconds must be at least 0, got {seconds}")
 
     @no_type_check
     def is_complete(state: ReplayState) -> bool:
@@ -154,7 +168,7 @@ def _advance(
     # The caller may continue from the old state again.
     engine = Engine(config, copy_state(state))
     counts = steps is not None or gradients is not None or target is not None
-    until = _FOREVER if seconds is None else round(seconds * config.ticks_per_second)
+    until = _FOREVER if seconds is None or seconds == math.inf else round(seconds * config.ticks_per_second)
     engine.advance(until, is_complete if counts else None)
     return engine.state
 
@@ -267,7 +281,10 @@ def restore(path: str | Path, clock: Simulator) -> ReplayState:
         raise ValueError(
             f"{path} is a replay of {content['of']}, not of {_identity(clock)}: use the arguments of the first run"
         )
-    return ReplayState(**content["state"])
+    state = ReplayState(**content["state"])
+    # Older files count the faults too.
+    state.live = count_live(state.heap)
+    return state
 
 
 def _identity(clock: Simulator) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..._core.types import PyTree
 from ...compressors.base import Codec, Compressor, contraction_form
 from ...compressors.codecs import decode_all, encode_all
 from ..protocol import REDUCED, Action, Actions, Message, Reaction, Reduce, Role, Rule, Send, Site
-from ..values import Encoded, Spec, force, mean_of, numeric, spec_of
+from ..values import Encoded, Spec, force, mean_of, numeric, spec_of, zeros_for_sum
 
 
 class _CompressedRoleState(NamedTuple):
@@ -57,7 +57,7 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
     On the wire: the payload of each leaf; its code, and 4 bytes for the length of that, if the compressor has a codec
     (`qsgd(4, code="entropy")`). A replay without numerics has no payloads to encode, and counts their static size.
 
-    State: with feedback, a residual for each receiver, of the size of a model.
+    State: with feedback, a residual for each receiver, of the size of a model, in float32 or wider.
 
     Args:
       rule: the method.
@@ -66,8 +66,8 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
         that every gradient is sent, used or discarded. For a server's models it costs a model per worker.
 
     Raises:
-      ValueError: feedback for a kind without a compressor, or for a compressor that states neither contraction nor
-        variance.
+      ValueError: `"gradient"` for a rule without a server; feedback for a kind without a compressor, or for a
+        compressor that states neither contraction nor variance.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -83,6 +83,8 @@ def compressed(rule: Rule, codes: Mapping[str, Compressor], *, feedback: Sequenc
       Seide et al., "1-bit stochastic gradient descent", 2014 (the feedback); Stich, Karimireddy, "The error-feedback
       framework", arXiv:1909.05350, 2019 (with delays).
     """
+    if "gradient" in codes and rule.server is None:
+        raise ValueError(f'{rule.name} has no server to send a gradient to: compress "reduced" or "params"')
     for kind in feedback:
         if kind not in codes:
             raise ValueError(f"feedback={tuple(feedback)} needs a compressor for {kind!r}; codes has {sorted(codes)}")
@@ -199,7 +201,7 @@ def _codec(compressor: Compressor) -> _Codec:
     return _Codec(
         numeric(partial(_encode_tree, compressor), lazy=True),
         numeric(partial(_encode_tree_with_feedback, compressor), outputs=2),
-        numeric(lambda value: jax.tree.map(jnp.zeros_like, value)),
+        zeros_for_sum,
         compressor,
         {},
     )
@@ -227,9 +229,11 @@ def _encode_tree_with_feedback(
     compressor: Compressor, value: PyTree, residual: PyTree, words: Any
 ) -> tuple[list[Any], PyTree]:
     # C(x + e), e <- x + e - C(x + e)
-    total = jax.tree.map(lambda x, e: x + e, value, residual)
-    payloads = _encode_tree(compressor, total, words)
-    return payloads, jax.tree.map(lambda x, c: x - c, total, _decode_tree(compressor, payloads, total))
+    total = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, value, residual)
+    encoded = jax.tree.map(lambda t, x: t.astype(x.dtype), total, value)
+    payloads = _encode_tree(compressor, encoded, words)
+    decoded = _decode_tree(compressor, payloads, encoded)
+    return payloads, jax.tree.map(lambda t, c: t - c.astype(t.dtype), total, decoded)
 
 
 def _decode_tree(compressor: Compressor, payloads: list[Any], like: PyTree) -> PyTree:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Int
 
 from ...._core.checks import check_count
 from ...._core.dtypes import working_dtype
@@ -49,7 +50,7 @@ class _LocalState(NamedTuple):
 def local_sgd(
     optimizer: optax.GradientTransformation,
     *,
-    sync_period: int | Sequence[int],
+    sync_period: int | Sequence[int] | Int[np.ndarray, " workers"],
     outer: optax.GradientTransformation | None = None,
 ) -> Rule:
     """Averages after every H local steps, `a <- a - mean(a - x_i)`, `x_i <- a`, and waits for the slowest only then.
@@ -264,7 +265,7 @@ def _local_rule(
     optimizer: optax.GradientTransformation,
     outer: optax.GradientTransformation,
     *,
-    sync_period: Number | Sequence[Number],
+    sync_period: Number | Sequence[Number] | Int[np.ndarray, " workers"],
     delay: int | None,
     step: Callable[..., tuple[PyTree, PyTree]] = _plain_step,
     interval: Number = 0.0,
@@ -275,7 +276,7 @@ def _local_rule(
     steps between a snapshot and merging its average, when workers wait for it; None merges it on arrival, and workers
     never wait.
     """
-    periods = tuple(sync_period) if isinstance(sync_period, Sequence) else (sync_period,)
+    periods = tuple(np.atleast_1d(sync_period).tolist())
     for period in periods:
         check_count("sync_period", period, 1)
     if delay is not None and not 0 <= delay < min(periods):

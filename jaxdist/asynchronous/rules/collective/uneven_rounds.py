@@ -14,7 +14,7 @@ from ...._core.types import Number, PyTree
 from ....schedule.stragglers import allocate_tasks
 from ... import protocol
 from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Site, StepRecord
-from ...values import add, numeric
+from ...values import add, numeric, zeros_of_sum
 from ..base import (
     apply_gradient,
     collective_rule,
@@ -48,7 +48,8 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     weight: on data that differ between workers fast ones count more. A worker that failed contributes what it has as
     soon as it recovers.
 
-    On the wire: an all-reduce of the sum of gradients and of their number, 4 bytes, per round, kind `"reduced"`.
+    On the wire: an all-reduce of the sum of gradients, in float32 or wider, and of their number, 4 bytes, per round,
+    kind `"reduced"`.
 
     State: replicated model and optimizer state, and a sum of gradients per worker.
 
@@ -71,7 +72,7 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     if not 0 < window < float("inf"):
         raise ValueError(f"window must be positive and finite, got {window}")
     start, step = optimizer_on_values(optimizer, _step_with_mean, shared=True)
-    zeros = _make_zeros()
+    zeros = numeric(zeros_of_sum, shared=True)
 
     def begin_round(site: Site, params: Any, opt_state: Any, version: int, *records: StepRecord) -> Reaction:
         state = _AnyBatchState(site, params, opt_state, version, zeros(params))
@@ -102,10 +103,6 @@ def any_batch(window: Number, optimizer: optax.GradientTransformation) -> Rule:
     )
 
 
-def _make_zeros() -> Callable[[Any], Any]:
-    return numeric(lambda params: jax.tree.map(jnp.zeros_like, params), shared=True)
-
-
 # An integer, which no code rounds.
 _contribution = numeric(lambda total, count: (total, jnp.asarray(count, jnp.int32)))
 
@@ -115,7 +112,7 @@ def _step_with_mean(
 ) -> tuple[PyTree, PyTree]:
     total, count = mean
     # Both are divided by n, which cancels: Σ S_i / Σ b_i.
-    gradient = jax.tree.map(lambda leaf: (leaf / jnp.where(count > 0, count, 1)).astype(leaf.dtype), total)
+    gradient = jax.tree.map(lambda s, x: (s / jnp.where(count > 0, count, 1)).astype(x.dtype), total, params)
     stepped = apply_gradient(optimizer, params, opt_state, gradient)
     # A round without gradients leaves everything as it was, the optimizer's counts included.
     return jax.tree.map(lambda old, new: jnp.where(count > 0, new, old), (params, opt_state), stepped)
@@ -171,8 +168,8 @@ def task_allocation(
     the all-reduce, and update the estimates `τ_i <- τ_i + (measured - τ_i) / min(t + 1, 8)`. `ata` allocates by
     measured speeds too, and leaves workers out.
 
-    On the wire: an all-reduce of the sum of gradients per round, and unless `seconds` are given a gather of 8 bytes
-    from each worker; kind `"reduced"`, of which `compressed` encodes the gradients only.
+    On the wire: an all-reduce of the sum of gradients, in float32 or wider, per round, and unless `seconds` are given
+    a gather of 8 bytes from each worker; kind `"reduced"`, of which `compressed` encodes the gradients only.
 
     State: replicated model, optimizer state and n durations; a sum of gradients per worker.
 
@@ -318,7 +315,7 @@ def _allocation_rule(
 ) -> Rule:
     """Makes a rule of rounds of B microbatches; `measures` if workers exchange the durations of their own."""
     start, step = optimizer_on_values(optimizer, _step_scaled, shared=True)
-    cfg = _AllocationConfig(batch, start, step, _make_zeros(), allocate, weigh, measures)
+    cfg = _AllocationConfig(batch, start, step, numeric(zeros_of_sum, shared=True), allocate, weigh, measures)
     return collective_rule(
         name,
         partial(_init_allocation, cfg),
@@ -332,7 +329,8 @@ def _step_scaled(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, mean: PyTree, weight: Any
 ) -> tuple[PyTree, PyTree]:
     # The mean of sums over n workers times n/B is the mean over microbatches.
-    return apply_gradient(optimizer, params, opt_state, jax.tree.map(lambda leaf: leaf * weight, mean))
+    gradient = jax.tree.map(lambda s, x: (s * weight).astype(x.dtype), mean, params)
+    return apply_gradient(optimizer, params, opt_state, gradient)
 
 
 def _init_allocation(cfg: _AllocationConfig, site: Site, params: Any) -> Reaction:
@@ -360,7 +358,7 @@ def _begin_allocated(
 @no_type_check
 def _on_microbatch(cfg: _AllocationConfig, state: _AllocationState, message: Message) -> Reaction:
     site, version = state.site, state.version
-    total = message.value if state.total is None else add(state.total, message.value)
+    total = add(cfg.zeros(state.params) if state.total is None else state.total, message.value)
     # Integers: a gather of them is exact, and all workers compute the same shares.
     spent = state.spent + round(message.seconds * 1e6)
     state = state._replace(total=total, count=state.count + 1, spent=spent)

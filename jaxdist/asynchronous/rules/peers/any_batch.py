@@ -11,7 +11,7 @@ import optax
 from ...._core.types import Number, PyTree
 from ... import protocol
 from ...protocol import After, Cancel, Compute, GradientRecord, Message, Reaction, Role, Rule, Site, StepRecord
-from ...values import add, numeric
+from ...values import add, numeric, zeros_for_sum
 from ..base import Graph, apply_gradient, graph_of
 from .d_psgd import (
     NeighborState,
@@ -34,11 +34,10 @@ class _RoundState(NamedTuple):
 
 
 class _Config(NamedTuple):
-    """The window, the graph, and functions of values: zeros, the optimizer's first state, its step, and the average."""
+    """The window, the graph, and functions of values: the optimizer's first state, its step, and the average."""
 
     window: Number
     graph: Graph
-    zeros: Callable[..., Any]
     start: Callable[..., Any]
     adapt: Callable[..., Any]
     average: Callable[..., Any]
@@ -96,9 +95,8 @@ def any_batch_gossip(
         raise ValueError(f"window must be positive and finite, got {window}")
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
-    zeros = numeric(lambda params: jax.tree.map(jnp.zeros_like, params))
     adapt = numeric(partial(_adapt, optimizer, weights == "batch"), outputs=2)
-    cfg = _Config(window, graph, zeros, numeric(optimizer.init), adapt, numeric(_average))
+    cfg = _Config(window, graph, numeric(optimizer.init), adapt, numeric(_average))
     role = Role(
         partial(_init, cfg),
         partial(_receive, cfg),
@@ -116,24 +114,27 @@ def _adapt(
     total: PyTree,
     count: Any,
 ) -> tuple[tuple[PyTree, Any], PyTree]:
-    """The message of a round, `(b z, b)`, or `(z, 1)` with uniform weights, and the optimizer's state."""
-    gradient = jax.tree.map(lambda s: (s / jnp.maximum(count, 1)).astype(s.dtype), total)
+    """The message of a round, `(z, b)`, or `(z, 1)` with uniform weights, and the optimizer's state."""
+    gradient = jax.tree.map(lambda s, x: (s / jnp.maximum(count, 1)).astype(x.dtype), total, params)
     stepped = apply_gradient(optimizer, params, opt_state, gradient)
     # A worker without gradients takes no step, and the optimizer's counts stay as they were.
     model, opt_state = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), stepped, (params, opt_state))
-    weight = jnp.asarray(count if by_batch else 1, jnp.float32)
-    # Selected and not only multiplied, since 0 times infinity is NaN.
-    message = jax.tree.map(lambda z: jnp.where(weight > 0, z * weight.astype(z.dtype), 0), model)
-    return (message, weight), opt_state
+    return (model, jnp.asarray(count if by_batch else 1, jnp.float32)), opt_state
 
 
 def _average(params: PyTree, own: tuple[PyTree, Any], weights: Any, *others: tuple[PyTree, Any]) -> PyTree:
     """`Σ_j W_ij b_j z_j / Σ_j W_ij b_j`; without any examples the model stays."""
-    total, weight = combine(own, weights, *others)
-    safe = jnp.where(weight > 0, weight, 1)
-    return jax.tree.map(
-        lambda old, x: jnp.where(weight > 0, x / safe.astype(x.dtype), old).astype(old.dtype), params, total
-    )
+    model, count = own
+    total = combine(count, weights, *[count for _, count in others])
+    divisor = jnp.where(total > 0, total, 1)
+    shares = [weight * count / divisor for weight, (_, count) in zip(weights, others, strict=True)]
+    # A model without examples may hold anything, and 0 times infinity is NaN.
+    seen = [
+        jax.tree.map(lambda z, x, share=share: jnp.where(share > 0, z, x), other, model)
+        for share, (other, _) in zip(shares, others, strict=True)
+    ]
+    mean = combine(model, shares, *seen)
+    return jax.tree.map(lambda old, x: jnp.where(total > 0, x, old), params, mean)
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
@@ -142,7 +143,7 @@ def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
 
 
 def _begin_round(cfg: _Config, peers: NeighborState) -> Reaction:
-    state = _RoundState(peers, cfg.zeros(peers.params), 0)
+    state = _RoundState(peers, zeros_for_sum(peers.params), 0)
     # The timer has the tag of its round, so that one of an earlier round is ignored.
     return state, (After(cfg.window, peers.version), Compute(peers.params, peers.version))
 

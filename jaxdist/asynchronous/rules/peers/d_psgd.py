@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...._core.dtypes import widen
 from ...._core.types import PyTree
 from ....topology.base import Topology
 from ....topology.spectrum import is_doubly_stochastic
@@ -115,8 +116,9 @@ def combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
 
     def combine_leaves(own: Any, *theirs: Any) -> Any:
         # x_i + Σ_j W_ij (x_j - x_i): weights such as 1/3 are rounded, and a plain sum would let equal models drift.
-        change = sum(((x - own) * weight for x, weight in zip(theirs, weights, strict=True)), start=0.0)
-        return own + jnp.asarray(change, own.dtype)
+        base = widen(own)
+        change = sum(((widen(x) - base) * weight for x, weight in zip(theirs, weights, strict=True)), start=0.0)
+        return (base + jnp.asarray(change, base.dtype)).astype(own.dtype)
 
     return jax.tree.map(combine_leaves, params, *others)
 

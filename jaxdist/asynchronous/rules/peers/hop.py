@@ -5,8 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float
@@ -16,6 +14,7 @@ from ....topology.base import matrix
 from ... import protocol
 from ...protocol import Actions, Compute, GradientRecord, Message, Reaction, Role, Rule, Send, Site, StepRecord
 from ..base import Graph, combine_and_adapt, graph_of, optimizer_on_values, params_of, replace_at, unknown_message
+from .d_psgd import combine
 
 PARAMS, TOKEN, PULL = "params", "token", "pull"
 
@@ -136,12 +135,8 @@ class _Config(NamedTuple):
 
 
 def _combine(params: PyTree, weights: Any, *others: PyTree) -> PyTree:
-    def combine_leaves(*leaves: Any) -> Any:
-        # Σ_j w_ij x_j^k, the own model first
-        total = sum(weights[k] * leaf.astype(jnp.float32) for k, leaf in enumerate(leaves))
-        return jnp.asarray(total).astype(leaves[0].dtype)
-
-    return jax.tree.map(combine_leaves, params, *others)
+    # Σ_j w_ij x_j^k, the own model first; the weights sum to 1.
+    return combine(params, weights[1:], *others)
 
 
 def _init(cfg: _Config, site: Site, params: Any) -> Reaction:
@@ -302,7 +297,7 @@ def model_weights(
     # k_j - (k - s) + 1, which is s + 1 for the own model.
     ages = [staleness + 1, *[sent - iteration + staleness + 1 if staleness else 1 for _, sent, _ in found]]
     unnormalized = np.array([weights[0], *[weights[which + 1] for which, _, _ in found]]) * ages
-    return (unnormalized / unnormalized.sum()).astype(np.float32)
+    return unnormalized / unnormalized.sum()
 
 
 def _check(tokens: int | None, backup: int, staleness: int, skip: int) -> None:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...._core.types import Number, PyTree
+from ...._core.checks import check_count
+from ...._core.dtypes import widen
+from ...._core.types import Array, Number, PyTree
 from ...protocol import GradientRecord, Message, Reaction, Rule
-from ...values import numeric
+from ...values import numeric, zeros_for_sum
 from ..base import replace_at
 from .base import Core, reply, send_current, send_params, server_rule, stepper
 
@@ -131,8 +133,7 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
       Maranjyan, Tyurin, Richtárik, "Ringmaster ASGD: the first asynchronous SGD with optimal time complexity",
       arXiv:2501.16168, 2025.
     """
-    if max_delay < 1:
-        raise ValueError(f"max_delay must be at least 1, got {max_delay}")
+    check_count("max_delay", max_delay, 1)
     server = stepper(optimizer)
 
     def on_gradient(core: Core, worker: int, message: Message) -> Reaction:
@@ -290,7 +291,7 @@ def dc_asgd(
 
     def begin(core: Core) -> _DCASGDState:
         # A constant λ needs no running mean of squares.
-        return _DCASGDState(core, (core.params,) * len(core.reads), _zeros(core.params) if adaptive else None)
+        return _DCASGDState(core, (core.params,) * len(core.reads), zeros_for_sum(core.params) if adaptive else None)
 
     def on_gradient(state: _DCASGDState, worker: int, message: Message) -> Reaction:
         core, square, backup = state.core, state.mean_square, state.backups[worker]
@@ -309,23 +310,24 @@ def dc_asgd(
     return server_rule("dc_asgd", server, on_gradient, begin=begin, on_pull=_on_pull, discard_outdated=True)
 
 
-_zeros = numeric(lambda params: jax.tree.map(jnp.zeros_like, params))
-
-
 def _compensate(compensation: Number, gradient: PyTree, params: PyTree, backup: PyTree) -> PyTree:
     # DC-ASGD-c: the first-order term, with the diagonal of g gᵀ as the Hessian.
-    return jax.tree.map(lambda g, x, b: g + compensation * g * g * (x - b), gradient, params, backup)
+    return jax.tree.map(partial(_compensate_leaf, compensation), gradient, params, backup)
+
+
+def _compensate_leaf(rate: Any, gradient: Array, params: Array, backup: Array) -> Array:
+    # Squares of half precision overflow.
+    g, change = widen(gradient), widen(params) - widen(backup)
+    return (g + rate * g * g * change).astype(gradient.dtype)
 
 
 def _compensate_adaptively(
     compensation: Number, decay: Number, gradient: PyTree, params: PyTree, backup: PyTree, square: PyTree
 ) -> tuple[PyTree, PyTree]:
     # DC-ASGD-a: λ is divided by the root of a running mean of squares, which makes it independent of the loss scale.
-    square = jax.tree.map(lambda v, g: decay * v + (1 - decay) * g * g, square, gradient)
-    gradient = jax.tree.map(
-        lambda g, x, b, v: g + compensation / jnp.sqrt(v + EPSILON) * g * g * (x - b),
-        *(gradient, params, backup, square),
-    )
+    square = jax.tree.map(lambda v, g: decay * v + (1 - decay) * widen(g) * widen(g), square, gradient)
+    rates = jax.tree.map(lambda v: compensation / jnp.sqrt(v + EPSILON), square)
+    gradient = jax.tree.map(_compensate_leaf, rates, gradient, params, backup)
     return gradient, square
 
 

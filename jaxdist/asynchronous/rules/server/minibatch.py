@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from ...._core.checks import check_count
 from ...._core.types import Number
 from ...protocol import GradientRecord, Message, Reaction, Rule
 from ...values import mean_of
@@ -46,8 +47,7 @@ def rennala(batch: int, optimizer: optax.GradientTransformation, *, stop: bool =
       Tyurin, Richtárik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
       computation model", arXiv:2305.12387, 2023.
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    check_count("batch", batch, 1)
     return _minibatch_rule(
         "rennala",
         optimizer,
@@ -93,7 +93,8 @@ def _has_harmonic_mean(batch: Number, gathered: tuple, workers: int) -> bool:
     counts = [0] * workers
     for worker, _, _ in gathered:
         counts[worker] += 1
-    return all(counts) and workers / sum(1 / count for count in counts) >= batch / workers
+    # Where both are equal, as for the same count of all workers, rounding must not ask for one gradient more.
+    return all(counts) and workers**2 >= (1 - 1e-9) * batch * sum(1 / count for count in counts)
 
 
 def _mean_of_means(gathered: list) -> Any:
@@ -181,8 +182,7 @@ def backup_workers(spare: int, optimizer: optax.GradientTransformation) -> Rule:
     References:
       Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting distributed synchronous SGD", arXiv:1604.00981, 2016.
     """
-    if spare < 0:
-        raise ValueError(f"spare must be at least 0, got {spare}")
+    check_count("spare", spare, 0)
     server = stepper(optimizer)
 
     def begin(core: Core) -> _BackupState:
@@ -205,6 +205,9 @@ def _on_backup_gradient(
     step: Callable[..., Any], spare: int, state: _BackupState, worker: int, message: Message
 ) -> Reaction:
     core = state.core
+    # A worker that recovered got this model twice: with all others, and for its request.
+    if any(worker == contributor for contributor, _ in state.gathered):
+        return state, (GradientRecord(worker, core.version, core.version, accepted=False),)
     record = GradientRecord(worker, core.version, core.version)
     gathered = (*state.gathered, (worker, message.value))
     if len(gathered) < len(core.reads) - spare:

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from ...protocol import GradientRecord, Message, Reaction, Rule
-from ...values import numeric, replace_term, scale, sum_of
+from ...values import numeric, replace_term, scale_like, sum_of, widen_floats
 from ..base import replace_at
 from .base import Core, reuse_params, send_current, send_params, server_rule, stepper
 
@@ -69,7 +69,8 @@ def dude(optimizer: optax.GradientTransformation) -> Rule:
         recompute = total is None or core.version % workers == 0
         total = sum_of(gradients) if recompute else replace_term(total, old, message.value)
         # x <- x - γ (1/n) Σ_i G_i; the step is as stale as its oldest gradient.
-        core, step_record = server.step(core, scale(total, 1 / workers), 1.0, min(reads))
+        mean = scale_like(total, 1 / workers, message.value)
+        core, step_record = server.step(core, mean, 1.0, min(reads))
         core, sent = send_params(core, worker)
         return _DuDeState(core, gradients, reads, total), (record, step_record, sent)
 
@@ -153,7 +154,8 @@ def _on_gradient(step: Callable[..., Any], state: _RingleaderState, worker: int,
 
     workers = len(served)
     # x <- x - γ (1/n) Σ_i G_i / b_i
-    core, step_record = step(core, scale(total, 1 / workers), 1.0, min(table.reads))
+    mean = scale_like(total, 1 / workers, message.value)
+    core, step_record = step(core, mean, 1.0, min(table.reads))
     core, sent = send_params(core, worker)
     served = replace_at(served, worker, True)
     # The round is complete: gradients that arrived early form the table of the next one.
@@ -179,9 +181,14 @@ def _empty_table(workers: int) -> _Table:
     return _Table((None,) * workers, (0,) * workers, (0,) * workers)
 
 
+def _add_to_mean_leaf(old: Any, new: Any, count: Any) -> Any:
+    old = widen_floats(old)
+    return old + (widen_floats(new) - old) / count
+
+
 # The mean after `count` gradients, without a stored sum.
 _add_to_mean = numeric(
-    lambda mean, gradient, count: jax.tree.map(lambda old, new: old + (new - old) / count, mean, gradient)
+    lambda mean, gradient, count: jax.tree.map(partial(_add_to_mean_leaf, count=count), mean, gradient)
 )
 
 
