@@ -25,6 +25,7 @@ HOST = "pinned_host"
 TARGETS = (
     "v5e:16x16, v5p:4x4x8, v6e:8x8 (TPU: generation and shape), h100:4x8, h200:2x8 (GPU: nodes and GPUs of a node)"
 )
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
 _USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 
@@ -129,6 +130,8 @@ def plan(
     try:
         compiled = lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options))
     except jax.errors.JaxRuntimeError as error:
+        if compiler_options and "INVALID_ARGUMENT" in str(error):
+            raise ValueError(f"--xla: {error}") from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _plan_refused(str(error), known, arguments, method, offload, time.perf_counter() - start)
@@ -152,7 +155,7 @@ def plan(
         device_bytes=_drop_zeros(device),
         host_bytes=_drop_zeros(host),
         peak=float(used.peak),
-        advice=advise(device, chip, method, offload, most, fits),
+        advice=advise(device, chip, method, offload, fits, exposed=means[-1] / means[1] if means[1] else 0.0),
         compile_seconds=compile_seconds,
         **dict(zip(averaged, means)),
         collectives=_group_collectives(most),
@@ -190,11 +193,14 @@ def _plan_refused(
     compile_seconds: float,
 ) -> Planned:
     """The plan of a program that the compiler refused because it does not fit."""
-    found = _USED.search(message)
     # The arguments are known without the compiler: a lower bound.
     total = sum(arguments["device"].values())
-    # The TPU compiler says how much it would have used; other messages do not.
-    peak = float(found.group(1)) * _UNITS[found.group(2)] if found else total
+    peak = total
+    # The TPU compiler says how much it would have used, in all or for temporaries; other messages do not.
+    if found := _USED.search(message):
+        peak = float(found.group(1)) * _UNITS[found.group(2)]
+    elif found := _TEMPORARIES.search(message):
+        peak = total + float(found.group(1)) * _UNITS[found.group(2)]
     device = arguments["device"] | {"temporaries": max(0.0, peak - total)}
     return Planned(
         **known,
@@ -202,7 +208,7 @@ def _plan_refused(
         device_bytes=_drop_zeros(device),
         host_bytes=_drop_zeros(arguments[HOST]),
         peak=peak,
-        advice=advise(device, known["chip"], method, offload, None, False),
+        advice=advise(device, known["chip"], method, offload, False),
         compile_seconds=compile_seconds,
     )
 
@@ -242,19 +248,21 @@ def advise(
     chip: Chip,
     method: TrainingMethod,
     offload: Offload | None,
-    found: Overlap | None,
     fits: bool,
+    *,
+    exposed: float = 0.0,
 ) -> tuple[str, ...]:
-    """Options to turn on, the largest gain first."""
+    """Options to turn on, the largest gain first; `exposed` is the share of a mean step that waits for the network."""
     lines = []
     can_shard = method.sync_period is None and method.reducer is not None
     state = device.get("parameters", 0) + device.get("optimizer state", 0)
     if not fits:
+        # Below a twentieth of the memory, sharding or moving it would slow the step and gain little.
+        can_shard = can_shard and state > 0.05 * chip.memory
         if can_shard and method.stage == 0:
             lines.append("--zero 1 shards the optimizer state over the workers, --zero 3 the parameters too")
         elif can_shard and method.stage < 3:
             lines.append("--zero 3 shards the parameters too")
-        # Below a twentieth of the memory, moving it would slow the step and gain little.
         if offload is None and device.get("optimizer state", 0) > 0.05 * chip.memory:
             lines.append("--offload host keeps the optimizer state in host memory")
         if device.get("temporaries", 0) > state:
@@ -262,7 +270,7 @@ def advise(
         if not lines:
             lines.append("more devices, or devices with more memory")
     # Less than a fifth of the step is not worth another method.
-    elif found is not None and found.exposed_seconds > 0.2 * found.seconds:
+    elif exposed > 0.2:
         lines.append(f"communication is not hidden: {_cure_of(method)}")
     return tuple(lines)
 

@@ -27,6 +27,9 @@ def hash_array(x: Array) -> UInt[Array, ""]:
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
+    if jnp.iscomplexobj(x):
+        # As they are stored: the real and the imaginary part of each number side by side.
+        x = jnp.stack([x.real, x.imag], -1)
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     return _sum_mixed(lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel(), jnp)
 

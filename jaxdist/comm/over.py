@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._core.compat import assume_replicated, cast_varying, mesh_axes_being_mapped
@@ -186,7 +187,8 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     check_permutation(pairs, _size(axes))
-    plain = partial(lax.ppermute, axis_name=axes, perm=pairs)
+    names, placed = _in_mesh_order(axes, pairs)
+    plain = partial(lax.ppermute, axis_name=names, perm=placed)
 
     def send(words):
         if sorted(pairs) == [(0, 1), (1, 0)] and is_long(words):
@@ -194,6 +196,20 @@ def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Arr
         return plain(words)
 
     return _send_words(_mark_varying(axes, x), send=send, plain=plain)
+
+
+def _in_mesh_order(axes: Axes, pairs: Sequence[tuple[int, int]]) -> tuple[Axes, Sequence[tuple[int, int]]]:
+    """The same permutation over the axes in the order of the mesh, in which JAX numbers the workers of `ppermute`.
+
+    All other collectives, and `axis_index`, number them in the order of the axes that they are given.
+    """
+    names = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
+    if names == axes:
+        return axes, pairs
+    sizes = [lax.axis_size(name) for name in names]
+    in_mesh = np.arange(math.prod(sizes)).reshape(sizes)
+    numbers = in_mesh.transpose([names.index(name) for name in axes]).ravel().tolist()
+    return names, [(numbers[source], numbers[destination]) for source, destination in pairs]
 
 
 def _mark_varying(axes: Axes, x: Array) -> Array:

@@ -15,10 +15,10 @@ from .._core.trees import next_count, wide
 from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
 from ..comm.over import over
-from ..state.marks import PerWorker, bind, flatten_marks, with_value
+from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, with_value
 from ..topology.base import Topology
 from ..transforms.common import check_per_worker, inner_step
-from ..transforms.local_gradients import check_leaves, check_local, check_shards
+from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes
 from .method import Method, StepContext, check_interval, workers_of
 from .plain import d_psgd
 
@@ -98,6 +98,8 @@ def gossip(
     References:
       Lian et al., arXiv:1705.09056, 2017, as `d_psgd`.
     """
+    if common := set(axis_tuple(axis)) & set(axis_tuple(carriers)):
+        raise ValueError(f"carriers must be another axis than that of the workers, {axis!r}, got {sorted(common)[0]!r}")
     chosen = d_psgd() if method is None else method
     cfg = _Config(
         optax.with_extra_args_support(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers
@@ -150,6 +152,10 @@ def _update(
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     _check_update(cfg, updates, params, examples)
+    if cfg.method.flattens or cfg.carriers is not None:
+        refuse_model_axes(
+            "this method, or carriers=,", "use d_psgd, gradient_tracking or another method that sends whole models"
+        )
     workers = workers_of(cfg.topology, cfg.axis)
     ledger: list[comms.Sent] = []
     comm = comms.count_sent(workers if cfg.carriers is None else _split_messages(workers, over(cfg.carriers)), ledger)

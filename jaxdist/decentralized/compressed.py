@@ -73,7 +73,7 @@ def choco(compressor: Compressor, *, step_size: float | int) -> Method:
     if not 0 < step_size <= 1:
         raise ValueError(f"step_size must be in (0, 1], got {step_size}")
     step = partial(_choco_step, contraction_form(compressor), step_size)
-    return Method(partial(check_undirected, method="choco"), partial(_init_copy, "public"), step)
+    return Method(partial(check_undirected, method="choco"), partial(_init_copy, "public"), step, flattens=True)
 
 
 def _init_copy(name: str, params: PyTree, topology: Topology) -> dict[str, PyTree]:
@@ -133,7 +133,7 @@ def dcd_psgd(compressor: Compressor, *, interval: int = 1, replicas: bool = Fals
     check_interval(interval)
     init = _init_replicas if replicas else partial(_init_copy, "known")
     step = partial(_dcd_step, interval, partial(_exchange_replicas if replicas else _exchange_sum, compressor))
-    return Method(partial(check_undirected, method="dcd_psgd"), init, step)
+    return Method(partial(check_undirected, method="dcd_psgd"), init, step, flattens=True)
 
 
 def _dcd_step(interval: int, communicate: Callable[..., tuple[PyTree, PyTree]], context: StepContext) -> StepResult:
@@ -217,7 +217,8 @@ def ecd_psgd(compressor: Compressor) -> Method:
             "qsgd, or choco with any compressor"
         )
     step = partial(_ecd_step, compressor)
-    return Method(partial(check_undirected, method="ecd_psgd"), lambda params, topology: {"mixed": params}, step)
+    prepare = partial(check_undirected, method="ecd_psgd")
+    return Method(prepare, lambda params, topology: {"mixed": params}, step, flattens=True)
 
 
 def _ecd_step(compressor: Compressor, context: StepContext) -> StepResult:
@@ -285,7 +286,7 @@ def saps_psgd(compressor: Compressor) -> Method:
             f"saps_psgd needs a compressor that keeps the same entries on all workers, got {compressor}: use random_k "
             "without unbiased=True, or choco on a static graph"
         )
-    return Method(check_doubly_stochastic, lambda params, topology: (), partial(_saps_step, compressor))
+    return Method(check_doubly_stochastic, lambda params, topology: (), partial(_saps_step, compressor), flattens=True)
 
 
 def _saps_step(compressor: Compressor, context: StepContext) -> StepResult:
@@ -347,7 +348,8 @@ def exchange_rows(context: StepContext, compressor: Compressor, tree: PyTree) ->
     ]
     # Where nothing arrived the payload is all zeros, which may decode to anything.
     is_received = jnp.stack([jnp.asarray(weight != 0) for weight in (1.0, *(weight for weight, _ in received))])
-    decoded = [jnp.where(is_received.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in decoded]
+    # Its own row instead, so that a replica that nobody updates follows the model, and not zeros.
+    decoded = [jnp.where(is_received.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]) for x in decoded]
     # `unstack` takes the leaves from the first axis, and these have the rows there.
     return structure.unflatten(unstack(groups, [jnp.moveaxis(x, 1, 0) for x in decoded]))
 

@@ -169,7 +169,8 @@ def _weights_of_destinations(message: Permutation) -> tuple[float, ...]:
 def _add_weighted(total: Updates, share: float | int, weight: Array | float, gradient: Updates | None) -> Updates:
     if not share:
         return total
-    return jax.tree.map(lambda t, g: t + share * weight * widen(g), total, gradient)
+    # Where no parameters arrived, the gradient is one at zeros, which may be NaN.
+    return jax.tree.map(lambda t, g: t + jnp.where(weight == 0, 0, share * weight * widen(g)), total, gradient)
 
 
 def _cross_gradients(
@@ -203,6 +204,8 @@ def _cross_gradients(
 
 def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array, sweeps: int = 50) -> Array:
     """The vector nearest to `g` with no negative product with a gradient, by coordinate descent in the dual."""
+    if not g.size:
+        return g
     # Zeros are no constraint: the gradients of workers without this edge.
     constraints = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
     rows = jnp.stack([widen(c).ravel() for c in (g, *constraints)])

@@ -239,7 +239,13 @@ def quasi_global_momentum(
         return MomentumState(zeros_like(params), method.init(params, topology))
 
     step = partial(_momentum_step, learning_rate, momentum, decay, nesterov, method)
-    return Method(lambda topology: method.prepare(check_doubly_stochastic(topology)), init, step, method.entrywise)
+    return Method(
+        lambda topology: method.prepare(check_doubly_stochastic(topology)),
+        init,
+        step,
+        method.entrywise,
+        method.flattens,
+    )
 
 
 class MomentumState(NamedTuple):

@@ -10,7 +10,7 @@ from .._core.types import Array, AxisNames, Int, Key, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..topology.base import Topology
-from ..topology.spectrum import is_doubly_stochastic, is_symmetric
+from ..topology.spectrum import is_doubly_stochastic, is_symmetric, separate_workers
 from ..wire.flat import map_groups
 from ..wire.mixing import change_at
 
@@ -64,6 +64,7 @@ class Method(NamedTuple):
       step: `step(context) -> StepResult`.
       entrywise: treats each entry of a model by itself, so that parameters may be `Sharded` over another axis. `False`:
         it takes norms of whole models.
+      flattens: stacks or flattens leaves, which would gather those that the compiler shards over another axis.
       description: the call that made it, such as `d_psgd()`, for `repr`.
     """
 
@@ -71,6 +72,7 @@ class Method(NamedTuple):
     init: Callable[[PyTree, Topology], State]
     step: Callable[[StepContext], StepResult]
     entrywise: bool = True
+    flattens: bool = False
     description: str = ""
 
     def __repr__(self) -> str:
@@ -159,6 +161,17 @@ def check_doubly_stochastic(topology: Topology) -> Topology:
         raise ValueError(
             f"the weights of {topology.name} do not sum to 1 in both directions, so workers would not converge to "
             "their mean: use method=sgp() for graphs that are directed and irregular"
+        )
+    return check_connected(topology)
+
+
+def check_connected(topology: Topology) -> Topology:
+    """Returns the topology, after a check that models of all workers reach all others, through others or later."""
+    separate = separate_workers(topology)
+    if separate:
+        raise ValueError(
+            f"in {topology.name}, models do not travel between worker 0 and worker {separate[0]} in both directions, "
+            "not even through others, so workers would not converge to one model: add edges, or rounds"
         )
     return topology
 

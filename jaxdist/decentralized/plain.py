@@ -12,12 +12,13 @@ from .._core.trees import plus, wide
 from .._core.types import Array, Float, PyTree, Updates
 from ..comm.base import Comm
 from ..topology.base import TOLERANCE, Topology, color_edges, matrices, matrix
-from ..topology.spectrum import is_doubly_stochastic
+from ..topology.spectrum import is_doubly_stochastic, reachable
 from ..wire.flat import map_groups, permute
 from .method import (
     Method,
     StepContext,
     StepResult,
+    check_connected,
     check_doubly_stochastic,
     check_interval,
     check_static,
@@ -111,7 +112,7 @@ def sgp() -> Method:
     Each worker divides its model into shares, and need not know which workers send to it. The sum of all `x` changes by
     the steps alone, and `Σ w = W` always.
 
-    *Topologies*: column-stochastic.
+    *Topologies*: column-stochastic and strongly connected.
 
     *On the wire*: one model and 4 bytes for each neighbor; the 4 bytes only where rows do not sum to 1, since the
     weights stay 1 otherwise.
@@ -147,7 +148,7 @@ def check_columns(topology: Topology) -> Topology:
             f"push-sum needs columns that sum to 1 (each worker divides its model into shares), and those of "
             f"{topology.name} do not: use topology.digraph, or from_matrix with such a matrix"
         )
-    return topology
+    return check_connected(topology)
 
 
 def _init_weight(params: PyTree, topology: Topology) -> PyTree:
@@ -157,7 +158,7 @@ def _init_weight(params: PyTree, topology: Topology) -> PyTree:
 
 def _push(context: StepContext) -> StepResult:
     # With w = 1 always this is D-PSGD.
-    if is_doubly_stochastic(context.topology):
+    if not jax.tree.leaves(context.state):
         return _adapt_then_combine(1, context)
     steps, inner = context.adapt(context.gradients)
     # x = w z + u,  x <- P x,  w <- P w,  z = x / w
@@ -188,7 +189,7 @@ def osgp() -> Method:
     differ from 1 on every graph, since a part of each model is always under way; models and weights that are stored
     or under way keep their sums.
 
-    *Topologies*: column-stochastic.
+    *Topologies*: column-stochastic and strongly connected.
 
     *On the wire*: as `sgp`, one model and 4 bytes for each neighbor, always with the 4 bytes.
 
@@ -327,7 +328,8 @@ def _relay_step(context: StepContext) -> StepResult:
         count = workers - behind[i]
         sent = [(x / count.astype(x.dtype)).astype(dtype) for x, dtype in zip(total, dtypes, strict=True)]
         received = jax.tree.leaves(map_groups(partial(permute, comm, pairs=color.pairs), structure.unflatten(sent)))
-        messages.append([x.astype(leaf.dtype) for x, leaf in zip(received, own, strict=True)])
+        # Without an edge of this color the own model, so that a mean over other numbers of workers is one of models.
+        messages.append([jnp.where(behind[i] > 0, x.astype(leaf.dtype), leaf) for x, leaf in zip(received, own)])
     # x_i = (h_i + Σ_j n_ji m_ji) / W
     params = [x / workers for x in _sum_weighted(own, behind, messages)]
     return StepResult(structure.unflatten(params), inner, [structure.unflatten(message) for message in messages])
@@ -344,7 +346,7 @@ def _sum_weighted(own: list[Array], counts: list[Array], messages: list[list[Arr
 def _check_tree(topology: Topology) -> Topology:
     adjacent = matrix(check_static(topology, "relay_sgd")) != 0
     # A tree has W - 1 edges, and all workers can be reached from worker 0.
-    is_connected = len(_reachable(adjacent, 0, set())) == topology.workers
+    is_connected = len(reachable(adjacent, 0)) == topology.workers
     if (adjacent != adjacent.T).any() or np.triu(adjacent, 1).sum() != topology.workers - 1 or not is_connected:
         raise ValueError(
             f"relay_sgd needs a tree (exactly one path between any two workers), and {topology.name} is not: use "
@@ -361,17 +363,6 @@ def _colors(topology: Topology) -> list[_Color]:
     for group in color_edges(edges):
         behind = [0] * topology.workers
         for i, j in group:
-            behind[i], behind[j] = len(_reachable(adjacent, j, {i})), len(_reachable(adjacent, i, {j}))
+            behind[i], behind[j] = len(reachable(adjacent, j, {i})), len(reachable(adjacent, i, {j}))
         colors.append(_Color(tuple(sorted([*group, *((j, i) for i, j in group)])), tuple(behind)))
     return colors
-
-
-def _reachable(adjacent: np.ndarray, start: int, barred: set[int]) -> set[int]:
-    """The workers that can be reached from `start` without passing through the `barred` ones."""
-    reached, frontier = {start}, [start]
-    while frontier:
-        neighbors = np.nonzero(adjacent[frontier.pop()])[0].tolist()
-        new = [j for j in neighbors if j not in reached and j not in barred]
-        reached |= set(new)
-        frontier += new
-    return reached

@@ -95,7 +95,7 @@ def host(
     if master_dtype is not None:
         inner = _with_master(inner, master_dtype)
     if delayed is not False:
-        inner = _with_delay(inner, 0 if delayed is True else int(delayed))
+        inner = _with_delay(inner, 0 if delayed is True else delayed)
     cfg = _Config(optax.with_extra_args_support(inner), compute, delayed is not False, tile_bytes)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 

@@ -23,6 +23,7 @@ from ..state.marks import (
     axis_tuple,
     bind,
     check_agreed,
+    check_usable,
     cutting,
     flatten_marks,
     is_mark,
@@ -31,9 +32,9 @@ from ..state.marks import (
     spec_entry,
     view_of,
 )
-from ..state.placement import workers
+from ..state.placement import Place, workers
 from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
-from ..transforms.skip_nonfinite import with_skip_checks
+from ..transforms.skip_nonfinite import keep_attributes, with_skip_checks
 
 # The calls between two comparisons of values, with `check="values"`.
 CHECK_EVERY = 100
@@ -119,7 +120,14 @@ def evaluate(
     """
     # The state is an output too, which gives it the checks of a step; XLA drops it, as it is not used.
     step = _map_step(_Config(lambda state, batch: (state, metrics(state, batch)), mesh, axis, batch_specs, "types"))
-    return jax.jit(lambda state, batch: step(state, batch)[1])
+    run = jax.jit(lambda state, batch: step(state, batch)[1])
+
+    @functools.wraps(run)
+    def run_checked(state, batch):
+        check_usable(state)
+        return run(state, batch)
+
+    return keep_attributes(run_checked, run)
 
 
 class _Config(NamedTuple):
@@ -154,7 +162,7 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
     _check_placed(state, cfg.mesh)
     view = view_of(state, cfg.axes)
     state_specs = jax.tree.structure(state).unflatten(view.specs)
-    in_specs = (state_specs, _batch_specs(batch, cfg))
+    in_specs = (state_specs, check_batch_specs(batch, cfg.batch_specs, cfg.mesh, cfg.axes))
     # Placement is checked first: resharding would hide a state that was never placed.
     state, batch = _reshard((state, batch), in_specs, cfg)
     mapped = shard_map(
@@ -201,39 +209,37 @@ def _check_placed(state: State, mesh: Mesh | AbstractMesh) -> None:
                 )
 
 
-def _batch_specs(batch: PyTree, cfg: _Config) -> PyTree:
+def check_batch_specs(batch: PyTree, specs: PyTree | None, where: Place, axes: tuple[str, ...]) -> PyTree:
     """Returns the specs of the batch, by default sharded along the first dimension, after checking the shapes."""
-    if cfg.batch_specs is not None:
-        _check_batch_specs(batch, cfg)
-        return cfg.batch_specs
-    count = workers(cfg.mesh, cfg.axes)
+    if specs is not None:
+        _check_given_specs(batch, specs, where, axes)
+        return specs
+    count = workers(where, axes)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if leaf.ndim == 0 or leaf.shape[0] % count:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {tuple(leaf.shape)} does not divide among {count} "
                 "workers along its first dimension: pad it (and pass examples= to the update), or pass batch_specs="
             )
-    return PartitionSpec(spec_entry(cfg.axes))
+    return PartitionSpec(spec_entry(axes))
 
 
-def _check_batch_specs(batch: PyTree, cfg: _Config) -> None:
+def _check_given_specs(batch: PyTree, specs: PyTree, where: Place, axes: tuple[str, ...]) -> None:
     """Checks that the user's specs name axes of the step and divide the arrays."""
 
     def check_part(spec, part):
         for leaf, (dimension, names) in itertools.product(jax.tree.leaves(part), enumerate(spec)):
-            unknown = set(axis_tuple(names)) - set(cfg.axes)
+            unknown = set(axis_tuple(names)) - set(axes)
             if unknown:
-                raise ValueError(
-                    f"batch_specs names the axis {min(unknown)!r}, but the axes of the workers are {cfg.axes}"
-                )
-            if names and (dimension >= leaf.ndim or leaf.shape[dimension] % workers(cfg.mesh, names)):
+                raise ValueError(f"batch_specs names the axis {min(unknown)!r}, but the axes of the workers are {axes}")
+            if names and (dimension >= leaf.ndim or leaf.shape[dimension] % workers(where, names)):
                 raise ValueError(
                     f"an array of shape {tuple(leaf.shape)} in the batch does not divide among the "
-                    f"{workers(cfg.mesh, names)} workers of {spec} along dimension {dimension}: pad it, or change "
+                    f"{workers(where, names)} workers of {spec} along dimension {dimension}: pad it, or change "
                     "batch_specs"
                 )
 
-    jax.tree.map(check_part, cfg.batch_specs, batch, is_leaf=is_spec)
+    jax.tree.map(check_part, specs, batch, is_leaf=is_spec)
 
 
 def _reshard(trees: Any, specs: Any, cfg: _Config) -> Any:
@@ -264,6 +270,7 @@ def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple
       >>> jd.runtime.disagreement(jd.place({"w": jnp.ones(3)}, mesh), mesh)
       ()
     """
+    check_usable(state)
     named = jax.tree_util.tree_flatten_with_path(bind(state, axis), is_leaf=is_mark)[0]
     named = [(leaf_name(path), leaf) for path, leaf in named if not is_mark(leaf)]
     if not named:
@@ -311,7 +318,4 @@ def with_value_checks(run: Any, mesh: Mesh, axis: AxisNames) -> Any:
         calls += 1
         return state, metrics
 
-    # As callers of a compiled function expect.
-    for name in ("lower", "trace"):
-        setattr(run_and_check, name, getattr(run, name))
-    return run_and_check
+    return keep_attributes(run_and_check, run)

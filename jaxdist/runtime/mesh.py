@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._core import compat
+from .._core.checks import check_count
 from .._core.types import AxisNames, PyTree
 from ..processes.consistency import compare, fingerprint_batch
 from ..processes.initialize import check_connected
@@ -80,8 +81,8 @@ def make_mesh(
 
 
 def _check_sizes(axes: Mapping[str, int]) -> None:
-    if wrong := {name: size for name, size in axes.items() if size < 1}:
-        raise ValueError(f"an axis of a mesh has at least one device, got {wrong}")
+    for name, size in axes.items():
+        check_count(f"the number of devices of axis {name!r}", size, 1)
 
 
 def use_cpu_devices(count: int) -> None:

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from .._core.checks import check_count
 from .._core.compat import with_weak_types
 from .._core.trees import leaf_name
 from .._core.types import Array, AxisNames, PyTree, State
 from ..state.marks import WorkerView, axis_tuple, bind, expand_specs, run_in_view, split_axes, view_of
 from ..transforms.local_gradients import explain_difference, explain_wrapped_communication
 from ..transforms.skip_nonfinite import with_skip_checks
+from .distribute import check_batch_specs
 
 # For each dimension of a global array, the mesh axes that split it.
 Cut = list[tuple[str, ...]]
@@ -35,7 +36,8 @@ def simulate(
 
     Args:
       workers: the number along `axis`, or a mapping from axis name to number, slow links first.
-      axis: the axis name when `workers` is a number.
+      axis: the axis name when `workers` is a number; `None` for a single worker without one. With a mapping, its names
+        in another order.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -44,14 +46,22 @@ def simulate(
       >>> float(jd.simulate(step, workers=4)(None, jnp.arange(8.0))[1])
       7.0
     """
-    sizes = dict(workers) if isinstance(workers, Mapping) else {name: workers for name in axis_tuple(axis)}
-    if not sizes or any(size < 1 for size in sizes.values()):
-        raise ValueError(f"workers must be positive, got {workers}")
-    if len(sizes) > 1 and not isinstance(workers, Mapping):
+    names = axis_tuple(axis)
+    if isinstance(workers, Mapping):
+        # In the order of `axis` where that names them all, as on a mesh.
+        sizes = {name: workers[name] for name in (names if set(names) == set(workers) else workers)}
+        axis = tuple(sizes)
+    elif len(names) > 1:
         raise ValueError(
             f"axis {axis!r} has several names: give the number of workers of each, workers={{name: number}}"
         )
-    cfg = _Config(step, sizes, tuple(sizes) if isinstance(workers, Mapping) else axis, batch_specs)
+    else:
+        sizes = dict.fromkeys(names, workers)
+    if not sizes and workers != 1:
+        raise ValueError(f"axis=None is a single worker without an axis, got workers={workers!r}")
+    for size in sizes.values():
+        check_count("workers", size, 1)
+    cfg = _Config(step, sizes, axis, batch_specs)
 
     def run(state, batch, **static):
         return _run(cfg, state, batch, static)
@@ -85,8 +95,7 @@ def _run(cfg: _Config, state: State, batch: PyTree, static: dict[str, Any]) -> t
     # Marks without an axis get the one of this simulation.
     state, axes = bind(state, cfg.axis), tuple(cfg.sizes)
     view = view_of(state, axes)
-    # By default every leaf of the batch is split along its first dimension.
-    batch_specs = expand_specs(PartitionSpec(axes) if cfg.batch_specs is None else cfg.batch_specs, batch)
+    batch_specs = expand_specs(check_batch_specs(batch, cfg.batch_specs, cfg.sizes, axes), batch)
     cuts = split_axes([*view.specs, *jax.tree.leaves(batch_specs)])
     worker = _Worker(cfg, static, jax.tree.structure(state), jax.tree.structure(batch), view, cuts)
     leaves = [*jax.tree.leaves(state), *jax.tree.leaves(batch)]

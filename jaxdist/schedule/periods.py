@@ -208,7 +208,8 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
 
     Start with an `H_0` (`period`) with which communication takes a tenth of the time; no round is longer than `most`.
     The user chooses the intervals, each epoch or a time that is the same on all workers; `loss` must be the mean over
-    workers. The first update, with the loss at the start, sets the reference for the others.
+    workers, and positive: others leave the period as it is. The first update, with the loss at the start, sets the
+    reference for the others.
 
     Examples:
       >>> from jaxdist.schedule import ada_comm
@@ -242,11 +243,12 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
         # H_0 sqrt(γ_0 / γ · F / F_0), of which a millionth above an integer counts as that integer.
         ratio = (first_rate / rate) * (loss / first_loss)
         wanted = jnp.ceil(jnp.clip(period * jnp.sqrt(ratio) * (1 - 1e-6), 1.0, float(most)))
-        # A loss or a rate that is zero or not finite leaves the period as it is.
-        wanted = jnp.where(jnp.isfinite(ratio), wanted, state.period).astype(jnp.int32)
+        # A loss or a rate that is not positive and finite leaves the period as it is.
+        usable = jnp.isfinite(ratio) & (loss > 0) & (first_loss > 0) & (rate > 0)
+        wanted = jnp.where(usable, wanted, state.period).astype(jnp.int32)
         halved = jnp.maximum(state.period // 2, 1)
         # The paper's γ: no progress at an unchanged rate halves the round.
-        stuck = (wanted >= state.period) & (rate == state.last_rate)
+        stuck = usable & (wanted >= state.period) & (rate == state.last_rate)
         new = jnp.where(is_first, period, jnp.where(stuck, halved, wanted)).astype(jnp.int32)
         return AdaCommState(new, first_loss, first_rate, rate)
 

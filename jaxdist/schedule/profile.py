@@ -91,6 +91,14 @@ def positive(**values: float | int | None) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
+def limits(**values: float | int | None) -> None:
+    """Checks that all values are None, for no limit, or positive and finite."""
+    positive(**values)
+    for name, value in values.items():
+        if value == math.inf:
+            raise ValueError(f"{name} must be finite, got {value}: None means no limit")
+
+
 def not_negative(**values: float | int) -> None:
     """Checks that all values are finite and not negative."""
     for name, value in values.items():
@@ -166,7 +174,8 @@ def bound(
       >>> timeline(profile, **settings).makespan, bound(profile, **settings)
       (16.0, 20.5)
     """
-    positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    positive(bandwidth=bandwidth)
+    limits(partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead)
     messages = sum(counts_of(profile_lists(profile)[1], partition_bytes))
     # What an urgent layer waits for: the bytes on the link, and the overhead of their messages.

@@ -85,7 +85,7 @@ def count_processed(
     ends = np.cumsum(np.asarray(seconds, np.float64), axis=-1)
     # Times that fill the window exactly count, although sums of seconds such as 0.1 are rounded.
     done = (ends <= window * (1 + 1e-9)).sum(-1)
-    return np.minimum(done + (1 if last == "finish" and window > 0 else 0), seconds.shape[-1])
+    return np.minimum(done + (1 if last == "finish" and window > 0 else 0), ends.shape[-1])
 
 
 def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
-from .profile import Profile, counts_of, not_negative, positive, profile_lists
+from .profile import Profile, counts_of, limits, not_negative, positive, profile_lists
 
 # About the number of messages that are simulated in two seconds. Real links are bound by latency long before.
 MOST_MESSAGES = 2**20
@@ -87,7 +87,8 @@ def timeline(
     ready, sizes, forward = profile_lists(profile)
     if policy not in ("priority", "fifo"):
         raise ValueError(f'policy must be "priority" or "fifo", got {policy!r}')
-    positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    positive(bandwidth=bandwidth)
+    limits(partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead, latency=latency)
     done, messages = _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
     # The device is busy with the backward pass until its last gradient.
@@ -123,7 +124,8 @@ def step_timeline(
       [16.0, 20.0]
     """
     ready, sizes, forward = profile_lists(profile)
-    positive(bandwidth=bandwidth, partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    positive(bandwidth=bandwidth)
+    limits(partition_bytes=partition_bytes, credit_bytes=credit_bytes)
     not_negative(overhead=overhead, latency=latency)
     counts = _check_count(sizes, partition_bytes)
     if isinstance(order, str):

@@ -1,5 +1,7 @@
 """The spectrum of mixing matrices: how fast a graph mixes, and the properties that methods need."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from .base import TOLERANCE, Topology, matrices, matrix
@@ -101,7 +103,7 @@ def is_symmetric(topology: Topology) -> bool:
 
 
 def is_doubly_stochastic(topology: Topology) -> bool:
-    """Checks whether rows and columns sum to 1 in every round, so that mixing keeps the mean and converges to it.
+    """Checks whether rows and columns sum to 1 in every round, so that mixing keeps the mean.
 
     Examples:
       >>> from jaxdist import topology
@@ -110,6 +112,30 @@ def is_doubly_stochastic(topology: Topology) -> bool:
     """
     sums = [weights.sum(axis) for weights in matrices(topology) for axis in (0, 1)]
     return all(np.allclose(x, 1, rtol=0, atol=TOLERANCE) for x in sums)
+
+
+def reachable(adjacent: np.ndarray, start: int, barred: Collection[int] = ()) -> set[int]:
+    """The workers that can be reached from `start` without passing through the `barred` ones."""
+    reached, frontier = {start}, [start]
+    while frontier:
+        neighbors = np.nonzero(adjacent[frontier.pop()])[0].tolist()
+        new = [j for j in neighbors if j not in reached and j not in barred]
+        reached |= set(new)
+        frontier += new
+    return reached
+
+
+def separate_workers(topology: Topology) -> list[int]:
+    """The workers that, over all rounds, do not receive from worker 0, or from which it does not, even through others.
+
+    Examples:
+      >>> from jaxdist import topology
+      >>> topology.spectrum.separate_workers(topology.digraph(3, [(0, 1), (1, 2), (2, 1)]))
+      [1, 2]
+    """
+    adjacent = np.any([weights != 0 for weights in matrices(topology)], axis=0)
+    both = reachable(adjacent, 0) & reachable(adjacent.T, 0)
+    return [worker for worker in range(topology.workers) if worker not in both]
 
 
 def lazy(topology: Topology) -> Topology:

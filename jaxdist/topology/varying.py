@@ -18,6 +18,7 @@ from .base import (
     permutation_round,
 )
 from .graphs import powers, shift
+from .spectrum import separate_workers
 
 
 def one_peer_exponential(workers: int) -> Topology:
@@ -137,6 +138,9 @@ def _pairing_round(workers: int, edges: list[Edge]) -> Round:
     return matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else [])
 
 
+_REDRAWS = 100  # a matching with a low probability may be active in none of a few rounds
+
+
 class Matchings(NamedTuple):
     """The matchings of a graph, the probability of each to be active in a step, and the weight of an active edge."""
 
@@ -159,8 +163,8 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
     Args:
       base: a static, undirected, connected graph; its weights do not matter.
       budget: the mean share of active matchings, in (0, 1].
-      rounds: the number of steps that are drawn; they repeat after that. A compiled program contains each different one
-        once, at most `2^M`.
+      rounds: the number of steps that are drawn, again if some workers never communicate; they repeat after that. A
+        compiled program contains each different one once, at most `2^M`.
       seed: of the draw.
 
     Examples:
@@ -173,7 +177,19 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
     """
     check_rounds(rounds)
     solved = matchings(base, budget=budget)
-    active = np.random.default_rng(seed).random((rounds, len(solved.edges))) < np.array(solved.probabilities)
+    rng = np.random.default_rng(seed)
+    for _ in range(_REDRAWS):
+        active = rng.random((rounds, len(solved.edges))) < np.array(solved.probabilities)
+        drawn = _from_draws(base, solved, active)
+        if not separate_workers(drawn):
+            return drawn
+    raise ValueError(
+        f"in {_REDRAWS} draws of rounds={rounds} at budget={budget} some workers of {base.name} never communicate: "
+        "draw more rounds, or allow a higher budget"
+    )
+
+
+def _from_draws(base: Topology, solved: Matchings, active: np.ndarray) -> Topology:
     drawn_rounds = []
     for flags in active:
         matched = [(edges, dict.fromkeys(edges, solved.alpha)) for edges, flag in zip(solved.edges, flags) if flag]

@@ -205,8 +205,8 @@ def local_gradients(updates: Updates, axis: AxisNames, examples: Array | int | N
 
 
 def communicates(node: Any) -> bool:
-    """Returns whether a node is the state of a transformation that communicates (a class attribute)."""
-    return getattr(type(node), "communicates", False)
+    """Returns whether a node is the state of a transformation that communicates (an attribute)."""
+    return getattr(node, "communicates", False) is True
 
 
 def explain_wrapped_communication(state: PyTree) -> str | None:
@@ -216,8 +216,8 @@ def explain_wrapped_communication(state: PyTree) -> str | None:
         "differ between workers: use local_value_and_grad(loss, micro_batches=k), accumulate(tx, k) for k calls of "
         "the step, or put MultiSteps after all_reduce in the chain",
         optax.ApplyIfFiniteState: "optax.apply_if_finite around a transformation that communicates lets each worker "
-        "decide separately, and those that communicate never return: use skip_nonfinite(tx), or put apply_if_finite "
-        "after all_reduce in the chain",
+        "decide separately, and those that communicate never return: use skip_nonfinite(tx), or, only with exact(), "
+        "put apply_if_finite after all_reduce in the chain: a reducer with a state keeps the NaN",
     }
     for node in _nodes(state, lambda x: type(x) in advice):
         if _nodes(tuple(node), communicates):
@@ -244,7 +244,8 @@ def explain_difference(state: PyTree, path: Any) -> str:
         return (
             "all_reduce inside optax.masked or optax.partition leaves the other leaves as each worker computed them; "
             "put it in front, optax.chain(jd.all_reduce(reducer), optax.masked(...)), and give leaves that are not "
-            "trained no reducer, jd.reducers.per_leaf(label_fn, {'trained': reducer, 'frozen': None})"
+            "trained no reducer, jd.reducers.per_leaf(label_fn, {'trained': reducer, 'frozen': None}); zero_redundancy "
+            "takes the mask inside, zero_redundancy(optax.masked(...))"
         )
     found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_optimizer)[0]
     optimizers = [(place, node) for place, node in found if is_optimizer(node)]

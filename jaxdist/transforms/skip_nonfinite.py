@@ -283,10 +283,14 @@ def with_skip_checks(run: Any) -> Any:
             calls_to_wait = check_skips(state)
         return run(state, batch, **static)
 
-    # Callers expect the attributes of a compiled function.
+    return keep_attributes(run_with_checks, run)
+
+
+def keep_attributes(wrapper: Any, run: Any) -> Any:
+    """Gives a wrapper of a compiled function the attributes that its callers expect, and returns it."""
     for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
-        setattr(run_with_checks, name, getattr(run, name))
-    return run_with_checks
+        setattr(wrapper, name, getattr(run, name))
+    return wrapper
 
 
 def _local_values(counts: PyTree) -> list[np.ndarray]:

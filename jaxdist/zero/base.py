@@ -70,6 +70,11 @@ class ZeroState(NamedTuple):
     reducer: State
     coded: State
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it averages gradients, as it does unless made with `reducer=None`."""
+        return self.reducer != ()
+
 
 class _Gradients(NamedTuple):
     """How gradients become this worker's shards of their mean.
@@ -130,8 +135,9 @@ def zero_redundancy(
     a whole gradient in float32 on each worker.
 
     Args:
-      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. Extra arguments of its update
-        must be equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a
+      inner: any optimizer, or a chain with clipping, schedules, masks and weight decay. A clip in front of this
+        transformation sees the gradient of one worker, or its shard. Extra arguments of the update of `inner` must be
+        equal on all workers: `value=jax.lax.pmean(loss, axis)` for Polyak's steps, a `value_fn` with such a
         mean for line searches.
       stage: 1: one collective for all gradients, and one for all updates. 2: one for each 25 MiB of them, so that
         neither need exist in full at any time.

@@ -16,7 +16,6 @@ from jaxdist._cli.models.base import PLAIN, Workload
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import one_worker, train
 from jaxdist.analysis import Span, base, cost
-from jaxdist.analysis.overlap import Overlap
 
 MODEL = "gpt:tiny"
 
@@ -140,6 +139,16 @@ def test_a_program_that_the_compiler_refuses():
     assert found.peak == 20.5 * 2**30
     assert found.device_bytes["temporaries"] == 19.5 * 2**30
     assert any("--batch" in line for line in found.advice)
+    # The other form of it tells the temporaries alone; parameters of a thousandth of the memory need no ZeRO.
+    message = (
+        "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (16.66G) exceeds available HBM (15.75G)."
+    )
+    held["device"]["parameters"] = 2.0**23
+    found = planning._plan_refused(message, known, held, method, None, 1.0)
+    assert found.device_bytes["temporaries"] == pytest.approx(16.66 * 2**30)
+    assert found.peak == pytest.approx(16.66 * 2**30 + 2**23)
+    assert not any("--zero" in line for line in found.advice)
+    assert any("--batch" in line for line in found.advice)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +161,8 @@ def test_a_program_that_the_compiler_refuses():
     ],
 )
 def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_has(name, cure):
-    found = Overlap((), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, (), ())
     method = parse.parse_method(name, "adam:1e-3")
-    lines = planning.advise({}, cost.CHIPS["h100"], method, None, found, True)
+    lines = planning.advise({}, cost.CHIPS["h100"], method, None, True, exposed=0.3)
     assert lines == (f"communication is not hidden: {cure}",)
 
 
@@ -162,6 +170,8 @@ def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_ha
     ("arguments", "said"),
     [
         (["--target", "v9:3"], "unknown target 'v9:3'; there are v5e:16x16"),
+        (["--target", "v5e:2x2", "--xla", "foo"], "--xla needs NAME=VALUE"),
+        (["--target", "v5e:2x2", "--xla", "=1"], "--xla needs NAME=VALUE"),
         (["--target", "v5p:4x4"], "unknown target 'v5p:4x4'"),
         (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
         (["--target", "v5e:2x2", "--model", "convnet:4"], "--model must be gpt:SIZE"),

@@ -368,7 +368,7 @@ def test_a_state_that_changes(mesh, change, message):
 
 
 def test_arguments(mesh):
-    with pytest.raises(ValueError, match="workers must be positive, got 0"):
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         jd.simulate(make_step(TX), 0)
     with pytest.raises(ValueError, match="give the number of workers of each"):
         jd.simulate(make_step(TX), 8, axis=("pod", "chip"))

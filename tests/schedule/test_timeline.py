@@ -244,3 +244,12 @@ def test_merged_layers_are_all_layers_once(groups):
 def test_more_layers_than_there_are_cannot_be_deferred():
     with pytest.raises(ValueError, match=r"defer must be in \[0, 2\].*got 3"):
         pipelined_time(CASES["two layers"], defer=3, bandwidth=1)
+
+
+@pytest.mark.parametrize("name", ["partition_bytes", "credit_bytes"])
+def test_no_limit_is_none_and_not_infinity(name):
+    profile = Profile([6, 4, 2], [1, 1, 6], [2, 2, 2])
+    sizes = {"partition_bytes": 1, "credit_bytes": 1} | {name: math.inf}
+    for run in (timeline, step_timeline, bound):
+        with pytest.raises(ValueError, match=f"{name} must be finite, got inf: None means no limit"):
+            run(profile, bandwidth=1, **sizes)

@@ -74,6 +74,11 @@ def run_plan(chosen: PlanOptions) -> int:
             f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "
             "two_shot:qsgd:4, two_shot:int8, and with --zero 1 or 2 also ef:two_shot:qsgd:4"
         )
+    unnamed = [flag for flag in chosen.xla if not flag.partition("=")[0] or "=" not in flag]
+    if unnamed:
+        raise ValueError(
+            f"--xla needs NAME=VALUE, as in xla_gpu_enable_latency_hiding_scheduler=True, got {unnamed[0]!r}"
+        )
     flags = {name: grammar.parse_literal(value) for name, _, value in (flag.partition("=") for flag in chosen.xla)}
     # Before the first use of JAX, which starts its backends.
     _hide_accelerators()
@@ -103,6 +108,8 @@ def run_plan(chosen: PlanOptions) -> int:
         _print_times(console, found, batch * workload.units_per_example)
     for line in found.advice:
         console.print(f"[bold]try[/bold] {line}", highlight=False)
+    if chosen.offload:
+        console.print("note: transfers to the host are counted, its arithmetic is not", style="dim", highlight=False)
     for warning in found.warnings:
         console.print(f"note: {warning}", style="dim", highlight=False)
     picture = draw_plan(found, path_in(chosen.out, "plan.png"), title=title)
@@ -161,13 +168,16 @@ def _print_communication(console: Console, found: planning.Planned) -> None:
 
 
 def _print_times(console: Console, found: planning.Planned, tokens: int) -> None:
+    rest = found.seconds - found.compute_seconds - found.exposed_seconds
+    host = f", for the host {_milliseconds(rest)}" if rest > 0.005 * found.seconds else ""
     note = "Computation as measured on an H100, every link at its full bandwidth."
     if not found.chip.is_measured:
         note = "At best: every operation at its roofline, every link at its full bandwidth."
     console.print(
         f"{_name_of_step(found)} {_milliseconds(found.seconds)}: computation {_milliseconds(found.compute_seconds)}, "
         f"waiting for the network {_milliseconds(found.exposed_seconds)} ({found.exposed_seconds / found.seconds:.0%})"
-        f"; {tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a device",
+        f"{host}; {tokens / found.seconds:,.0f} tokens/s, {found.flops / found.seconds / 1e12:,.0f} TFLOP/s of a "
+        "device",
         highlight=False,
     )
     console.print(f"{note} Use it to compare plans.", style="dim")

@@ -76,7 +76,7 @@ def run_tune(chosen: TuneOptions) -> None:
     check_seed(chosen.seed)
     if chosen.flops is not None:
         check_positive("--flops", chosen.flops)
-    if chosen.workers == 1 and not chosen.measured:
+    if chosen.workers == 1:
         raise ValueError("--workers must be at least 2, got 1: one worker sends nothing")
     if chosen.batch % chosen.workers:
         raise ValueError(f"--batch must be a multiple of the {chosen.workers} workers, got {chosen.batch}")
