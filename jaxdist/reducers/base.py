@@ -118,6 +118,7 @@ class Forms(NamedTuple):
       weighted: weights workers itself, by `Extras.examples`, and takes updates without weights. `None`: it sends
         nothing that could be weighted.
       no_examples: the reason why weights by examples are refused, and the fix. `None`: they are not.
+      no_parts: the reason why it must not be given flat parts of leaves, and the fix. `None`: it may be.
       codec: the variable-length form of the one message, a `Codec` of the list of its arrays for the tree of updates;
         for engines that send bytes, such as `islands`. `None`: there is none.
     """
@@ -129,6 +130,7 @@ class Forms(NamedTuple):
     biased: Callable[[Shape], Any] | None = None
     weighted: bool | None = False
     no_examples: str | None = None
+    no_parts: str | None = None
     codec: Codec | None = None
 
 
@@ -268,6 +270,7 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
     def rebuild_shards(groups: int) -> Reducer:
         return rebuild(*(shards_of(reducer, groups) for reducer in inner))
 
+    whole = [reducer.forms.no_parts for reducer in inner if reducer.forms.no_parts is not None]
     has_shards = shards and all(reducer.forms.shards is not None for reducer in inner)
     shards_form, reason = rebuild_shards if has_shards else None, reasons[0] if reasons else None
     weighted, no_examples = _weights_of(inner)
@@ -278,6 +281,7 @@ def forward_forms(rebuild: Callable[..., Reducer], *inner: Reducer, shards: bool
         biased=least_contraction(*inner),
         weighted=weighted,
         no_examples=no_examples,
+        no_parts=whole[0] if whole else None,
     )
 
 
@@ -319,8 +323,8 @@ def contraction_of(reducer: Reducer) -> Reducer:
     if reducer.law == Law.NONE:
         raise ValueError(
             "error feedback needs to know what each worker contributed, and this reducer (Law.NONE: a majority vote, "
-            "a biased second compressor without a server residual) does not say; leave out server_feedback=False, or "
-            "use it without feedback"
+            "two_shot of a biased code with server_feedback=False) does not say; use it without feedback, or two_shot "
+            "with its server residual"
         )
     return reducer if reducer.forms.contraction is None else reducer.forms.contraction
 

@@ -29,6 +29,7 @@ from .base import (
     from_generator,
     interleave,
     list_named_leaves,
+    tree_norm,
     weakest,
 )
 
@@ -256,15 +257,14 @@ def with_stats(reducer: Reducer) -> Reducer:
         ledger: list[Sent] = [] if comm.ledger is None else comm.ledger
         counted, start = count_sent(comm, ledger) if comm.ledger is None else comm, len(ledger)
         reduced, inner = reducer.reduce(updates, state.reducer, counted, extras)
+        # The error uses `own`, and so what was sent for it alone.
+        ledger[start:] = [Sent(*sent) for sent in ledger[start:]]
         # |x - own|² / |x|²; an update of zeros has no error.
-        size = _square(updates)
-        error = _square(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own)) / size
+        size = tree_norm(updates)
+        error = tree_norm(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own))
+        error = jnp.square(error / jnp.where(size > 0, size, 1)).astype(jnp.float32)
         error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
         sent = add_bytes(state.bytes, total_bytes(ledger[start:]))
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 
     return Reducer(init, reduce, weakest(reducer), forms)
-
-
-def _square(tree: PyTree) -> Array:
-    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))

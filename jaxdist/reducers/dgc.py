@@ -12,6 +12,7 @@ from .. import comm as comms
 from .._core.checks import check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like, working_dtype
+from .._core.trees import tree_where
 from .._core.types import Like, PyTree, Updates
 from ..comm.base import Comm
 from ..compressors.sparse import Method, top_k
@@ -32,6 +33,7 @@ from .base import (
     tree_norm,
 )
 from .compressed import compressed
+from .feedback import is_absent, zero_where
 
 
 class DGCState(NamedTuple):
@@ -104,7 +106,10 @@ def dgc(
     stages = [compressed(top_k(part, method=method)) for part in (*warmup_densities, density)]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
     cfg = _Config(stages, ends, momentum, nesterov, clip_norm, masking)
-    forms = Forms(no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback")
+    forms = Forms(
+        no_feedback="dgc keeps what it does not send, with its momentum; use it without error feedback",
+        no_parts=None if clip_norm is None else "dgc clips by the norm of all leaves; leave clip_norm= out",
+    )
     if not warmup_steps:
         return from_generator("dgc", partial(_init, cfg), partial(_messages, cfg, stages[0]), forms=forms)
     return Reducer(partial(_init, cfg), partial(_reduce, cfg), forms=forms)
@@ -131,12 +136,17 @@ def _messages(
     cfg: _Config, stage: Reducer, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS
 ) -> Protocol:
     u, v = _accumulate(cfg, updates, state, comm)
+    absent = is_absent(extras)
+    v = zero_where(absent, v)
     reduced, inner = yield from as_generator(stage, v, state.reducer, comm, extras)
     # v = v - own: what was sent is v itself, bit for bit, so the difference is zero there.
     v = jax.tree.map(jnp.subtract, v, reduced.own)
     if cfg.masking:
         # An entry of zero counts as not sent.
         u = jax.tree.map(lambda u, own: jnp.where(own != 0, 0.0, u), u, reduced.own)
+    if absent is not None:
+        # A worker that takes no part keeps both as they are.
+        u, v = (tree_where(absent, old.value, new) for old, new in ((state.momentum, u), (state.unsent, v)))
     state = DGCState(inner, with_value(state.momentum, u), with_value(state.unsent, v))
     return Reduced(cast_like(reduced.mean, updates), reduced.own), state
 
@@ -159,20 +169,20 @@ def _accumulate(cfg: _Config, updates: Updates, state: DGCState, comm: Comm) -> 
 
 def _reduce(cfg: _Config, updates: Updates, state: DGCState, comm: Comm, extras: Extras = NO_EXTRAS) -> Result:
     with jax.named_scope("dgc"):
-        return _reduce_from(cfg, 0, comm, updates, state)
+        return _reduce_from(cfg, extras, 0, comm, updates, state)
 
 
-def _reduce_from(cfg: _Config, number: int, comm: Comm, updates: Updates, state: DGCState) -> Result:
+def _reduce_from(cfg: _Config, extras: Extras, number: int, comm: Comm, updates: Updates, state: DGCState) -> Result:
     """Reduces with the stage that is due, one from this number on."""
 
     def reduce_now(comm, updates, state):
-        return run(_messages(cfg, cfg.stages[number], updates, state, comm), comm)
+        return run(_messages(cfg, cfg.stages[number], updates, state, comm, extras), comm)
 
     if number == len(cfg.ends):
         return reduce_now(comm, updates, state)
     # A payload has a static size, so every density of the warm-up is a branch of the program.
     is_due = state.reducer.count < cfg.ends[number]
-    return comms.cond(is_due, reduce_now, partial(_reduce_from, cfg, number + 1), comm, updates, state)
+    return comms.cond(is_due, reduce_now, partial(_reduce_from, cfg, extras, number + 1), comm, updates, state)
 
 
 def _clip(gradients: PyTree, norm: float) -> PyTree:

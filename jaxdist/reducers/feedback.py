@@ -112,8 +112,8 @@ def _with_feedback(inner: Reducer, decay: float | int, with_learning_rate: bool)
             factor = jnp.where(rate == 0, 0, decay / jnp.where(rate == 0, 1, rate))
         # v = x + decay e (/ rate)
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + _scale(e, factor), updates, old)
-        absent = _is_absent(extras)
-        corrected = _zero_where(absent, corrected)
+        absent = is_absent(extras)
+        corrected = zero_where(absent, corrected)
         reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
         # e = (rate) (v - own)
         residual = jax.tree.map(_compression_error, corrected, reduced.own)
@@ -140,12 +140,12 @@ def _rate(extras: Extras) -> Array:
     return jnp.asarray(extras.learning_rate)
 
 
-def _is_absent(extras: Extras) -> Bool[Array, ""] | None:
+def is_absent(extras: Extras) -> Bool[Array, ""] | None:
     """Whether this worker does not take part; `None` if all do."""
     return None if extras.examples is None else extras.examples == 0
 
 
-def _zero_where(absent: Bool[Array, ""] | None, tree: Updates) -> Updates:
+def zero_where(absent: Bool[Array, ""] | None, tree: Updates) -> Updates:
     """Zeros for a worker that does not take part: a compressor turns them into zeros, so that nothing is sent."""
     return tree if absent is None else jax.tree.map(lambda x: jnp.where(absent, 0, x), tree)
 
@@ -217,8 +217,8 @@ def _with_average(inner: Reducer, beta: float | int, reset_every: int, block: in
         error = jax.tree.map(_restore, jax.tree.map(widen_like, updates), *state.error.value)
         # h = x + e
         corrected = jax.tree.map(lambda x, e: x.astype(e.dtype) + e, updates, error)
-        absent = _is_absent(extras)
-        corrected = _zero_where(absent, corrected)
+        absent = is_absent(extras)
+        corrected = zero_where(absent, corrected)
         reduced, inner_state = yield from as_generator(inner, corrected, state.reducer, comm, extras)
         # Modulo: a count of all steps would end, and with it the feedback.
         count = (state.count + 1) % reset_every

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.trees import fold_keys, is_key
 from .._core.types import Like, PyTree, State, Updates
-from ..comm.base import Comm, Sent
-from ..state.marks import INNER, OUTER, PerWorker, Sharded, is_mark
+from ..comm.base import Comm, Sent, SentForOwn
+from ..state.marks import INNER, OUTER, PerWorker, Sharded, axis_tuple, flatten_marks, is_mark
 from ..wire.flat import MULTIPLE, clear_padding, from_vectors, vector_likes, vectors
 from .base import (
     MIXED_WEIGHTS,
@@ -57,9 +57,10 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
         reduce-scatter form it must not have state per worker: put error feedback around `inner` there.
 
     Raises:
-      ValueError: `inner` has no reduce-scatter form; from `init`, the state of `outer` is neither shaped like the
+      ValueError: `inner` has no reduce-scatter form, or `outer` needs matrices or whole gradients (`power_sgd`, `dgc`
+        with `clip_norm=`); from `init`, the state of `outer` is neither shaped like the
         vector nor independent of its length (`loco`, `partitioned`, the server residual of `two_shot` if dtypes are
-        mixed); at trace time, the group does not have two levels.
+        mixed), or has two levels itself; at trace time, the group does not have two levels.
 
     Examples:
       >>> import jaxdist as jd
@@ -77,6 +78,8 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
             "hierarchical(inner=...) must be exact(), or another reducer with a reduce-scatter form, two_shot(code): "
             "compress on the slow links, with outer=..."
         )
+    if outer.forms.no_parts is not None:
+        raise ValueError(f"hierarchical(outer=...) gives each chip a part of flat vectors: {outer.forms.no_parts}")
     cfg = _Config(inner, outer, inner.law == Law.MEAN)
     shards = partial(_shards, cfg) if outer.forms.shards else None
     biased, no_examples = least_contraction(inner, outer), _no_examples(cfg)
@@ -119,6 +122,7 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
         return 0
     likes = vector_likes(jax.tree.leaves(like))
     outer_state = cfg.outer.init(likes)
+    _check_single_level(outer_state)
     outer_state = _mark(outer_state, _find_vectors(cfg.outer, outer_state, likes), cfg.multiple)
     return outer_state if cfg.stateless else (shards_of(cfg.inner).init(likes), outer_state)
 
@@ -143,9 +147,15 @@ def _reduce(cfg: _Config, updates: Updates, state: State, comm: Comm, extras: Ex
     reduced, new = run(as_generator(cfg.outer, chunks, unmarked, slow, _of_pod(extras)), slow)
     _average_sent(slow.ledger, start, fast)
     new = jax.tree.structure(outer_state).unflatten(jax.tree.leaves(new))
+
     # Gather the shards over the fast axis.
-    gathered = ([fast.all_gather(shard).ravel() for shard in shards] for shards in reduced)
-    mean, own = (structure.unflatten(from_vectors(flats, leaves)) for flats in gathered)
+    def gather(shards):
+        return structure.unflatten(from_vectors([fast.all_gather(shard).ravel() for shard in shards], leaves))
+
+    ledger: list[Sent] = [] if fast.ledger is None else fast.ledger
+    mean, counted = gather(reduced.mean), len(ledger)
+    own = gather(reduced.own)
+    ledger[counted:] = [SentForOwn(*sent) for sent in ledger[counted:]]
     return Reduced(mean, comm.varying(own)), new if cfg.stateless else (inner_state, new)
 
 
@@ -230,6 +240,15 @@ def _find_vectors(outer: Reducer, state: State, likes: Sequence[Like]) -> PyTree
             "partitioned out, and with a two_shot that has a server residual cast gradients to one dtype"
         )
     return structure.unflatten([pair in vectors for pair in pairs])
+
+
+def _check_single_level(state: State) -> None:
+    marks = [mark for leaf in flatten_marks(state) for mark in leaf.marks]
+    if any(set(axis_tuple(mark.axis)) & {INNER, OUTER} for mark in marks):
+        raise ValueError(
+            "hierarchical(outer=hierarchical(...)) cannot store the state of a third level: give one hierarchical() "
+            'three axes, axis=("slow", "slower", "fast"), and its outer reducer the two slow ones'
+        )
 
 
 def _mark(state: State, is_vector: PyTree[bool], multiple: int) -> State:

@@ -64,6 +64,9 @@ class _Config(NamedTuple):
     seed: int
 
 
+_NO_PARTS = "power_sgd factorizes matrices and sends vectors whole; use a code of entries, such as two_shot(qsgd(4))"
+
+
 @with_description
 def power_sgd(
     rank: int,
@@ -135,7 +138,7 @@ def power_sgd(
         raise ValueError("one_sided=True needs warm_start=True: each of its steps is half an iteration")
     cfg = _Config(view_of(rank, min_compression_rate, matrix_view), own, warm_start, seed)
     # A projection: δ depends on the matrix, and may be 0.
-    forms = Forms(biased=lambda shape: 0.0)
+    forms = Forms(biased=lambda shape: 0.0, no_parts=_NO_PARTS)
     if one_sided:
         reducer = Reducer(partial(_init_one_sided, cfg), partial(_reduce_one_sided, cfg), forms=forms)
     else:

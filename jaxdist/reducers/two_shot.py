@@ -143,7 +143,9 @@ def _init(cfg: _Config, like: PyTree[Like]) -> State:
 def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, extras: Extras) -> Protocol:
     leaves, tree = jax.tree.flatten(updates)
     likes = vector_likes(leaves)
-    flats = vectors(leaves, padding=lambda size: -size % (comm.size * _multiple(size)))
+    # That of the residual, which hierarchical() makes for whole vectors and not for those of a chip.
+    multiples = iter([e.multiple for e in state.residuals] or [_multiple(like.size) for like in likes])
+    flats = vectors(leaves, padding=lambda size: -size % (comm.size * next(multiples)))
     # Row `j` is the chunk that worker `j` averages.
     chunks = [flat.reshape(comm.size, -1) for flat in flats]
     # m = (1/W) Σ_w D(C(x_w)), of this worker's chunk.

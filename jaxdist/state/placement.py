@@ -247,7 +247,9 @@ def consensus(state: State) -> State:
         # XLA reads parts of an array in the memory of the device alone.
         inside = jax.tree.map(to_device, node.value) if isinstance(node, OnHost) else node.value
         if isinstance(node, PerWorker) and node.axis != ():
-            inside = jax.tree.map(lambda leaf: _resize_workers(leaf, node, 1)[0], inside)
+            # Whatever a change of the number of workers does with it.
+            mean = PerWorker(None, axis=node.axis, resize="mean")
+            inside = jax.tree.map(lambda leaf: _resize_workers(leaf, mean, 1)[0], inside)
         if isinstance(node, Sharded):
             inside = inside[: math.prod(node.shape)].reshape(node.shape)
         return jax.tree.map(merge, inside, is_leaf=is_mark)

@@ -147,6 +147,11 @@ def all_reduce(
     _warn_of_bias(reducer)
     if normalize_by not in ("active", "workers"):
         raise ValueError(f'normalize_by must be "active" or "workers", got {normalize_by!r}')
+    if normalize_by == "workers" and reducer.forms.weighted:
+        raise ValueError(
+            "a median or a trimmed mean has no divisor, and leaves workers without examples out: normalize_by must be "
+            '"active", got "workers"'
+        )
     if delay not in (0, 1):
         raise ValueError(
             f"delay must be 0 or 1, got {delay}; for all-reduces over several steps see asynchronous.rules.pipe_sgd"

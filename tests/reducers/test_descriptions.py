@@ -89,7 +89,7 @@ def test_the_advice_for_two_levels_can_be_followed(make):
 
 
 def test_a_reducer_without_feedback_is_not_told_to_use_it():
-    with pytest.warns(UserWarning, match=r"is biased.*leave out server_feedback=False"):
+    with pytest.warns(UserWarning, match=r"is biased.*or two_shot with its server residual"):
         jd.all_reduce(jd.two_shot(jd.top_k(0.1), server_feedback=False))
 
 

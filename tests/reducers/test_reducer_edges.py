@@ -1,0 +1,107 @@
+"""Two levels with long vectors, gradients in parts, and workers that take no part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdist as jd
+from jaxdist.reducers.base import Extras
+
+AXIS, SIZES = ("pod", "chip"), {"pod": 2, "chip": 2}
+EXACT = jd.exact()
+
+
+@pytest.mark.parametrize("size", [2**22 - 8, 2**22 + 8, 6_000_000, 2**23 + 8])
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        jd.hierarchical(inner=EXACT, outer=jd.error_feedback(jd.two_shot(jd.compressors.int8()))),
+        jd.recipes.bagua.c_lp_s(feedback=True, hierarchical=True),
+    ],
+    ids=str,
+)
+def test_a_residual_of_two_levels_fits_vectors_of_any_length(size, reducer):
+    tx = jd.all_reduce(reducer, axis=AXIS)
+
+    def step(state, batch):
+        updates, state = tx.update(batch[0] * jnp.ones(size), state)
+        return state, updates[:2]
+
+    state = jax.eval_shape(lambda: jd.place(tx.init(jnp.zeros(size)), SIZES, axis=AXIS))
+    # Shapes only: nothing of this length is computed.
+    new, found = jax.eval_shape(jd.simulate(step, SIZES, axis=AXIS), state, jnp.zeros(4))
+    assert found.shape == (2,)
+    assert [x.shape for x in jax.tree.leaves(new)] == [x.shape for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        (jd.error_feedback(jd.power_sgd(4)), "power_sgd factorizes matrices"),
+        (jd.reducers.dgc(0.1, clip_norm=1.0), "dgc clips by the norm of all leaves"),
+    ],
+)
+def test_what_needs_whole_gradients_gets_no_parts(outer, message):
+    with pytest.raises(ValueError, match=message):
+        jd.hierarchical(inner=EXACT, outer=outer)
+    assert jd.hierarchical(inner=EXACT, outer=jd.reducers.dgc(0.1))
+
+
+def test_a_third_level_with_a_state_is_refused_by_name():
+    inside = jd.hierarchical(inner=EXACT, outer=jd.error_feedback(jd.compressed(jd.top_k(0.25))))
+    with pytest.raises(ValueError, match="cannot store the state of a third level"):
+        jd.hierarchical(inner=EXACT, outer=inside).init(jnp.zeros(21))
+
+
+def test_two_levels_count_what_the_program_sends():
+    mesh, size = jd.make_mesh({"pod": 4, "chip": 2}), 8000
+    reducer = jd.hierarchical(inner=EXACT, outer=jd.two_shot(jd.qsgd(4)))
+    tx = jd.local_steps(optax.sgd(0.1), optax.sgd(1.0), sync_period=1, reducer=reducer, axis=AXIS)
+
+    def step(state, batch):
+        updates, opt = tx.update(batch[0] * jnp.cos(state["p"]), state["o"], state["p"])
+        return {"p": optax.apply_updates(state["p"], updates), "o": opt}, {}
+
+    params = jnp.arange(float(size))
+    state = jd.place({"p": jd.PerWorker(params), "o": tx.init(params)}, mesh, axis=AXIS)
+    run = jd.distribute(step, mesh, axis=AXIS)
+    compiled = jd.analysis.collectives(run.lower(state, jnp.arange(8.0)).compile()).wire_bytes
+    state, _ = run(state, jnp.arange(8.0))
+    assert float(jd.transforms.stats(state)["bytes"]) == pytest.approx(compiled, rel=1e-3)
+
+
+@pytest.mark.parametrize("warm_up", [{}, {"warmup_densities": (0.5,), "warmup_steps": 1}], ids=["now", "warm-up"])
+def test_a_worker_that_takes_no_part_keeps_its_momentum(warm_up):
+    reducer, x = jd.reducers.dgc(0.25, **warm_up), jnp.array([1.0, 4.0, 2.0, 3.0])
+
+    def two_steps(x, examples):
+        comm = jd.comm.over("data")
+        state = reducer.reduce(x, reducer.init(x), comm, Extras(examples=jnp.ones(())))[1]
+        reduced, after = reducer.reduce(x * examples, state, comm, Extras(examples=examples))
+        return reduced.own, (state.momentum.value, state.unsent.value), (after.momentum.value, after.unsent.value)
+
+    own, before, after = jax.jit(jax.vmap(two_steps, axis_name="data"))(jnp.stack([x, 2 * x]), jnp.array([1.0, 0.0]))
+    assert own[1].tolist() == [0.0] * 4
+    for old, new in zip(before, after):
+        np.testing.assert_array_equal(new[1], old[1])
+        assert not np.array_equal(new[0], old[0])
+
+
+def test_a_median_has_no_divisor():
+    with pytest.raises(ValueError, match='normalize_by must be "active"'):
+        jd.all_reduce(jd.reducers.median(), normalize_by="workers")
+
+
+@pytest.mark.parametrize("factor", [1e20, 1.0, 1e-25])
+def test_the_compression_error_has_no_scale(factor):
+    tx = jd.all_reduce(jd.error_feedback(jd.reducers.with_stats(jd.compressed(jd.top_k(0.5)))), axis=None)
+    _, state = jax.jit(tx.update)(factor * jnp.array([1.0, 2.0]), tx.init(jnp.zeros(2)))
+    assert float(jd.transforms.stats(state)["compression_error"]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("resize", ["mean", "copy", "zero"])
+def test_the_model_to_evaluate_is_the_mean(resize):
+    marked = jd.PerWorker(jnp.array([[1.0], [3.0]]), axis="data", resize=resize)
+    assert jd.consensus({"w": marked})["w"].tolist() == [2.0]
