@@ -184,7 +184,9 @@ def chained(sparse: Compressor, dense: Compressor) -> Compressor:
     """
     check_compressor(sparse)
     check_compressor(dense)
-    if not hasattr(_payload_like(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values"):
+    # One array of values: those of a chain are encoded already.
+    values = getattr(_payload_like(sparse, jax.ShapeDtypeStruct((8,), jnp.float32)), "values", None)
+    if not isinstance(values, jax.ShapeDtypeStruct):
         raise ValueError(
             "chained() needs a sparse compressor first, whose payload has `values` (top_k, block_top_k, random_k, "
             f"gspar), got {sparse}"

@@ -181,6 +181,9 @@ def test_chained_refuses_what_does_not_fit():
         jc.chained(jc.scaled_sign(), jc.qsgd(4))
     with pytest.raises(ValueError, match="neither unbiased nor a contraction"):
         jc.chained(jc.gspar(0.1), jc.cast(jnp.bfloat16))
+    with pytest.raises(ValueError, match="needs a sparse compressor first"):
+        # The other way round, chained(top_k, chained(...)), is what was meant.
+        jc.chained(jc.chained(jc.top_k(0.1), jc.qsgd(4)), jc.int8())
 
 
 def test_sparse_loco_is_a_chain():
