@@ -3,6 +3,7 @@
 import json
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, no_type_check
 
@@ -86,11 +87,11 @@ class _Writer:
             return ["column", self.store(value), value.typecode]
         if isinstance(value, jax.Array | np.ndarray | np.generic) and value.dtype != object:
             return self.array_content(value)
-        # Subclasses, such as OrderedDict, would come back as something else.
-        if type(value) in (dict, tuple, list) or hasattr(value, "_fields"):
+        # Other subclasses of tuples and lists would come back as something else.
+        if isinstance(value, dict) or type(value) in (tuple, list) or hasattr(value, "_fields"):
             return self.container_content(value)
         raise ValueError(
-            f"a {type(value).__name__} cannot be written: models and states must be dicts, lists, tuples and "
+            f"{type(value).__name__} cannot be written: models and states must be dicts, lists, tuples and "
             "NamedTuples of arrays"
         )
 
@@ -104,7 +105,8 @@ class _Writer:
         """Returns the node of a dict, list, tuple or NamedTuple."""
         kind = type(value)
         if isinstance(value, dict):
-            return ["dict", [[self.visit(key), self.visit(entry)] for key, entry in value.items()]]
+            kind = "ordered" if isinstance(value, OrderedDict) else "dict"
+            return [kind, [[self.visit(key), self.visit(entry)] for key, entry in value.items()]]
         parts = [self.visit(part) for part in value]
         if not hasattr(value, "_fields"):
             return [kind.__name__, parts]
@@ -182,6 +184,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "same": lambda reader, value: reader.value(value),
     "key": lambda reader, data, name: jax.random.wrap_key_data(reader.value(data), impl=name),
     "dict": lambda reader, pairs: {reader.value(key): reader.value(entry) for key, entry in pairs},
+    "ordered": lambda reader, pairs: OrderedDict((reader.value(key), reader.value(entry)) for key, entry in pairs),
     "tuple": lambda reader, parts: tuple(map(reader.value, parts)),
     "list": lambda reader, parts: list(map(reader.value, parts)),
 }

@@ -195,16 +195,23 @@ def _conditional(
     if ledger is None:
         return choose(agreed, *(partial(branch, comm) for branch in branches), *operands)
 
+    has_own = False
+
     def run_counted(branch, *xs):
+        nonlocal has_own
         # What one branch sends is a result of the condition, which knows which branch ran.
         start = len(ledger)
         out = branch(comm, *xs)
-        sent = total_bytes(ledger[start:])
+        entries = ledger[start:]
         del ledger[start:]
-        return out, jnp.asarray(sent, jnp.float32)
+        own = [entry.bytes for entry in entries if isinstance(entry, SentForOwn)]
+        for_own, has_own = sum(own, 0.0), has_own or bool(own)
+        return out, jnp.asarray(total_bytes(entries), jnp.float32), jnp.asarray(for_own, jnp.float32)
 
-    out, sent = choose(agreed, *(partial(run_counted, branch) for branch in branches), *operands)
+    out, sent, for_own = choose(agreed, *(partial(run_counted, branch) for branch in branches), *operands)
     ledger.append(Sent(name, sent))
+    if has_own:
+        ledger.append(SentForOwn(name, for_own))
     return out
 
 

@@ -152,10 +152,10 @@ def _update(
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     _check_update(cfg, updates, params, examples)
-    if cfg.method.flattens or cfg.carriers is not None:
-        refuse_model_axes(
-            "this method, or carriers=,", "use d_psgd, gradient_tracking or another method that sends whole models"
-        )
+    if cfg.method.flattens:
+        refuse_model_axes("this method", "use d_psgd, gradient_tracking or another method that sends whole models")
+    if cfg.carriers is not None:
+        refuse_model_axes("carriers=", "leave carriers= out")
     workers = workers_of(cfg.topology, cfg.axis)
     ledger: list[comms.Sent] = []
     comm = comms.count_sent(workers if cfg.carriers is None else _split_messages(workers, over(cfg.carriers)), ledger)

@@ -170,8 +170,8 @@ def check_connected(topology: Topology) -> Topology:
     separate = separate_workers(topology)
     if separate:
         raise ValueError(
-            f"in {topology.name}, models do not travel between worker 0 and worker {separate[0]} in both directions, "
-            "not even through others, so workers would not converge to one model: add edges, or rounds"
+            f"in {topology.name}, worker {separate[0]} never receives what worker 0 has, or worker 0 never what that "
+            "one has, not even through others, so workers would not converge to one model: add edges, or rounds"
         )
     return topology
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.checks import check_range
+from .._core.dtypes import widen
 from .._core.types import Array, PyTree, Updates
 from ..state.marks import name_leaf
 
@@ -83,7 +84,7 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
         origin = jax.tree.map(jnp.zeros_like, tree) if center is None else center
         offset = jax.tree.map(lambda x, c: x - jnp.asarray(c, x.dtype), tree, origin)
         # Divided by the largest entry, so that no square overflows.
-        entries = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in jax.tree.leaves(offset) if x.size]
+        entries = [widen(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(offset) if x.size]
         if not entries:
             return tree
         largest = jnp.stack(entries).max()
@@ -216,6 +217,8 @@ def entropy(*, axis: int = -1, share: float | int = 0.0) -> Geometry:
 
 def _multiplicative_step(y: Array, step: Array, axis: int, share: float | int) -> Array:
     # x ∝ y exp(-step), as a softmax: the largest logit is subtracted so that no exponential overflows.
+    if not y.size:
+        return y
     logits = jnp.log(y) - step
     x = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis, keepdims=True)))
     x = x / jnp.sum(x, axis, keepdims=True)
@@ -276,7 +279,8 @@ def p_norm(p: float | int, *, radius: float | int | None = None) -> Geometry:
     def divergence(x, y):
         # D(x, y) = R(x) - R(y) - <∇R(y), x - y>
         inner = _total(jax.tree.map(lambda m, x, y: m * (x - y), _gradient_of_square(y, p), x, y))
-        return ((jnp.square(_norm(x, p)) - jnp.square(_norm(y, p))) / 2 - inner) / (p - 1)
+        # Of models that are close, rounding may leave less than nothing.
+        return jnp.maximum(((jnp.square(_norm(x, p)) - jnp.square(_norm(y, p))) / 2 - inner) / (p - 1), 0)
 
     return Geometry(step, divergence)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import comm as comms
-from .._core.checks import NO_PARAMS
+from .._core.checks import NO_PARAMS, check_count
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count, plus, tree_where, wide
 from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
@@ -298,8 +298,7 @@ def _check_averaging(topology: Topology | None, rounds: int, weights: str) -> No
     """Checks how workers are averaged."""
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    check_count("rounds", rounds, 1)
     if topology is None and rounds > 1:
         raise ValueError(f"without a topology the mean is exact after one round, so rounds must be 1, got {rounds}")
     if topology is not None and not is_doubly_stochastic(topology):

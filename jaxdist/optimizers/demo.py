@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import DTypeLike
 
 from .._core.checks import check_count, check_range
+from .._core.dtypes import saturate
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Float, Int, Like, Shape, State, UInt, Updates
 from ..compressors.packing import pack, unpack
@@ -91,6 +92,8 @@ def demo(
     if chunk > 256:
         raise ValueError(f"chunk must be at most 256, got {chunk}")
     check_range("weight_decay", weight_decay, 0)
+    if values is not None and not jnp.issubdtype(values, jnp.floating):
+        raise ValueError(f"values must be a floating dtype, such as bfloat16, got {jnp.dtype(values)}")
 
     def init_fn(params) -> State:
         check_leaves(params)
@@ -147,7 +150,10 @@ def _select(frequencies: Float[Array, "tiles size"], k: int, values: DTypeLike |
     # ⌈log₂ size⌉ bits for a position
     bits = _position_bits(size)
     words = pack(positions.astype(jnp.uint8 if bits <= 8 else jnp.uint16), bits)
-    return _Strongest(kept.astype(frequencies.dtype if values is None else values), words)
+    if values is not None:
+        # What a narrow range cuts off stays in the momentum.
+        kept = saturate(kept, values, jnp.isfinite(kept))
+    return _Strongest(kept, words)
 
 
 def _position_bits(size: int) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core.checks import check_range
+from .._core.checks import check_count, check_range
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
@@ -126,8 +126,8 @@ def dion(
     """
     if (rank is None) == (rank_fraction is None):
         raise ValueError(f"give rank or rank_fraction, and not both, got rank={rank}, rank_fraction={rank_fraction}")
-    if rank is not None and rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
+    if rank is not None:
+        check_count("rank", rank, 1)
     if rank_fraction is not None and not 0 < rank_fraction <= 1:
         raise ValueError(f"rank_fraction must be in (0, 1], got {rank_fraction}")
     check_range("momentum", momentum, 0, 1)

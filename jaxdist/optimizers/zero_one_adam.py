@@ -36,7 +36,9 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """Per worker: `momentum`, and `anchor`, the parameters after the last sync; trees are in float32 or better.
+    """Per worker: `momentum`, `anchor`, the parameters after the last sync, and how far they have `moved` since.
+
+    Trees are in float32 or better; `moved` has the leaves whose parameters are narrower, the others tell themselves.
 
     Replicated: the rest, among it the bytes `sent` by one worker, as (high, low) words, and `rates`, the sum of the
     learning rates since the last sync. `reducer` as the reducer defines it.
@@ -50,6 +52,7 @@ class ZeroOneAdamState(NamedTuple):
     sync: Interval
     momentum: PerWorker
     anchor: PerWorker
+    moved: PerWorker
     reducer: State
 
     communicates = True
@@ -116,7 +119,8 @@ def zero_one_adam(
     `freeze_step`, and on later syncs, the reducer's collectives: by default one all-to-all and one all-gather, about
     `2(W-1)/W · n/8` bytes together; on all other steps nothing.
 
-    *State*: replicated, the variance; per worker momentum and anchor; by default a residual per worker and a sharded
+    *State*: replicated, the variance; per worker momentum and anchor, of half-precision parameters also their
+    displacement; by default a residual per worker and a sharded
     one, both set to zero at `freeze_step`: before, they are residuals of gradients, afterwards of displacements.
     **Parameters differ between workers between syncs**: mark them,
     `TrainState(jd.PerWorker(params), tx.init(params))`, and evaluate `jd.consensus(state.params)`.
@@ -167,6 +171,7 @@ def _init(cfg: _Config, params: PyTree) -> State:
         sync=Interval(jnp.ones((), jnp.int32), jnp.zeros((), jnp.int32)),
         momentum=bind(PerWorker(zeros_like(params)), cfg.axis),
         anchor=bind(PerWorker(anchor), cfg.axis),
+        moved=bind(PerWorker([jnp.zeros_like(a) for a, _ in _narrow(anchor, params)]), cfg.axis),
         reducer=bind(cfg.reducer.init(zeros_like(params)), cfg.axis),
     )
 
@@ -197,7 +202,7 @@ def _update(
 
         # Until the variance is frozen gradients are sent, g_w / d, afterwards displacements, x_w - a.
         d = preconditioner(state.variance, cfg.eps)
-        displacement = _displacement(params, state.anchor.value, local_update)
+        displacement = _displacement(params, state.anchor.value, local_update, state.moved.value)
         payload = tree_where(decision.shared, divide(gradients, d), displacement)
         payload = mask_unseen(payload, state.variance)
         # At `freeze_step` the payload changes from gradients to displacements, a learning rate apart.
@@ -218,10 +223,13 @@ def _update(
 
         # After a sync parameters equal the anchor, which updates narrower than the parameters would miss; otherwise the
         # local step is taken.
-        def choose_step(a, p, step, g):
-            return jnp.where(decision.sync, a - p.astype(a.dtype), step).astype(wider_dtype(g.dtype, p.dtype))
+        def choose_step(a, p, old, moved, step, g):
+            # Narrow parameters follow a + (x_w - a), which they cannot add up themselves.
+            local = step if p.dtype == a.dtype else old + moved - p.astype(a.dtype)
+            return jnp.where(decision.sync, a - p.astype(a.dtype), local).astype(wider_dtype(g.dtype, p.dtype))
 
-        out = jax.tree.map(choose_step, anchor, params, local_update, updates)
+        out = jax.tree.map(choose_step, anchor, params, state.anchor.value, displacement, local_update, updates)
+        moved = [jnp.where(decision.sync, 0, x) for x, _ in _narrow(displacement, params)]
         return out, ZeroOneAdamState(
             count=next_count(state.count),
             sent=add_bytes(state.sent, comms.total_bytes(ledger)),
@@ -231,6 +239,7 @@ def _update(
             sync=_advance(state.sync, ~decision.shared, cfg.doubling_steps, cfg.longest_interval),
             momentum=with_value(state.momentum, momentum),
             anchor=with_value(state.anchor, anchor),
+            moved=with_value(state.moved, moved),
             reducer=reducer_state,
         )
 
@@ -310,13 +319,20 @@ def _adam_update(cfg: _Config, momentum: Updates, variance: Updates, rate: Array
     return mask_unseen(jax.tree.map(lambda m: -rate.astype(m.dtype) * m, steps), variance)
 
 
-def _displacement(params: PyTree, anchor: Updates, update: Updates) -> Updates:
-    """Returns `x_w - a` after the local update; what the parameters' dtype cannot represent is no displacement."""
+def _narrow(tree: Updates, params: PyTree) -> list[tuple[Array, Array]]:
+    """The leaves of a tree, in float32 or wider, whose parameters are narrower, each with its parameter."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True)
+    return [(x, p) for x, p in pairs if p.dtype != working_dtype(p.dtype)]
 
-    def subtract(p, a, u):
-        return p.astype(a.dtype) - a.astype(p.dtype).astype(a.dtype) + u
 
-    return jax.tree.map(subtract, params, anchor, update)
+def _displacement(params: PyTree, anchor: Updates, update: Updates, moved: list[Array]) -> Updates:
+    """Returns `x_w - a` after the local update; of parameters that are too narrow to add it up, from `moved`."""
+    stored = iter(moved)
+
+    def add(p, a, u):
+        return (p - a if p.dtype == a.dtype else next(stored)) + u
+
+    return jax.tree.map(add, params, anchor, update)
 
 
 def _advance(interval: Interval, happened: Array, every: int, longest: int) -> Interval:

@@ -117,7 +117,9 @@ def _step(stage: _Stage, carry: _Carry, t: Array) -> tuple[_Carry, None]:
     # Steps without a wave compute on that of another step, which `_add_if` leaves out.
     numbers = (jnp.clip(wave, 0, stage.num_waves - 1) for wave in (leaving, returning))
     leaving_batch, returning_batch = (row(stage.waves, number) for number in numbers)
-    x = lax.cond(is_first, lambda x: model.embed(params.embed, leaving_batch), lambda x: x, carry.x)
+    x = lax.cond(
+        is_first, lambda x: to_varying(model.embed(params.embed, leaving_batch), stage.axes), lambda x: x, carry.x
+    )
     x, g, slots, of_layers = _pass_layers(stage, carry._replace(x=x), leaving, returning, is_returning)
     of_embed = _compute_if(is_first, lambda g: model.embed_gradient(params.embed, returning_batch, g), g, stage.axes)
     loss, of_head, g_of_loss = _compute_if(

@@ -196,7 +196,7 @@ def _pair_value_and_grad(
     params, waves = to_varying((params, waves), axis)
     losses, sums, flipped = [], Layered(None, None, None), False
     # Each wave leaves its slots in the opposite order for the next one.
-    x, slots = passes.forward(params.layers, model.embed(params.embed, waves[0]))
+    x, slots = passes.forward(params.layers, to_varying(model.embed(params.embed, waves[0]), axis))
     for wave, next_wave in zip(waves, [*waves[1:], None], strict=True):
         loss, of_head, g = model.loss_and_gradients(params.head, x, wave)
         losses.append(loss)
@@ -204,7 +204,7 @@ def _pair_value_and_grad(
             # The last wave goes backward alone.
             layers, g = passes.backward(params.layers, slots, flipped, g, sums.layers)
         else:
-            x = model.embed(params.embed, next_wave)
+            x = to_varying(model.embed(params.embed, next_wave), axis)
             layers, g, x, slots = passes.both(params.layers, params.layers, slots, flipped, g, x, sums.layers)
             # The gradients of the first wave begin the sums, in float32 or better.
             layers = layers if sums.layers is not None else add(None, layers)
@@ -244,7 +244,7 @@ def _init(cfg: _Config, params: PyTree, batch: PyTree) -> WaveletState:
     cfg.model.check(params, batch)
 
     def forward(params, batch):
-        x, slots = cfg.passes.forward(params.layers, cfg.model.embed(params.embed, batch))
+        x, slots = cfg.passes.forward(params.layers, to_varying(cfg.model.embed(params.embed, batch), cfg.axis))
         return slots, floating(x)
 
     slots, gradient = jax.eval_shape(forward, params, batch)
@@ -260,7 +260,7 @@ def _step(cfg: _Config, state: WaveletState, batch: PyTree, **extra_args: Any) -
     _check_batch(batch, wave.batch)
     old, new, batch, wave = to_varying((state.stash, state.params, batch, wave), cfg.axis)
     # The wave under way goes backward with the parameters of its forward pass, the new one forward with the newest.
-    x = cfg.model.embed(new.embed, batch)
+    x = to_varying(cfg.model.embed(new.embed, batch), cfg.axis)
     layers, g, x, slots = cfg.passes.both(old.layers, new.layers, wave.slots, state.flipped, wave.gradient, x, None)
     params, opt_state = _apply_wave(cfg, state, layers, g, extra_args)
     loss, head, gradient = cfg.model.loss_and_gradients(new.head, x, batch)
@@ -282,6 +282,11 @@ def _apply_wave(
 
     `layers` are the gradients of the layers, `g` the gradient by the first layer's input.
     """
+    if "examples" in extra_args:
+        raise ValueError(
+            "examples= of this call would weight the gradient of the previous wave: weight the loss of each worker, or "
+            'use mode="pair"'
+        )
     wave = _unmark(state.wave)
     embed = cfg.model.embed_gradient(to_varying(state.stash.embed, cfg.axis), wave.batch, g)
     embed, head = cfg.mean((embed, wave.head))

@@ -275,14 +275,19 @@ def _flat_recipe(recipe: Any) -> dict[str, str]:
     if not isinstance(recipe, Mapping):
         recipe = {} if recipe is None else {"recipe": recipe}
     flat = {}
-    for path, value in jax.tree_util.tree_flatten_with_path(recipe, is_leaf=lambda x: x is None)[0]:
+    for path, value in jax.tree_util.tree_flatten_with_path(recipe, is_leaf=_is_entry)[0]:
         try:
-            flat[leaf_name(path)] = json.dumps(value)
+            flat[leaf_name(path)] = json.dumps(value.item() if isinstance(value, np.generic) else value)
         except TypeError:
             raise ValueError(
                 f"recipe: `{leaf_name(path)}` is a {type(value).__name__}; pass numbers, text, or its str(...)"
             ) from None
     return flat
+
+
+def _is_entry(x: Any) -> bool:
+    """None and empty containers, of which JAX would see nothing."""
+    return x is None or (isinstance(x, dict | list | tuple) and not x)
 
 
 def _shorten(left: str, right: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import threading
 import jax
 from jax.experimental import multihost_utils
 
+from .._core.checks import check_count
 from .._core.compat import coordination_client
 from .cluster import COUNT, Job, MismatchError, detect, where_to_listen
 from .consistency import exchange, fingerprint_process
@@ -50,8 +51,8 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
       MismatchError: a process has another version or setting than process 0, or expects another number of processes.
       PortError: the coordinator's address does not lead to process 0's machine, process 0 cannot listen at its port, or
         another program answers there.
-      ValueError: a timeout is less than a second; some of the three variables are missing or not numbers; or JAX has
-        started already, in a job of several processes.
+      ValueError: a timeout is no whole number of seconds, or less than one; some of the three variables are missing or
+        not numbers; or JAX has started already, in a job of several processes.
 
     Examples:
       >>> import jaxdist as jd
@@ -60,8 +61,7 @@ def initialize(*, timeout_seconds: int = 300, heartbeat_timeout_seconds: int = 1
     """
     timeouts = {"timeout_seconds": timeout_seconds, "heartbeat_timeout_seconds": heartbeat_timeout_seconds}
     for name, seconds in timeouts.items():
-        if seconds < 1:
-            raise ValueError(f"{name} must be a whole number of seconds, at least 1, got {seconds}")
+        check_count(name, seconds, 1)
     if jax.distributed.is_initialized():
         return jax.process_count() > 1
     job = detect(os.environ)

@@ -320,4 +320,6 @@ def ef21(reducer: Reducer, *, eta: float | int = 1.0) -> Reducer:
 
     # A server residual is missing from `mean` once, not from each step: that is weaker than Law.TELESCOPING.
     law = Law.EXACT if inner.law <= Law.EXACT else Law.NONE
-    return from_generator("ef21", init, messages, law=law, forms=Forms(no_feedback=HAS_FEEDBACK))
+    return from_generator(
+        "ef21", init, messages, law=law, forms=Forms(no_feedback=HAS_FEEDBACK, no_parts=inner.forms.no_parts)
+    )

@@ -247,7 +247,7 @@ def _check_single_level(state: State) -> None:
     if any(set(axis_tuple(mark.axis)) & {INNER, OUTER} for mark in marks):
         raise ValueError(
             "hierarchical(outer=hierarchical(...)) cannot store the state of a third level: give one hierarchical() "
-            'three axes, axis=("slow", "slower", "fast"), and its outer reducer the two slow ones'
+            'three axes, axis=("slowest", "slow", "fast"), and its outer reducer the two slow ones'
         )
 
 

@@ -214,6 +214,8 @@ def check_batch_specs(batch: PyTree, specs: PyTree | None, where: Place, axes: t
     if specs is not None:
         _check_given_specs(batch, specs, where, axes)
         return specs
+    if not axes:
+        return PartitionSpec()
     count = workers(where, axes)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if leaf.ndim == 0 or leaf.shape[0] % count:

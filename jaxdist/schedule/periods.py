@@ -237,14 +237,14 @@ def ada_comm(period: int, *, most: int = 2**20) -> AdaComm:
 
     def update(state, *, loss, learning_rate) -> AdaCommState:
         loss, rate = jnp.asarray(loss, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
+        usable = jnp.isfinite(loss) & (loss > 0) & jnp.isfinite(rate) & (rate > 0)
         is_first = jnp.isnan(state.first_loss)
-        first_loss = jnp.where(is_first, loss, state.first_loss)
-        first_rate = jnp.where(is_first, rate, state.first_rate)
+        first_loss = jnp.where(is_first & usable, loss, state.first_loss)
+        first_rate = jnp.where(is_first & usable, rate, state.first_rate)
         # H_0 sqrt(γ_0 / γ · F / F_0), of which a millionth above an integer counts as that integer.
         ratio = (first_rate / rate) * (loss / first_loss)
         wanted = jnp.ceil(jnp.clip(period * jnp.sqrt(ratio) * (1 - 1e-6), 1.0, float(most)))
         # A loss or a rate that is not positive and finite leaves the period as it is.
-        usable = jnp.isfinite(ratio) & (loss > 0) & (first_loss > 0) & (rate > 0)
         wanted = jnp.where(usable, wanted, state.period).astype(jnp.int32)
         halved = jnp.maximum(state.period // 2, 1)
         # The paper's γ: no progress at an unchanged rate halves the round.

@@ -87,8 +87,8 @@ def timeline(
     ready, sizes, forward = profile_lists(profile)
     if policy not in ("priority", "fifo"):
         raise ValueError(f'policy must be "priority" or "fifo", got {policy!r}')
-    positive(bandwidth=bandwidth)
-    limits(partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    positive(bandwidth=bandwidth, credit_bytes=credit_bytes)
+    limits(partition_bytes=partition_bytes)
     not_negative(overhead=overhead, latency=latency)
     done, messages = _simulate_queue(ready, sizes, bandwidth, policy, partition_bytes, credit_bytes, overhead, latency)
     # The device is busy with the backward pass until its last gradient.
@@ -124,8 +124,8 @@ def step_timeline(
       [16.0, 20.0]
     """
     ready, sizes, forward = profile_lists(profile)
-    positive(bandwidth=bandwidth)
-    limits(partition_bytes=partition_bytes, credit_bytes=credit_bytes)
+    positive(bandwidth=bandwidth, credit_bytes=credit_bytes)
+    limits(partition_bytes=partition_bytes)
     not_negative(overhead=overhead, latency=latency)
     counts = _check_count(sizes, partition_bytes)
     if isinstance(order, str):
@@ -137,7 +137,7 @@ def step_timeline(
         raise ValueError(f"order must name each layer once for each of its messages, {counts}, got {list(order)}")
     most = partition_bytes or max(sizes) or 1
     # The number of messages that may be under way.
-    window = math.inf if credit_bytes is None else math.ceil(credit_bytes / most)
+    window = math.inf if credit_bytes in (None, math.inf) else math.ceil(credit_bytes / most)
     done, messages, part, free = list(ready), [], [0] * len(ready), 0.0
     for m, layer in enumerate(order):
         size = min(most, sizes[layer] - part[layer] * most)

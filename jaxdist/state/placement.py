@@ -247,7 +247,7 @@ def consensus(state: State) -> State:
         # XLA reads parts of an array in the memory of the device alone.
         inside = jax.tree.map(to_device, node.value) if isinstance(node, OnHost) else node.value
         if isinstance(node, PerWorker) and node.axis != ():
-            # Whatever a change of the number of workers does with it.
+            # The mean, whatever the mark says about a change of the number of workers.
             mean = PerWorker(None, axis=node.axis, resize="mean")
             inside = jax.tree.map(lambda leaf: _resize_workers(leaf, mean, 1)[0], inside)
         if isinstance(node, Sharded):

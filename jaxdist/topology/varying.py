@@ -47,7 +47,8 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     *Sent* in a step: one model. The expected square of the consensus error shrinks by `½(1 - 1/(W-1))`, or by a little
     less with an odd number of workers, of which one is left out.
 
-    After `rounds` matchings they repeat; a compiled program contains each once.
+    After `rounds` matchings they repeat; a compiled program contains each once. They are drawn again if some workers
+    never communicate, not even through others.
 
     Examples:
       >>> from jaxdist import topology
@@ -57,6 +58,16 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     check_workers(workers)
     check_rounds(rounds)
     rng = np.random.default_rng(seed)
+    drawn = _draw_matchings(workers, rounds, rng)
+    # A single matching of more than two workers is never enough.
+    for _ in range(_REDRAWS if rounds > 1 else 0):
+        if not separate_workers(drawn):
+            break
+        drawn = _draw_matchings(workers, rounds, rng)
+    return drawn
+
+
+def _draw_matchings(workers: int, rounds: int, rng: np.random.Generator) -> Topology:
     drawn_rounds = []
     for _ in range(rounds):
         # Neighbors in a random order are pairs; the last of an odd number is left out.

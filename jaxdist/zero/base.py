@@ -72,7 +72,7 @@ class ZeroState(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        """Whether it averages gradients, as it does unless made with `reducer=None`."""
+        """Whether it averages gradients of replicated parameters, as it does unless made with `reducer=None`."""
         return self.reducer != ()
 
 

@@ -99,10 +99,13 @@ def test_cross_gradients_take_empty_leaves():
     [
         (
             lambda: jd.gossip(NONE, jd.topology.digraph(3, [(0, 1), (1, 2), (2, 1)]), method=sgp()),
-            "worker 0 and worker 1",
+            "worker 1 never receives",
         ),
-        (lambda: jd.gossip(NONE, jd.topology.from_matrix(np.eye(4))), "worker 0 and worker 1"),
-        (lambda: jd.gossip(NONE, jd.topology.from_edges(4, [(0, 1), (2, 3)])), "worker 0 and worker 2"),
+        (lambda: jd.gossip(NONE, jd.topology.from_matrix(np.eye(4))), "worker 1 never receives"),
+        (
+            lambda: jd.gossip(NONE, jd.topology.from_edges(4, [(0, 1), (2, 3)])),
+            "worker 2 never receives",
+        ),
         (lambda: jd.gossip(NONE, jd.topology.complete(4), carriers="data"), "carriers must be another axis"),
         (lambda: jd.gossip(NONE, jd.topology.ring(2), axis=("a", "b"), carriers="b"), "carriers must be another axis"),
         (

@@ -105,3 +105,21 @@ def test_the_compression_error_has_no_scale(factor):
 def test_the_model_to_evaluate_is_the_mean(resize):
     marked = jd.PerWorker(jnp.array([[1.0], [3.0]]), axis="data", resize=resize)
     assert jd.consensus({"w": marked})["w"].tolist() == [2.0]
+
+
+def test_statistics_around_a_condition_count_the_gather_that_they_use():
+    two_levels = jd.hierarchical(inner=EXACT, outer=EXACT)
+    mesh = jd.make_mesh({"pod": 2, "chip": 4})
+
+    def count(reducer):
+        tx = jd.all_reduce(jd.reducers.with_stats(reducer), axis=AXIS)
+
+        def step(state, batch):
+            return tx.update(batch[0] * jnp.ones(4096), state)[1], {}
+
+        state, _ = jd.distribute(step, mesh, axis=AXIS)(
+            jd.place(tx.init(jnp.zeros(4096)), mesh, axis=AXIS), jnp.ones(8)
+        )
+        return float(jd.transforms.stats(state)["bytes"])
+
+    assert count(jd.reducers.reducer_schedule(two_levels, two_levels, 5)) == count(two_levels) == 40960

@@ -246,10 +246,12 @@ def test_more_layers_than_there_are_cannot_be_deferred():
         pipelined_time(CASES["two layers"], defer=3, bandwidth=1)
 
 
-@pytest.mark.parametrize("name", ["partition_bytes", "credit_bytes"])
-def test_no_limit_is_none_and_not_infinity(name):
-    profile = Profile([6, 4, 2], [1, 1, 6], [2, 2, 2])
-    sizes = {"partition_bytes": 1, "credit_bytes": 1} | {name: math.inf}
-    for run in (timeline, step_timeline, bound):
-        with pytest.raises(ValueError, match=f"{name} must be finite, got inf: None means no limit"):
-            run(profile, bandwidth=1, **sizes)
+def test_no_limit_is_none_and_not_infinity():
+    profile, sizes = Profile([6, 4, 2], [1, 1, 6], [2, 2, 2]), {"bandwidth": 1, "partition_bytes": math.inf}
+    for run in (timeline, step_timeline):
+        with pytest.raises(ValueError, match="partition_bytes must be finite, got inf: None means no limit"):
+            run(profile, **sizes)
+        # Any number of messages may be under way.
+        assert run(profile, bandwidth=1, credit_bytes=math.inf) == run(profile, bandwidth=1)
+    with pytest.raises(ValueError, match="credit_bytes must be finite"):
+        bound(profile, bandwidth=1, partition_bytes=1, credit_bytes=math.inf)

@@ -179,7 +179,7 @@ def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gr
     accepted gradient is a step of its worker. The number of a gradient is 0 if no other worker applied one meanwhile.
 
     Raises:
-      ValueError: a version of a worker has several gradients, as with local steps, whose versions count averages.
+      ValueError: a version of a worker has several gradients, as with local steps and any-batch rounds.
 
     Examples:
       >>> import optax, jaxdist as jd
@@ -197,7 +197,7 @@ def peer_delays(trace: Trace, worker: int | None = None) -> Int[np.ndarray, " gr
         # A step leads from `version` to the next one; with skipped iterations versions jump.
         reached = version[own] + 1
         if (np.diff(reached) <= 0).any():
-            raise ValueError(f"worker {index} has several gradients of a version: this rule counts averages, not steps")
+            raise ValueError(f"worker {index} has several gradients of a version, of which this rule makes one step")
         last = np.searchsorted(reached, read[own], side="right")
         counts[own] = own - np.where(last > 0, own[last - 1] + 1, 0)
     return counts if worker is None else counts[workers == worker]

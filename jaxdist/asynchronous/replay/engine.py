@@ -373,12 +373,12 @@ class Engine:
         """Raises DeadlockError if no event is to come, or if many faults and their messages have led to no work."""
         state = self.state
         # A recovery may wake a worker, but not one whose next gradient is endless too.
-        if state.idle_faults <= idle_limit:
+        endless = tuple([i for i, running in enumerate(state.running) if running is not None])
+        if state.idle_faults <= idle_limit or (state.live and not endless):
             if state.live or any(event[1] == FAULT for event in state.heap):
                 return
         elif any(event[1] in _WORK for event in state.heap):
             return
-        endless = tuple([i for i, running in enumerate(state.running) if running is not None])
         raise DeadlockError(self._waiting_places(), state.tick / self.config.ticks_per_second, endless)
 
     def advance(self, until: int, is_complete: Callable[[ReplayState], bool] | None) -> None:

@@ -133,7 +133,8 @@ def ringmaster(max_delay: int, optimizer: optax.GradientTransformation, *, stop:
       Maranjyan, Tyurin, Richtárik, "Ringmaster ASGD: the first asynchronous SGD with optimal time complexity",
       arXiv:2501.16168, 2025.
     """
-    check_count("max_delay", max_delay, 1)
+    if max_delay != float("inf"):
+        check_count("max_delay", max_delay, 1)
     server = stepper(optimizer)
 
     def on_gradient(core: Core, worker: int, message: Message) -> Reaction:
