@@ -14,7 +14,6 @@ CONDITIONAL = {
     "intsgd": jd.reducers.intsgd,
     "reducer_schedule": lambda: jd.reducers.reducer_schedule(jd.exact(), jd.two_shot(jd.qsgd(4)), 1),
     "dgc": lambda: jd.reducers.dgc(0.1, warmup_densities=[0.5], warmup_steps=2),
-    "power_sgd": lambda: jd.error_feedback(jd.power_sgd(1, start_step=1)),
     "with_regime": lambda: jd.reducers.with_regime(jd.exact(), epoch_steps=1, interval_steps=1),
     "accordion": lambda: jd.reducers.accordion(jd.exact(), jd.two_shot(jd.qsgd(8)), epoch_steps=1, interval_steps=1),
 }
