@@ -58,9 +58,9 @@ def hierarchical(*, inner: Reducer, outer: Reducer) -> Reducer:
 
     Raises:
       ValueError: `inner` has no reduce-scatter form, or `outer` needs matrices or whole gradients (`power_sgd`, `dgc`
-        with `clip_norm=`); from `init`, the state of `outer` is neither shaped like the
+        with `clip_norm=`); from `init`, the state of `outer` has two levels itself, or is neither shaped like the
         vector nor independent of its length (`loco`, `partitioned`, the server residual of `two_shot` if dtypes are
-        mixed), or has two levels itself; at trace time, the group does not have two levels.
+        mixed); at trace time, the group does not have two levels.
 
     Examples:
       >>> import jaxdist as jd

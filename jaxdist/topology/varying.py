@@ -1,5 +1,7 @@
 """Graphs that change from step to step: few messages in each, and fast mixing over several."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ from .base import (
 )
 from .graphs import powers, shift
 from .spectrum import separate_workers
+
+_DRAWS = 100  # of a changing graph: an edge with a low probability may be in none of a few rounds
 
 
 def one_peer_exponential(workers: int) -> Topology:
@@ -58,12 +62,17 @@ def random_matchings(workers: int, *, rounds: int = 16, seed: int = 0) -> Topolo
     check_workers(workers)
     check_rounds(rounds)
     rng = np.random.default_rng(seed)
-    drawn = _draw_matchings(workers, rounds, rng)
     # A single matching of more than two workers is never enough.
-    for _ in range(_REDRAWS if rounds > 1 else 0):
+    return _draw_until_connected(partial(_draw_matchings, workers, rounds, rng), _DRAWS if rounds > 1 else 1)
+
+
+def _draw_until_connected(draw: Callable[[], Topology], attempts: int) -> Topology:
+    """Draws until all workers communicate, at most so often, and returns the last draw."""
+    drawn = draw()
+    for _ in range(attempts - 1):
         if not separate_workers(drawn):
             break
-        drawn = _draw_matchings(workers, rounds, rng)
+        drawn = draw()
     return drawn
 
 
@@ -149,9 +158,6 @@ def _pairing_round(workers: int, edges: list[Edge]) -> Round:
     return matching_round(workers, [(edges, dict.fromkeys(edges, 0.5))] if edges else [])
 
 
-_REDRAWS = 100  # a matching with a low probability may be active in none of a few rounds
-
-
 class Matchings(NamedTuple):
     """The matchings of a graph, the probability of each to be active in a step, and the weight of an active edge."""
 
@@ -188,19 +194,17 @@ def matcha(base: Topology, *, budget: float | int = 0.5, rounds: int = 32, seed:
     """
     check_rounds(rounds)
     solved = matchings(base, budget=budget)
-    rng = np.random.default_rng(seed)
-    for _ in range(_REDRAWS):
-        active = rng.random((rounds, len(solved.edges))) < np.array(solved.probabilities)
-        drawn = _from_draws(base, solved, active)
-        if not separate_workers(drawn):
-            return drawn
-    raise ValueError(
-        f"in {_REDRAWS} draws of rounds={rounds} at budget={budget} some workers of {base.name} never communicate: "
-        "draw more rounds, or allow a higher budget"
-    )
+    drawn = _draw_until_connected(partial(_draw_active, base, solved, rounds, np.random.default_rng(seed)), _DRAWS)
+    if separate_workers(drawn):
+        raise ValueError(
+            f"in {_DRAWS} draws of rounds={rounds} at budget={budget} some workers of {base.name} never communicate: "
+            "draw more rounds, or allow a higher budget"
+        )
+    return drawn
 
 
-def _from_draws(base: Topology, solved: Matchings, active: np.ndarray) -> Topology:
+def _draw_active(base: Topology, solved: Matchings, rounds: int, rng: np.random.Generator) -> Topology:
+    active = rng.random((rounds, len(solved.edges))) < np.array(solved.probabilities)
     drawn_rounds = []
     for flags in active:
         matched = [(edges, dict.fromkeys(edges, solved.alpha)) for edges, flag in zip(solved.edges, flags) if flag]
