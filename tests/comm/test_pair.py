@@ -125,3 +125,44 @@ def test_gradients_are_those_of_the_plain_collectives(pair):
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     # A linear function is its own derivative.
     np.testing.assert_allclose(slope, value, rtol=1e-5)
+
+
+def exchange(mesh):
+    return on_mesh(mesh, lambda rows: over("data").all_to_all(rows))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "float16", "bfloat16"])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_more_workers_exchange_in_turns(workers, dtype):
+    """Every bit arrives where the all-to-all would put it; the bytes are its bytes."""
+    mesh = jd.make_mesh({"data": workers}, devices=jax.devices()[:workers])
+    size = LEAST_BYTES // jnp.dtype(dtype).itemsize
+    x = jnp.concatenate([random_bits(dtype, size * workers // 2 + workers)] * 2).reshape(-1)[: workers**2 * size]
+    x = x.reshape(workers, workers, size)
+    assert np.asarray(exchange(mesh)(x)).tobytes() == np.swapaxes(np.asarray(x), 0, 1).tobytes()
+    traced = exchange(mesh).trace(x)
+    found = analysis.collectives(traced.lower().compile())
+    assert {op.kind for op in found.ops} == {"collective-permute"} | ({"reduce-scatter"} if workers == 4 else set())
+    assert found.wire_bytes == (workers - 1) * LEAST_BYTES
+    # Only on CPU.
+    assert "all_to_all" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_turns_are_for_long_rows_of_words():
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    for size, dtype in ((LEAST_BYTES - 8, "uint8"), (LEAST_BYTES, "float32")):
+        compiled = exchange(mesh).lower(jax.ShapeDtypeStruct((4, 4, size), dtype)).compile()
+        assert {op.kind for op in analysis.collectives(compiled).ops} == {"all-to-all"}
+
+
+def test_the_gradient_of_an_exchange_in_turns():
+    mesh = jd.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    weights = jax.random.normal(jax.random.key(1), (4, LEAST_BYTES // 2)).astype(jnp.float16)
+
+    def derivative(rows):
+        return jax.grad(lambda rows: jnp.sum(over("data").all_to_all(rows) * weights))(rows)
+
+    x = jnp.ones((4, 4, LEAST_BYTES // 2), jnp.float16)
+    # What worker w sends anywhere is weighted by row w there.
+    wanted = np.broadcast_to(np.asarray(weights)[:, None], x.shape)
+    np.testing.assert_array_equal(on_mesh(mesh, derivative)(x), wanted)
