@@ -42,6 +42,11 @@ def like_of(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
+def vary_like(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """Types an array as differing at least over the mesh axes over which that of `eval_shape` does."""
+    return cast_varying(x, like.manual_axis_type.varying if like.manual_axis_type else ())
+
+
 def cast_varying(x: Array, names: Iterable[str]) -> Array:
     """Types an array as differing over mesh axes; the cast refuses those over which it does already."""
     missing = frozenset(names) - varying_axes(x)

@@ -149,7 +149,7 @@ def compressed_adam(
     """
     check_adam(b1, b2, eps, weight_decay)
     return optax.chain(
-        per_worker(optax.scale_by_adam(b1=b1, b2=b2, eps=eps)),
+        per_worker(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), axis=axis),
         all_reduce(reducer, axis=axis),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

@@ -184,7 +184,7 @@ def _check_nesting(value: PyTree, outer: AxisNames) -> None:
                 f"a {type(inside).__name__} leaf over axis {', '.join(sorted(shared))} is inside a PerWorker one over "
                 "the same axis, over which workers differ already; a transformation that communicates inside "
                 "local_steps, noloco or gossip needs another axis than they have: "
-                "zero_redundancy(..., axis='chip') inside local_steps(..., axis='pod')"
+                "zero_redundancy(..., axis='chip') or per_worker(..., axis='chip') inside local_steps(..., axis='pod')"
             )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._core.checks import check_count
-from .._core.compat import cast_varying
+from .._core.compat import vary_like
 from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
@@ -118,7 +118,7 @@ def _update(
 
         def wait(total, seen, inner):
             # Typed as the other branch is, whose updates are each worker's own in local steps.
-            return jax.tree.map(_vary_like, (_zeros(like[0]), inner), like)
+            return jax.tree.map(vary_like, (_zeros(like[0]), inner), like)
 
         out, inner = jax.lax.cond(due, communicate, wait, total, seen, state.inner)
     # A sync starts the sums again.
@@ -130,10 +130,6 @@ def _update(
 
 def _zeros(like: PyTree[Like]) -> Updates:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-
-
-def _vary_like(x: Array, like: jax.ShapeDtypeStruct) -> Array:
-    return cast_varying(x, like.manual_axis_type.varying if like.manual_axis_type else ())
 
 
 def _is_due(sync: Any, steps: int | None, count: Int[Array, ""]) -> Array | bool:

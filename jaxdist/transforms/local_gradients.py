@@ -18,7 +18,7 @@ from ..reducers.base import NO_FORMS, Forms
 from ..state.marks import PerWorker, Sharded, axis_tuple, flatten_marks, is_mark, name_leaf, with_value
 
 
-def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation on local gradients, before `all_reduce` (momentum, clipping, noise), with its own state.
 
     On a worker without examples in a step, `update(..., examples=0)`, the transformation gets zeros in place of a
@@ -27,6 +27,11 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     *On the wire*: nothing.
 
     *State*: the state of `tx` as `PerWorker`.
+
+    Args:
+      tx: the transformation of local gradients.
+      axis: the workers with a state of their own. `None`: those of the train state; name the fast axis inside
+        `local_steps` or `noloco` over another one, `axis="chip"`.
 
     Examples:
       >>> import jax.numpy as jnp, optax, jaxdist as jd
@@ -37,7 +42,7 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):
-        return PerWorker(tx.init(params), resize="mean")
+        return PerWorker(tx.init(params), axis=axis, resize="mean")
 
     def update_fn(updates, state, params=None, **extra_args):
         # A state that is a whole field of the train state has no mark inside the step; it is restored afterwards.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.compat import cast_varying, mesh_axes_being_mapped
+from .._core.compat import cast_varying, mesh_axes_being_mapped, vary_like
 from .._core.dtypes import working_dtype
 from .._core.jaxprs import propagate
 from .._core.trees import fold_keys
@@ -102,7 +102,8 @@ def _sum_over_parts(
 
     stack = jax.tree.map(lambda x: _split(x, parts), args[batch])
     shapes = jax.eval_shape(lambda part: evaluate_part(0, part), jax.tree.map(lambda x: x[0], stack))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), shapes)
+    # Over a further axis each sum differs as its terms do.
+    zeros = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x), shapes)
     # The loss of a replicated batch is replicated, but a sum of local ones is not: type all of it as local.
     zeros = to_varying(zeros, axis)
     total, _ = lax.scan(add_part, zeros, (jnp.arange(parts), stack))

@@ -1,6 +1,5 @@
 """ZeRO stages 1 and 2: each worker keeps and updates one shard of the optimizer state, then all gather the updates."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -10,25 +9,24 @@ import jax.numpy as jnp
 import optax
 
 from .._core.checks import NO_PARAMS
+from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Flag, Int, PyTree, State, Updates
 from ..comm.base import Comm
 from ..comm.over import over
 from ..compressors.base import Compressor, contraction_form
 from ..reducers.base import Extras, Reducer, exact, is_map_params_placeholder, shards_of
-from ..state.marks import NO_PARAMETER, OnHost, Sharded, beside, bind, is_mark, with_value
+from ..state.marks import NO_PARAMETER, Sharded, beside, bind, is_mark, with_value
 from ..transforms.local_gradients import (
     check_leaves,
     check_local,
     check_shapes,
-    refuse_examples,
     refuse_model_axes,
     scale,
-    varies_somewhere,
     weight_of,
 )
-from ..transforms.quantized_state import is_coded
-from ..wire.flat import MULTIPLE, length, piece
+from ..wire.flat import MULTIPLE, piece
+from .checks import check_inner, check_means, check_replicated, check_sharding
 from .parts import Part, as_parts, is_part, local_shard, on_parts
 from .shards import (
     StateCodec,
@@ -190,7 +188,7 @@ def zero_redundancy(
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}; to shard the parameters too (stage 3), use zero.gathered")
     if reducer is None:
-        gradients = _Gradients(lambda params: (), _shards_of_means)
+        gradients = _Gradients(lambda params: (), partial(_shards_of_means, axis))
     else:
         advice = "optax.chain(all_reduce(reducer), zero_redundancy(inner, reducer=None)), which sends 3Ψ"
         form = shards_of(reducer, advice=advice)
@@ -211,7 +209,7 @@ def _init(cfg: _Config, params: PyTree) -> ZeroState:
     check_leaves(values)
     optimized = jax.tree.map(lambda x: jnp.array(x, cfg.master_dtype or x.dtype), values)
     inner = cfg.inner.init(optimized)
-    _check_inner(inner)
+    check_inner(inner)
     master = () if cfg.master_dtype is None else jax.tree.map(_mark_sharded, optimized)
     return ZeroState(
         bind(cfg.codec.init(_mark_state(cfg, inner, optimized)), cfg.axis),
@@ -278,7 +276,7 @@ def _follow_params(state: ZeroState, params: PyTree, comm: Comm) -> PyTree:
 
 def _check_arguments(cfg: _Config, updates: Updates, params: PyTree, extra_args: dict[str, Any]) -> None:
     """Checks the gradients of replicated parameters, these parameters, and the optimizer's extra arguments."""
-    _check_replicated(params, extra_args, cfg.axis)
+    check_replicated(params, _without_marked(extra_args), cfg.axis)
     check_leaves(updates)
     check_shapes(updates, params)
 
@@ -292,7 +290,12 @@ def _update_shards(
         params,
         is_leaf=is_mark,
     )
-    gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like)
+    # In their own dtype, as `inner` would get them otherwise: cast to float16, small ones would vanish.
+    keep = cfg.master_dtype is None and not _has_narrow_shards(inner)
+    like_gradients = jax.tree.map(
+        lambda x, p: jax.ShapeDtypeStruct(p.shape, x.dtype if keep else p.dtype), shards, like
+    )
+    gradients = jax.tree.map(lambda x, p: Part(x.astype(p.dtype), p.shape), shards, like_gradients)
     # Replicated parameters are known in full: an optimizer that needs a whole one does not gather it.
     optimized = as_parts(params, comm) if cfg.master_dtype is None else as_parts(master)
     # `local_steps` passes its anchor, which is sharded as the parameters are.
@@ -300,7 +303,7 @@ def _update_shards(
     return on_parts(
         lambda *trees: cfg.inner.update(*trees[:3], **{**extra_args, **trees[3]}),
         comm,
-        (like, _whole_shapes(inner), like, _whole_shapes(cut)),
+        (like_gradients, _whole_shapes(inner), like, _whole_shapes(cut)),
         (gradients, as_parts(inner), optimized, as_parts(cut)),
     )
 
@@ -338,10 +341,11 @@ def _reduce_to_shards(
 
 
 def _shards_of_means(
-    updates: Updates, params: PyTree, state: State, examples: Any, extras: Extras, comm: Comm
+    axis: AxisNames, updates: Updates, params: PyTree, state: State, examples: Any, extras: Extras, comm: Comm
 ) -> tuple[Updates, State, bool]:
     """Takes this worker's shards of gradients that are means already (`reducer=None`)."""
     del params, examples, extras
+    check_means(updates, axis)
     return jax.tree.map(lambda x: piece(x, comm), updates), state, True
 
 
@@ -372,6 +376,12 @@ def _fill_in(means: Updates, updates: Updates) -> Updates:
     return tree.unflatten([leaf.value if is_mark(leaf) else next(reduced) for leaf in leaves])
 
 
+def _has_narrow_shards(state: State) -> bool:
+    """Returns whether moments have half precision, which gradients in float32 would widen."""
+    shards = [x.value for x in jax.tree.leaves(state, is_leaf=is_mark) if is_mark(x)]
+    return any(x.dtype != working_dtype(x.dtype) for x in shards if jnp.issubdtype(x.dtype, jnp.floating))
+
+
 def _whole_shapes(tree: PyTree) -> PyTree:
     """The shapes and dtypes of the whole arrays."""
     return jax.tree.map(
@@ -388,53 +398,3 @@ def _restore_marks(new: PyTree, old: PyTree, some: Flag, comm: Comm) -> PyTree:
         return jnp.where(some, after.whole(comm) if is_part(after) else after, before)
 
     return jax.tree.map(restore_mark, old, new, is_leaf=lambda x: is_mark(x) or is_part(x))
-
-
-def _check_inner(state: PyTree) -> None:
-    """Checks that the state is not that of a transformation that belongs outside."""
-    refuse_examples(state)
-    if any(isinstance(x, OnHost) for x in jax.tree.leaves(state, is_leaf=is_mark)):
-        raise ValueError("zero_redundancy cannot wrap offload.host: use offload.host(zero_redundancy(inner)) instead")
-    if any(is_coded(x) for x in jax.tree.leaves(state, is_leaf=is_coded)):
-        raise ValueError(
-            "zero_redundancy around quantized_state would gather the decoded state: use zero_redundancy(optimizer, "
-            "state_compressor=dynamic_fp8(block=8))"
-        )
-
-
-def _check_replicated(params: PyTree, extra_args: dict[str, Any], axis: AxisNames) -> None:
-    """Checks that whole parameters and an optimizer's extra arguments are not typed as differing between workers."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if varies_somewhere(leaf, axis):
-            raise ValueError(
-                f"the parameter {jax.tree_util.keystr(path)} differs between workers of axis {axis!r}, but "
-                "zero_redundancy updates one model for all of them: remove the PerWorker mark from the train state, or "
-                "let workers of another axis differ, PerWorker(params, axis='pod') with zero_redundancy(axis='chip')"
-            )
-    for name, value in extra_args.items():
-        replicated = jax.tree.leaves(_without_marked(value))
-        if any(isinstance(x, jax.Array) and varies_somewhere(x, axis) for x in replicated):
-            raise ValueError(
-                f"{name}= differs between workers of axis {axis!r}, but zero_redundancy needs the same value on all: "
-                f"average it, jax.lax.pmean({name}, {axis!r})"
-            )
-
-
-def check_sharding(params: PyTree, comm: Comm, *, caller: str = "zero_redundancy") -> None:
-    """Checks that sharded parameters are cut as gradients, and the state of each parameter, are."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_mark)[0]:
-        if not is_mark(leaf):
-            continue
-        name = jax.tree_util.keystr(path) or "the parameter"
-        if not isinstance(leaf, Sharded):
-            raise ValueError(
-                f"{name} is marked {type(leaf).__name__}, but {caller} supports only replicated and Sharded "
-                "parameters: unwrap it in the step, or use another optimizer for it with optax.partition"
-            )
-        expected = length(math.prod(leaf.shape), comm.size)
-        if leaf.value.shape != (expected,):
-            raise ValueError(
-                f"{name} of shape {leaf.shape} is cut into shards of shape {leaf.value.shape} for {comm.size} workers, "
-                f"but {caller} needs shards of {expected} entries: mark it with zero.shard(params) or "
-                f"Sharded(..., multiple={MULTIPLE}), and place the state on this number of workers"
-            )

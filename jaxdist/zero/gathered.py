@@ -17,7 +17,7 @@ from ..compressors.base import Compressor
 from ..reducers.base import Reducer, exact, shards_of
 from ..state.marks import Sharded, axis_tuple, is_mark
 from ..wire.flat import MULTIPLE, unshard
-from .base import check_sharding
+from .checks import check_sharding
 from .shards import decode, encode, gather_payloads
 
 EXACT = exact()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._core.dtypes import working_dtype
 from .._core.trees import fold_keys, next_count
 from .._core.types import Array, AxisNames, Flag, Like, Payload, PRNGKeyArray, PyTree, Shape, State, Updates
 from ..comm.base import Comm
@@ -52,7 +53,8 @@ def buckets_of(params: Updates, stage: int) -> list[list[int]]:
     """The positions of leaves that share a collective: all of them, or in stage 2 about 25 MiB."""
     # Neighbors in the forward pass share a bucket, since their gradients are ready at about the same time.
     leaves, positions = jax.tree.leaves(params), forward_positions(params)
-    sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in positions]
+    # Whatever the dtype: `dynamic_loss_scale` inits with float32 copies of parameters in half precision.
+    sizes = [leaves[i].size * jnp.dtype(working_dtype(leaves[i].dtype)).itemsize for i in positions]
     buckets = assign_buckets(sizes, bucket_bytes=BUCKET_BYTES if stage == 2 else sum(sizes) + 1)
     return [sorted(positions[k] for k in bucket) for bucket in buckets]
 
