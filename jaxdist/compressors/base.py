@@ -232,11 +232,15 @@ def _add(pair: _Pair, add: Callable[[Payload, Array], Array], payload: Payload, 
 def _with_values(pair: _Pair, payload: Payload, like: Like) -> Payload:
     """The payload of the sparse compressor alone, for an array with the shape and dtype of `like`."""
     values = _payload_like(pair.sparse, like).values
-    dense = pair.dense
+    decoded = pair.dense.decompress(payload.values, values)
     # An unbiased code with ω' >= 1 may keep less than nothing: it is shrunk to a contraction.
-    if pair.sparse.contraction is not None and dense.variance is not None and dense.variance(values.shape) >= 1:
-        dense = scaled(dense)
-    return payload._replace(values=dense.decompress(payload.values, values))
+    if pair.sparse.contraction is not None and pair.dense.variance is not None:
+        is_wide, shrunk = pair.dense.variance(values.shape) >= 1, partial(scaled(pair.dense).decompress, payload.values)
+        if isinstance(is_wide, jax.Array):  # levels that change in training have a traced ω'
+            decoded = jnp.where(is_wide, shrunk(values), decoded)
+        elif is_wide:
+            decoded = shrunk(values)
+    return payload._replace(values=decoded)
 
 
 def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:
@@ -259,8 +263,10 @@ def _laws(pair: _Pair) -> dict[str, Callable[[Shape], float]]:
     return {}
 
 
-def _share_kept(omega: float) -> float:
-    """The δ of an unbiased compressor with this variance, shrunk if it is 1 or more."""
+def _share_kept(omega: Any) -> Any:
+    """The δ of an unbiased compressor with this variance, which may be traced, shrunk if it is 1 or more."""
+    if isinstance(omega, jax.Array):
+        return jnp.where(omega < 1, 1.0 - omega, 1.0 / (1.0 + omega))
     if not math.isfinite(omega):
         return 0.0
     return 1.0 - omega if omega < 1 else 1.0 / (1.0 + omega)

@@ -16,7 +16,7 @@ from .._core.types import Array, AxisNames, Float, Int, Key, PyTree, State, UInt
 from ..comm.base import Comm, add_bytes
 from ..comm.over import over
 from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, with_value
-from ..topology.base import Topology
+from ..topology.base import Topology, check_topology
 from ..transforms.common import check_per_worker, inner_step
 from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes
 from .method import Method, StepContext, check_interval, workers_of
@@ -100,7 +100,10 @@ def gossip(
     """
     if common := set(axis_tuple(axis)) & set(axis_tuple(carriers)):
         raise ValueError(f"carriers must be another axis than that of the workers, {axis!r}, got {sorted(common)[0]!r}")
+    check_topology(topology)
     chosen = d_psgd() if method is None else method
+    if not isinstance(chosen, Method):
+        raise TypeError(f"expected a method of gossip, such as d_psgd(), got {chosen!r}")
     cfg = _Config(
         optax.with_extra_args_support(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers
     )

@@ -16,7 +16,7 @@ from .._core.types import Array, AxisNames, Int, PyTree, State, UInt, Updates
 from ..comm.base import Comm, add_bytes
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
-from ..topology.base import Topology
+from ..topology.base import Topology, check_topology
 from ..topology.spectrum import is_doubly_stochastic
 from ..transforms.common import LearningRate, check_per_worker, rate_at, zeros_like
 from ..transforms.local_gradients import check_leaves, check_local
@@ -125,7 +125,7 @@ def mirror_descent(
     """
     if order not in ("adapt_then_combine", "combine_then_adapt"):
         raise ValueError(f'order must be "adapt_then_combine" or "combine_then_adapt", got {order!r}')
-    _check_averaging(topology, rounds, weights)
+    _check_averaging(geometry, topology, rounds, weights)
     cfg = _Config(geometry, learning_rate, topology, rounds, weights, order == "combine_then_adapt", axis)
     return optax.GradientTransformationExtraArgs(partial(_init_descent, cfg), partial(_descend, cfg))
 
@@ -255,7 +255,7 @@ def anytime_minibatch(
       Optimization", arXiv:2006.05752, 2019. Duchi, Agarwal, Wainwright, "Dual Averaging for Distributed Optimization",
       arXiv:1005.2012, 2012.
     """
-    _check_averaging(topology, rounds, weights)
+    _check_averaging(geometry, topology, rounds, weights)
     cfg = _Config(geometry, learning_rate, topology, rounds, weights, False, axis)
     return optax.GradientTransformationExtraArgs(partial(_init_anytime, cfg), partial(_step_anytime, cfg))
 
@@ -294,8 +294,12 @@ def _step_anytime(
     )
 
 
-def _check_averaging(topology: Topology | None, rounds: int, weights: str) -> None:
-    """Checks how workers are averaged."""
+def _check_averaging(geometry: Geometry, topology: Topology | None, rounds: int, weights: str) -> None:
+    """Checks the geometry, and how workers are averaged."""
+    if not isinstance(geometry, Geometry):
+        raise TypeError(f"expected a geometry, such as euclidean(), got {geometry!r}")
+    if topology is not None:
+        check_topology(topology)
     if weights not in ("batch", "uniform"):
         raise ValueError(f'weights must be "batch" or "uniform", got {weights!r}')
     check_count("rounds", rounds, 1)

@@ -216,6 +216,8 @@ class Watchdog:
             self._call, self._compiling = None, False
 
     def __enter__(self) -> "Watchdog":
+        if self._threads[0].ident is not None:
+            raise ValueError("this watchdog has been entered before: make another one, `with watchdog(...) as watch:`")
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._hear_compiler)
         for thread in self._threads:

@@ -23,6 +23,7 @@ from .base import (
     Reducer,
     Result,
     as_generator,
+    check_reducer,
     forward_forms,
     is_map_params_placeholder,
     list_named_leaves,
@@ -67,7 +68,8 @@ def bucketed(
         `block_10`.
 
     Raises:
-      ValueError: a cap is not positive; from `init`, `layers` does not name each entry of the tree once.
+      ValueError: a cap is not positive; with `flat`, the reducer needs matrices or whole gradients (`power_sgd`, `dgc`
+        with `clip_norm=`); from `init`, `layers` does not name each entry of the tree once.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -80,6 +82,8 @@ def bucketed(
     """
     # Checks the caps.
     assign_buckets([], bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes)
+    if flat:
+        _check_parts("bucketed() makes one vector of the leaves of a bucket, unless flat=False", reducer)
     return _make_bucketed(_BucketConfig(reducer, bucket_bytes, first_bucket_bytes, flat, layers))
 
 
@@ -125,6 +129,12 @@ def _reduce_buckets(
             for i, leaf in zip(members, inside, strict=True):
                 out[i] = leaf
     return Reduced(structure.unflatten(means), structure.unflatten(owns)), state
+
+
+def _check_parts(what: str, reducer: Reducer) -> None:
+    check_reducer(reducer)
+    if reducer.forms.no_parts is not None:
+        raise ValueError(f"{what}: {reducer.forms.no_parts}")
 
 
 def _init_parts(reducer: Reducer, parts: Sequence[PyTree[Like]]) -> tuple[State, ...]:
@@ -187,7 +197,7 @@ def partitioned(
     Inside a step use `"fifo"`: with `"priority"` every message waits for the gradient of layer 0, which comes last, and
     nothing overlaps. To send the first layers first, overlap consecutive steps with `pipelined`.
     `schedule.step_timeline` simulates a step with these arguments. The reducer sees one partition at a time, as a
-    vector: one scale, one top-k for each; PowerSGD does not compress inside.
+    vector: one scale, one top-k for each.
 
     *On the wire*: for each partition what the reducer sends for one vector of its size.
 
@@ -207,8 +217,9 @@ def partitioned(
         layer.
 
     Raises:
-      ValueError: both `layers` and `layer_fn` are given; from `init`, `layers` does not name each entry once, or the
-        layers in `order` are not those of the partitions.
+      ValueError: both `layers` and `layer_fn` are given; the reducer needs matrices or whole gradients (`power_sgd`,
+        `dgc` with `clip_norm=`); from `init`, `layers` does not name each entry once, or the layers in `order` are not
+        those of the partitions.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxdist as jd
@@ -229,6 +240,7 @@ def partitioned(
         raise ValueError(f'order must be "priority", "fifo" or the layer of each partition, got {order!r}')
     if layers is not None and layer_fn is not None:
         raise ValueError("layers and layer_fn both define the layers: pass one of them")
+    _check_parts("partitioned() cuts layers into vectors", reducer)
     cfg = _PartitionConfig(reducer, partition_bytes, -(-credit_bytes // partition_bytes), order, layers, layer_fn)
     return _make_partitioned(cfg)
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -52,6 +52,12 @@ class Topology(NamedTuple):
         # As many permutations as the largest degree: see `color_arcs`. The spectral gap takes too long for a `repr`.
         degree = max((len(round.messages) for round in self.rounds), default=0)
         return f"Topology({self.name!r}, workers={self.workers}, degree={degree}, rounds={len(self.rounds)})"
+
+
+def check_topology(value: Any) -> None:
+    """Raises unless the argument is a topology."""
+    if not isinstance(value, Topology):
+        raise TypeError(f"expected a topology, such as topology.ring(8), got {value!r}")
 
 
 def matrix(topology: Topology, step: int = 0) -> Float[np.ndarray, "w w"]:

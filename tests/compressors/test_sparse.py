@@ -176,6 +176,22 @@ def test_the_error_of_the_values_lies_where_the_dropped_entries_do_not():
     assert code.contraction((16,)) == 0.5 / 8
 
 
+@pytest.mark.parametrize(("bits", "bucket"), [(4, 16), (2, 4096)])
+def test_chained_with_levels_that_are_traced(bits, bucket):
+    """Levels of a state: ω' is traced, here below 1 and above it."""
+    x, key = jax.random.normal(jax.random.key(1), (40_000,)), jax.random.key(2)
+    levels = jnp.linspace(-1.0, 1.0, 2**bits)
+
+    def run(levels):
+        code = jc.chained(jc.top_k(0.1), jc.with_levels(levels, bits=bits, bucket=bucket, zero_level=False))
+        return code.decompress(code.compress(x, key), x), code.contraction(x.shape)
+
+    (out, delta), (traced_out, traced_delta) = run(np.asarray(levels)), jax.jit(run)(levels)
+    assert (delta < 0.05) == (bits == 2)
+    np.testing.assert_allclose(traced_delta, delta, rtol=1e-5)
+    np.testing.assert_allclose(traced_out, out, rtol=1e-5)
+
+
 def test_chained_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="values"):
         jc.chained(jc.scaled_sign(), jc.qsgd(4))

@@ -77,3 +77,12 @@ def test_what_cannot_work_in_a_step_says_so():
         alone.update(x, alone.init(x), x, round=jnp.zeros((), int))
     with pytest.raises(ValueError, match="round must be from 0 to 0, the last round of ring, got 1"):
         alone.update(x, alone.init(x), x, round=1)
+
+
+def test_what_is_no_graph_and_no_method_is_named():
+    # Without the type checks of the tests, which would raise first.
+    gossip = getattr(jd.gossip, "__wrapped__", jd.gossip)
+    with pytest.raises(TypeError, match=r"expected a topology, such as topology\.ring\(8\), got <function ring"):
+        gossip(optax.sgd(1.0), graphs.ring)
+    with pytest.raises(TypeError, match=r"expected a method of gossip, such as d_psgd\(\), got <function d2"):
+        gossip(optax.sgd(1.0), graphs.ring(4), method=jd.decentralized.d2)

@@ -269,6 +269,16 @@ def test_what_cannot_work_says_so():
         jd.simulate(lambda state, batch: (state, {}), 2)(wrapped.init(x), x)
 
 
+@pytest.mark.parametrize("make", [mirror_descent, anytime_minibatch])
+def test_what_is_no_geometry_and_no_graph_is_named(make):
+    # Without the type checks of the tests, which would raise first.
+    make = getattr(make, "__wrapped__", make)
+    with pytest.raises(TypeError, match=r"expected a geometry, such as euclidean\(\), got <function euclidean"):
+        make(euclidean, 0.1)
+    with pytest.raises(TypeError, match=r"expected a topology, such as topology\.ring\(8\), got 4"):
+        make(euclidean(), 0.1, topology=4)
+
+
 def test_parameters_of_a_graph_must_be_per_worker(mesh):
     tx = mirror_descent(euclidean(), 0.1, topology=topology.ring(8))
 

@@ -271,6 +271,8 @@ def test_alone():
             state, _ = watch(step, state, jnp.ones(4))
     assert state.tolist() == [3.0] * 4
     assert not watch._running
+    with pytest.raises(ValueError, match="entered before: make another one"), watch:
+        pass
     with pytest.raises(KeyError), jd.processes.watchdog(60):
         raise KeyError
     with pytest.raises(ValueError, match="time limits must be positive, got 0 and 600 seconds"):

@@ -65,7 +65,7 @@ NOT_BIASED = {
     "rounding": lambda: jd.compressed(jd.compressors.cast(jnp.bfloat16)),
     "eight bits": lambda: jd.compressed(jd.compressors.int8()),
     "feedback": lambda: jd.error_feedback(jd.compressed(jd.top_k(0.1))),
-    "feedback in buckets": lambda: jd.reducers.bucketed(jd.error_feedback(jd.power_sgd(rank=4))),
+    "feedback in buckets": lambda: jd.reducers.bucketed(jd.error_feedback(jd.power_sgd(rank=4)), flat=False),
     "ef21": lambda: jd.reducers.ef21(jd.compressed(jd.top_k(0.1))),
     "loco": lambda: jd.reducers.loco(jd.compressed(jd.top_k(0.1))),
     "dgc": lambda: jd.reducers.dgc(0.1),

@@ -46,7 +46,12 @@ def test_a_residual_of_two_levels_fits_vectors_of_any_length(size, reducer):
 def test_what_needs_whole_gradients_gets_no_parts(outer, message):
     with pytest.raises(ValueError, match=message):
         jd.hierarchical(inner=EXACT, outer=outer)
+    with pytest.raises(ValueError, match=f"unless flat=False: {message}"):
+        jd.reducers.bucketed(outer)
+    with pytest.raises(ValueError, match=f"into vectors: {message}"):
+        jd.reducers.partitioned(outer)
     assert jd.hierarchical(inner=EXACT, outer=jd.reducers.dgc(0.1))
+    assert jd.reducers.bucketed(outer, flat=False)
 
 
 def test_a_third_level_with_a_state_is_refused_by_name():
