@@ -20,6 +20,13 @@ def cpu() -> str:
     return found[1] if found else platform.processor()
 
 
+def vector_instructions() -> str | None:
+    """The widest vector instructions of an x86 processor."""
+    flags = re.search(r"^flags\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    known = flags[1].split() if flags else []
+    return next((name for name in ("avx512f", "avx2", "avx") if name in known), None)
+
+
 def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -35,6 +42,7 @@ def main() -> None:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = {
         "cpu": cpu(),
+        "vectors": vector_instructions(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30),
         "kernel": platform.release().split("-")[0],

@@ -37,6 +37,7 @@ MODES = {
     "torch": ["ddp", "f16", "power_sgd", "local"],
 }
 ALONE = "none"  # the mode without communication
+WARM_UP = 16  # at most so many steps of a mode before the clock
 EVERY = 8  # steps between evaluations: whole rounds of the local methods
 START_RATE = {"lm": 1e-3, "lm30": 1e-3, "mlp": 0.05, "tiny": 0.05}
 
@@ -126,8 +127,9 @@ def add_cost(given: argparse.Namespace, racer: Racers, mode: str) -> None:
 def time_steps(racer: Racers, mode: str, seconds: float, place: cluster.Host) -> dict[str, Any]:
     """Whole rounds of a mode, about as many as fit into the given seconds, and what one host sent in a step."""
     period = EVERY if mode in ("local", "diloco") else 1
-    # A round, or two steps, before the clock: the first steps of a hook differ.
+    # Before the clock: the first steps of a hook send more, and those after them still take longer.
     probe = racer.run_steps(max(2, period))
+    probe = racer.run_steps(max(1, min(round(seconds / (sum(probe[-period:]) or 1.0)), WARM_UP // period)) * period)
     whole = max(1, round(seconds / (sum(probe[-period:]) or 1.0)))
     count = max(3, min(whole, 20 // period)) * period
     alone = racer.run_alone()
