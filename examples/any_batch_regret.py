@@ -1,9 +1,9 @@
 """Online learning on workers of unequal speed: rounds of fixed time beside rounds of fixed batches.
 
-A stream of real handwritten digits, in the order in which they were written, so that it changes over time. Eight
-workers on a ring learn a linear classifier from it. Each round a worker takes anything from 1 to 10 seconds for ten
-images. With fixed batches all wait for the slowest; in rounds of fixed time each processes as many as it can.
-Regret is the loss of their models minus that of the best fixed one, summed over the seconds that they were in use.
+A stream of real handwritten digits, in the order of their writing, so that it changes over time. Eight workers on a
+ring learn a linear classifier from it; a worker takes 1 to 10 seconds for ten images. With fixed batches all wait for
+the slowest; in rounds of fixed time each processes as many as it can. Prints, and plots, the regret of each method: the
+loss of its models minus that of the best fixed one, summed over the seconds that they were in use.
 
     python examples/any_batch_regret.py regret.png
 """

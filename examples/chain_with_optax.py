@@ -2,7 +2,8 @@
 
     python examples/chain_with_optax.py
 
-If there is only a CPU, it is used as four devices.
+If there is only a CPU, it is used as four devices. Prints the loss, the test accuracy, and the bytes that a worker
+sent beside those of a plain all-reduce.
 """
 
 from typing import Any, NamedTuple

@@ -3,7 +3,8 @@
     python examples/flax_models.py [nnx|linen|plain]
 
 Each trains on eight simulated workers, is saved, and resumes on four. All three send compressed gradients with error
-feedback, so that the optimizer's state has residuals of each worker.
+feedback, so that the optimizer's state has residuals of each worker. Prints the test accuracy of each, before and after
+the move to four workers.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python examples/grain_data.py
 
-In several processes each reads its own part of every batch, and the checkpoints are in a folder that all share:
+Prints the loss of each part. With several processes, each reads its part of every batch; they share the folder:
 
     jaxdist launch -n 2 examples/grain_data.py runs/grain
 """

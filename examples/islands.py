@@ -4,7 +4,7 @@
     python examples/islands.py --name b --store /tmp/run      # in another; or s3://bucket/run in both
 
 Kill one (`kill -9`) and start it again: the other waits for it once, for two seconds, and goes on. At SIGTERM a job
-sends its progress and leaves. Without --name the script does all of this by itself.
+sends its progress and leaves. Without --name the script does all of this by itself. Prints rounds and losses.
 """
 
 import argparse

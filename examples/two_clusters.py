@@ -2,7 +2,7 @@
 
     python examples/two_clusters.py
 
-Prints the loss of both, and what a device sends in a step inside its cluster and to the other one.
+Prints the loss of both, and what a device sends, on average per step, inside its cluster and to the other one.
 """
 
 from typing import Any, NamedTuple

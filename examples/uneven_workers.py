@@ -2,9 +2,10 @@
 
     python examples/uneven_workers.py
 
-Everything happens on a virtual clock, with real gradients. First all workers draw from the same images: the time that
-each rule takes to reach a loss. Then each has a share of the images sorted by digit, so that only the slow one sees
-most zeros: plain asynchronous SGD learns them worse than other digits, and two rules repair that.
+Everything happens on a virtual clock, with real gradients. First all workers draw from the same images; it prints the
+time that each rule takes to reach a loss. Then each has a share of the images sorted by digit, so that only the slow
+one sees most zeros; it prints the accuracy on zeros and on all digits. Plain asynchronous SGD learns zeros worse than
+other digits, and two rules repair that.
 """
 
 import jax

@@ -3,7 +3,8 @@
     python examples/your_own_compressor.py
 
 Ternary gradients: each entry becomes -m, 0 or +m, with m the largest magnitude, so that it is right on average
-(Wen et al., "TernGrad", arXiv 1705.07878, 2017, without clipping). Two bits an entry.
+(Wen et al., "TernGrad", arXiv 1705.07878, 2017, without clipping). Two bits an entry. Prints that
+the laws hold, and the loss after training with the exact mean, with ternary gradients, and with error feedback.
 """
 
 import math
