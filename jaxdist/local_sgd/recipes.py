@@ -186,7 +186,7 @@ def slowmo(
 
     References:
       Wang, Tantia, Ballas, Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
-      arXiv:1910.00643, 2020.
+      arXiv:1910.00643, 2019.
     """
     outer = slow_momentum(learning_rate=slow_learning_rate, momentum=momentum)
     tx = local_steps(inner, outer, sync_period=sync_period, buffers=buffers, reducer=reducer, axis=axis)

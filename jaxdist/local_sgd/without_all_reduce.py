@@ -77,7 +77,7 @@ def local_slow_momentum(
       8.325
 
     References:
-      Wang et al., "SlowMo", arXiv:1910.00643, 2020 (SGP-SlowMo-noaverage).
+      Wang et al., "SlowMo", arXiv:1910.00643, 2019 (SGP-SlowMo-noaverage).
     """
     check_period(sync_period, 0, 0, 1)
     inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)

@@ -65,7 +65,7 @@ def pipelined(
     axis: AxisNames = "data",
     has_aux: bool = False,
 ) -> Pipelined:
-    """Synchronous training that overlaps communication with the next forward pass too, across the border of steps.
+    """Synchronous training that overlaps communication with the next forward pass too, across step boundaries.
 
     The backward pass ends with the first layers, so in an ordinary step nothing is left to hide their reduction behind.
     Here the gradients `g_i` of the first `defer` layers wait, unreduced, for the next call. It reduces and applies them
