@@ -172,7 +172,7 @@ def find_known_problems() -> list[tuple[str, str]]:
         found.append(
             (
                 "the first collective over an axis fails if a CPU process comes to it 30 s after another",
-                "call agree(state, mesh=mesh) while all are about as far; later ones wait as long as it takes",
+                "call jd.processes.check_consistency(state, mesh=mesh) while all are about as far; later ones wait",
             )
         )
         if getattr(jax.config, "jax_compilation_cache_dir", None):

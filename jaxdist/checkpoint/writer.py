@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from .._core.trees import is_key
 from .._core.types import Array, State
+from ..state.marks import check_usable
 from . import _files, _manifest
 from ._manifest import orbax, path_of
 from .errors import FULL, LONGEST_PAUSE, SETTLE_SECONDS, CheckpointFullError, Together, number_of
@@ -172,6 +173,7 @@ def _begin(
 
     with together, _translate_errors(root, step):
         ocp = orbax()
+        check_usable(state)
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         named = _manifest.name_leaves(state)

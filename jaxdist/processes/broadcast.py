@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._core.compat import with_weak_types
 from .._core.hashing import hash_of
 from .._core.trees import describe_structure, is_key, leaf_name
 from .._core.types import PyTree
@@ -142,4 +143,4 @@ def _restore_type(host: np.ndarray, leaf: Any) -> Any:
         return host
     if is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(leaf))
-    return jnp.asarray(host)
+    return with_weak_types(jnp.asarray(host), leaf)

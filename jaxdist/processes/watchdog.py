@@ -29,6 +29,7 @@ LONGEST_PAUSE = 0.2  # seconds between two heartbeats, and between two checks of
 HEARTBEATS = 20  # at least this many within the time limit
 SILENCE = 5  # a process that has missed this many is lost
 LAST_HEARTBEAT_SECONDS = 1.0
+MOST_KNOWN = 64  # calls whose later time limit is remembered
 # The events of JAX before and after XLA compiles. Those of tracing are no sign: `jax.eval_shape` has them, too.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -182,7 +183,8 @@ class Watchdog:
         # The thread that calls steps, and whether it compiles.
         self._thread, self._compiling = 0, False
         # (function, instance, signature) of the calls that have run.
-        self._known: list[tuple[Any, Any, int]] = []
+        # A function that is made for each call would otherwise keep its arrays for ever.
+        self._known: deque[tuple[Any, Any, int]] = deque(maxlen=MOST_KNOWN)
         self._received: dict[int, Received] = {}
         self._polled = time.monotonic()  # when the channel last answered
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()

@@ -281,6 +281,13 @@ def test_alone():
         make(float("nan"))
 
 
+def test_functions_of_long_ago_are_forgotten():
+    with jd.processes.watchdog(60) as watch:
+        for number in range(module.MOST_KNOWN + 3):
+            watch(lambda number=number: jnp.array(number))
+    assert len(watch._known) == module.MOST_KNOWN
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_alone(monkeypatch, number):
     # Whoever was asked before in this process may since have lost the signals to another library.
