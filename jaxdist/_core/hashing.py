@@ -30,7 +30,9 @@ def hash_array(x: Array) -> UInt[Array, ""]:
     if jnp.iscomplexobj(x):
         # As they are stored: the real and the imaginary part of each number side by side.
         x = jnp.stack([x.real, x.imag], -1)
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    # Numbers of less than a byte become the bytes in which NumPy, and so `hash_of`, has them.
+    widths = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
+    width = widths[jax.dtypes.itemsize_bits(x.dtype)]
     return _sum_mixed(lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel(), jnp)
 
 

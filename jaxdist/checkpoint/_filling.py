@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.trees import is_key
 from .._core.types import Array, Like, Shape, State
-from ..state.marks import Sharded, cutting
+from ..state.marks import PerWorker, Sharded, cutting
 from ..state.placement import copy_to_workers, refit
 from ._files import ARRAYS, MANIFEST
 from ._manifest import Leaf, Manifest, name_leaves, orbax, path_of
@@ -214,14 +214,15 @@ def convert(was: Sequence[Any], found: Array | np.ndarray, marks: Sequence[Any],
 
 
 def _unshard(marks: Sequence[Any], found: Array | np.ndarray) -> Array | np.ndarray:
-    """Undoes the marks like `jd.consensus`: per-worker values are combined by their rule, shards are joined."""
+    """Undoes the marks like `jd.consensus`: per-worker values are averaged, shards are joined."""
     # Each mark owns the first dimension that is left; only the last one can be Sharded, with padding at its end.
     for mark in cutting(marks):
         if isinstance(mark, Sharded):
             found = found[: math.prod(mark.shape)].reshape(*mark.shape, *found.shape[1:])
         else:
-            # Refit to a single worker; `...` keeps scalars arrays.
-            found = refit([mark], found, (1, *found.shape[1:]))[0, ...]
+            # The mean, whatever the mark says about a change of the number of workers; `...` keeps scalars arrays.
+            mean = PerWorker(None, axis=mark.axis, resize="mean")
+            found = refit([mean], found, (1, *found.shape[1:]))[0, ...]
     return found
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._core.compat import shard_map, with_weak_types
 from .._core.hashing import hash_array
-from .._core.trees import leaf_name
+from .._core.trees import leaf_name, to_device
 from .._core.types import Array, AxisNames, PyTree, State
 from ..comm.over import over
 from ..processes.initialize import check_connected
@@ -26,7 +26,6 @@ from ..state.marks import (
     check_usable,
     cutting,
     flatten_marks,
-    is_mark,
     is_spec,
     run_in_view,
     spec_entry,
@@ -273,8 +272,8 @@ def disagreement(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> tuple
       ()
     """
     check_usable(state)
-    named = jax.tree_util.tree_flatten_with_path(bind(state, axis), is_leaf=is_mark)[0]
-    named = [(leaf_name(path), leaf) for path, leaf in named if not is_mark(leaf)]
+    # Marks that do not cut, such as `OnHost`, say nothing against equal values.
+    named = [(leaf_name(path), leaf) for marks, path, leaf in flatten_marks(bind(state, axis)) if not cutting(marks)]
     if not named:
         return ()
     # 4 bytes a leaf cross the network, not the values.
@@ -287,7 +286,7 @@ def _hashes(mesh: Mesh, axes: tuple[str, ...]) -> Callable[[list[Array]], Array]
     """Compiles a function that gathers every worker's hash of its own copy of each leaf, as `[W, leaves]`."""
 
     def gather_hashes(leaves):
-        return over(axes).all_gather(jnp.stack([hash_array(leaf) for leaf in leaves]))
+        return over(axes).all_gather(jnp.stack([hash_array(to_device(leaf)) for leaf in leaves]))
 
     # The leaves are typed as equal, so JAX moves nothing: each worker hashes the copy that it really has.
     mapped = shard_map(

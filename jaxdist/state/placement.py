@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._core.compat import is_on_host
 from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
 from .flax_marks import refuse_lost_marks
@@ -193,6 +194,9 @@ def _place_tree(state: State, mesh: Place, axis: AxisNames) -> State:
 def place_leaf(leaf: Array, sharding: jax.sharding.Sharding) -> Array:
     """`device_put`, also of a key or an array of one device onto several processes."""
     if sharding.is_fully_addressable or not leaf.is_fully_addressable:
+        # JAX fails to move copies to fewer devices and into host memory at once.
+        if sharding.memory_kind == "pinned_host" and not is_on_host(leaf) and len(leaf.sharding.device_set) > 1:
+            leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
         words = jax.device_put(np.asarray(jax.random.key_data(leaf)), sharding)

@@ -384,3 +384,13 @@ def test_without_orbax_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "orbax", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxdist\[train\]'"):
         checkpoint.save(tmp_path, {"w": jnp.ones(1)}, 0)
+
+
+@pytest.mark.parametrize("rule", ["mean", "copy", "zero"])
+def test_values_per_worker_become_their_mean_by_any_rule(tmp_path, rule):
+    """The rule is about another number of workers; a model of each worker was that of worker 0, or zeros."""
+    model = {"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([4, 5])}
+    checkpoint.save(tmp_path, jd.PerWorker(model, axis="data", resize=rule), 0)
+    found = checkpoint.resume(tmp_path, {"w": jnp.zeros(1), "count": jnp.zeros((), jnp.int32)})
+    assert found.converted == ("count", "w")
+    assert (found.state["w"].tolist(), int(found.state["count"])) == ([2.0], 4)

@@ -12,16 +12,20 @@ from jax import P, lax
 from problems import TrainState, assert_close, batch, fresh, make_step
 
 import jaxdist as jd
-from jaxdist._core.hashing import hash_array
+from jaxdist._core.hashing import hash_array, hash_of
+
+NARROW = ["int4", "uint4", "int2", "float4_e2m1fn"]
 
 
-def unequal(mesh, *values):
+def unequal(mesh, *values, memory=None):
     """An array that claims to be the same everywhere, and is not."""
+    sharding = jax.NamedSharding(mesh, P(), memory_kind=memory)
     copies = [jax.device_put(value, device) for value, device in zip(values, mesh.devices.ravel(), strict=True)]
-    return jax.make_array_from_single_device_arrays(values[0].shape, jax.NamedSharding(mesh, P()), copies)
+    copies = [jax.device_put(copy, copy.sharding.with_memory_kind(memory)) for copy in copies]
+    return jax.make_array_from_single_device_arrays(values[0].shape, sharding, copies)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool", *NARROW])
 def test_one_differing_copy_is_found(mesh, dtype):
     same = jnp.arange(6).astype(dtype)
     odd = same.at[3].set(jnp.asarray(0, dtype))
@@ -30,6 +34,24 @@ def test_one_differing_copy_is_found(mesh, dtype):
         "residual": jd.PerWorker(jnp.arange(8.0)),
     }
     assert jd.runtime.disagreement(state, mesh) == ("opt.mu",)
+
+
+def test_copies_in_host_memory_are_compared(mesh):
+    same, odd = jnp.zeros(3), jnp.ones(3)
+    mu = unequal(mesh, *[same] * 5, odd, *[same] * 2, memory="pinned_host")
+    state = {
+        "opt": {"mu": jd.OnHost(mu), "nu": jd.OnHost(jd.PerWorker(jnp.arange(8.0)))},
+        "w": unequal(mesh, *[same] * 8),
+    }
+    assert jd.runtime.disagreement(state, mesh) == ("opt.mu",)
+    state["opt"]["mu"] = jd.OnHost(unequal(mesh, *[same] * 8, memory="pinned_host"))
+    assert jd.runtime.disagreement(state, mesh) == ()
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_host_hashes_narrow_numbers_as_devices_do(dtype):
+    x = jnp.array([1, 0, 1, -1 if "i" in dtype[:1] else 1, 0]).astype(dtype)
+    assert hash_of(np.asarray(x)) == int(hash_array(x))
 
 
 def test_keys_and_empty_states(mesh):

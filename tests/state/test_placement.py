@@ -241,13 +241,14 @@ def test_resize_to_the_same_number_keeps_every_bit(mesh, eight):
 
 def test_what_is_in_host_memory_is_resized_and_merged(mesh, eight):
     def on_host(state):
-        return state._replace(residual=jd.OnHost(state.residual), moment=jd.OnHost(state.moment))
+        return state._replace(**{name: jd.OnHost(getattr(state, name)) for name in ("w", "residual", "moment")})
 
     state = jax.tree.map(jax.device_put, on_host(eight), jd.state.shardings(on_host(eight), mesh))
     small = grow(mesh, 2)
     found = jd.resize(state, small)
     assert_equal(found, on_host(jd.resize(eight, small)))
-    assert found.moment.value.value.sharding.memory_kind == "pinned_host"
+    assert {x.sharding.memory_kind for x in (found.w.value, found.moment.value.value)} == {"pinned_host"}
+    assert_equal(jd.place(found, grow(mesh, 1)).w, found.w)
     assert_equal(jd.consensus(state), jd.consensus(eight))
 
 
