@@ -59,13 +59,19 @@ def with_shared(state: LocalStepsState, shared: Shared) -> LocalStepsState:
 
 
 def encode(
-    reducer: Reducer, index: Array | int, drift: Updates, state: State, rate: Array | None = None
+    reducer: Reducer,
+    index: Array | int,
+    drift: Updates,
+    state: State,
+    rate: Array | None = None,
+    examples: Array | None = None,
 ) -> tuple[list[Array], State]:
     """Returns the arrays that this island sends for its drift, and the reducer's state once they are taken.
 
-    `index` is the number that the keys of its draws are folded with, as that of a worker is.
+    `index` is the number that the keys of its draws are folded with, as that of a worker is. Without examples the drift
+    counts for nothing, and error feedback keeps its residual.
     """
-    generator, sent = _begin(reducer, drift, state, index, rate)
+    generator, sent = _begin(reducer, drift, state, index, Extras(None, rate, examples))
     _, after = _finish(generator, sent, _arrays(sent))
     return _arrays(sent), after
 
@@ -82,16 +88,16 @@ def run_messages(
     reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any], rate: Array | None = None
 ) -> tuple[Reduced, State]:
     """Returns what the reducer does when these arrays, of one member, are all that arrives."""
-    generator, sent = _begin(reducer, updates, state, 0, rate)
+    generator, sent = _begin(reducer, updates, state, 0, Extras(None, rate))
     return _finish(generator, sent, arrays)
 
 
 def _begin(
-    reducer: Reducer, updates: Updates, state: State, index: Array | int, rate: Array | None
+    reducer: Reducer, updates: Updates, state: State, index: Array | int, extras: Extras
 ) -> tuple[Any, Messages]:
     assert reducer.forms.messages is not None
     comm = alone()._replace(index=jnp.asarray(index, jnp.int32))
-    generator = reducer.forms.messages(updates, state, comm, Extras(None, rate))
+    generator = reducer.forms.messages(updates, state, comm, extras)
     for sent in generator:
         return generator, sent
     # A part of it communicates by itself, as one whose messages depend on a value must.
@@ -126,10 +132,10 @@ def measure_drift(anchor: Updates, params: PyTree) -> Updates:
 
 @partial(jax.jit, static_argnums=0)
 def encode_drift(
-    method: RoundMethod, index: Array, drift: Updates, state: State, rate: Array | None
+    method: RoundMethod, index: Array, drift: Updates, state: State, rate: Array | None, examples: Array
 ) -> tuple[list[Array], State, Array]:
     """Returns what `encode` does, and whether all of it is finite."""
-    arrays, after = encode(method.reducer, index, drift, state, rate)
+    arrays, after = encode(method.reducer, index, drift, state, rate, examples)
     kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
     return arrays, after, jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
 
@@ -195,7 +201,7 @@ def compile_programs(method: RoundMethod, index: Array | np.int32, local: LocalS
     """Runs every program of a round once, on arrays placed as in a meeting."""
     shared = select_shared(local)
     drift = measure_drift(local.anchor, params)
-    arrays, _, _ = encode_drift(method, index, drift, local.reducer[0], None)
+    arrays, _, _ = encode_drift(method, index, drift, local.reducer[0], None, np.float32(1))
     hosts = [to_host(x) for x in arrays]
     total, replicated = zeros_like(shared.anchor), shared.reducer
     for _ in range(2):  # the second member is added to what the first left

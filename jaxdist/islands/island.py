@@ -250,7 +250,9 @@ class Island:
         drift = measure_drift(local.anchor, model.params)
         rate = _mean_rate(local)
         sent_rate = None if rate is None else np.float32(rate)
-        arrays, after, finite = encode_drift(self._replay.method, self._index, drift, local.reducer[0], sent_rate)
+        arrays, after, finite = encode_drift(
+            self._replay.method, self._index, drift, local.reducer[0], sent_rate, np.float32(examples)
+        )
         if not bool(to_host(finite)):
             model.params = rebase(local.anchor, model.params, zeros_like(drift))
             # Moments that are not finite would make the next steps so, too.

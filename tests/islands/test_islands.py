@@ -449,3 +449,22 @@ def test_a_step_that_was_compiled_ahead_of_time_leaves_nothing_to_compile_to_the
         with compiled_programs() as compiled:
             island.meet(state)
         assert compiled == []
+
+
+def test_an_island_without_examples_keeps_its_residual():
+    """As a worker of `local_steps`: what is sent with the weight 0 reaches no model."""
+    feedback = jd.error_feedback(jd.compressed(jd.top_k(0.25)))
+    tx = jd.local_steps(optax.sgd(0.5), optax.sgd(1.0), sync_period=1, axis=None, reducer=feedback)
+    store, residuals = islands.memory(), []
+    alone = jnp.array([4.0, 3.0, 2.0, 1.0])
+    with islands.join(store, tx, name="a", begin_with=1, round_timeout=30) as island:
+        state = island.enter({"params": jnp.zeros(4), "opt": tx.init(jnp.zeros(4))})
+        for examples in (1.0, 0.0, 1.0):
+            if examples:
+                updates, opt = tx.update(state["params"] - alone, state["opt"], state["params"], sync=())
+                state = {"params": state["params"] + updates, "opt": opt}
+            state, _ = island.meet(state, examples=examples)
+            residuals.append(np.asarray(state["opt"].reducer[0].residual.value))
+    np.testing.assert_array_equal(residuals[0], [0.0, -1.5, -1.0, -0.5])
+    np.testing.assert_array_equal(residuals[1], residuals[0])
+    assert residuals[2][1] == 0
