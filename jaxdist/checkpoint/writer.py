@@ -64,8 +64,9 @@ def save(path: str | Path, state: State, step: SupportsIndex, *, data: Any = Non
       CheckpointPeerError: another process failed.
       ImportError: orbax is not installed (the extra `train`).
       ValueError: a negative step, `keep` below 1, `data` that is not JSON, a `path` that is a URL, two leaves with one
-        name (`{"a.b": x, "a": {"b": y}}`), or a leaf that JAX or the format would convert (64 bits of NumPy while JAX
-        has 32, `uint4`); or the folder is being written, by another process or by `writing` around the call.
+        name (`{"a.b": x, "a": {"b": y}}`), a leaf that JAX or the format would convert (64 bits of NumPy while JAX has
+        32, `uint4`), that was donated or, in a job of several processes, not placed; or the folder is being written, by
+        another process or by `writing` around the call.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd, tempfile
@@ -147,12 +148,17 @@ def _check_keep(keep: int | None) -> None:
 
 
 def _check_arrays(arrays: dict[str, Array]) -> None:
-    """Checks dtypes, since orbax would refuse them only in the thread, and without the name of the leaf."""
+    """Checks dtypes and places, since orbax would refuse them without the name of the leaf, dtypes in the thread."""
     import tensorstore  # comes with orbax
 
     if not arrays:
         raise ValueError("the state contains no non-empty arrays: there is nothing to save")
     for name, array in arrays.items():
+        if jax.process_count() > 1 and array.is_fully_addressable:
+            raise ValueError(
+                f"leaf `{name}` is an array of each process, not of all together: place the state with "
+                "jd.place(state, mesh), or make it with jd.init_state"
+            )
         if not is_key(array):
             try:
                 tensorstore.dtype(array.dtype.name)
@@ -176,6 +182,7 @@ def _begin(
         check_usable(state)
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
+        check_usable(state)
         named = _manifest.name_leaves(state)
         manifest = _manifest.dump(named, step, data)
         # Orbax refuses empty leaves; the manifest suffices to restore them.

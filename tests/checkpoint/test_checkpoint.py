@@ -394,3 +394,16 @@ def test_values_per_worker_become_their_mean_by_any_rule(tmp_path, rule):
     found = checkpoint.resume(tmp_path, {"w": jnp.zeros(1), "count": jnp.zeros((), jnp.int32)})
     assert found.converted == ("count", "w")
     assert (found.state["w"].tolist(), int(found.state["count"])) == ([2.0], 4)
+
+
+def test_a_donated_state_is_named(tmp_path):
+    state = {"w": jnp.ones(3)}
+    jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)(state)
+    with pytest.raises(ValueError, match="leaf `w` of the state has been deleted: an earlier call donated it"):
+        checkpoint.save(tmp_path, state, 0)
+    with (
+        pytest.raises(ValueError, match="leaf `w` of the state has been deleted: an earlier call donated it"),
+        checkpoint.writing(tmp_path) as writer,
+    ):
+        writer.save(state, 0)
+    assert checkpoint.latest(tmp_path) is None

@@ -64,3 +64,12 @@ def test_different_steps_are_refused(results):
         name, _, text, _ = result["different steps"]
         assert name in ("ValueError", "CheckpointPeerError")
         assert "save different steps, [0, 1]" in text
+
+
+def test_a_leaf_that_was_not_placed_is_named(results):
+    for result in results:
+        for name, _, text, seconds in result["not placed"]:
+            assert name in ("ValueError", "CheckpointPeerError")
+            assert "leaf `own` is an array of each process" in text
+            assert "jd.place(state, mesh)" in text
+            assert seconds < SECONDS

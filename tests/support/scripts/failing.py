@@ -17,6 +17,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxdist as jd
 from jaxdist import checkpoint
@@ -103,6 +104,9 @@ def main():
         results[name] += [checkpoint.resume(folder, state).step, tried(checkpoint.save, folder, state, 3)]
     results["again"] = again(root / "again", state)
     results["different steps"] = tried(checkpoint.save, root / "different", state, jax.process_index())
+    for leaf in (np.float32(1.0), jnp.zeros(()), jax.random.key(0)):
+        one_place = tried(checkpoint.save, root / "not placed", {**state, "own": leaf}, 1)
+        results.setdefault("not placed", []).append(one_place)
     with mock.patch.object(writing_module, "VISIBLE_SECONDS", 1.0):
         results["own disks"] = tried(checkpoint.save, root / f"own-{jax.process_index()}", state, 1)
     results["own disks"] += [checkpoint.latest(root / f"own-{jax.process_index()}")]
