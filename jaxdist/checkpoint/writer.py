@@ -179,7 +179,6 @@ def _begin(
 
     with together, _translate_errors(root, step):
         ocp = orbax()
-        check_usable(state)
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         check_usable(state)
