@@ -5,6 +5,11 @@ import sys
 
 def run() -> int:
     """Runs the command; exits with one line that names the extras if a package is missing."""
+    # The launcher needs none of them.
+    if sys.argv[1:2] == ["launch"]:
+        from ..processes.launch import __main__ as launcher
+
+        return launcher.main(sys.argv[2:])
     try:
         # Inside the function, so that a missing package gives a message instead of a traceback.
         from .main import main

@@ -120,15 +120,20 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def has_backend() -> bool:
+    """Returns whether JAX's backend has started; asking JAX for its devices would start it."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
 def triton_parameters(warps: int) -> Any | None:
     """The parameters of a Pallas kernel for Triton, whose programs have `warps` warps each.
 
     `None` where JAX does not run on GPUs, and where that backend, deprecated since 0.11, is gone. Also before JAX's
     backend has started, which a trace for shapes alone must not do: `jax.distributed.initialize` comes first.
     """
-    from jax._src import xla_bridge
-
-    if not xla_bridge.backends_are_initialized() or jax.default_backend() != "gpu":
+    if not has_backend() or jax.default_backend() != "gpu":
         return None
     try:
         from jax.experimental.pallas import triton
@@ -172,7 +177,8 @@ def find_known_problems() -> list[tuple[str, str]]:
         found.append(
             (
                 "the first collective over an axis fails if a CPU process comes to it 30 s after another",
-                "call jd.processes.check_consistency(state, mesh=mesh) while all are about as far; later ones wait",
+                "call jd.processes.check_consistency(state, mesh=mesh) while all are about as far; later ones wait as "
+                "long as it takes",
             )
         )
         if getattr(jax.config, "jax_compilation_cache_dir", None):

@@ -294,7 +294,7 @@ def _step_anytime(
     )
 
 
-def _check_averaging(geometry: Geometry, topology: Topology | None, rounds: int, weights: str) -> None:
+def _check_averaging(geometry: Any, topology: Any, rounds: int, weights: str) -> None:
     """Checks the geometry, and how workers are averaged."""
     if not isinstance(geometry, Geometry):
         raise TypeError(f"expected a geometry, such as euclidean(), got {geometry!r}")

@@ -138,7 +138,7 @@ def _on_host(tree: PyTree) -> tuple[list[str], list[np.ndarray]]:
 
 
 def _restore_type(host: np.ndarray, leaf: Any) -> Any:
-    """Converts a value to the type of its leaf: a NumPy array, a JAX array, or a typed key."""
+    """Converts a value to the type of its leaf: a NumPy array, a JAX array, weakly typed or not, or a typed key."""
     if not isinstance(leaf, jax.Array):
         return host
     if is_key(leaf):

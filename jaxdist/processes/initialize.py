@@ -8,7 +8,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from .._core.checks import check_count
-from .._core.compat import coordination_client
+from .._core.compat import coordination_client, has_backend
 from .cluster import COUNT, Job, MismatchError, detect, where_to_listen
 from .consistency import exchange, fingerprint_process
 from .rendezvous import GRACE_SECONDS, check_in
@@ -98,7 +98,12 @@ def check_connected() -> None:
 
 
 def _join(job: Job, seconds: int, heartbeat_seconds: int) -> None:
-    """Checks in, starts JAX's service, and compares versions."""
+    """Checks in, starts JAX's service, and compares versions; does nothing for one process that runs JAX already."""
+    if has_backend():
+        if job.processes == 1:
+            return
+        # Before the check-in, so that no process waits for this one.
+        raise ValueError("this job has several processes: call initialize() first, before JAX computes anything")
     listen_at = where_to_listen(job.address, os.environ)
     secret, patience = os.environ.get(SECRET, ""), seconds if KUBERNETES in os.environ else GRACE_SECONDS
     check_in(job, listen_at=listen_at, timeout_seconds=seconds, secret=secret, patience_seconds=patience)

@@ -29,7 +29,7 @@ LONGEST_PAUSE = 0.2  # seconds between two heartbeats, and between two checks of
 HEARTBEATS = 20  # at least this many within the time limit
 SILENCE = 5  # a process that has missed this many is lost
 LAST_HEARTBEAT_SECONDS = 1.0
-MOST_KNOWN = 64  # calls whose later time limit is remembered
+KNOWN = 64  # so many programs have the time limit of a step; one that was forgotten has that of a first call again
 # The events of JAX before and after XLA compiles. Those of tracing are no sign: `jax.eval_shape` has them, too.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -182,9 +182,8 @@ class Watchdog:
         self._excused = 0.0
         # The thread that calls steps, and whether it compiles.
         self._thread, self._compiling = 0, False
-        # (function, instance, signature) of the calls that have run.
-        # A function that is made for each call would otherwise keep its arrays for ever.
-        self._known: deque[tuple[Any, Any, int]] = deque(maxlen=MOST_KNOWN)
+        # (function, instance, signature) of the last calls that compiled; more would keep all functions of a run alive.
+        self._known: deque[tuple[Any, Any, int]] = deque(maxlen=KNOWN)
         self._received: dict[int, Received] = {}
         self._polled = time.monotonic()  # when the channel last answered
         self._late, self._failed, self._stopped = threading.Event(), threading.Event(), threading.Event()
@@ -345,7 +344,8 @@ def watchdog(
       timeout_seconds: the time limit of a step; longer than the longest pause of any process, as for a checkpoint.
       step: the number of the first step.
       first_timeout_seconds: the time limit of the first call of each function, and of later calls that compile, as for
-        a short last batch, in this process or in another. A function that is created for each call is always new.
+        a short last batch, in this process or in another. A function that is created for each call is always new, and
+        after 64 new ones a function is new again.
       on_timeout: called with the error before the process ends, for instance to close a log.
 
     Raises:

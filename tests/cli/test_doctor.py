@@ -93,11 +93,13 @@ def test_what_only_concerns_several_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     jax.config.update("jax_compilation_cache_dir", "/cache")
     try:
-        problems = [line.found for line in diagnosis.list_devices()]
+        lines = diagnosis.list_devices()
+        problems = [line.found for line in lines]
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert any("30 s after another" in found for found in problems)
     assert any("only process 0 finds" in found for found in problems)
+    assert any("jd.processes.check_consistency(state, mesh=mesh)" in line.advice for line in lines)
 
 
 def test_json_log(tmp_path):

@@ -2,6 +2,7 @@
 
 import platform
 import signal
+import sys
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 import jaxdist as jd
+from jaxdist._cli import __main__ as entry
 from jaxdist._cli import main as cli
 from jaxdist._cli import running
 from jaxdist._cli.spellings import tables
@@ -116,3 +118,22 @@ def test_train_speaks_of_paths_from_here_and_shows_the_figure(tmp_path, monkeypa
         "figure: runs/train/loss.png",
     ]
     assert opened == [(tmp_path / "runs/train/loss.png").as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["-n", "2", "missing.py"], 2), (["-n", "two", "x.py"], 2)]
+)
+def test_the_launcher_needs_no_extra(arguments, code, capsys, monkeypatch):
+    """It answers as the command does that has them."""
+
+    def answer(run):
+        try:
+            return run(), capsys.readouterr()
+        except SystemExit as stop:
+            return stop.code, capsys.readouterr()
+
+    wanted = answer(lambda: cli.main(["launch", *arguments]))
+    monkeypatch.setattr(sys, "argv", ["jaxdist", "launch", *arguments])
+    monkeypatch.setitem(sys.modules, "jaxdist._cli.main", None)  # as without tyro
+    assert answer(entry.run) == wanted
+    assert wanted[0] == code

@@ -163,3 +163,11 @@ def test_untypable_losses_train(mesh, name):
     assert losses[-1] < losses[0] - 1e-2
     assert_close(state, other, 1e-4)
     assert jd.runtime.disagreement(state, mesh) == ()
+
+
+def test_what_is_broadcast_keeps_its_type():
+    """A rate of 0.1 times bfloat16 is bfloat16; as an array of float32 it would make float32 of it."""
+    tree = {"rate": jnp.asarray(0.1), "typed": jnp.float32(0.1), "host": np.float32(0.1)}
+    same = jd.processes.broadcast(tree)
+    assert (same["rate"].weak_type, same["typed"].weak_type) == (True, False)
+    assert isinstance(same["host"], np.ndarray)

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -415,6 +416,7 @@ def test_jax_is_told_the_same(monkeypatch, kubernetes):
     """Where to listen; a pod's name may take as long to be known as the pod to start."""
     told = {}
     joining = sys.modules["jaxdist.processes.initialize"]
+    monkeypatch.setattr(joining, "has_backend", lambda: False)
     monkeypatch.setattr(joining, "check_in", lambda job, **options: told.update(options))
     monkeypatch.setattr(joining, "coordination_client", lambda: None)
     monkeypatch.setattr(joining, "exchange", lambda *_, **__: None)
@@ -426,6 +428,19 @@ def test_jax_is_told_the_same(monkeypatch, kubernetes):
     assert told["listen_at"] == told["coordinator_bind_address"] == "[::1]:9000"
     assert (told["secret"], told["patience_seconds"]) == ("theirs", 60 if kubernetes else 5)
     assert (told["job"], told["heartbeat_timeout_seconds"]) == (("[::1]:9000", 2, 1), 500)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_who_starts_jax_first_is_told_before_others_wait(monkeypatch, processes):
+    assert jax.devices()
+    for name, value in zip(VARIABLES, ("127.0.0.1:9000", str(processes), "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.modules["jaxdist.processes.initialize"], "check_in", None)
+    if processes == 1:
+        assert not jd.initialize()
+    else:
+        with pytest.raises(ValueError, match=r"several processes: call initialize\(\) first, before JAX computes"):
+            jd.initialize()
 
 
 @pytest.mark.parametrize("name", ["timeout_seconds", "heartbeat_timeout_seconds"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -124,6 +125,22 @@ def test_the_first_call_of_a_function_may_take_longer(ended):
                 watch(time.sleep, pause)
         assert not ended[0]
         watch(lambda: time.sleep(0.7))
+    assert not ended[0]
+
+
+def test_functions_that_are_called_once_do_not_stay(ended):
+    def make():
+        return lambda: 0
+
+    watch, _ = watch_of_two(Heartbeat(11, 0), True, first_seconds=20)
+    first = make()
+    alive = weakref.ref(first)
+    with watch:
+        watch(first)
+        del first
+        for _ in range(module.KNOWN):
+            watch(make())
+    assert alive() is None
     assert not ended[0]
 
 
@@ -279,13 +296,6 @@ def test_alone():
         make(0)
     with pytest.raises(ValueError, match="time limits must be positive, got nan"):
         make(float("nan"))
-
-
-def test_functions_of_long_ago_are_forgotten():
-    with jd.processes.watchdog(60) as watch:
-        for number in range(module.MOST_KNOWN + 3):
-            watch(lambda number=number: jnp.array(number))
-    assert len(watch._known) == module.MOST_KNOWN
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
