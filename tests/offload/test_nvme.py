@@ -613,3 +613,35 @@ def test_the_folder_of_a_store_may_be_in_the_home_folder(tmp_path, adamw, monkey
     monkeypatch.chdir(tmp_path)
     offload.nvme(adamw, offload.Store("~/run")).init(params())
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_parameters_that_overlap_are_not_overwritten_twice(tmp_path):
+    """They begin at different addresses, as a view of the last rows does."""
+    w = np.ones(1 << 12, np.float32)
+    opt = offload.nvme(optax.sgd(0.5), offload.Store(tmp_path))
+    params = opt.init({"all": w, "tail": w[1 << 11 :]})
+    with pytest.raises(ValueError, match="into the same memory"):
+        opt.apply(params, {"all": np.ones_like(w), "tail": np.ones(1 << 11, np.float32)}, donate=True)
+    opt.close()
+
+
+def test_an_interrupted_wait_leaves_the_step_to_be_waited_for(tmp_path, monkeypatch):
+    """Else two steps would be written at once, and a folder that is given up would still be written."""
+    opt = offload.nvme(optax.sgd(0.5), offload.Store(tmp_path, wait=False))
+    params = opt.init({"w": np.ones(4, np.float32)})
+    opt.apply(params, {"w": np.ones(4, np.float32)})
+    waits, wait = [], Future.exception
+
+    def interrupted_once(self, timeout=None):
+        waits.append(self)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Future, "exception", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        opt.flush()
+    assert opt.flush() == 1
+    assert len(waits) == 2
+    assert waits[0] is waits[1]
+    opt.close()

@@ -1,6 +1,7 @@
 """Leaves of any kind (numpy, memory maps, arrays on devices or sharded over a mesh) as vectors, and back."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,8 +136,8 @@ def _takes_entries(leaf: Any) -> bool:
 
 def check_apart(leaves: Sequence[Any]) -> None:
     """Checks that no two parameters that are overwritten are the same memory: the second would see the first's step."""
-    starts = [leaf.ctypes.data for leaf in leaves if _takes_entries(leaf) and leaf.size]
-    if len(set(starts)) < len(starts):
+    places = sorted((leaf.ctypes.data, leaf.nbytes) for leaf in leaves if _takes_entries(leaf) and leaf.size)
+    if any(start + nbytes > following for (start, nbytes), (following, _) in itertools.pairwise(places)):
         raise ValueError(
             "donate=True would write two parameters into the same memory: make tied parameters one leaf, or leave out "
             "donate"

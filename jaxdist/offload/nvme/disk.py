@@ -131,8 +131,9 @@ class Disk:
         The next step needs the state of that step: where the caller has gone on without waiting, the error is raised
         again until the folder is opened anew.
         """
-        pending, self.pending = self.pending, None
-        error = None if pending is None else pending.exception()
+        error = None if self.pending is None else self.pending.exception()
+        # Only then: after a Ctrl-C in the wait the step is still being written, and others must not begin another.
+        self.pending = None
         if error is not None and self.wait:
             raise error
         if isinstance(error, StoreError):

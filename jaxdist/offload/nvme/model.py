@@ -70,7 +70,7 @@ def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, maste
     leaves, shapes, tree = strip_marks(params)
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: remove it, or use optax.masked")
+            raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: keep others out of them")
         check_dtype(leaf)
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
     structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
