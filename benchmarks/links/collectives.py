@@ -17,7 +17,7 @@ from typing import Any
 import cluster
 import compare
 
-KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "exchange")  # the last is the library's
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 SIZES = (2**10, 2**15, 2**17, 2**20, 2**22, 19_543_040)  # the last is the language model
 PAYLOAD = 1448 / 1514  # the share of a link that is payload: segments of 1448 bytes in frames of 1514
 FILE = "collectives.json"
@@ -91,7 +91,6 @@ def answer_requests() -> None:
 
     from jaxdist import analysis
     from jaxdist.analysis import step_time
-    from jaxdist.comm import over
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     workers = int(os.environ["WORLD_SIZE"])
@@ -100,17 +99,11 @@ def answer_requests() -> None:
     )
     mesh = jax.make_mesh((workers,), ("data",))
     ring = [(i, (i + 1) % workers) for i in range(workers)]
-
-    def exchange(x):
-        # Of words, as codes send them: it sends floats as they are.
-        return over("data").all_to_all(jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(workers, -1))
-
     run = {
         "all-reduce": lambda x: jax.lax.psum(x, "data"),
         "all-gather": lambda x: jax.lax.all_gather(x, "data"),
         "all-to-all": lambda x: jax.lax.all_to_all(x.reshape(workers, -1), "data", 0, 0),
         "collective-permute": lambda x: jax.lax.ppermute(x, "data", ring),
-        "exchange": exchange,
     }
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -15,16 +15,7 @@ from .._core.types import Array, AxisNames
 from .._core.xla_quirks import add_rows
 from ..state.marks import axis_tuple
 from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
-from .pair import (
-    MOST_WORKERS,
-    choose_faster,
-    exchange_in_turns,
-    exchange_pair,
-    gather_pair,
-    is_compressed,
-    is_long,
-    permute_pair,
-)
+from .pair import choose_faster, exchange_pair, gather_pair, is_compressed, is_long, permute_pair
 
 Axes = tuple[str, ...]
 
@@ -163,10 +154,6 @@ def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
     def send(words):
         if words.shape[0] == _size(axes) == 2 and is_compressed(x) and is_long(words[0]):
             return choose_faster(words, plain=plain, cpu=partial(exchange_pair, axes))
-        # Of several axes JAX would number the workers of a permutation in another way.
-        more = len(axes) == 1 and words.shape[0] == _size(axes) and 2 < _size(axes) <= MOST_WORKERS
-        if more and is_compressed(words) and is_long(words[0]):
-            return choose_faster(words, plain=plain, cpu=partial(exchange_in_turns, *axes))
         return plain(words)
 
     return _send_words(_mark_varying(axes, x), send=send, plain=plain)

@@ -1,4 +1,4 @@
-"""Exchanges between workers on CPU at the full rate of a link in both directions.
+"""Exchanges between two workers on CPU at the full rate of a link in both directions.
 
 XLA's all-gather, all-to-all and permutation on CPU post the send before the receive, and gloo has one connection for a
 pair of workers. The later of the two finds the other one ready, fills the connection with its data, and its own "ready
@@ -8,9 +8,6 @@ bytes, a gather 1.5 times. The ring of an all-reduce posts the receive first and
 So two workers exchange words by adding them up: integers wrap around, so that the sum minus this worker's words is the
 other's, bit for bit, and both send what they would send otherwise. The ring has one more hop, which costs more than it
 saves where messages are short, or links have a delay of 10 ms and a low rate.
-
-More workers exchange in turns, in which no two send to each other, or else by a reduce-scatter of the two, which posts
-the receive first as well. Four workers at 100 Mbit/s take 1.06 times the time of their bytes, an all-to-all 1.8 times.
 """
 
 from collections.abc import Callable
@@ -24,8 +21,6 @@ from .._core.types import Array
 
 # Below this number of bytes the further hop costs as much as the second direction saves.
 LEAST_BYTES = 2**18
-# More workers exchange at once: each turn is a collective of the program.
-MOST_WORKERS = 16
 
 
 def is_compressed(x: Array) -> bool:
@@ -67,29 +62,6 @@ def exchange_pair(axes: tuple[str, ...], x: Array) -> Array:
     index = lax.axis_index(axes)
     other = permute_pair(axes, lax.dynamic_index_in_dim(x, 1 - index, keepdims=False))
     return lax.dynamic_update_index_in_dim(x, other, 1 - index, 0)
-
-
-def exchange_in_turns(axis: str, x: Array) -> Array:
-    """`lax.all_to_all` of three or more workers: in turn k each sends to the k-th after it."""
-    workers, index, received = lax.axis_size(axis), lax.axis_index(axis), x
-    for turn in range(1, workers):
-        row = lax.dynamic_index_in_dim(x, (index + turn) % workers, keepdims=False)
-        if 2 * turn == workers:
-            other = _swap_opposite(axis, row)
-        else:
-            other = lax.ppermute(row, axis, [(i, (i + turn) % workers) for i in range(workers)])
-        received = lax.dynamic_update_index_in_dim(received, other, (index - turn) % workers, 0)
-    return received
-
-
-def _swap_opposite(axis: str, row: Array) -> Array:
-    """The row of the worker that is half of all workers away, by a reduce-scatter of the two."""
-    half = lax.axis_size(axis) // 2
-    nothing = jnp.zeros_like(row)
-    # Each sends its row and a row of zeros to itself, so that the sums are the rows of the others.
-    first = lax.axis_index(axis) < half
-    rows = jnp.stack([jnp.where(first, nothing, row), jnp.where(first, row, nothing)])
-    return lax.psum_scatter(rows, axis, axis_index_groups=[[i, i + half] for i in range(half)])
 
 
 def choose_faster(x: Array, *, plain: Callable[[Array], Array], cpu: Callable[[Array], Array]) -> Array:
