@@ -119,14 +119,3 @@ def test_states_of_flax_and_optax(tmp_path):
         assert (old.dtype, old.weak_type) == (new.dtype, new.weak_type) if hasattr(old, "weak_type") else True
         words = jax.random.key_data if jnp.issubdtype(old.dtype, jax.dtypes.prng_key) else np.asarray
         np.testing.assert_array_equal(words(old), words(new))
-
-
-def test_a_donated_state_is_not_saved(tmp_path):
-    mesh = jd.make_mesh()
-    step = jd.distribute(lambda state, batch: ({"w": state["w"] + 1}, {}), mesh)
-    old = jd.place({"w": jnp.ones(4)}, mesh)
-    step(old, jnp.ones(8))
-    with pytest.raises(ValueError, match="leaf `w` of the state has been deleted: an earlier call donated it"):
-        jd.checkpoint.save(tmp_path / "a", old, 1)
-    with pytest.raises(ValueError, match="has been deleted"), jd.checkpoint.writing(tmp_path / "b") as writer:
-        writer.save(old, 1)

@@ -170,4 +170,5 @@ def test_what_is_broadcast_keeps_its_type():
     tree = {"rate": jnp.asarray(0.1), "typed": jnp.float32(0.1), "host": np.float32(0.1)}
     same = jd.processes.broadcast(tree)
     assert (same["rate"].weak_type, same["typed"].weak_type) == (True, False)
+    assert (same["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
     assert isinstance(same["host"], np.ndarray)

@@ -296,10 +296,3 @@ def test_consensus(mesh, eight):
     np.testing.assert_array_equal(found.moment, written().moment.value)
     alone = jd.consensus(jd.place(written(), mesh, axis=None))
     assert_equal(alone, State(written().w, written().residual.value, written().moment.value, written().count))
-
-
-def test_broadcast_keeps_weak_types():
-    """Those of Python's numbers: a rate of 0.1 must not widen parameters of half precision."""
-    sent = jd.processes.broadcast({"rate": jnp.asarray(0.1), "w": jnp.ones(2, jnp.bfloat16)})
-    assert jax.typeof(sent["rate"]).weak_type
-    assert (sent["rate"] * sent["w"]).dtype == jnp.bfloat16
