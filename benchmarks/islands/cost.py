@@ -163,7 +163,7 @@ def measure_host(options):
     config, local, one = config_of(tx), tx.init(params), np.float32(1)
     method, moved = exchange.RoundMethod(config.reducer, config.outer), jax.random.normal(jax.random.key(0), SHAPE)
     drift, state = exchange.measure_drift(local.anchor, moved), local.reducer[0]
-    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, None)  # noqa: E731
+    encode = lambda: exchange.encode_drift(method, np.int32(1), drift, state, one)  # noqa: E731
     arrays = [exchange.to_host(x) for x in encode()[0]]
     body, shared = protocol.pack("x", arrays), exchange.select_shared(local)
     zeros = exchange.zeros_like(shared.anchor)
@@ -171,7 +171,7 @@ def measure_host(options):
         "code": encode,
         "pack": lambda: protocol.pack("x", arrays),
         "hash of the payload": lambda: protocol.hash_of(body),
-        "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state, None),
+        "decode and add one member": lambda: exchange.add_member(method, zeros, arrays, one, state),
         "outer step": lambda: exchange.take_outer_step(method, shared, drift, one, shared.reducer, None),
         "digest of parameters and momentum": lambda: exchange.digest_of(shared),
     }

@@ -18,7 +18,7 @@ from ..comm.over import over
 from ..state.marks import PerWorker, axis_tuple, bind, flatten_marks, with_value
 from ..topology.base import Topology, check_topology
 from ..transforms.common import check_per_worker, inner_step
-from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes
+from ..transforms.local_gradients import check_leaves, check_local, check_shards, refuse_model_axes, with_extra_args
 from .method import Method, StepContext, check_interval, workers_of
 from .plain import d_psgd
 
@@ -104,9 +104,7 @@ def gossip(
     chosen = d_psgd() if method is None else method
     if not isinstance(chosen, Method):
         raise TypeError(f"expected a method of gossip, such as d_psgd(), got {chosen!r}")
-    cfg = _Config(
-        optax.with_extra_args_support(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers
-    )
+    cfg = _Config(with_extra_args(inner), topology, chosen.prepare(topology), chosen, seed, axis, carriers)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

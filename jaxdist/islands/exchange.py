@@ -63,7 +63,6 @@ def encode(
     index: Array | int,
     drift: Updates,
     state: State,
-    rate: Array | None = None,
     examples: Array | None = None,
 ) -> tuple[list[Array], State]:
     """Returns the arrays that this island sends for its drift, and the reducer's state once they are taken.
@@ -71,24 +70,20 @@ def encode(
     `index` is the number that the keys of its draws are folded with, as that of a worker is. Without examples the drift
     counts for nothing, and error feedback keeps its residual.
     """
-    generator, sent = _begin(reducer, drift, state, index, Extras(None, rate, examples))
+    generator, sent = _begin(reducer, drift, state, index, Extras(examples=examples))
     _, after = _finish(generator, sent, _arrays(sent))
     return _arrays(sent), after
 
 
-def decode(
-    reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State, rate: Array | None = None
-) -> tuple[Updates, State]:
+def decode(reducer: Reducer, like: Updates, arrays: Sequence[Any], state: State) -> tuple[Updates, State]:
     """Returns one member's contribution `D(C(Δ_w))`, and the reducer's state after it: its replicated leaves count."""
-    reduced, after = run_messages(reducer, jax.tree.map(jnp.zeros_like, like), state, arrays, rate)
+    reduced, after = run_messages(reducer, jax.tree.map(jnp.zeros_like, like), state, arrays)
     return reduced.mean, after
 
 
-def run_messages(
-    reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any], rate: Array | None = None
-) -> tuple[Reduced, State]:
+def run_messages(reducer: Reducer, updates: Updates, state: State, arrays: Sequence[Any]) -> tuple[Reduced, State]:
     """Returns what the reducer does when these arrays, of one member, are all that arrives."""
-    generator, sent = _begin(reducer, updates, state, 0, Extras(None, rate))
+    generator, sent = _begin(reducer, updates, state, 0, Extras())
     return _finish(generator, sent, arrays)
 
 
@@ -132,20 +127,21 @@ def measure_drift(anchor: Updates, params: PyTree) -> Updates:
 
 @partial(jax.jit, static_argnums=0)
 def encode_drift(
-    method: RoundMethod, index: Array, drift: Updates, state: State, rate: Array | None, examples: Array
-) -> tuple[list[Array], State, Array]:
-    """Returns what `encode` does, and whether all of it is finite."""
-    arrays, after = encode(method.reducer, index, drift, state, rate, examples)
+    method: RoundMethod, index: Array, drift: Updates, state: State, examples: Array
+) -> tuple[list[Array], State, Array, Array]:
+    """Returns what `encode` does, whether all of it is finite, and whether there is any drift."""
+    arrays, after = encode(method.reducer, index, drift, state, examples)
     kept = [x for x in jax.tree.leaves((drift, arrays, after)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return arrays, after, jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
+    is_finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in kept]))
+    return arrays, after, is_finite, jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(drift)]))
 
 
 @partial(jax.jit, static_argnums=0)
 def add_member(
-    method: RoundMethod, total: Updates, arrays: Sequence[Any], weight: Array, state: State, rate: Array | None
+    method: RoundMethod, total: Updates, arrays: Sequence[Any], weight: Array, state: State
 ) -> tuple[Updates, list[Array]]:
     """Returns `total + n_w D(C(Δ_w))`, and the replicated leaves of the reducer's state after the round."""
-    contribution, after = decode(method.reducer, total, arrays, state, rate)
+    contribution, after = decode(method.reducer, total, arrays, state)
     total = jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x, total, contribution)
     return total, common_leaves(after)
 
@@ -197,16 +193,29 @@ def restart_buffers(
     return local._replace(inner=mark_inner(state, None))
 
 
-def compile_programs(method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree) -> None:
+def needs_rate(outer: optax.GradientTransformationExtraArgs, like: PyTree) -> bool:
+    """Whether the outer optimizer, which takes a learning rate, refuses to go without one, as `slow_momentum` does."""
+    try:
+        jax.eval_shape(lambda updates: outer.update(updates, outer.init(updates), updates), like)
+    except ValueError:
+        return True
+    return False
+
+
+def compile_programs(
+    method: RoundMethod, index: Array | np.int32, local: LocalStepsState, params: PyTree, *, needs_rate: bool
+) -> None:
     """Runs every program of a round once, on arrays placed as in a meeting."""
     shared = select_shared(local)
     drift = measure_drift(local.anchor, params)
-    arrays, _, _ = encode_drift(method, index, drift, local.reducer[0], None, np.float32(1))
+    arrays, *_ = encode_drift(method, index, drift, local.reducer[0], np.float32(1))
     hosts = [to_host(x) for x in arrays]
     total, replicated = zeros_like(shared.anchor), shared.reducer
     for _ in range(2):  # the second member is added to what the first left
-        total, replicated = add_member(method, total, hosts, np.float32(1), local.reducer[0], None)
-    stepped = take_outer_step(method, shared, total, np.float32(1), replicated, None)
+        total, replicated = add_member(method, total, hosts, np.float32(1), local.reducer[0])
+    if not needs_rate:
+        take_outer_step(method, shared, total, np.float32(1), replicated, None)
+    stepped = take_outer_step(method, shared, total, np.float32(1), replicated, np.float32(1))
     digest_of(stepped)
     rebase(stepped.anchor, params, subtract(drift, drift))
     restart_counts(local, np.int32(0))

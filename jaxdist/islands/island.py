@@ -52,6 +52,7 @@ class Island:
         # Whether rounds have ended that this island had no time to take.
         self._behind = False
         self._late = self._differing = 0
+        self._last_rate: float | None = None
         self._too_few_since: float | None = None
 
     def due(self, number: int) -> bool:
@@ -87,7 +88,9 @@ class Island:
         state = replace_model(state, self._restart_counts(local), params)
         model = MeetingState(*find_model(state))
         # A program that compiles in a meeting would make the others wait.
-        compile_programs(self._replay.method, self._index, model.local, model.params)
+        compile_programs(
+            self._replay.method, self._index, model.local, model.params, needs_rate=self._replay.needs_rate
+        )
         # Rounds may have ended meanwhile: this island announces itself in the one that is open.
         self._follow_jumps(self._settle, model, Report(self._replay.round))
         self._late = 0
@@ -248,10 +251,8 @@ class Island:
         """
         local = model.local
         drift = measure_drift(local.anchor, model.params)
-        rate = _mean_rate(local)
-        sent_rate = None if rate is None else np.float32(rate)
-        arrays, after, finite = encode_drift(
-            self._replay.method, self._index, drift, local.reducer[0], sent_rate, np.float32(examples)
+        arrays, after, finite, moved = encode_drift(
+            self._replay.method, self._index, drift, local.reducer[0], np.float32(examples)
         )
         if not bool(to_host(finite)):
             model.params = rebase(local.anchor, model.params, zeros_like(drift))
@@ -259,6 +260,7 @@ class Island:
             model.local = restart_buffers(self._config.inner, local, model.params)
             self._store.create(self._name("left"), b"{}")
             return False
+        rate = self._rate_of(local, bool(to_host(moved)))
         name = self._name("drift")
         place, body = self._replay.pack_body(name, [to_host(x) for x in arrays])
         waited = self._late < LATE_IS_SLOW
@@ -389,6 +391,28 @@ class Island:
 
     # Small parts
 
+    def _rate_of(self, local: LocalStepsState, moved: bool) -> float | None:
+        """The mean learning rate since the last round; `None` if the steps pass none and the outer step needs none.
+
+        Raises:
+          ValueError: the outer step needs one for this drift, and there never was one.
+        """
+        total, since = float(to_host(local.rates)[0]), int(to_host(local.since)[0])
+        if total:
+            self._last_rate = total / since
+            return self._last_rate
+        if not self._replay.needs_rate:
+            return None
+        if not moved:
+            return 0.0
+        # Progress that an earlier round did not take.
+        if self._last_rate is None:
+            raise ValueError(
+                "the outer optimizer needs the learning rate of the inner steps, and none was passed: pass "
+                "learning_rate= to the update of local_steps, or use slowmo(..., learning_rate=)"
+            )
+        return self._last_rate
+
     def _name(self, kind: str) -> str:
         return round_name(self._replay.round, kind, self._options.name)
 
@@ -421,9 +445,3 @@ class Island:
                 f"only {count} islands for {self._options.patience} s, and a round needs quorum="
                 f"{self._options.quorum}: start others, or join with a lower quorum"
             )
-
-
-def _mean_rate(local: LocalStepsState) -> float | None:
-    """The mean learning rate of the round, if the steps pass one."""
-    total, since = float(to_host(local.rates)[0]), int(to_host(local.since)[0])
-    return total / since if since and total else None

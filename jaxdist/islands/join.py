@@ -43,8 +43,8 @@ def join(
 
     Args:
       url: a folder that all islands see, a bucket (`s3://bucket/run`, extra `jaxdist[islands]`), or a `SharedStore`.
-      tx: what `local_steps(..., axis=None)` returned: the island is one worker. Of one fragment, without delay and
-        warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
+      tx: what `local_steps(..., axis=None)` or a recipe returned: the island is one worker. Of one fragment, without
+        delay and warm-up, with a reducer of one message: `exact()`, `compressed(code)` or error feedback around that.
       name: of this island. A new job under an old name takes its place.
       round_timeout: seconds to wait for the drifts of others. The one number to set: somewhat more than the usual
         difference between islands, which `report.wait_seconds` shows.

@@ -26,6 +26,7 @@ from .exchange import (
     copy_shared_to_host,
     describe_shared,
     digest_of,
+    needs_rate,
     restore_shared,
     select_shared,
     take_outer_step,
@@ -204,6 +205,7 @@ class Replay:
       digest: of the global parameters before it.
       expected: the islands that the last commit expects in it.
       counted: the bodies that the last rounds took, by island.
+      needs_rate: whether the outer step needs the learning rate of the inner ones.
     """
 
     def __init__(self, store: Connection, config: Any):
@@ -211,6 +213,7 @@ class Replay:
         self.round, self.digest = 0, ""
         self.expected: tuple[str, ...] = ()
         self.counted: dict[str, str] = {}
+        self.needs_rate = False
         self._store, self._reducer = store, config.reducer
         self._payload: list[Any] = []
         self._updates: Any = None
@@ -226,6 +229,7 @@ class Replay:
         self._payload = check_reducer(self._reducer, local.anchor)
         self._updates = jax.eval_shape(lambda anchor: anchor, local.anchor)
         check_or_open(self._store, describe(self.method, local, self._payload))
+        self.needs_rate = needs_rate(self.method.outer, local.anchor)
         self.digest = digest_of(select_shared(local))
 
     def go_to(self, anchor: protocol.Anchor) -> None:
@@ -370,5 +374,5 @@ class Replay:
         total, replicated = zeros_like(shared.anchor), shared.reducer
         for member in commit.members:
             arrays = self.body(member.body, number)
-            total, replicated = add_member(self.method, total, arrays, np.float32(member.weight), reducer, rate)
+            total, replicated = add_member(self.method, total, arrays, np.float32(member.weight), reducer)
         return take_outer_step(self.method, shared, total, np.float32(weight), replicated, rate)

@@ -17,7 +17,7 @@ from ..comm.over import over
 from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..state.marks import PerWorker, bind, is_mark, with_value
 from ..transforms.common import LearningRate, inner_step, rate_at
-from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes
+from ..transforms.local_gradients import check_leaves, check_outer, check_shards, refuse_model_axes, with_extra_args
 from .fragments import (
     Fragments,
     SyncPeriod,
@@ -171,7 +171,7 @@ def local_steps(
     _check_buffers(buffers, partition.number, delay)
     if overlap_correction and not delay:
         raise ValueError("overlap_correction keeps the progress made while the drift is sent; it needs delay >= 1")
-    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
+    inner, outer = with_extra_args(inner), with_extra_args(outer)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
     first_rounds = [first_round(sync_period, offset, i, partition.number) for i in range(partition.number)]
@@ -299,21 +299,30 @@ def with_rate(
     tx: optax.GradientTransformationExtraArgs, learning_rate: LearningRate
 ) -> optax.GradientTransformationExtraArgs:
     """Passes `learning_rate=` to the update of `local_steps`, from a number or a schedule that counts its steps."""
+    return optax.GradientTransformationExtraArgs(tx.init, partial(_update_with_rate, tx, learning_rate))
 
-    def update_fn(updates, state, params=None, **extra_args):
-        extras = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
-        return tx.update(updates, state, params, **extras)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+def _update_with_rate(
+    tx: optax.GradientTransformationExtraArgs,
+    learning_rate: LearningRate,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    extras = {"learning_rate": rate_at(learning_rate, state.count), **extra_args}
+    return tx.update(updates, state, params, **extras)
 
 
 def config_of(tx: optax.GradientTransformation) -> _Config:
     """Returns the arguments of the `local_steps` that made this transformation, for other ways to synchronize.
 
     Raises:
-      ValueError: it was not made by `local_steps`.
+      ValueError: it was not made by `local_steps` or a recipe of it.
     """
     update = tx.update
+    if isinstance(update, partial) and update.func is _update_with_rate:
+        update = update.args[0].update
     if isinstance(update, partial) and update.func is _update:
         return update.args[0]
     raise ValueError("this transformation was not made by local_steps(...); pass what local_steps returned, unwrapped")

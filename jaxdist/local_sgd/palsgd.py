@@ -14,6 +14,7 @@ from .._core.types import Array, AxisNames, Int, Key, State, Updates
 from ..comm.over import over
 from ..reducers.base import Reducer
 from ..transforms.common import LearningRate
+from ..transforms.local_gradients import with_extra_args
 from ..wire.flat import step_key
 from .base import with_rate
 from .fragments import SyncPeriod
@@ -74,7 +75,7 @@ def random_pull(
     check_range("probability", probability, 0, 1)
     check_range("pull", pull, 0)
     check_count("start_step", start_step, 0)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner)
 
     def init_fn(params) -> State:
         return RandomPullState(jnp.zeros((), jnp.int32), jax.random.key(seed), inner.init(params))

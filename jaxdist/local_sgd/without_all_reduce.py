@@ -15,7 +15,7 @@ from ..comm.base import Comm, add_bytes
 from ..comm.over import over
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import inner_step, widen_updates
-from ..transforms.local_gradients import check_leaves, check_shards
+from ..transforms.local_gradients import check_leaves, check_shards, with_extra_args
 from ..wire.flat import map_groups, permute
 from .fragments import SyncPeriod, check_period, period_at
 from .state import check_step, copy_wide
@@ -80,7 +80,7 @@ def local_slow_momentum(
       Wang et al., "SlowMo", arXiv:1910.00643, 2019 (SGP-SlowMo-noaverage).
     """
     check_period(sync_period, 0, 0, 1)
-    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
+    inner, outer = with_extra_args(inner), with_extra_args(outer)
 
     def init_fn(params) -> State:
         check_leaves(params, sharded=True)
@@ -232,7 +232,7 @@ def noloco(
         raise ValueError(f"learning_rate must be positive, got {learning_rate}")
     gamma = learning_rate if pull is None else pull
     check_range("pull", gamma, 0)
-    cfg = _NoLoCo(optax.with_extra_args_support(inner), sync_period, learning_rate, momentum, gamma, seed, axis)
+    cfg = _NoLoCo(with_extra_args(inner), sync_period, learning_rate, momentum, gamma, seed, axis)
     return optax.GradientTransformationExtraArgs(partial(_init_noloco, cfg), partial(_noloco_update, cfg))
 
 

@@ -13,6 +13,7 @@ from .._core.dtypes import round_to
 from .._core.trees import to_device
 from .._core.types import Array, Int, PyTree, State, Updates
 from ..state.marks import OnHost, is_mark
+from ..transforms.local_gradients import with_extra_args
 from .host_update import run
 from .program import flatten
 
@@ -96,7 +97,7 @@ def host(
         inner = _with_master(inner, master_dtype)
     if delayed is not False:
         inner = _with_delay(inner, 0 if delayed is True else delayed)
-    cfg = _Config(optax.with_extra_args_support(inner), compute, delayed is not False, tile_bytes)
+    cfg = _Config(with_extra_args(inner), compute, delayed is not False, tile_bytes)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 
@@ -145,7 +146,7 @@ def _update(
 
 def _with_master(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformationExtraArgs:
     """Updates a copy of the parameters in higher precision; the parameters are its rounding."""
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner)
 
     def init(params) -> MasterState:
         master = jax.tree.map(lambda p: jnp.array(p, dtype), params)
@@ -212,7 +213,7 @@ def delayed(inner: optax.GradientTransformation, start: int = 0) -> optax.Gradie
       (0.0, -3.0)
     """
     check_count("start", start, 0)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner)
 
     def init_fn(params) -> DelayedState:
         return DelayedState(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))

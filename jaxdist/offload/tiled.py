@@ -118,8 +118,15 @@ def tiled_dense(
       [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
     """
     grid = _grid("tiled_dense", kernel, in_splits, out_splits)
+    return _multiply_grid(x, grid, bias, axis=axis, remat=remat, multiply=_multiply)
+
+
+def _multiply_grid(
+    x: Array, grid: Tiled, bias: Any, *, axis: AxisNames, remat: bool, multiply: Callable[[Array, Array], Array]
+) -> Array:
+    """`x @ grid + bias`, where `multiply` is the product with one tile."""
     parts = [_input_columns(x, grid, j) for j in range(len(grid.tiles))]
-    column = partial(_multiply_column, axis, remat, x, parts)
+    column = partial(_multiply_column, axis, remat, multiply, x, parts)
     # The scan runs over columns of tiles: each gives other columns of `y`.
     by_column = [[row[k] for row in grid.tiles] for k in range(len(grid.tiles[0]))]
     with jax.named_scope("tiled_dense"):
@@ -135,17 +142,22 @@ def tiled_dense(
 
 
 def _multiply_column(
-    axis: AxisNames, remat: bool, x: Array, parts: Sequence[Array], column_tiles: Sequence[Any]
+    axis: AxisNames,
+    remat: bool,
+    multiply: Callable[[Array, Array], Array],
+    x: Array,
+    parts: Sequence[Array],
+    column_tiles: Sequence[Any],
 ) -> Array:
     """`Σ_j x_j W_j` over the tiles of one column, summed in float32 or better."""
     if len(parts) == 1:
-        return _multiply(parts[0], fetch(column_tiles[0], axis))
+        return multiply(parts[0], fetch(column_tiles[0], axis))
 
     def add(total, each):
         part, leaf = each
-        return total + _multiply(part, fetch(leaf, axis)).astype(total.dtype), None
+        return total + multiply(part, fetch(leaf, axis)).astype(total.dtype), None
 
-    first = jax.eval_shape(lambda: _multiply(parts[0], _zeros_like_full(column_tiles[0])))
+    first = jax.eval_shape(lambda: multiply(parts[0], _zeros_like_full(column_tiles[0])))
     wide = jnp.promote_types(first.dtype, jnp.float32)
     # In float32: the sum has as many terms as there are tiles.
     start = jnp.zeros(first.shape, wide) + _varying_zero((x, column_tiles)).astype(wide)
@@ -306,7 +318,7 @@ def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..
     """Returns an interceptor for `flax.linen` that computes `Dense` layers with a `Tiled` kernel by `tiled_dense`.
 
     It is an argument for `flax.linen.intercept_methods`. Other layers run unchanged; their parameters must not be
-    marked. `axis` and `remat` are those of `tiled_dense`.
+    marked. `axis` and `remat` are those of `tiled_dense`; `precision` and `dot_general` are those of the layer.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -326,11 +338,23 @@ def tiled_layers(*, axis: AxisNames = "data", remat: bool = True) -> Callable[..
         if isinstance(module, nn.Dense) and context.method_name == "__call__" and not module.is_initializing():
             kernel = module.get_variable("params", "kernel")
             if isinstance(kernel, Tiled):
-                bias = module.get_variable("params", "bias") if module.use_bias else None
-                (x,), dtype = args, module.dtype or jnp.result_type(*args, *jax.tree.leaves((kernel, bias)))
-                # Shards are cast before they are gathered: half precision is half the bytes.
-                x, kernel, bias = jax.tree.map(lambda leaf: leaf.astype(dtype), (x, kernel, bias))
-                return tiled_dense(x, kernel, bias, axis=axis, remat=remat)
+                return _compute_dense(axis, remat, module, kernel, *args, **kwargs)
         return layer(*args, **kwargs)
 
     return interceptor
+
+
+def _compute_dense(axis: AxisNames, remat: bool, module: Any, kernel: Tiled, inputs: Array) -> Array:
+    """What a Dense layer of `flax.linen` returns for its input."""
+    if module.dot_general_cls is not None:
+        raise ValueError("a Dense layer with dot_general_cls has variables of its own: leave its kernel whole")
+    bias = module.get_variable("params", "bias") if module.use_bias else None
+    dtype = module.dtype or jnp.result_type(inputs, *jax.tree.leaves((kernel, bias)))
+    # Shards are cast before they are gathered: half precision is half the bytes.
+    x, grid, bias = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (inputs, kernel, bias))
+    dot_general = module.dot_general or lax.dot_general
+
+    def multiply(x: Array, w: Array) -> Array:
+        return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision=module.precision)
+
+    return _multiply_grid(x, grid, bias, axis=axis, remat=remat, multiply=multiply)

@@ -17,7 +17,7 @@ from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..reducers.base import Messages, run
 from ..state.marks import PerWorker, bind, with_value
 from ..transforms.common import LearningRate, descend, rate_at
-from ..transforms.local_gradients import check_leaves, local_gradients
+from ..transforms.local_gradients import check_leaves, local_gradients, with_extra_args
 from ..wire.flat import group_alike
 from ..wire.low_rank import STACKED_SIZE, orthonormal, outer
 
@@ -133,7 +133,7 @@ def dion(
     check_range("momentum", momentum, 0, 1)
     check_range("weight_decay", weight_decay, 0)
     others = optax.adamw(learning_rate, weight_decay=weight_decay) if rest is None else rest
-    others = optax.with_extra_args_support(others)
+    others = with_extra_args(others)
     cfg = _Config(learning_rate, rank, rank_fraction, momentum, weight_decay, is_matrix, others, seed, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 

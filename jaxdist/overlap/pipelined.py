@@ -16,7 +16,7 @@ from ..comm.over import over
 from ..reducers.base import Law, Reducer, check_reducer, exact
 from ..schedule.buckets import LayerSplit, split_layers
 from ..state.marks import MARKS, PerWorker, bind
-from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes
+from ..transforms.local_gradients import check_leaves, check_local, communicates, refuse_model_axes, with_extra_args
 from ..transforms.local_value_and_grad import local_value_and_grad
 from ..wire.flat import after, fuse
 
@@ -124,7 +124,7 @@ def pipelined(
     value_and_grad = local_value_and_grad(loss, axis=axis, has_aux=has_aux)
     reducer = exact() if reducer is None else reducer
     check_reducer(reducer)
-    cfg = _Config(value_and_grad, optax.with_extra_args_support(tx), defer, layers, reducer, axis)
+    cfg = _Config(value_and_grad, with_extra_args(tx), defer, layers, reducer, axis)
     return Pipelined(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
 
 

@@ -13,6 +13,7 @@ from .._core.types import Array, AxisNames, Bool, Float, PyTree, State
 from ..comm.over import over
 from ..reducers.base import Reducer, check_reducer
 from ..state.marks import PerWorker, bind, is_mark
+from ..transforms.local_gradients import with_extra_args
 from ..transforms.local_value_and_grad import to_varying
 from .layer_passes import Gradient, Layered, LoopPasses, Mean, SequencePasses, WaveModel, add, floating, identity
 from .pipeline_stages import value_and_grad_in_stages
@@ -172,7 +173,7 @@ def wavelet(
         return partial(_check_and_run, model, partial(_pair_value_and_grad, model, passes, axis))
     if tx is None:
         raise ValueError('mode="rolling" updates parameters: pass tx, optax.chain(all_reduce(exact()), optax.sgd(0.1))')
-    cfg = _Config(model, passes, optax.with_extra_args_support(tx), axis, mean)
+    cfg = _Config(model, passes, with_extra_args(tx), axis, mean)
     return Wavelet(partial(_init, cfg), partial(_step, cfg), partial(_flush, cfg))
 
 

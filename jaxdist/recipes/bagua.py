@@ -40,6 +40,7 @@ from ..topology.graphs import complete, ring
 from ..topology.varying import shift_one
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate
+from ..transforms.local_gradients import with_extra_args
 
 # The default of the public implementation.
 BUCKET_BYTES = 10 << 20
@@ -381,7 +382,7 @@ def _average_gradients(
     reducer: Reducer, optimizer: optax.GradientTransformation, hierarchical: bool, axis: AxisNames
 ) -> optax.GradientTransformationExtraArgs:
     _check_levels(hierarchical, axis)
-    return optax.with_extra_args_support(optax.chain(all_reduce(reducer, axis=axis), optimizer))
+    return with_extra_args(optax.chain(all_reduce(reducer, axis=axis), optimizer))
 
 
 def _check_levels(hierarchical: bool, axis: AxisNames) -> None:
@@ -398,7 +399,7 @@ def _gossip(
     slow, fast = _levels(axis)
     # All workers of a node take the same step: they keep one model, of which each sends a part.
     across = gossip(inner, graph, method=method, axis=slow, carriers=fast)
-    return optax.with_extra_args_support(optax.chain(all_reduce(exact(), axis=fast), across))
+    return with_extra_args(optax.chain(all_reduce(exact(), axis=fast), across))
 
 
 def _levels(axis: AxisNames) -> tuple[AxisNames, str]:

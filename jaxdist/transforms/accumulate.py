@@ -14,7 +14,7 @@ from .._core.dtypes import working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, AxisNames, Int, Like, PyTree, State, Updates
 from ..state.marks import PerWorker, bind, with_value
-from .local_gradients import check_leaves, check_local, scale
+from .local_gradients import check_leaves, check_local, scale, with_extra_args
 
 
 class AccumulateState(NamedTuple):
@@ -71,7 +71,7 @@ def accumulate(
     """
     if steps is not None:
         check_count("steps", steps, 1)
-    cfg = _Config(optax.with_extra_args_support(tx), steps, axis)
+    cfg = _Config(with_extra_args(tx), steps, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

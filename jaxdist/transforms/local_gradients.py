@@ -39,7 +39,7 @@ def per_worker(tx: optax.GradientTransformation, *, axis: AxisNames = None) -> o
       >>> type(tx.init(jnp.zeros(3))[0]).__name__
       'PerWorker'
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx)
 
     def init_fn(params):
         return PerWorker(tx.init(params), axis=axis, resize="mean")
@@ -344,3 +344,10 @@ def check_outer(outer: optax.GradientTransformationExtraArgs, params: PyTree) ->
 
 def _has(tree: PyTree, kind: Any) -> bool:
     return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
+
+
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, whose update takes extra arguments; raises TypeError for what is no optimizer."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"expected an optimizer, such as optax.adam(1e-3), got {tx!r}")
+    return optax.with_extra_args_support(tx)

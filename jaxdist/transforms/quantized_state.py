@@ -15,6 +15,7 @@ from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.base import Compressor
 from ..compressors.block_floats import dynamic_fp8
 from ..state.marks import is_mark
+from .local_gradients import with_extra_args
 
 # Arrays with fewer entries are not encoded: they need little memory, and norms and biases are sensitive.
 SMALLEST = 4096
@@ -118,7 +119,7 @@ def quantized_state(
     """
     if smallest < 1:
         raise ValueError(f"smallest must be at least 1, got {smallest}")
-    cfg = _Config(optax.with_extra_args_support(inner), dynamic_fp8() if code is None else code, smallest)
+    cfg = _Config(with_extra_args(inner), dynamic_fp8() if code is None else code, smallest)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

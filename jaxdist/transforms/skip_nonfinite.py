@@ -17,6 +17,7 @@ from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
 from ..state.marks import check_usable
 from .all_reduce import LateState
+from .local_gradients import with_extra_args
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -96,7 +97,7 @@ def skip_nonfinite(
         raise ValueError(f"max_consecutive must be at least 1, or None for no limit, got {max_consecutive}")
     most = np.iinfo(np.int32).max
     allowed = most if max_consecutive is None else min(max_consecutive, most)
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx)
 
     def init_fn(params):
         zero = jnp.zeros((), jnp.int32)

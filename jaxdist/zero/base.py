@@ -24,6 +24,7 @@ from ..transforms.local_gradients import (
     refuse_model_axes,
     scale,
     weight_of,
+    with_extra_args,
 )
 from ..wire.flat import MULTIPLE, piece
 from .checks import check_inner, check_means, check_replicated, check_sharding
@@ -199,7 +200,7 @@ def zero_redundancy(
     else:
         code = contraction_form(compressor)
         delivery = deliver_encoded_updates(code) if master_dtype is None else deliver_encoded_params(code)
-    cfg = _Config(optax.with_extra_args_support(inner), gradients, codec, delivery, master_dtype, axis)
+    cfg = _Config(with_extra_args(inner), gradients, codec, delivery, master_dtype, axis)
     return optax.GradientTransformationExtraArgs(partial(_init, cfg), partial(_update, cfg))
 
 

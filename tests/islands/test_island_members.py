@@ -104,7 +104,7 @@ def test_no_island_waits_for_another_that_compiles(monkeypatch):
     store, tx = islands.memory(), method()
     step, others, waits = step_of(tx), [], []
 
-    def compile_slowly(*arguments):
+    def compile_slowly(*arguments, **options):
         for _ in range(3):
             state, report = there.meet(step(others.pop(), GOALS[1]))
             others.append(state)

@@ -1,12 +1,14 @@
 """Rounds of islands over a store: their arithmetic, bytes and laws, and what they refuse."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from island_stores import wrap
 from islands_run import (
     GOALS,
     REDUCERS,
@@ -468,3 +470,64 @@ def test_an_island_without_examples_keeps_its_residual():
     np.testing.assert_array_equal(residuals[0], [0.0, -1.5, -1.0, -0.5])
     np.testing.assert_array_equal(residuals[1], residuals[0])
     assert residuals[2][1] == 0
+
+
+def slowmo(**options):
+    return jd.local_sgd.slowmo(optax.sgd(0.1), sync_period=H, momentum=0.5, buffers="maintain", **options)
+
+
+def test_the_outer_step_of_slowmo_is_that_of_a_mesh():
+    """It divides by the learning rate of the round, which the islands tell each other."""
+    rate = optax.linear_schedule(0.1, 0.05, 3 * H)
+    found = train_together(islands.memory(), slowmo(learning_rate=rate, axis=None), ["a", "b", "c"], 3)
+    expected = on_a_mesh(slowmo(learning_rate=rate), 3 * H)
+    assert_within_ulps(global_params(found["b"][0]), expected, 4)
+
+
+def steps_at(tx, rates):
+    """A step at each rate; `None` passes none."""
+
+    @functools.partial(jax.jit, static_argnames="rate")
+    def step(state, *, rate):
+        gradient = {"w": state.params["w"] - 1, "b": state.params["b"]}
+        extras = {} if rate is None else {"learning_rate": rate}
+        updates, opt = tx.update(gradient, state.opt, state.params, sync=(), **extras)
+        return State(optax.apply_updates(state.params, updates), opt)
+
+    return lambda state: functools.reduce(lambda state, rate: step(state, rate=rate), rates, state)
+
+
+def test_a_learning_rate_that_the_outer_step_needs_and_no_step_passes():
+    tx = jd.local_steps(optax.sgd(0.1), jd.local_sgd.slow_momentum(), sync_period=H, axis=None)
+    store = islands.memory()
+    with islands.join(store, tx, name="a") as island:
+        state = steps_at(tx, [None])(island.enter(begin(tx)))
+        with pytest.raises(ValueError, match=r"needs the learning rate.*pass learning_rate="):
+            island.meet(state)
+    assert not [name for name in store.list("rounds/") if "drift" in name]
+
+
+def test_progress_that_was_offline_counts_at_the_last_rate():
+    """Later there may be no step to take a rate from, or one at the rate 0, and the drift is to be divided by one."""
+    tx = jd.local_steps(optax.sgd(0.1), jd.local_sgd.slow_momentum(momentum=0.0), sync_period=H, axis=None)
+    store, is_away = islands.memory(), False
+
+    def call(number, function_name, function, arguments):
+        if is_away:
+            raise ConnectionError("no route")
+        return function(*arguments)
+
+    with islands.join(wrap(store, call), tx, name="a", round_timeout=0.5) as island:
+        state, _ = island.meet(steps_at(tx, [0.1])(island.enter(begin(tx))))
+        is_away = True
+        state, report = island.meet(steps_at(tx, [0.1])(state))
+        assert report.offline
+        is_away = False
+        ahead = total(state.params)
+        state, report = island.meet(state)
+        assert report.counted
+        assert_close(global_params(state), ahead, tolerance=1e-6)
+        # Nothing moved, and at the rate 0 nothing moves.
+        state, report = island.meet(state)
+        assert report.counted
+        assert_close(global_params(state), ahead, tolerance=1e-6)

@@ -405,6 +405,10 @@ def test_a_damaged_manifest_is_deleted_as_its_error_says(tmp_path, adamw):
         opt.init(first)
     assert opt.stats().step == 0
     opt.close()
+    # Where no other one is left there is no step to return to.
+    (tmp_path / "worker-00000-of-00001" / "manifest.0.json").write_text("{}")
+    with pytest.raises(offload.StoreDamagedError, match="restore it from a copy, or delete the folder"):
+        opt.init(first)
 
 
 def test_what_would_be_rounded_is_refused(tmp_path):
@@ -644,4 +648,32 @@ def test_an_interrupted_wait_leaves_the_step_to_be_waited_for(tmp_path, monkeypa
     assert opt.flush() == 1
     assert len(waits) == 2
     assert waits[0] is waits[1]
+    opt.close()
+
+
+def test_what_is_no_optimizer_no_number_of_bytes_and_no_folder(tmp_path):
+    with pytest.raises(TypeError, match=r"expected an optimizer, such as optax.adam\(1e-3\), got <function adam"):
+        unwrap(offload.nvme)(optax.adam, offload.Store(tmp_path))
+    for name in ("chunk_bytes", "host_bytes"):
+        with pytest.raises(ValueError, match=f"{name} must be a positive whole number of bytes, got 1000000.0"):
+            offload.nvme(optax.sgd(0.1), offload.Store(tmp_path)._replace(**{name: 1e6}))
+    (tmp_path / "file").write_text("")
+    opt = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path / "file"))
+    with pytest.raises(offload.StoreError, match="Not a directory"):
+        opt.init({"w": np.ones(4, np.float32)})
+
+
+@pytest.mark.parametrize(("dtype", "message"), [(jnp.float64, "float64 need jax.config"), (jnp.int8, "floating")])
+def test_the_dtype_of_master_parameters(tmp_path, dtype, message):
+    opt = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path), master_dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        opt.init({"w": np.ones(4, np.float32)})
+
+
+def test_parameters_of_another_dtype_than_at_first_are_refused(tmp_path):
+    opt = offload.nvme(optax.sgd(0.1), offload.Store(tmp_path))
+    params = opt.init({"w": jnp.ones(4, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="`w` was bfloat16 in `init` and is float32 now: cast it back"):
+        opt.apply(jax.tree.map(lambda x: x.astype(jnp.float32), params), params)
+    opt.apply(params, jax.tree.map(lambda x: x.astype(jnp.float32), params))
     opt.close()

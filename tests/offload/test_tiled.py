@@ -223,6 +223,28 @@ def test_flax():
     assert_close((value, cut["p"]), expected, 1e-5)
 
 
+def test_a_dense_layer_keeps_its_precision_and_its_product():
+    kernel, x = normal(6, 20), normal(4, 6)
+    calls = []
+
+    def dot_general(*arguments, **options):
+        calls.append(options["precision"])
+        return jax.lax.dot_general(*arguments, **options)
+
+    def run(layer, x):
+        with nn.intercept_methods(tiled_layers()):
+            return layer.apply({"params": {"kernel": tile(kernel, out_splits=4)}}, inputs=x)
+
+    for product in (None, dot_general):
+        layer = nn.Dense(20, use_bias=False, precision=("highest", "default"), dot_general=product)
+        program = str(jax.make_jaxpr(lambda x, layer=layer: run(layer, x))(x))
+        assert "HIGHEST" in program
+    assert calls
+    assert set(calls) == {("highest", "default")}
+    with pytest.raises(ValueError, match="dot_general_cls has variables of its own: leave its kernel whole"):
+        run(nn.Dense(20, use_bias=False, dot_general_cls=lambda: dot_general), x)
+
+
 def test_refusals():
     grid: Any = tile(W, out_splits=2)
     with pytest.raises(ValueError, match=r"needs a kernel \[n, m\], got shape \(14,\)"):

@@ -12,6 +12,7 @@ from ..._core.checks import check_range
 from ..._core.types import Array, AxisNames, PyTree, State
 from ...reducers.base import Reducer, exact
 from ...state.marks import axis_tuple
+from ...transforms.local_gradients import with_extra_args
 from ..nvme.disk import Access, Disk
 from ..nvme.files import Store, StreamedStats, check_store, folder_of_process
 from ..nvme.model import Model, describe
@@ -144,7 +145,7 @@ def nvme_layers(
             if name not in mesh.axis_names:
                 raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
     cfg = Config(stack, reducer, mesh, axis if mesh is not None else None)
-    run = _LayerStream(cfg, optax.with_extra_args_support(inner), store, prefetch, clip_norm)
+    run = _LayerStream(cfg, with_extra_args(inner), store, prefetch, clip_norm)
     return StreamedLayers(run.init, run.step, run.loss, run.params, run.state, run.flush, run.stats, run.close)
 
 

@@ -165,7 +165,7 @@ def place_params(cfg: Config, tree: Any, leaves: list[np.ndarray]) -> PyTree:
     where = None if cfg.mesh is None else NamedSharding(cfg.mesh, PartitionSpec())
     # The context `jax.enable_x64` holds for one thread, and this is the one that reads ahead.
     for leaf in leaves:
-        check_dtype(leaf)
+        check_dtype(leaf.dtype)
     return tree.unflatten(jax.device_put(leaves, where))
 
 

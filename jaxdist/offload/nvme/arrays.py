@@ -48,10 +48,10 @@ def strip_marks(tree: PyTree) -> tuple[list[Any], list[tuple[int, ...]], Any]:
     return leaves, shapes, jax.tree.structure(tree)
 
 
-def check_dtype(leaf: Any) -> None:
-    """Refuses a parameter that JAX would truncate."""
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        raise ValueError(f"parameters of {leaf.dtype} need jax.config.update('jax_enable_x64', True)")
+def check_dtype(dtype: Any) -> None:
+    """Refuses parameters that JAX would truncate."""
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"parameters of {dtype} need jax.config.update('jax_enable_x64', True)")
 
 
 def shards_of(leaf: Any) -> list[Shard]:

@@ -11,6 +11,7 @@ import optax
 
 from ..._core.types import PyTree, State
 from ...state.marks import is_mark
+from ...transforms.local_gradients import with_extra_args
 from . import arrays
 from .chunks import Runner
 from .disk import Disk
@@ -49,10 +50,11 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
       Functions that are not pure: they own the folder.
 
     Raises:
-      TypeError: `store` is not a `Store`.
-      ValueError: `chunk_bytes` or `host_bytes` is too small; from `init` and `apply`, an optimizer that is not
-        entrywise (the message names the primitive), a folder that holds another state or is in use, parameters of
-        another step than the state in the folder (without `master_dtype`), gradients of other shapes.
+      TypeError: `inner` is no optimizer, or `store` not a `Store`.
+      ValueError: `chunk_bytes` or `host_bytes` is too small or no whole number; from `init` and `apply`, an optimizer
+        that is not entrywise (the message names the primitive), a folder that holds another state or is in use,
+        parameters of another step than the state in the folder (without `master_dtype`), gradients of other shapes,
+        parameters of other dtypes.
       StoreFullError: no space left on disk.
       StoreDamagedError: a file is missing, too short or changed.
       StoreError: any other error of the disk.
@@ -75,7 +77,7 @@ def nvme(inner: optax.GradientTransformation, store: Store, *, master_dtype: Any
     host_bytes = 3 * store.chunk_bytes if store.host_bytes is None else store.host_bytes
     if host_bytes < store.chunk_bytes:
         raise ValueError(f"host_bytes={host_bytes} must be at least chunk_bytes={store.chunk_bytes}")
-    stream = _NvmeOptimizer(optax.with_extra_args_support(inner), store, host_bytes, master_dtype)
+    stream = _NvmeOptimizer(with_extra_args(inner), store, host_bytes, master_dtype)
     return Streamed(stream.init, stream.apply, stream.flush, stream.state, stream.stats, stream.close)
 
 
@@ -147,7 +149,7 @@ class _NvmeOptimizer:
     def apply(self, params: PyTree, grads: PyTree, *, donate: bool = False, **extra_args: Any) -> PyTree:
         opened = self._require_open()
         model, disk = opened.model, opened.disk
-        placements = list(zip(_check_tree(model, params), _check_tree(model, grads), model.places, strict=True))
+        placements = list(zip(_check_params(model, params), _check_tree(model, grads), model.places, strict=True))
         leaves = [arrays.place(p, place) for p, _, place in placements]
         if donate:
             arrays.check_apart(leaves)
@@ -230,6 +232,18 @@ def _resume(model: Model, disk: Disk, params: PyTree) -> PyTree:
             f"restore those of step {disk.step}, or keep them on disk too, with master_dtype"
         )
     return params
+
+
+def _check_params(model: Model, params: PyTree) -> list[Any]:
+    """The leaves of parameters, which must have the dtypes that `init` saw, too: the programs are for those."""
+    leaves = _check_tree(model, params)
+    for leaf, like, name in zip(leaves, model.leaves, model.names, strict=True):
+        if leaf.dtype != like.dtype:
+            raise ValueError(
+                f"parameter `{name}` was {like.dtype} in `init` and is {leaf.dtype} now: cast it back, or call `init` "
+                "with these parameters in another folder"
+            )
+    return leaves
 
 
 def _check_tree(model: Model, tree: PyTree) -> list[Any]:

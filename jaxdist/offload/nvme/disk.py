@@ -53,7 +53,8 @@ class Disk:
     """
 
     def __init__(self, folder: Path, *, direct: bool | None, durable: bool, wait: bool, progress: Any):
-        folder.mkdir(parents=True, exist_ok=True)
+        with files.raise_typed_errors(folder, -1):
+            folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.durable, self.wait, self.progress = folder, durable, wait, progress
         # Released even if `close` is never called and this object is garbage-collected.
         self.unlock = weakref.finalize(self, files.lock_folder(folder).release)
@@ -121,7 +122,7 @@ class Disk:
 
     def _mismatch(self) -> ValueError:
         return ValueError(
-            f"{self.folder} holds the state of another model, optimizer, master_dtype or number of workers: "
+            f"{self.folder} holds the state of another model, optimizer, master_dtype, clip_norm or number of workers: "
             "use another folder, or delete this one"
         )
 

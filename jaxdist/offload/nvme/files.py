@@ -66,11 +66,13 @@ class Store(NamedTuple):
 
 
 def check_store(store: Any) -> None:
-    """Raises TypeError unless this is a `Store`, and ValueError if its chunks are empty."""
+    """Raises TypeError unless this is a `Store`, and ValueError unless its bytes are positive whole numbers."""
     if not isinstance(store, Store):
         raise TypeError(f'expected a store, such as offload.Store("/nvme/run-1"), got {store!r}')
-    if store.chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be positive, got {store.chunk_bytes}")
+    for name in ("chunk_bytes", "host_bytes"):
+        value = getattr(store, name)
+        if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+            raise ValueError(f"{name} must be a positive whole number of bytes, got {value!r}")
 
 
 class StreamedStats(NamedTuple):
@@ -261,26 +263,29 @@ def drop_manifest(folder: Path, slot: int, step: int, *, durable: bool) -> None:
 
 def read_manifests(folder: Path) -> dict[int, dict[str, Any]]:
     """The manifests of the committed slots, by slot."""
-    found = {}
+    found, damaged = {}, []
     for slot in (0, 1):
         path = _manifest_path(folder, slot)
         if path.exists():
             try:
                 outer = json.loads(path.read_text())
-                whole = zlib.crc32(outer["manifest"].encode()) == outer["crc"]
-                manifest = json.loads(outer["manifest"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _damage_error(path) from error
-            if not whole:
-                raise _damage_error(path)
-            if manifest["format"] != FORMAT:
-                raise ValueError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
-            found[slot] = manifest
+                if zlib.crc32(outer["manifest"].encode()) != outer["crc"]:
+                    raise ValueError("the checksum differs")
+                found[slot] = json.loads(outer["manifest"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                damaged.append(path)
+    for slot, manifest in found.items():
+        if manifest["format"] != FORMAT:
+            path = _manifest_path(folder, slot)
+            raise ValueError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
+    for path in damaged:
+        # Without its manifests a folder begins at step 0.
+        advice = f"restore it from a copy, {RESUME}"
+        if found:
+            (other,) = found.values()
+            advice = f"delete it to return to the other one, of step {other['step']}"
+        raise StoreDamagedError(f"the manifest is damaged; {advice}", path, -1)
     return found
-
-
-def _damage_error(path: Path) -> StoreDamagedError:
-    return StoreDamagedError("the manifest is damaged; delete it to return to the step of the other one", path, -1)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -68,10 +68,14 @@ class Model(NamedTuple):
 def describe(inner: optax.GradientTransformationExtraArgs, params: PyTree, master_dtype: Any) -> Model:
     """Describes the parameters and the optimizer's state for them; computes nothing."""
     leaves, shapes, tree = strip_marks(params)
+    if master_dtype is not None and not jnp.issubdtype(master_dtype, jnp.floating):
+        raise ValueError(f"master_dtype must be floating, got {jnp.dtype(master_dtype)}")
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"parameters must be floating, got a leaf of {leaf.dtype}: keep others out of them")
-        check_dtype(leaf)
+        check_dtype(leaf.dtype)
+    if master_dtype is not None:
+        check_dtype(jnp.dtype(master_dtype))
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_mark)
     structs = [jax.ShapeDtypeStruct(s, master_dtype or leaf.dtype) for leaf, s in zip(leaves, shapes, strict=True)]
     outer = jax.tree.structure(params, is_leaf=is_mark)
