@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -126,15 +127,15 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
       >>> cost.cluster("h100", [(ethernet, 2), (cost.NVLINK, 8)]).coordinates[9]
       (1, 1)
     """
-    if isinstance(chip, str) and chip not in CHIPS:
-        raise ValueError(f"unknown chip {chip!r}; pass one of {', '.join(CHIPS)}, or a cost.Chip")
+    if isinstance(chip, str):
+        chip = _chip(chip)
     pairs = list(shape.items()) if isinstance(shape, Mapping) else list(shape)
     for link, size in pairs:
         if size < 1 or link.bandwidth <= 0:
             raise ValueError(f"{link.name} needs a positive size and bandwidth, got {size} and {link.bandwidth}")
     places = np.indices([size for _, size in pairs]).reshape(len(pairs), -1).T
     return Cluster(
-        CHIPS[chip] if isinstance(chip, str) else chip,
+        chip,
         tuple(link for link, _ in pairs),
         tuple(tuple(place) for place in places.tolist()),
     )
@@ -142,17 +143,24 @@ def cluster(chip: Chip | str, shape: Mapping[Link, int] | Sequence[tuple[Link, i
 
 def of_mesh(chip: str, mesh: Mesh) -> Cluster:
     """Returns the cluster of a mesh of `pods.tpu` or `pods.gpu`, with the coordinates of its devices."""
+    known = _chip(chip)
     devices = list(mesh.devices.flat)
     if chip in _ICI:
         # ICI coordinates within a slice; between slices, the number of the slice comes first.
         slices = [getattr(device, "slice_index", None) or 0 for device in devices]
         several = len(set(slices)) > 1
         places = [(*([part] if several else []), *device.coords) for part, device in zip(slices, devices)]
-        return Cluster(CHIPS[chip], tpu_links(chip, slices=several), tuple(tuple(map(int, p)) for p in places))
+        return Cluster(known, tpu_links(chip, slices=several), tuple(tuple(map(int, p)) for p in places))
     # A node is a process: the id of its first device numbers the others.
     first = {device.process_index: device.id for device in sorted(devices, key=lambda device: -device.id)}
     places = tuple((device.process_index, device.id - first[device.process_index]) for device in devices)
-    return Cluster(CHIPS[chip], (NETWORK, NVLINK), places)
+    return Cluster(known, (NETWORK, NVLINK), places)
+
+
+def _chip(name: str) -> Chip:
+    if name not in CHIPS:
+        raise ValueError(f"unknown chip {name!r}; pass one of {', '.join(CHIPS)}, or a cost.Chip")
+    return CHIPS[name]
 
 
 def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
@@ -164,6 +172,9 @@ def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
 
     The slowest class comes first. Of several groups it is the slowest group's; groups of one member cross none.
 
+    Raises:
+      ValueError: the collective is of more devices than the cluster has.
+
     Examples:
       >>> from jaxdist.analysis import base, cost
       >>> mean = base.make_collective("all-reduce", [("float32", 1024)], groups=((0, 1, 2, 3),), devices=4, where="")
@@ -172,6 +183,9 @@ def crossings(op: Collective, where: Cluster) -> tuple[Crossing, ...]:
       [('network', 512.0), ('NVLink', 1024.0)]
     """
     groups = op.replica_groups or (tuple(range(len(where.coordinates))),)
+    last, count = max((*chain(*groups), *chain(*op.pairs)), default=0), len(where.coordinates)
+    if last >= count:
+        raise ValueError(f"the program runs on {last + 1} devices or more, the cluster has {count}: pass its own")
     if op.kind == "collective-permute":
         return _crossings_of_permutation(op, where)
     worst: tuple[Crossing, ...] = ()
@@ -188,7 +202,7 @@ def seconds(crossed: Sequence[Crossing]) -> float:
 
 
 def _crossings_of_group(op: Collective, group: Sequence[int], where: Cluster) -> tuple[Crossing, ...]:
-    places = np.array([where.coordinates[member] for member in group if member < len(where.coordinates)])
+    places = np.array([where.coordinates[member] for member in group])
     count = len(places)
     if count < 2:
         return ()

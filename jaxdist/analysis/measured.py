@@ -49,6 +49,8 @@ def measure_link(mesh: Mesh, *, axis: AxisNames = "data", sizes: Sequence[int] =
     workers = state_workers(mesh, axis)
     if workers < 2:
         raise ValueError(f"axis {axis!r} has a single worker: there is no link to measure; give a cost.Link instead")
+    if turns < 1:
+        raise ValueError(f"turns must be at least 1, got {turns}")
     if len(set(sizes)) < 2:
         raise ValueError(f"sizes must contain two different sizes, to tell latency from bandwidth, got {tuple(sizes)}")
     specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "axis_names": set(axis_tuple(axis))}

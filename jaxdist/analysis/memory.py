@@ -103,7 +103,8 @@ def transfers(step: Callable[..., Any], *arguments: Any) -> Transfers:
     """Counts the bytes that a step moves between the memories of the device and the host.
 
     It reads the trace, since on CPU, where both are the same memory, the compiled program contains no transfers. A loop
-    of known length counts as often as it runs; of a conditional all branches count.
+    of known length counts as often as it runs; of a conditional all branches count. Outside of `distribute` the trace
+    does not know how arrays are sharded, and they count whole.
 
     Args:
       step: a function that can be traced, `distribute(...)` or `jax.jit(tx.update)`.

@@ -15,13 +15,16 @@ The algorithms are gradient transformations for local gradients. Those without r
 marked `PerWorker` (with `hierarchical` `PerWorker(params, axis=slow)`), and come last in a chain.
 """
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import optax
 
 from .. import optimizers
 from .._core.descriptions import with_description
-from .._core.types import AxisNames
+from .._core.types import AxisNames, PyTree, State, Updates
+from ..comm.over import over
 from ..compressors.base import Compressor
 from ..compressors.blocks import min_max_uint8
 from ..decentralized.base import gossip
@@ -40,7 +43,7 @@ from ..topology.graphs import complete, ring
 from ..topology.varying import shift_one
 from ..transforms.all_reduce import all_reduce
 from ..transforms.common import LearningRate
-from ..transforms.local_gradients import with_extra_args
+from ..transforms.local_gradients import check_leaves, check_local, check_shapes, reduce_weighted, with_extra_args
 
 # The default of the public implementation.
 BUCKET_BYTES = 10 << 20
@@ -268,8 +271,8 @@ def decentralized(
         a condition, which compilers do not overlap with computation: pass `update` the static
         `round=jd.decentralized.due_round(step, graph)`.
       hierarchical: each worker of a node sends a part of the messages. Gradients are averaged within a node in every
-        step; the public implementation averages parameters there when it communicates, which for SGD and `interval=1`
-        is the same.
+        step, with `active=` those of its active workers; the public implementation averages parameters there when it
+        communicates, which for SGD and `interval=1` is the same.
 
     Raises:
       ValueError: an odd number of workers with `"shift_one"`.
@@ -399,7 +402,33 @@ def _gossip(
     slow, fast = _levels(axis)
     # All workers of a node take the same step: they keep one model, of which each sends a part.
     across = gossip(inner, graph, method=method, axis=slow, carriers=fast)
-    return with_extra_args(optax.chain(all_reduce(exact(), axis=fast), across))
+    return optax.GradientTransformationExtraArgs(across.init, partial(_update_node, across, fast))
+
+
+def _update_node(
+    across: optax.GradientTransformationExtraArgs,
+    fast: str,
+    updates: Updates,
+    state: State,
+    params: PyTree | None = None,
+    *,
+    active: Any = None,
+    **extra_args: Any,
+) -> tuple[Updates, State]:
+    """Takes the step of a node, with the mean gradient of its active workers; it is active if one of them is."""
+    check_leaves(updates)
+    check_shapes(updates, params)
+    check_local(updates, fast)
+    comm = over(fast)
+    number = None if active is None else jnp.asarray(active, jnp.float32)
+
+    def reduce(updates: Updates, nothing: State) -> tuple[Updates, State]:
+        return exact().reduce(updates, nothing, comm)[0].mean, nothing
+
+    mean, _, some = reduce_weighted(reduce, updates, (), comm, number, plain=True)
+    if active is not None:
+        extra_args["active"] = some
+    return across.update(mean, state, params, **extra_args)
 
 
 def _levels(axis: AxisNames) -> tuple[AxisNames, str]:

@@ -1,10 +1,12 @@
 """What schedules hide: recorded programs of the compilers for GPU and TPU, and clocks wound by hand."""
 
+import jax
 import pytest
 from paths import SUPPORT
 
+import jaxdist as jd
 from jaxdist import analysis
-from jaxdist.analysis import cost
+from jaxdist.analysis import base, cost, measured
 from jaxdist.analysis.hlo_reader import parse
 from jaxdist.analysis.hlo_work import CostModel
 
@@ -227,6 +229,15 @@ def test_kernels_of_chips_that_were_measured_take_longer():
 def test_refusals():
     with pytest.raises(ValueError, match="unknown chip 'h9000'; pass one of v5e"):
         cost.cluster("h9000", [(cost.NVLINK, 8)])
+    with pytest.raises(ValueError, match="unknown chip 'v9'"):
+        cost.of_mesh("v9", jd.make_mesh({"data": 2}, devices=jax.devices()[:2]))
+    with pytest.raises(ValueError, match="runs on 8 devices or more, the cluster has 4"):
+        cost.crossings(
+            base.make_collective("all-reduce", [("float32", 8)], groups=(tuple(range(8)),), devices=8, where=""),
+            cost.cluster("h100", [(cost.NVLINK, 4)]),
+        )
+    with pytest.raises(ValueError, match="turns must be at least 1, got 0"):
+        measured.measure_link(jd.make_mesh({"data": 2}, devices=jax.devices()[:2]), turns=0)
     with pytest.raises(ValueError, match="positive size"):
         cost.cluster("h100", [(cost.NVLINK, 0)])
     with pytest.raises(ValueError, match="branch must be"):

@@ -18,3 +18,5 @@ def test_topology_says_what_there_is(capsys):
     assert "unknown graph 'rink'; did you mean ring? known: ring, directed-ring" in capsys.readouterr().err
     assert cli.main(["topology", "torus", "--workers", "7"]) == 2
     assert "use ring" in capsys.readouterr().err
+    assert cli.main(["topology", "ring", "--workers", "100000000"]) == 2
+    assert "--workers must be at most 4096" in capsys.readouterr().err

@@ -164,6 +164,32 @@ def test_nodes_act_as_one(pods):
         np.testing.assert_allclose(found, expected, atol=0.01)  # a step of a code
 
 
+def test_a_node_takes_the_step_of_its_active_workers(pods):
+    """Of four workers two have a gradient, and of the other node none: it only averages."""
+    tx = bagua.decentralized(SGD, 2, hierarchical=True, axis=AXES)
+
+    def loss(x, target):
+        return sum(
+            jnp.sum(jnp.square(a[None] - b)) / 2 for a, b in zip(*map(jax.tree.leaves, (x, target)), strict=True)
+        )
+
+    def step(state, data):
+        _, gradient = jd.local_value_and_grad(loss, axis=AXES)(state.params, data)
+        active = (jax.lax.axis_index("pod") == 0) & (jax.lax.axis_index("chip") < 2)
+        updates, opt = tx.update(gradient, state.opt, state.params, active=active)
+        return State(optax.apply_updates(state.params, updates), opt), {}
+
+    state = start(tx, pods, "pod", AXES)
+    run = jd.distribute(step, pods, axis=AXES)
+    expected = [np.stack([leaf, leaf]) for leaf in jax.tree.leaves(params())]
+    for i in range(3):
+        state, _ = run(state, batch(i))
+        steps = [0.1 * (x[0] - b[:2].mean(0)) for x, b in zip(expected, jax.tree.leaves(batch(i)), strict=True)]
+        expected = [np.stack([x.mean(0) - s, x.mean(0)]) for x, s in zip(expected, steps, strict=True)]
+    for found, leaf in zip(jax.tree.leaves(state.params), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_codes_between_nodes_are_of_shards(pods):
     """ByteGrad with feedback on two levels: bytes between nodes are those of a quarter; twelve means are exact ones."""

@@ -17,6 +17,7 @@ from ..running import path_in
 from ..spellings.tables import GRAPHS, find_graph
 
 MOST_PANELS = 4
+MOST_WORKERS = 4096
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class TopologyOptions:
 
 def run_topology(chosen: TopologyOptions) -> None:
     """Prints the properties of a graph, and draws it with `--png`."""
+    if chosen.workers > MOST_WORKERS:
+        raise ValueError(f"--workers must be at most {MOST_WORKERS}: all pairs have a weight, got {chosen.workers}")
     graph = find_graph(chosen.name)(chosen.workers)
     lines = [f"{graph.name}, {graph.workers} workers"]
     lines += [f"  {name}: {value}" for name, value in _list_properties(graph).items()]
