@@ -501,8 +501,8 @@ def home():
         ("exact()", jd.exact()),
         ("two_shot(int8())", jd.two_shot(c.int8())),
         ("two_shot(qsgd(4))", jd.two_shot(jd.qsgd(4))),
-        ("two_shot(scaled_sign())", jd.two_shot(c.scaled_sign())),
         ("compressed(top_k(0.01))", jd.compressed(jd.top_k(0.01))),
+        ("two_shot(scaled_sign())", jd.two_shot(c.scaled_sign())),
         ("power_sgd(rank=4)", jd.power_sgd(rank=4)),
     ]
     kilobytes = [sent(reducer, workers, size) / 1e3 for _, reducer in methods]

@@ -41,7 +41,12 @@ class Law(enum.IntEnum):
 
 
 class Reduced(NamedTuple):
-    """The result of a reduction: the replicated `mean`, and `own`, this worker's effective contribution to it."""
+    """The result of a reduction.
+
+    Attributes:
+      mean: a tree like the updates, the same on all workers.
+      own: this worker's effective contribution to it, a tree like the updates.
+    """
 
     mean: Updates
     own: Updates
