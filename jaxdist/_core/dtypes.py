@@ -36,6 +36,15 @@ def saturate(x: Array, dtype: DTypeLike, finite: Array) -> Array:
     return jnp.clip(x, -limits, limits).astype(dtype)
 
 
+def narrow(x: Array, dtype: DTypeLike) -> Array:
+    """Casts to the dtype of the updates: what is finite to at most the largest number of float16.
+
+    What was computed in float32 may exceed 65504, which gradients in float16 come near to. The other dtypes have the
+    range of float32.
+    """
+    return saturate(x, dtype, jnp.isfinite(x)) if dtype == jnp.float16 != x.dtype else x.astype(dtype)
+
+
 def round_to(x: Array, dtype: DTypeLike) -> Array:
     """Rounds to the values of another floating dtype, and keeps its own.
 

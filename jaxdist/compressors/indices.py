@@ -184,7 +184,9 @@ def positions(words: UInt[Array, " words"], count: int) -> Int[Array, " count"]:
     # Each result finds its word by a running sum over the results at which words start, and its bit by counting.
     starts = running_sum(counts, most=WORD * words.shape[0]) - counts
     starting = jnp.zeros(count + 1, jnp.int32).at[jnp.minimum(starts, count)].add(1, mode="promise_in_bounds")
-    word = running_sum(starting, most=words.shape[0])[:count] - 1
+    # The words before the first one may be too many for the product of `running_sum`, of 2^29 bits or more.
+    total = jnp.cumsum(starting) if words.shape[0] >= 2**24 else running_sum(starting, most=words.shape[0])
+    word = total[:count] - 1
     rank = lax.iota(jnp.int32, count) - starts.at[word].get(mode="promise_in_bounds")
     return word * WORD + nth_one(words.at[word].get(mode="promise_in_bounds"), rank)
 

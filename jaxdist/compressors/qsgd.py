@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
 from .base import Compressor
@@ -153,8 +154,8 @@ def terngrad(*, clip: float | int | None = 2.5, bucket: int | None = None) -> Co
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
-    if bucket is not None and bucket < 1:
-        raise ValueError(f"bucket must be at least 1, or None for the whole array, got {bucket}")
+    if bucket is not None:
+        check_count("bucket", bucket, 1)
 
     def compress(x: Array, key: PRNGKeyArray) -> QuantizedPayload:
         return _one_level(bucket, x.shape).compress(x if clip is None else _clip(x, clip), key)

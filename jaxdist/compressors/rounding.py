@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.checks import check_count
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Int, Like, Shape
 from .._core.xla_quirks import hide_constants, largest_magnitude, sum_rows
@@ -66,16 +67,14 @@ def powers_below(magnitudes: Float[Array, "*shape"]) -> tuple[Float[Array, "*sha
 
 def check_block(block: int, rounding: str) -> None:
     """Checks that `block` is positive and `rounding` is known."""
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_count("block", block, 1)
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
 
 
 def check_buckets(bucket: int, norm: str) -> None:
     """Checks that `bucket` is positive and `norm` is known."""
-    if bucket < 1:
-        raise ValueError(f"bucket must be at least 1, got {bucket}")
+    check_count("bucket", bucket, 1)
     if norm not in ("max", "l2"):
         raise ValueError(f'norm must be "max" or "l2", got {norm!r}')
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
@@ -79,8 +80,8 @@ def scaled_sign(*, bucket: int | None = None) -> Compressor:
     References:
       S. P. Karimireddy et al., "Error feedback fixes signSGD and other gradient compression schemes", arXiv:1901.09847.
     """
-    if bucket is not None and bucket < 1:
-        raise ValueError(f"bucket must be at least 1, or None for the whole array, got {bucket}")
+    if bucket is not None:
+        check_count("bucket", bucket, 1)
 
     def mean_magnitude(scaled: UnitRows, counts: Array) -> Array:
         return sum_rows(jnp.abs(scaled.rows)) / counts
@@ -197,8 +198,7 @@ def two_means(*, block: int = 256) -> Compressor:
       A. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv:2508.15706, 2025 (values of two
       bits; the optimal split of magnitudes is ours).
     """
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_count("block", block, 1)
 
     def compress(x: Array, key: PRNGKeyArray) -> TwoMeansPayload:
         del key

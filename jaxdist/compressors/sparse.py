@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape, UInt
@@ -103,8 +104,7 @@ def block_top_k(density: float, *, block: int = 4096) -> Compressor:
       B. Peng et al., "DeMo: decoupled momentum optimization", arXiv:2411.19870, 2024.
     """
     check_density(density)
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_count("block", block, 1)
 
     def compress(x: Array, key: PRNGKeyArray) -> SparsePayload:
         del key

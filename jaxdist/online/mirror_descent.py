@@ -201,8 +201,8 @@ def _begin(
 
 
 def _updates_to(new: PyTree, params: PyTree) -> Updates:
-    """The updates from `params` to `new`, in the dtype of the parameters."""
-    return jax.tree.map(lambda x, p: (x - p.astype(x.dtype)).astype(p.dtype), new, params)
+    """The updates from `params` to `new`, in float32 or better: rounded to bfloat16 they would lead elsewhere."""
+    return jax.tree.map(lambda x, p: x - p.astype(x.dtype), new, params)
 
 
 def anytime_minibatch(

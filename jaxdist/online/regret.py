@@ -25,7 +25,7 @@ def dynamic_regret(
       [1.0, 1.5]
     """
     # Σ_t (mean over workers of f_t(x_i,t) - f_t(x_t*))
-    _check_rounds(losses, best)
+    _check_rounds(losses, best, 1)
     return np.cumsum(np.asarray(losses, np.float64).mean(1) - np.asarray(best, np.float64))
 
 
@@ -49,7 +49,7 @@ def static_regret(
       >>> jd.online.static_regret(np.array([[3.0], [1.0]]), np.array([[1.0, 2.0], [3.0, 0.5]])).tolist()
       [2.0, 1.5]
     """
-    _check_rounds(losses, fixed)
+    _check_rounds(losses, fixed, 2)
     # The best fixed model is chosen anew for every T.
     paid = np.cumsum(np.asarray(losses, np.float64).mean(1))
     return paid - np.cumsum(np.asarray(fixed, np.float64), axis=0).min(1)
@@ -71,6 +71,9 @@ def path_length(best: Shaped[Array | np.ndarray, "rounds size"]) -> Float[np.nda
     return np.concatenate([np.zeros(min(len(best), 1)), np.cumsum(moves)])
 
 
-def _check_rounds(losses, others) -> None:
+def _check_rounds(losses, others, dimensions: int) -> None:
+    found = np.ndim(losses), np.ndim(others)
+    if found != (2, dimensions):
+        raise ValueError(f"losses must have 2 dimensions, and what they are compared with {dimensions}, got {found}")
     if len(losses) != len(others):
         raise ValueError(f"both must have one row for each round, got {len(losses)} and {len(others)} of them")

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from .. import comm as comms
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Bool, Float, Int, Like, PyTree, State, Updates
@@ -116,11 +117,11 @@ def critical_regime(
       Agarwal, Wang, Lee, Venkataraman, Papailiopoulos, "Accordion: Adaptive Gradient Communication via Critical
       Learning Regime Identification", arXiv:2010.16248, 2021.
     """
-    if epoch_steps < 1:
-        raise ValueError(f"epoch_steps must be at least 1, got {epoch_steps}")
+    check_count("epoch_steps", epoch_steps, 1)
+    check_count("interval_steps", interval_steps, 1)
     if interval_steps < epoch_steps:
         raise ValueError(f"interval_steps must be at least epoch_steps, {epoch_steps}, got {interval_steps}")
-    if eta < 0:
+    if not eta >= 0:
         raise ValueError(f"eta must not be negative, got {eta}")
     if not 0 <= fall <= 1:
         raise ValueError(f"fall must be in [0, 1], got {fall}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import comm as comms
+from .._core.checks import check_count
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Like, PyTree, Updates
 from .._core.xla_quirks import largest_magnitude
@@ -220,15 +221,13 @@ def _check(bits: int, bucket: int, norm: str, norm_power: int, block: int) -> No
     check_buckets(bucket, norm)
     if norm_power not in (0, 1, 2):
         raise ValueError(f"norm_power must be 0, 1 or 2, got {norm_power}")
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_count("block", block, 1)
 
 
 def _schedule(update_steps: Sequence[int], every: int) -> Callable[[Array], Array]:
     if any(step < 0 for step in update_steps):
         raise ValueError(f"update_steps must not be negative, got {tuple(update_steps)}")
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
+    check_count("every", every, 1)
     # At step 0, every so many steps, and at the given ones.
     return lambda count: jnp.any(jnp.stack([count % every == 0, *(count == step for step in update_steps)]))
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.descriptions import with_description
+from .._core.dtypes import narrow, widen
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
 from ..comm.base import Comm
 from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
@@ -346,8 +347,8 @@ def shards_of(reducer: Reducer, groups: int = 1, *, advice: str = "reduce in ful
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts each leaf to the dtype of its counterpart."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+    """Casts each leaf to the dtype of its counterpart, as `narrow` does."""
+    return jax.tree.map(lambda x, y: narrow(x, y.dtype), tree, like)
 
 
 def list_named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
@@ -364,7 +365,7 @@ def tree_norm(tree: Updates) -> Float[Array, ""]:
     largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves]).max()
     # Squares of quotients of the largest entry neither vanish nor overflow.
     unit = jnp.where(largest == 0, 1.0, largest)
-    squares = [jnp.sum(jnp.square((leaf / unit.astype(leaf.dtype)).astype(jnp.float32))) for leaf in leaves]
+    squares = [jnp.sum(jnp.square((widen(leaf) / unit).astype(jnp.float32))) for leaf in leaves]
     return unit * jnp.sqrt(jnp.stack(squares).sum())
 
 

@@ -262,8 +262,8 @@ def with_stats(reducer: Reducer) -> Reducer:
         # |x - own|² / |x|²; an update of zeros has no error.
         size = tree_norm(updates)
         error = tree_norm(jax.tree.map(lambda x, own: x.astype(own.dtype) - own, updates, reduced.own))
-        error = jnp.square(error / jnp.where(size > 0, size, 1)).astype(jnp.float32)
-        error = comm.varying(jnp.where(size > 0, error, jnp.zeros_like(error)))
+        error = jnp.square(error / jnp.where(size == 0, 1, size)).astype(jnp.float32)
+        error = comm.varying(jnp.where(size == 0, jnp.zeros_like(error), error))
         sent = add_bytes(state.bytes, total_bytes(ledger[start:]))
         return reduced, TrackedState(inner, next_count(state.syncs), sent, with_value(state.error, error))
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._core.descriptions import with_description
-from .._core.dtypes import working_dtype
+from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Like, Payload, PyTree, Updates
 from ..comm.base import Comm
@@ -174,4 +174,4 @@ def _mean_of_decoded(compressor: Compressor, payloads: Payload, stack: Array) ->
     wide = working_dtype(stack.dtype)
     add = None if compressor.add is None else jax.vmap(compressor.add)
     mean = decode_mean(lambda payload: _decode(compressor, payload, stack, dtype=wide), payloads, add=add)
-    return mean.astype(stack.dtype)
+    return narrow(mean, stack.dtype)

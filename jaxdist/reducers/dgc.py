@@ -101,9 +101,10 @@ def dgc(
         )
     if warmup_steps and warmup_steps < len(warmup_densities):
         raise ValueError(f"warmup_steps must be at least 1 for each warm-up density, got {warmup_steps}")
-    if list(warmup_densities) != sorted(warmup_densities, reverse=True):
-        raise ValueError(f"warmup_densities must be in falling order, got {list(warmup_densities)}")
-    stages = [compressed(top_k(part, method=method)) for part in (*warmup_densities, density)]
+    densities = [*warmup_densities, density]
+    if densities != sorted(densities, reverse=True):
+        raise ValueError(f"warmup_densities must fall, to density={density} at last, got {list(warmup_densities)}")
+    stages = [compressed(top_k(part, method=method)) for part in densities]
     ends = [warmup_steps * (i + 1) // len(warmup_densities) for i in range(len(warmup_densities))]
     cfg = _Config(stages, ends, momentum, nesterov, clip_norm, masking)
     forms = Forms(

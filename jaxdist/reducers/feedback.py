@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.checks import check_range
+from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like, working_dtype
 from .._core.types import Array, Bool, Int, Like, PyTree, State, Updates
@@ -200,10 +200,8 @@ def loco(reducer: Reducer, *, beta: float | int = 0.8, reset_every: int = 1024, 
       Its reference code resets by a counter that all tensors share, which only some of them see; here all leaves do.
     """
     check_range("beta", beta, 0, 1)
-    if reset_every < 1:
-        raise ValueError(f"reset_every must be at least 1, got {reset_every}")
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_count("reset_every", reset_every, 1)
+    check_count("block", block, 1)
     return _with_average(contraction_of(reducer), beta, reset_every, block)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import comm as comms
 from .._core.checks import check_range
 from .._core.descriptions import with_description
-from .._core.dtypes import working_dtype
+from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
 from ..comm.base import Comm
@@ -230,7 +230,7 @@ def _sum_of_integers(
     received = yield Messages(sum=codes)
 
     def decode(code, alpha, stack):
-        return (code.astype(jnp.int32).astype(alpha.dtype) / alpha).astype(stack.dtype)
+        return narrow(code.astype(jnp.int32).astype(alpha.dtype) / alpha, stack.dtype)
 
     # mean = Σ_w q_w / (W α), own = q / α
     means = [decode(code, alpha * comm.size, x) for code, alpha, x in zip(received.sum, alphas, stacks, strict=True)]

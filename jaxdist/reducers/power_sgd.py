@@ -130,7 +130,7 @@ def power_sgd(
     """
     check_count("rank", rank, 1)
     check_count("start_step", start_step, 0)
-    if min_compression_rate < 0:
+    if not min_compression_rate >= 0:
         raise ValueError(f"min_compression_rate must not be negative, got {min_compression_rate}")
     if own not in ("local", "paper"):
         raise ValueError(f'own must be "local" or "paper", got {own!r}')

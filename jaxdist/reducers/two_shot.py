@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.descriptions import with_description
-from .._core.dtypes import working_dtype
+from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Int, Key, Like, Payload, PyTree, State, Updates
 from ..comm.base import Comm
@@ -159,7 +159,7 @@ def _messages(cfg: _Config, updates: Updates, state: TwoShotState, comm: Comm, e
     key = step_key(state.key, state.count, comm, shared=cfg.second.shared_key)
     coded = [
         # Odd numbers: draws independent of those of the first phase.
-        cfg.second.compress(mean.astype(like.dtype), jax.random.fold_in(key, 2 * i + 1))
+        cfg.second.compress(narrow(mean, like.dtype), jax.random.fold_in(key, 2 * i + 1))
         for i, (mean, like) in enumerate(zip(means, likes, strict=True))
     ]
     # e = m + e - D₂(C₂(m + e))

@@ -84,7 +84,8 @@ def quadratic(learning_rate: Rate, alpha: float | int, base: int, *, most: int =
     if not alpha > 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
     _check("base", base)
-    if not base <= most <= MOST:
+    _check("most", most)
+    if most < base:
         raise ValueError(f"most must be in [base={base}, {MOST}], got {most}")
 
     def period_at(step):
@@ -166,6 +167,8 @@ def proportional_steps(
         raise ValueError(f"speeds must be positive numbers, one for each worker, got {speeds}")
     _check("period", period)
     _check("minimum", minimum)
+    if minimum > period:
+        raise ValueError(f"minimum must be at most period={period}, got {minimum}")
     if rounding not in ("nearest", "down"):
         raise ValueError(f'rounding must be "nearest" or "down", got {rounding!r}')
     exact = period * rates / rates.max()

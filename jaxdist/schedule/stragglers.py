@@ -78,14 +78,17 @@ def count_processed(
     References:
       Ferdinand et al., "Anytime Minibatch: Exploiting Stragglers in Online Distributed Optimization", arXiv:2006.05752.
     """
-    if window < 0:
+    if not window >= 0:
         raise ValueError(f"window must not be negative, got {window}")
     if last not in ("drop", "finish"):
         raise ValueError(f'last must be "drop" or "finish", got {last!r}')
-    ends = np.cumsum(np.asarray(seconds, np.float64), axis=-1)
+    each = np.asarray(seconds, np.float64)
+    ends = np.cumsum(each, axis=-1)
     # Times that fill the window exactly count, although sums of seconds such as 0.1 are rounded.
-    done = (ends <= window * (1 + 1e-9)).sum(-1)
-    return np.minimum(done + (1 if last == "finish" and window > 0 else 0), ends.shape[-1])
+    done = ends <= window * (1 + 1e-9)
+    # What was begun before the end is finished.
+    begun = ends - each < window * (1 - 1e-9)
+    return (done | begun if last == "finish" else done).sum(-1)
 
 
 def anytime_window(seconds: float | int, *, workers: int, batch: int) -> float:

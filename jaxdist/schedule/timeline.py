@@ -203,6 +203,8 @@ def _simulate_queue(
         while returned < len(returns) and returns[returned][0] <= now:
             credit = min(most, credit + returns[returned][1])
             returned += 1
+            # Sums of sizes that differ much are rounded, and would leave it at 0.
+            credit = most if returned == len(returns) else credit
         while arrived < len(arrivals) and ready[arrivals[arrived]] <= now:
             layer = arrivals[arrived]
             arrived += 1

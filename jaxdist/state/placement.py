@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._core.checks import check_count
 from .._core.compat import is_on_host
 from .._core.trees import fold_index, is_key, to_device
 from .._core.types import Array, AxisNames, PyTree, Shape, State
@@ -44,17 +45,19 @@ def shardings(state: State, mesh: Mesh, *, axis: AxisNames = "data") -> PyTree:
 
 
 # A mesh (an abstract one to trace only), or for simulation the number of workers (along each axis).
-Place = Mesh | AbstractMesh | int | Mapping[str, int]
+Place = Mesh | AbstractMesh | int | np.integer | Mapping[str, int]
 
 
 def workers(mesh: Place, axis: AxisNames) -> int:
-    """The number of workers along an axis; raises `ValueError` if the mesh has no such axis."""
-    if isinstance(mesh, int):
-        return mesh
+    """The number of workers along an axis; raises `ValueError` if the mesh has no such axis, or it is not positive."""
+    if isinstance(mesh, int | np.integer):
+        check_count("the number of workers", int(mesh), 1)
+        return int(mesh)
     sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     for name in axis_tuple(axis):
         if name not in sizes:
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {tuple(sizes)}")
+        check_count(f"the number of workers along {name!r}", sizes[name], 1)
     return math.prod(sizes[name] for name in axis_tuple(axis))
 
 
@@ -139,7 +142,7 @@ def resize(state: State, mesh: Place, *, axis: AxisNames = "data") -> State:
     keep their keys, and each new worker folds its number into the key of worker `i mod W`.
 
     Raises:
-      ValueError: marks nest over several axes of which more than one changed its size.
+      ValueError: the mesh lacks an axis of a mark, or has no workers along it.
 
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
@@ -255,7 +258,7 @@ def consensus(state: State) -> State:
             mean = PerWorker(None, axis=node.axis, resize="mean")
             inside = jax.tree.map(lambda leaf: _resize_workers(leaf, mean, 1)[0], inside)
         if isinstance(node, Sharded):
-            inside = inside[: math.prod(node.shape)].reshape(node.shape)
+            inside = inside.reshape(-1)[: math.prod(node.shape)].reshape(node.shape)
         return jax.tree.map(merge, inside, is_leaf=is_mark)
 
     return jax.tree.map(merge, state, is_leaf=is_mark)

@@ -64,6 +64,8 @@ def assert_compressor_laws(
       >>> from jaxdist.compressors import qsgd
       >>> assert_compressor_laws(qsgd(4), shapes=[(), (0,), (37,)])
     """
+    if not shapes or not dtypes:
+        raise ValueError(f"shapes and dtypes must not be empty, got {shapes} and {dtypes}")
     key = jax.random.key(0) if key is None else key
     largest = max(shapes, key=math.prod)
     for shape in shapes:

@@ -25,11 +25,16 @@ def assert_geometry_laws(geometry: Geometry, models: Sequence[PyTree], *, tolera
       models: two or more different models of the set `X`, some of them at its edge.
       tolerance: how much rounding may break a law.
 
+    Raises:
+      ValueError: fewer than two models, between which most laws are checked.
+
     Examples:
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> from jaxdist.testing import assert_geometry_laws
       >>> assert_geometry_laws(jd.online.euclidean(), [jnp.zeros(2), jnp.ones(2)])
     """
+    if len(models) < 2:
+        raise ValueError(f"models must be two or more different ones, got {len(models)}")
     step, divergence = jax.jit(geometry.step), jax.jit(geometry.divergence)
     for n, y in enumerate(models):
         geometry.check(y)

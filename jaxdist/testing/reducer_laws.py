@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
+from .._core.checks import check_count
 from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
 from ..comm.base import Comm, alone, nested
 from ..comm.over import over
@@ -94,6 +95,7 @@ def assert_reducer_laws(
       >>> import jax.numpy as jnp, jaxdist as jd
       >>> assert_reducer_laws(jd.compressed(jd.top_k(0.5)), like=jnp.zeros(37), steps=2)
     """
+    check_count("steps", steps, 1)
     like = LIKE if like is None else like
     key = jax.random.key(0) if key is None else key
     if isinstance(workers, Mapping):

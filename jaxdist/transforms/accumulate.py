@@ -52,7 +52,8 @@ def accumulate(
     Returns:
       The transformation. Its updates are zero between two syncs. `update` takes `sync=`, a Python bool that replaces
       the count, so that the program for `False` has no collective (`distribute(..., static_argnames=("sync",))`), and
-      `examples=`, which weighs calls as well as workers.
+      `examples=`, which weighs calls as well as workers, and `active=`: a call that is not active adds nothing, and a
+      worker is active in the update if it was in one of the calls.
 
     Raises:
       ValueError: `steps` is below 1; at trace time, if there is neither `steps` nor `sync=`, if `sync=` is an array, or
@@ -90,22 +91,26 @@ def _update(
     params: PyTree | None = None,
     *,
     examples: Any = None,
+    active: Any = None,
     sync: Any = None,
     **extra_args: Any,
 ) -> tuple[Updates, State]:
     check_leaves(updates)
     check_local(updates, cfg.axis)
-    # Without examples, each call counts as one.
+    # Without examples, each call counts as one, and an inactive one as none.
     number = jnp.asarray(1 if examples is None else examples, jnp.float32)
+    number = number if active is None else number * jnp.asarray(active, jnp.float32)
+    weighs = examples is not None or active is not None
     # Summed in float32: a sum of half-precision gradients would lose the small ones.
     wide = jax.tree.map(lambda x, t: x.astype(t.dtype), updates, state.total.value)
-    total = jax.tree.map(jnp.add, state.total.value, wide if examples is None else scale(wide, number))
+    total = jax.tree.map(jnp.add, state.total.value, scale(wide, number) if weighs else wide)
     seen = state.examples.value + number
     count = next_count(state.count)
 
     def communicate(total, seen, inner):
         mean = jax.tree.map(lambda t, x: (t / jnp.where(seen > 0, seen, 1)).astype(x.dtype), total, updates)
         passed = extra_args if examples is None else {**extra_args, "examples": seen}
+        passed = passed if active is None else {**passed, "active": seen > 0}
         return cfg.tx.update(mean, inner, params, **passed)
 
     due = _is_due(sync, cfg.steps, count)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from .._core.checks import Portable, check_count
 from .._core.dtypes import working_dtype
+from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, Bool, Float, Int, PyTree, State
 from ..comm.over import over
 from ..state.marks import check_usable
@@ -82,7 +83,8 @@ def skip_nonfinite(
     Args:
       axis: the mesh axis of the workers; `None` where workers decide independently, inside `local_steps` and `gossip`.
       max_consecutive: the number of steps in a row that may be skipped. After one more, the next call of the step that
-        `distribute` or `simulate` made raises `TooManySkipsError`; in other loops call `check_skips`. A few hundred
+        `distribute` or `simulate` made raises `TooManySkipsError`. In other loops, and where one call takes many steps,
+        call `check_skips`: the former look once in as many calls as steps may still be skipped. A few hundred
         distinguish a diverged model or corrupt data from a bad batch; `None` sets no limit.
 
     Examples:
@@ -93,9 +95,9 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.skipped)
       ([0.0, 0.0], 1)
     """
-    if max_consecutive is not None and max_consecutive < 1:
-        raise ValueError(f"max_consecutive must be at least 1, or None for no limit, got {max_consecutive}")
     most = np.iinfo(np.int32).max
+    if max_consecutive is not None:
+        check_count("max_consecutive", min(max_consecutive, most), 1)
     allowed = most if max_consecutive is None else min(max_consecutive, most)
     tx = with_extra_args(tx)
 
@@ -119,7 +121,7 @@ def skip_nonfinite(
         # One worker's bad value skips the step on all of them, which keeps replicated state equal.
         skip = comm.max(comm.varying(bad.astype(jnp.int32))) > 0
         new_updates = jax.tree.map(lambda x: jnp.where(skip, jnp.zeros_like(x), x), new_updates)
-        inner = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner, state.inner)
+        inner = tree_where(skip, state.inner, inner)
         inner = jax.tree.map(partial(_drop_late, skip), inner, is_leaf=_is_late)
         # Counts go on through skipped steps; all other state is restored.
         consecutive = jnp.where(skip, optax.safe_increment(state.consecutive), 0)

@@ -1,6 +1,7 @@
 """Statistics of communication, read from an optimizer state."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from .._core.types import Array, AxisNames, PyTree, State
 from ..comm.over import over
 from ..reducers.combinators import TrackedState
 from ..reducers.feedback import ErrorFeedbackState
-from ..state.marks import OnHost, PerWorker
+from ..state.marks import OnHost, PerWorker, cutting, map_marked
 from .all_reduce import AllReduceState
 from .local_gradients import communicates
 from .skip_nonfinite import LossScaleState, SkipNonfiniteState
@@ -37,7 +38,9 @@ def stats(opt_state: State) -> dict[str, Array]:
     found: dict[str, Any] = {}
     opt_state = jax.tree.map(_without_host, opt_state, is_leaf=lambda x: isinstance(x, OnHost))
     # The L2 norm over all leaves, root mean square over workers.
-    squares = [_mean_square(node.residual) for node in _nodes(opt_state, ErrorFeedbackState)]
+    counts = map_marked(_count_workers, opt_state)
+    pairs = zip(_nodes(opt_state, ErrorFeedbackState), _nodes(counts, ErrorFeedbackState), strict=True)
+    squares = [_mean_square(node.residual, count.residual) for node, count in pairs]
     if squares:
         found["residual_norm"] = jnp.sqrt(sum(squares))
     tracked = _nodes(opt_state, TrackedState)
@@ -101,11 +104,16 @@ def _matching(tree: PyTree, matches: Callable[[Any], bool]) -> list[Any]:
     return found + [inner for node in found for inner in _matching(tuple(node), matches)]
 
 
-def _mean_square(residual: PerWorker) -> Array:
-    """Returns the squared norm of a residual, averaged over the workers in its leading dimension."""
-    leaves = jax.tree.leaves(residual)
-    count = leaves[0].shape[0] if leaves and residual.axis and not _is_bound(residual.axis) else 1
-    return sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.zeros(())) / count
+def _count_workers(marks: Sequence[Any], leaf: Array) -> int:
+    """Returns the number of workers that an array has rows for."""
+    held = [mark for mark in cutting(marks) if not _is_bound(mark.axis)]
+    return math.prod(n for n, mark in zip(leaf.shape, held, strict=False) if isinstance(mark, PerWorker))
+
+
+def _mean_square(residual: PerWorker, counts: PyTree) -> Array:
+    """Returns the squared norm of a residual, averaged over the workers in its leading dimensions."""
+    pairs = zip(jax.tree.leaves(residual), jax.tree.leaves(counts), strict=True)
+    return sum((jnp.sum(jnp.square(leaf)) / count for leaf, count in pairs), jnp.zeros(()))
 
 
 def _is_bound(axis: AxisNames) -> bool:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.compressors.indices import decode_positions, encode_positions, positions_bytes
+from jaxdist.compressors.indices import decode_positions, encode_positions, positions, positions_bytes
 
 SIZES = [1, 2, 3, 10, 100, 4096, 65_536, 65_537, 10**6, 2**24, 2**30]
 DENSITIES = [1e-5, 0.001, 0.01, 0.0157, 0.05, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0]
@@ -71,3 +71,10 @@ def test_the_excess_is_what_the_docstring_says():
         worst = max(worst, cost - math.log2(1 + ratio) - ratio * math.log2(1 + 1 / ratio))
     assert worst == pytest.approx(2 - math.log2(math.e), abs=1e-3)
     assert worst < 0.56
+
+
+def test_positions_in_a_bitmap_whose_first_ones_come_late():
+    """Before them are more words than float32 counts."""
+    words = np.zeros(2**24 + 40, np.uint32)
+    words[-3:] = 1
+    np.testing.assert_array_equal(positions(jnp.asarray(words), 3), 32 * (words.size - np.array([3, 2, 1])))

@@ -1,5 +1,7 @@
 """Examples of a fixed time: masks, windows, the clock of stragglers, regret."""
 
+from inspect import unwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def test_the_first_examples_count_and_no_others():
 def test_a_window_fits_whole_examples():
     seconds = np.repeat([[0.1], [0.25], [3.0]], 50, axis=1)  # constant: floor(window / τ)
     assert count_processed(seconds, 2.0).tolist() == [20, 8, 0]
-    assert count_processed(seconds, 2.0, last="finish").tolist() == [21, 9, 1]
+    assert count_processed(seconds, 2.0, last="finish").tolist() == [20, 8, 1]
     assert count_processed(seconds, 1e9, last="finish").tolist() == [50, 50, 50]
     with pytest.raises(ValueError, match="window must not be negative, got -1"):
         count_processed(seconds, -1)
@@ -76,3 +78,14 @@ def test_regret():
     assert path_length(np.array([[0.0], [2.0], [1.0]])).tolist() == [0.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="got 3 and 2"):
         dynamic_regret(lost, np.zeros(2))
+
+
+def test_losses_of_another_shape_are_refused():
+    """A column of the best losses would be broadcast over the rounds."""
+    with pytest.raises(ValueError, match=r"compared with 1, got \(2, 2\)"):
+        unwrap(dynamic_regret)(np.ones((3, 2)), np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize(("window", "finished"), [(2.0, 2), (2.5, 3), (9.0, 4), (0.0, 0)])
+def test_only_what_has_begun_is_finished(window, finished):
+    assert count_processed(np.ones((1, 4)), window, last="finish").tolist() == [finished]

@@ -289,3 +289,17 @@ def test_parameters_of_a_graph_must_be_per_worker(mesh):
     state = jd.init_state(lambda: {"x": jnp.zeros(2), "opt": tx.init(jnp.zeros(2))}, mesh)
     with pytest.raises(ValueError, match="mark the parameters in the train state"):
         jd.distribute(step, mesh)(state, jnp.ones((8, 2)))
+
+
+def test_half_precision_ends_where_float32_does():
+    """The difference of two models is rounded more than the new model."""
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        tx, x = jd.online.mirror_descent(jd.online.entropy(), 1.0, axis=None), jnp.array([0.5, 0.5], dtype)
+        state, found[dtype] = tx.init(x), []
+        for gradient in ([7.0, 0.0], [-14.0, 0.0]):
+            updates, state = tx.update(jnp.array(gradient, dtype), state, x)
+            x = optax.apply_updates(x, updates)
+            assert x.dtype == dtype
+            found[dtype].append(x.astype(jnp.float32))
+    np.testing.assert_allclose(found[jnp.bfloat16], found[jnp.float32], rtol=0.05)

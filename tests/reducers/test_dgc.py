@@ -106,7 +106,7 @@ def test_error_feedback_around_it_is_refused():
         ({"momentum": 1.0}, "momentum"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"warmup_steps": 3}, "warmup_densities"),
-        ({"warmup_densities": (0.001, 0.5), "warmup_steps": 9}, "warmup_densities must be in falling order"),
+        ({"warmup_densities": (0.001, 0.5), "warmup_steps": 9}, "warmup_densities must fall"),
         ({"clip_norm": float("nan")}, "clip_norm must be above 0, got nan"),
         ({"warmup_densities": (0.5,)}, "warmup_steps"),
         ({"warmup_densities": (0.5, 0.2), "warmup_steps": 1}, "warmup_steps"),

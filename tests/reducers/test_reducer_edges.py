@@ -1,5 +1,7 @@
 """Two levels with long vectors, gradients in parts, and workers that take no part."""
 
+from inspect import unwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,3 +130,61 @@ def test_statistics_around_a_condition_count_the_gather_that_they_use():
         return float(jd.transforms.stats(state)["bytes"])
 
     assert count(jd.reducers.reducer_schedule(two_levels, two_levels, 5)) == count(two_levels) == 40960
+
+
+F16 = {
+    "natural": (lambda: jd.compressed(jd.compressors.natural()), 65504.0),
+    "two_shot of natural": (lambda: jd.two_shot(jd.compressors.natural()), 60000.0),
+    "two_shot of random_k": (lambda: jd.two_shot(jd.compressors.random_k(0.25, unbiased=True)), 20000.0),
+    "intsgd": (jd.reducers.intsgd, 30000.0),
+    "error feedback": (lambda: jd.error_feedback(jd.compressed(jd.top_k(0.25))), 30000.0),
+    "loco": (lambda: jd.reducers.loco(jd.compressed(jd.top_k(0.25))), 30000.0),
+    "dgc": (lambda: jd.reducers.dgc(0.25), 30000.0),
+}
+
+
+@pytest.mark.parametrize("name", F16)
+def test_finite_updates_in_float16_have_finite_means(name):
+    """What is decoded or accumulated in float32 may exceed 65504; then the largest number takes its place."""
+    make, value = F16[name]
+    reducer = make()
+
+    def steps(x):
+        state, means = reducer.init(x), []
+        for _ in range(4):
+            reduced, state = reducer.reduce(x, state, jd.comm.over("data"))
+            means.append(reduced.mean)
+        return jnp.stack(means)
+
+    means = jax.jit(jax.vmap(steps, axis_name="data"))(jnp.full((2, 64), value, jnp.float16))
+    assert means.dtype == jnp.float16
+    assert np.isfinite(means).all()
+
+
+def test_the_norm_of_a_tree_of_several_dtypes():
+    """The largest entry may lie outside of the range of a narrower leaf."""
+    half, norm = jnp.float16, jd.reducers.base.tree_norm
+    np.testing.assert_allclose(norm({"a": jnp.zeros(2, half), "b": jnp.full(2, 1e-9)}), 2**0.5 * 1e-9, rtol=1e-5)
+    large = {"a": jnp.full(1000, 60000.0, half), "b": jnp.array([70000.0])}
+    np.testing.assert_allclose(norm(large), np.sqrt(1000 * 6e4**2 + 7e4**2), rtol=1e-5)
+
+
+def test_the_error_of_an_update_that_is_not_finite_is_not_zero():
+    reducer, x = jd.reducers.with_stats(jd.compressed(jd.qsgd(4))), jnp.array([1.0, jnp.nan])
+    assert np.isnan(reducer.reduce(x, reducer.init(x), jd.comm.alone())[1].error.value)
+
+
+def test_arguments_that_are_no_numbers_of_steps_or_entries():
+    for name, make in {
+        "reset_every": lambda: unwrap(jd.reducers.loco)(jd.compressed(jd.top_k(0.5)), reset_every=2.5),
+        "epoch_steps": lambda: unwrap(jd.reducers.critical_regime)(epoch_steps=1.5, interval_steps=2),
+        "bucket": lambda: unwrap(jd.compressors.scaled_sign)(bucket=2.5),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, got"):
+            make()
+    with pytest.raises(ValueError, match="must not be negative, got nan"):
+        jd.power_sgd(2, min_compression_rate=np.nan)
+    with pytest.raises(ValueError, match="variance must be finite and above 0, got inf"):
+        jd.compressors.gspar(variance=np.inf)
+    with pytest.raises(ValueError, match=r"must fall, to density=0\.1 at last"):
+        jd.reducers.dgc(0.1, warmup_densities=(0.05, 0.01), warmup_steps=4)

@@ -141,3 +141,10 @@ def test_unequal_steps_move_the_optimum(steps, expected):
 def test_arguments_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_bounds_of_rounds():
+    with pytest.raises(ValueError, match="minimum must be at most period=3, got 5"):
+        schedule.proportional_steps([1, 2], 3, minimum=5)
+    with pytest.raises(ValueError, match=r"most must be a whole number, got 10\.5"):
+        unwrap(schedule.quadratic)(lambda step: 0.0, 1.0, 2, most=10.5)

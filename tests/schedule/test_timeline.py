@@ -255,3 +255,11 @@ def test_no_limit_is_none_and_not_infinity():
         assert run(profile, bandwidth=1, credit_bytes=math.inf) == run(profile, bandwidth=1)
     with pytest.raises(ValueError, match="credit_bytes must be finite"):
         bound(profile, bandwidth=1, partition_bytes=1, credit_bytes=math.inf)
+
+
+@pytest.mark.parametrize(("size", "credit"), [(1e10, 1e-7), (1e17, 1)])
+def test_a_credit_that_is_lost_in_rounding(size, credit):
+    """Each message waits for the one before, as with any credit below a message."""
+    profile = Profile([3, 2], [size, size], [1, 1])
+    slow, plain = (timeline(profile, bandwidth=1e9, credit_bytes=each) for each in (credit, size / 2))
+    assert slow == plain

@@ -1,5 +1,6 @@
 """Marks, and where a state lies: written, placed, moved to another number of workers, made one again."""
 
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import jax
@@ -296,3 +297,18 @@ def test_consensus(mesh, eight):
     np.testing.assert_array_equal(found.moment, written().moment.value)
     alone = jd.consensus(jd.place(written(), mesh, axis=None))
     assert_equal(alone, State(written().w, written().residual.value, written().moment.value, written().count))
+
+
+def test_numbers_of_workers():
+    """Those of NumPy too; without a worker all state would be lost."""
+    state = {"e": jd.PerWorker(jnp.zeros(3))}
+    assert unwrap(jd.init_state)(lambda: state, np.int64(2))["e"].value.shape == (2, 3)
+    with pytest.raises(ValueError, match="the number of workers must be at least 1, got 0"):
+        jd.place(state, 0)
+    with pytest.raises(ValueError, match="workers along 'data' must be at least 1, got 0"):
+        jd.resize({"e": jd.PerWorker(jnp.zeros((2, 3)), axis="data")}, {"data": 0})
+
+
+def test_the_consensus_of_a_number_that_is_split():
+    assert jd.consensus(jd.place({"s": jd.Sharded(jnp.ones(()))}, 2))["s"] == 1.0
+    assert jd.consensus({"s": jd.Sharded(jnp.ones(()), axis=())})["s"] == 1.0

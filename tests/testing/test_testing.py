@@ -13,7 +13,7 @@ import jaxdist as jd
 from jaxdist.comm import over
 from jaxdist.compressors import Codec, Compressor, DamagedCodeError
 from jaxdist.reducers import Forms, Law, Reduced, Reducer
-from jaxdist.testing import assert_codec_laws, assert_compressor_laws, assert_reducer_laws
+from jaxdist.testing import assert_codec_laws, assert_compressor_laws, assert_geometry_laws, assert_reducer_laws
 
 LIKE = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
@@ -189,3 +189,12 @@ def test_a_sound_codec_passes():
 def test_a_compressor_without_a_codec_is_told_so():
     with pytest.raises(AssertionError, match=r"qsgd\(4\) has none"):
         assert_codec_laws(jd.qsgd(4))
+
+
+def test_laws_need_something_to_check():
+    with pytest.raises(ValueError, match="models must be two or more different ones, got 1"):
+        assert_geometry_laws(jd.online.euclidean(), [jnp.zeros(2)])
+    with pytest.raises(ValueError, match="shapes and dtypes must not be empty"):
+        assert_compressor_laws(jd.qsgd(4), shapes=[])
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        assert_reducer_laws(jd.exact(), steps=0)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -66,3 +67,21 @@ def test_what_is_not_a_count_or_a_flag_is_refused():
     tx = jd.accumulate(CHAIN, 2)
     with pytest.raises(ValueError, match=r"sync must be True or False, .* got 'no'"):
         tx.update(params, tx.init(params), params, sync="no")
+
+
+@pytest.mark.parametrize("calls", [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+def test_calls_that_are_not_active_add_nothing(calls):
+    """Worker 1 is active in some of the calls, and takes the step of those alone; its optimizer rests if in none."""
+    inner = optax.trace(0.5)
+    tx = jd.accumulate(jd.local_steps(inner, optax.sgd(1.0), sync_period=100), 2)
+    state = jd.init_state(lambda: {"x": jd.PerWorker(jnp.zeros(())), "opt": tx.init(jnp.zeros(()))}, 2)
+
+    def step(state, batch):
+        updates, opt = tx.update(batch[0, 0], state["opt"], state["x"], active=batch[0, 1] > 0)
+        return {"x": state["x"] + updates, "opt": opt}, {}
+
+    run = jd.simulate(step, 2)
+    for number, active in enumerate(calls):
+        state, _ = run(state, jnp.array([[1.0 + number, 1.0], [3.0 if active else 50.0, active]]))
+    np.testing.assert_allclose(state["x"].value, [1.5, 3.0 * max(calls)])
+    np.testing.assert_allclose(jax.tree.leaves(state["opt"].inner.inner)[0], [1.5, 3.0 * max(calls)])

@@ -134,7 +134,7 @@ def test_without_a_limit_it_goes_on():
     state: Any = tx.init(jnp.ones(2))
     assert jd.transforms.check_skips(state._replace(consecutive=jnp.int32(10**9))) > 10**9
     for limit in (0, -1):
-        with pytest.raises(ValueError, match=f"max_consecutive must be at least 1, or None for no limit, got {limit}"):
+        with pytest.raises(ValueError, match=f"max_consecutive must be at least 1, got {limit}"):
             jd.skip_nonfinite(optax.sgd(0.1), max_consecutive=limit)
 
 
@@ -212,3 +212,37 @@ def test_no_number_of_examples_is_as_if_it_were_left_out():
     tx = jd.skip_nonfinite(optax.sgd(1.0), axis=None)
     params = jnp.zeros(1)
     assert tx.update(jnp.ones(1), tx.init(params), params, examples=None)[0].tolist() == [-1.0]
+
+
+def test_state_on_the_host_of_one_device_is_guarded():
+    """On a mesh, where the state is donated: what is selected must stay on the host."""
+    tx = jd.skip_nonfinite(optax.chain(jd.all_reduce(jd.exact()), jd.offload.host(optax.adam(0.1))))
+    mesh, params = jd.make_mesh({"data": 1}, devices=jax.devices()[:1]), jnp.ones(8)
+
+    def step(state, batch):
+        updates, opt = tx.update(state["x"] * batch[0], state["opt"], state["x"])
+        return {"x": state["x"] + updates, "opt": opt}, {}
+
+    state = jd.init_state(lambda: {"x": params, "opt": tx.init(params)}, mesh)
+    run, found = jd.distribute(step, mesh), []
+    for value in (1.0, np.nan, 1.0):
+        state, _ = run(state, jnp.array([value], jnp.float32))
+        found.append(float(state["x"][0]))
+    np.testing.assert_allclose(found, [0.9, 0.9, 0.8004], atol=1e-4)
+
+
+@pytest.mark.parametrize("axis", ["chip", None])
+def test_the_norm_of_residuals_inside_of_local_steps(axis):
+    """Of all workers of both levels, or of those of the outer one that decide alone."""
+    inner = optax.chain(jd.all_reduce(jd.error_feedback(jd.compressed(jd.top_k(0.25))), axis=axis), optax.sgd(0.1))
+    tx, axes = jd.local_steps(inner, optax.sgd(1.0), sync_period=4, axis="pod"), ("pod", "chip")
+    sizes, place = {"pod": 2, "chip": 3}, jnp.zeros(4)
+    state = jd.init_state(lambda: {"x": jd.PerWorker(place, axis="pod"), "opt": tx.init(place)}, sizes, axis=axes)
+
+    def step(state, batch):
+        updates, opt = tx.update(jnp.ones(4), state["opt"], state["x"])
+        return {"x": state["x"] + updates, "opt": opt}, {}
+
+    state, _ = jd.simulate(step, sizes, axis=axes)(state, jnp.zeros(6))
+    # Three of four ones are left behind on each worker.
+    np.testing.assert_allclose(jd.transforms.stats(state["opt"])["residual_norm"], 3**0.5, rtol=1e-6)
