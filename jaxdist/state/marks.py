@@ -62,7 +62,7 @@ class PerWorker(Mark):
       axis: the mesh axis or axes it differs over; `None`: the axis with which the state is placed.
       resize: what workers get when their number changes: the `"mean"` over the old ones (residuals: the update
         not yet delivered is the mean), a `"copy"` of worker `i mod W`, or `"zero"`. Workers keep their keys by any
-        rule.
+        rule; of encoded arrays there is a copy in place of the mean.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -204,17 +204,40 @@ class MarkedLeaf(NamedTuple):
     value: Any
 
 
+class Inseparable:
+    """A base of nodes whose arrays belong together, as codes and their scales do: no mean is taken of them."""
+
+    __slots__ = ()
+
+
 def flatten_marks(tree: PyTree) -> list[MarkedLeaf]:
     """The leaves of a tree, in the order of `jax.tree.leaves`, with the marks around each."""
-    found: list[MarkedLeaf] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mark):
+    return [leaf for leaf, _ in _flatten_marks(tree, together=False)]
+
+
+def _flatten_marks(tree: PyTree, *, together: bool) -> list[tuple[MarkedLeaf, bool]]:
+    """Also returns whether a leaf is inside a `Inseparable`."""
+
+    def is_end(node: Any) -> bool:
+        return is_mark(node) or (isinstance(node, Inseparable) and not together)
+
+    found: list[tuple[MarkedLeaf, bool]] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_end):
         if is_mark(node):
-            found += [
-                MarkedLeaf((node, *marks), path + inside, leaf) for marks, inside, leaf in flatten_marks(node.value)
-            ]
+            for leaf, bound in _flatten_marks(node.value, together=together):
+                marks = (_copying(node) if bound else node, *leaf.marks)
+                found.append((MarkedLeaf(marks, path + leaf.path, leaf.value), bound))
+        elif is_end(node):
+            found += [(x._replace(path=path + x.path), True) for x, _ in _flatten_marks(node, together=True)]
         else:
-            found.append(MarkedLeaf((), path, node))
+            found.append((MarkedLeaf((), path, node), together))
     return found
+
+
+def _copying(mark: Any) -> Any:
+    """The mark, with a copy in place of the mean."""
+    is_mean = isinstance(mark, PerWorker) and mark.resize == "mean"
+    return PerWorker(mark.value, axis=mark.axis, resize="copy") if is_mean else mark
 
 
 def map_marked(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

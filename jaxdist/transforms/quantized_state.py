@@ -14,7 +14,7 @@ from .._core.trees import next_count
 from .._core.types import Array, Int, Key, PyTree, Shape, State, Updates
 from ..compressors.base import Compressor
 from ..compressors.block_floats import dynamic_fp8
-from ..state.marks import is_mark
+from ..state.marks import Inseparable, is_mark
 from .local_gradients import with_extra_args
 
 # Arrays with fewer entries are not encoded: they need little memory, and norms and biases are sensitive.
@@ -22,7 +22,7 @@ SMALLEST = 4096
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Coded:
+class Coded(Inseparable):
     """The payload of an encoded array, with the array's shape and dtype."""
 
     __slots__ = ("dtype", "payload", "shape")

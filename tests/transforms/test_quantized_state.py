@@ -142,3 +142,21 @@ def test_refusals():
         )
     with pytest.raises(ValueError, match="got 0"):
         jd.transforms.quantized_state(optax.adam(1e-3), smallest=0)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_codes_and_their_scales_stay_together_when_workers_leave(host):
+    """The mean of one worker's scales and another's is of neither; each worker goes on with what one had."""
+    inner = jd.transforms.quantized_state(optax.trace(0.5), jd.compressors.min_max_uint8())
+    tx = jd.transforms.per_worker(jd.offload.host(inner) if host else inner)
+    gradients = jnp.stack([jnp.linspace(0, 1, 4096), 100 * jnp.linspace(1, 0, 4096)])
+    state = jd.init_state(lambda: {"u": jnp.zeros(4096), "opt": tx.init(jnp.zeros(4096))}, 2)
+
+    def step(state, batch):
+        updates, opt = tx.update(batch[0], state["opt"])
+        return {"u": jax.lax.pmean(updates, "data"), "opt": opt}, {}
+
+    state, _ = jd.simulate(step, 2)(state, gradients)
+    for workers, ends in ((1, [0.0, 0.5]), (2, [25.0, 0.25]), (3, [50 / 3, 1 / 3])):
+        kept, _ = jd.simulate(step, workers)(jd.resize(state, workers), jnp.zeros((workers, 4096)))
+        np.testing.assert_allclose(kept["u"][jnp.array([0, 4095])], ends, atol=0.2)
