@@ -238,8 +238,9 @@ def from_file(path: Path, *, mode: Literal["cycle", "stop"] = "cycle") -> Durati
     if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
         raise ValueError(f"{path} must contain a list of lists of seconds, one per worker")
     for row in rows:
-        if not all(isinstance(value, float | int) for value in row):
-            raise ValueError(f"{path} must contain a list of lists of seconds, got {row}")
+        # JSON has numbers that are too large for a float.
+        if not all(isinstance(value, float | int) and abs(value) < math.inf for value in row):
+            raise ValueError(f"{path} must contain a list of lists of finite seconds, got {row}")
     return recorded(rows, mode=mode)
 
 

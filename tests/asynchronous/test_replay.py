@@ -128,6 +128,9 @@ def test_durations_of_a_file(tmp_path):
     (tmp_path / "bad.json").write_text('[1, "x"]')
     with pytest.raises(ValueError, match="must contain a list of lists of seconds"):
         durations.from_file(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text("[[1e400], [1]]")
+    with pytest.raises(ValueError, match="a list of lists of finite seconds"):
+        durations.from_file(tmp_path / "bad.json")
 
 
 # Rules: delays, throughput, what is thrown away.

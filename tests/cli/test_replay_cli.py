@@ -62,6 +62,12 @@ def test_equal_seeds_write_equal_files(tmp_path):
     assert len(events[0].read_bytes()) > 500
 
 
+def test_gradients_may_take_longer_than_the_longest_clock(tmp_path, capsys):
+    arguments = ["replay", "--rule", "asgd", "--timing-only", "--workers", "2", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--law", "constant:1e300", "--seconds", "9e9"]) == 0
+    assert "asgd      0" in capsys.readouterr().out
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -85,6 +91,7 @@ def test_equal_seeds_write_equal_files(tmp_path):
         (["--law", "constant:-1"], "seconds must be positive and finite, got -1"),
         (["--law", "constant:1e999"], "seconds must be positive and finite, got inf"),
         (["--seconds", "inf"], "--seconds must be finite, got inf"),
+        (["--seconds", "1e300"], "--seconds must be at most 9.2e+09, which is 292 years, got 1e+300"),
         (["--target", "nan"], "--target must be positive, got nan"),
         (["--target", "2"], "--target needs losses: leave out --timing-only"),
         (["--slow", "4x,7"], "--slow must be a factor such as 4x, got '4x,7'"),

@@ -27,6 +27,7 @@ from ..spellings import parse
 from ..spellings.grammar import parse_call
 
 EVALUATIONS = 60
+LONGEST = 9.2e9  # seconds: the nanoseconds of a trace are 64-bit integers
 WAITING = "#D9D9D9"
 NOTE = "Staleness: versions between reading a model and using its gradient.\nSent: models and gradients of all workers."
 
@@ -86,6 +87,8 @@ def run_replay(chosen: ReplayOptions) -> None:
     """Replays each rule on the same cluster, data and seed; prints a table and draws."""
     for name in ("workers", "batch", "seconds"):
         check_positive(f"--{name}", getattr(chosen, name))
+    if chosen.seconds > LONGEST:
+        raise ValueError(f"--seconds must be at most {LONGEST:g}, which is 292 years, got {chosen.seconds:g}")
     check_seed(chosen.seed)
     if not chosen.rule:
         raise ValueError("--rule needs at least one name")
@@ -110,7 +113,8 @@ def run_replay(chosen: ReplayOptions) -> None:
     clocks = [(name, replay.simulator(rule, task, **settings)) for name, rule in made]
     console = new_console()
     finished = []
-    # The log is opened first, so that a path that cannot be written fails before the work.
+    # Folders are made and the log is opened first, so that a path that cannot be written fails before the work.
+    figure = path_in(chosen.out, "replay.png")
     events = None if chosen.events is None else path_in(chosen.events.parent, chosen.events.name)
     with events.open("w") if events is not None else contextlib.nullcontext() as log:
         for name, clock in clocks:
@@ -122,7 +126,7 @@ def run_replay(chosen: ReplayOptions) -> None:
     title = f"{workload.name}, {chosen.workers} workers, {took}, {chosen.optimizer}, seed {chosen.seed}"
     console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, rules_table(finished, chosen.target))
-    print_paths(console, figure=draw_replays(finished, path_in(chosen.out, "replay.png"), title=title))
+    print_paths(console, figure=draw_replays(finished, figure, title=title))
     if chosen.events is not None:
         print_paths(console, events=chosen.events)
 

@@ -143,7 +143,8 @@ class Engine:
             state.live += 1
 
     def _ticks(self, seconds: float) -> int:
-        return round(seconds * self.config.ticks_per_second)
+        # At most a time that no trace can hold, which is after every end.
+        return round(min(seconds * self.config.ticks_per_second, 2.0**63))
 
     # Actions of a role.
 
