@@ -56,6 +56,7 @@ def test_rates_of_a_schedule(spelling, expected):
         ("sgd:0.5,schedule=cosine,decay_steps=-3", "decay_steps must be a whole number of steps, got -3"),
         ("sgd:0.5,schedule=linear,end_factor=2", "end_factor must be from 0 to 1, got 2"),
         ("sgd:0.5,end_factor=0.1", "end_factor goes with schedule=cosine"),
+        ("adamw:1e-3,b1=x", "b1 must be a number, got 'x'"),
         ("sgd:fast,schedule=cosine", "the learning rate must be a number, got 'fast'"),
     ],
 )

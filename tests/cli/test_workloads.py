@@ -97,6 +97,16 @@ def test_folder_leaves_out_what_is_not_text(tmp_path):
     assert list(text.files_under(tmp_path)) == ["page.md"]
 
 
+def test_large_files_do_not_hide_the_text_after_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MAX_BYTES", 100)
+    (tmp_path / "a.bin").write_bytes(bytes(200))
+    (tmp_path / "b.txt").write_text("words" * 50)
+    (tmp_path / "c.txt").write_text("more")
+    assert list(text.files_under(tmp_path)) == ["b.txt"]
+    (tmp_path / "b.txt").unlink()
+    assert list(text.files_under(tmp_path)) == ["c.txt"]
+
+
 def test_unusable_texts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no file or folder"):
         text.corpus(tmp_path / "missing")
@@ -237,3 +247,7 @@ def test_rows_of_a_batch_go_to_their_worker():
         assert set(mine) <= set(train.labels[part])
     with pytest.raises(ValueError, match="multiple of the 4 workers, got 6"):
         work.batch(0, 0, 6)
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        parse.parse_workload("digits", "convnet:4,workers=0")
+    with pytest.raises(ValueError, match="workers=4 divides the images by label: add concentration"):
+        parse.parse_workload("digits", "convnet:4,workers=4")

@@ -70,9 +70,7 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
         raise ValueError(f"width must be at least 1, got {width}")
     train, held_out_images = splits()
     model = ConvNet(width)
-    draw_own = None
-    if concentration is not None:
-        draw_own = own_batches(equal_parts(train.labels, workers, concentration=concentration))
+    draw_own = _divide_by_label(train.labels, workers, concentration)
 
     def init(key: PRNGKeyArray) -> PyTree:
         return model.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
@@ -101,6 +99,19 @@ def digits_workload(width: int = 32, *, workers: int = 1, concentration: float |
         return [Digits(held_out_images.images[rows], held_out_images.labels[rows]) for rows in slices]
 
     return Workload("digits", init, loss, metrics, batch, evaluation_batches, unit="images", units_per_example=1)
+
+
+def _divide_by_label(
+    labels: np.ndarray, workers: int, concentration: float | None
+) -> Callable[[int, int, int], np.ndarray] | None:
+    """The `own_batches` of the workers; None without a concentration, if all draw from all images."""
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    if concentration is not None:
+        return own_batches(equal_parts(labels, workers, concentration=concentration))
+    if workers > 1:
+        raise ValueError(f"workers={workers} divides the images by label: add concentration=0.1, or leave it out")
+    return None
 
 
 def equal_parts(labels: np.ndarray, workers: int, *, concentration: float) -> list[np.ndarray]:

@@ -53,8 +53,7 @@ def files_under(path: str | Path) -> dict[str, bytes]:
     if not path.is_dir():
         raise ValueError(f"no file or folder at {path}")
     visible = (p for p in _walk(path, skip=lambda name: name.startswith(".")) if p.is_file())
-    # A zero byte is the usual sign of a binary file.
-    files = {name: content for name, content in _read(path, visible).items() if b"\0" not in content}
+    files = _read(path, visible)
     if not files:
         raise ValueError(f"no text files under {path}")
     return files
@@ -69,18 +68,20 @@ def _walk(root: Path, *, skip: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
-    """Reads files in the order of their names, up to `MAX_BYTES`, without empty ones."""
+    """Reads text files in the order of their names, up to `MAX_BYTES` but at least one, without empty ones."""
     # Sorted, since the order of a directory differs between file systems.
     named = sorted((p.relative_to(root).as_posix(), p) for p in paths)
     files, size = {}, 0
     for name, path in named:
         content = path.read_bytes()
+        # A zero byte is the usual sign of a binary file.
+        if not content or b"\0" in content:
+            continue
         size += len(content)
         # Whole files in a fixed order: equal files give equal text on every machine.
-        if size > MAX_BYTES:
+        if size > MAX_BYTES and files:
             break
-        if content:
-            files[name] = content
+        files[name] = content
     return files
 
 

@@ -84,16 +84,27 @@ def call(
         ) from None
     # Factories check ranges, not types: "four" would otherwise fail inside with an unclear message.
     for name, value in bound.arguments.items():
-        wanted = None if isinstance(value, dict) else signature.parameters[name].annotation
-        # `type` and not `isinstance`: True is an instance of int.
-        if (wanted is int and type(value) is not int) or (wanted is float and type(value) not in (int, float)):
-            number = "a whole number" if wanted is int else "a number"
+        number = _missing_number(signature.parameters[name], value)
+        if number:
             raise ValueError(f"{kind} {text!r}: {name} must be {number}, got {value!r}")
     try:
         return factory(*values, **keywords)
     except (ValueError, TypeError) as problem:
         # The factory's own message explains the value; the spelling before it says where it came from.
         raise ValueError(f"{kind} {text!r}: {problem}") from problem
+
+
+def _missing_number(parameter: inspect.Parameter, value: Any) -> str:
+    """The kind of number that a parameter needs and the value is not; empty if there is nothing to say."""
+    wanted, default = parameter.annotation, parameter.default
+    # `type` and not `isinstance`: True is an instance of int.
+    if wanted is int:
+        return "" if type(value) in (int, dict) else "a whole number"
+    if wanted is float:
+        return "" if type(value) in (int, float, dict) else "a number"
+    # Optax annotates arrays too. A union with words, such as `int | Literal["auto"]`, takes text.
+    words = any(kind is str or isinstance(kind, str) for kind in _alternatives(wanted))
+    return "a number" if type(value) is str and type(default) in (int, float) and not words else ""
 
 
 def look_up(kind: str, text: str, table: Mapping[str, Spelling], name: str) -> Callable[..., Any]:
