@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "config": (tyro.conf.FlagCreatePairsOff,),
         }
         chosen = tyro.cli(_subcommands(given), args=given, **settings)
-        if hasattr(chosen, "out"):
+        if getattr(chosen, "out", None) is not None:
             check_folder(f"--out {chosen.out}", chosen.out)
         run = next(run for options, run in COMMANDS.values() if isinstance(chosen, options))
         return run(chosen) or 0

@@ -1,6 +1,7 @@
 """The results of a run: a log with one line of JSON per step, a summary, and checkpoints."""
 
 import json
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,15 +61,11 @@ def summarize(result: RunResult, baseline: RunResult | None = None) -> Summary:
     seconds = float(np.median([record.seconds for record in result.records]))
     # Single steps are noisy: the final loss is a mean, the speed a median.
     last = max(1, len(losses) // LAST_SHARE)
-    ratio = None
-    if baseline is not None:
-        # A single worker sends nothing.
-        ratio = baseline.wire_bytes / result.wire_bytes if result.wire_bytes else 1.0
     return Summary(
         name=result.name,
         steps=len(losses),
         wire_bytes_per_step=result.wire_bytes,
-        times_fewer_bytes=ratio,
+        times_fewer_bytes=None if baseline is None else times_fewer(result.wire_bytes, baseline.wire_bytes),
         train_loss=float(losses[-last:].mean()),
         held_out_loss=result.held_out["loss"],
         difference=None if baseline is None else result.held_out["loss"] - baseline.held_out["loss"],
@@ -77,6 +74,18 @@ def summarize(result: RunResult, baseline: RunResult | None = None) -> Summary:
         compile_seconds=result.compile_seconds,
         held_out=result.held_out,
     )
+
+
+def times_fewer(sent: float, baseline: float) -> float:
+    """How many times fewer bytes than the baseline's; infinitely many if only the baseline sends any.
+
+    Examples:
+      >>> times_fewer(50.0, 100.0), times_fewer(0.0, 100.0), times_fewer(0.0, 0.0)
+      (2.0, inf, 1.0)
+    """
+    if not sent:
+        return math.inf if baseline else 1.0
+    return baseline / sent
 
 
 def header(run: Run, **settings: Any) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from ..processes.initialize import preemption_requested
 from ..runtime.mesh import make_mesh, use_cpu_devices
 from . import results
 from .figures import in_bytes
-from .models.base import Workload, parameters_of
+from .models.base import Workload, check_batch, parameters_of
 from .spellings import parse
 from .training import train
-from .training.one_worker import check_combination
+from .training.one_worker import check_combination, check_zero
 
 # Options without a default value; their help shows no {None}|STR and no (default: None).
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
@@ -103,9 +103,12 @@ def set_up(options: Options, devices: int | None = None) -> tuple[Workload, jax.
 
 
 def new_console() -> Console:
-    """A console as wide as the terminal, and of 132 columns in a file; tables take what they need there."""
-    console = Console()
-    return console if console.is_terminal else Console(width=132)
+    """A console as wide as the terminal, and of 132 columns in a file; tables take what they need there.
+
+    Brackets are text, since names may have some: `markup=True` gives them a meaning.
+    """
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(width=132, markup=False)
 
 
 def new_progress(console: Console, count: type[ProgressColumn], width: int) -> Progress:
@@ -118,7 +121,7 @@ def new_progress(console: Console, count: type[ProgressColumn], width: int) -> P
 def print_paths(console: Console, **paths: Path) -> None:
     """Prints each path behind its name, without wrapping."""
     for name, path in paths.items():
-        console.print(f"{name}: {shorten(path)}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name}: {shorten(path)}", highlight=False, soft_wrap=True)
 
 
 def print_figure(console: Console, options: Options, figure: Path) -> None:
@@ -139,8 +142,10 @@ def prepare_runs(
     """Checks all spellings now; compiles one run after the other later, so that only one state is in memory."""
     # A wrong spelling fails here, before minutes of training with the others.
     methods = [(name, parse.parse_method(name, options.optimizer, options.steps)) for name in names]
-    for _, method in methods:
+    for name, method in methods:
+        check_zero(name, method)
         check_combination(method, settings.get("offload"))
+    check_batch(options.batch, mesh.size)
     settings |= {"mesh": mesh, "batch_size": options.batch, "seed": options.seed}
     return ((name, _compile(name, workload, **method._asdict(), **settings)) for name, method in methods)
 

@@ -1,6 +1,7 @@
 """The tables of single runs, of seeds and of sync periods: on the terminal, and as CSV, markdown and LaTeX."""
 
 import csv
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from .figures import in_bytes, new_table
-from .results import RunResult, summarize
+from .results import RunResult, summarize, times_fewer
 from .running import check_folder
 from .training.suites import Cell, SeedSpread, pareto_front
 
@@ -24,7 +25,7 @@ PERIODS_CAPTION = (
     "Bytes: sent by one worker in a step, on average, the synchronous start included; in rounds: without it."
 )
 SUFFIXES = (".csv", ".md", ".tex")
-_LATEX = str.maketrans({mark: f"\\{mark}" for mark in "_%&#$"} | {"±": r"$\pm$", "*": r"$\ast$"})
+_LATEX = str.maketrans({mark: f"\\{mark}" for mark in "_%&#$"} | {"±": r"$\pm$", "∞": r"$\infty$", "*": r"$\ast$"})
 Record = Mapping[str, Any]
 
 
@@ -38,7 +39,7 @@ def runs_table(finished: Sequence[RunResult], baseline: RunResult | None) -> Tab
     for result in finished:
         summary = summarize(result, baseline)
         cells = [in_bytes(summary.wire_bytes_per_step)]
-        cells += [f"{summary.times_fewer_bytes:,.1f}x"] if baseline else []
+        cells += [] if summary.times_fewer_bytes is None else [_in_times(summary.times_fewer_bytes)]
         cells += [f"{summary.train_loss:.4f}", f"{summary.held_out_loss:.4f}"]
         cells += [f"{summary.difference:+.4f}"] if baseline else []
         cells += [f"{summary.held_out[name]:.4f}" for name in extra]
@@ -68,25 +69,24 @@ def periods_table(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         percent = 100 * cell.spread.difference.mean() / exact.held_out["loss"].mean()
         sent, ratio, *loss = _compare_loss(cell.spread, exact)
-        row = [str(cell.period or ""), f"{cell.rate:g}", sent, ratio, f"{_fewer_in_rounds(cell, cells[0]):,.1f}x"]
+        row = [str(cell.period or ""), f"{cell.rate:g}", sent, ratio, _in_times(_fewer_in_rounds(cell, cells[0]))]
         table.add_row(cell.method, *row, *loss, f"{percent:+.1f}", f"{cell.spread.milliseconds:,.0f}")
     return table
 
 
 def _compare_loss(spread: SeedSpread, baseline: SeedSpread) -> list[str]:
     """Bytes, how many times fewer than the baseline's, held-out loss, and its difference from the baseline's."""
-    ratio, loss = _times_fewer(spread, baseline), _with_range(spread.held_out["loss"])
-    return [in_bytes(spread.wire_bytes), f"{ratio:,.1f}x", loss, _with_range(spread.difference, sign="+")]
+    ratio, loss = times_fewer(spread.wire_bytes, baseline.wire_bytes), _with_range(spread.held_out["loss"])
+    return [in_bytes(spread.wire_bytes), _in_times(ratio), loss, _with_range(spread.difference, sign="+")]
 
 
-def _times_fewer(spread: SeedSpread, baseline: SeedSpread) -> float:
-    # One worker sends nothing, with any reducer.
-    return baseline.wire_bytes / spread.wire_bytes if spread.wire_bytes else 1.0
+def _in_times(ratio: float) -> str:
+    return "∞" if ratio == math.inf else f"{ratio:,.1f}x"
 
 
 def _fewer_in_rounds(cell: Cell, baseline: Cell) -> float:
     """How many times fewer bytes than the baseline a method sends after the synchronous start."""
-    return baseline.rounds_bytes / cell.rounds_bytes if cell.rounds_bytes else 1.0
+    return times_fewer(cell.rounds_bytes, baseline.rounds_bytes)
 
 
 def _with_range(values: np.ndarray, *, sign: str = "") -> str:
@@ -113,7 +113,8 @@ def seed_records(spreads: Sequence[SeedSpread], baseline: SeedSpread) -> list[Re
 def _record_of(spread: SeedSpread, baseline: SeedSpread) -> Record:
     metrics = {f"held_out_{key}": values for key, values in spread.held_out.items()}
     record: dict[str, Any] = {"name": spread.name, "seeds": len(spread.difference)}
-    record |= {"wire_bytes_per_step": spread.wire_bytes, "times_fewer_bytes": _times_fewer(spread, baseline)}
+    record["wire_bytes_per_step"] = spread.wire_bytes
+    record["times_fewer_bytes"] = times_fewer(spread.wire_bytes, baseline.wire_bytes)
     for key, values in (metrics | {"difference": spread.difference}).items():
         # The deviation of a sample: of a single seed it is unknown.
         deviation = values.std(ddof=1) if len(values) > 1 else float("nan")
@@ -146,10 +147,16 @@ def check_table(path: Path | None) -> None:
     check_folder(f"--table {path}", path.parent)
 
 
+def make_folder(path: Path | None) -> None:
+    """Makes the folder of a table, if there is one to write: before the work, since it may not be possible."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def write_table(table: Table, records: Sequence[Record], path: Path) -> Path:
     """Writes a table by the suffix of `path`: the numbers as CSV, or the rows as shown in markdown or LaTeX."""
     check_table(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     if path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, records[0])

@@ -14,8 +14,9 @@ import pytest
 import jaxdist as jd
 from jaxdist import offload
 from jaxdist._cli import main as cli
-from jaxdist._cli import results
+from jaxdist._cli import results, running
 from jaxdist._cli.commands.compare import DEMO
+from jaxdist._cli.commands.train import _print_savings
 from jaxdist._cli.spellings import parse
 from jaxdist._cli.training import train
 from jaxdist.asynchronous.errors import DeadlockError, TooManyEventsError
@@ -58,6 +59,17 @@ def test_train_reports_what_the_log_says(trained):
     heads = {line["reducer"]: line for line in results.read_log(trained[1] / "log.jsonl") if line["kind"] == "run"}
     ratio = heads["exact"]["wire_bytes_per_step"] / heads["ef:top_k:0.05"]["wire_bytes_per_step"]
     assert f"{ratio:,.1f} times fewer" in " ".join(trained[2].split())
+
+
+def test_the_savings_of_a_resumed_run_are_those_of_all_its_steps(capsys):
+    def finish(name, sent):
+        records = [train.Record(step, 1.0, 0.1, 10.0, sent, step * sent) for step in (99, 100)]
+        return results.RunResult(name, tuple(records), {"loss": 1.0}, sent, 1.0)
+
+    _print_savings(running.new_console(), finish("f16", 20.0), finish("exact", 40.0))
+    assert "2.0 times fewer bytes than plain all-reduce (2.0 kB less from each worker)" in capsys.readouterr().out
+    _print_savings(running.new_console(), finish("diloco:H=500", 0.0), finish("exact", 40.0))
+    assert "infinitely many times fewer bytes than plain all-reduce (4.0 kB less" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -166,6 +178,7 @@ def test_one_worker_sends_nothing(tmp_path, capsys):
         (["train", "--text", "/no/such/file"], "no file or folder at /no/such/file"),
         (["train", "--devices", "3"], "the batch must be a positive multiple of the 3 workers, got 32"),
         (["train", "--devices", "99"], "--devices=99 requested, but only 8 devices"),
+        (["train", "--zero", "3", "--reducer", "qsgd:4"], "with a reduce-scatter form, got 'zero:3/qsgd:4': use exact"),
         (["train", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["replay", "--rule", "asgd", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
         (["tune", "--workers", "2", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
@@ -194,10 +207,23 @@ def test_bad_arguments_are_one_clear_line(arguments, message, capsys, tmp_path, 
     assert message in printed.err
 
 
-def test_bad_arguments_leave_an_older_log_alone(tmp_path):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "--reducers", "nothing"],
+        ["compare", "--batch", "7", "--devices", "4"],
+        ["compare", "--suite", "local", "--batch", "7", "--workers", "1", "2", "--steps", "10", "--periods", "2"],
+        # The warm-up of its optimizer has 100 steps.
+        ["compare", "--suite", "local", "--batch", "8", "--workers", "2", "--steps", "10", "--periods", "2"],
+        ["train", "--batch", "7", "--devices", "4"],
+        ["train", "--batch", "7", "--devices", "4", "--sync", "diloco:H=2", "--islands", "store"],
+    ],
+)
+def test_bad_arguments_leave_an_older_log_alone(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"kept": True}))
-    assert cli.main(["compare", "--reducers", "nothing", "--out", str(tmp_path)]) == 2
+    assert cli.main([*arguments, "--workload", "digits", "--model", "convnet:2", "--out", str(tmp_path)]) == 2
     assert results.read_log(log) == [{"kept": True}]
 
 
@@ -303,6 +329,7 @@ def test_a_hundred_thousand_colons_are_one_line(capsys):
 
 def test_any_optax_optimizer():
     assert {"adamw", "sgd", "lion", "lamb", "adafactor"} <= set(parse.list_optimizers())
+    assert "lbfgs" not in parse.list_optimizers()
     transformation = parse.parse_optimizer("sgd:0.5,momentum=0.9")
     updates, _ = transformation.update({"w": np.ones(2)}, transformation.init({"w": np.ones(2)}))
     np.testing.assert_allclose(updates["w"], -0.5)

@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from pathlib import Path
 
 import optax
 import pytest
@@ -123,6 +124,15 @@ def test_the_reducer_of_the_guide_is_compared_over_seeds(folder, capsys):
     assert 8 < float(exact["wire_bytes_per_step"]) / float(diana["wire_bytes_per_step"]) < 16
 
 
+def test_every_reducer_of_the_guide_can_be_made(folder):
+    page = (REPOSITORY / "docs/how-to/add-a-reducer.md").read_text()
+    (folder / "my_reducers.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    spelled = re.findall(r" (my_reducers:\S+)", "".join(re.findall(r"```shell\n(.*?)```", page, re.DOTALL)))
+    assert len(spelled) == 3
+    for name in spelled:
+        parse.parse_reducer(name)
+
+
 def test_advise_takes_reducers_of_ones_own(folder, capsys):
     arguments = [*TINY, "--link", "10mbit,1ms", "--workers", "2", "--compute", "10", "--table", "advice.tex"]
     assert cli.main(["advise", *arguments, "--reducers", "exact", "own_reducers:code:4"]) == 0
@@ -182,6 +192,26 @@ def test_a_file_in_place_of_the_folder_is_refused_before_any_work(folder, capsys
         assert cli.main([*command.split(), "--out", out]) == 2
         expected = f"jaxdist: error: --out {out} needs a folder 'file', which is a file: give another path\n"
         assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [
+        ("compare --table new/table.csv", "compare.train_to_end"),
+        ("advise --link 10mbit,1ms --table new/table.csv", "advise.costs.measure_compute"),
+        ("train --engine ray --rule asgd --workers 2 --out new", "train._run_processes"),
+        ("replay --out new", "replay._simulate"),
+        ("tune --out new", "tune.layers.measure_rate"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_found_before_the_work(folder, monkeypatch, capsys, arguments, work):
+    def refuse(path, **settings):
+        raise PermissionError(f"no permission for {path}")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(f"jaxdist._cli.commands.{work}", lambda *given, **settings: pytest.fail("worked"))
+    assert cli.main([*arguments.split(), *TINY]) == 2
+    assert "no permission for new" in capsys.readouterr().err
 
 
 def test_a_single_seed_has_the_numbers_of_its_summary(tmp_path):

@@ -119,6 +119,17 @@ def test_the_command_prints_and_draws(four, workload, monkeypatch, capsys, tmp_p
     assert "--zero 1 shards" in said
 
 
+def test_a_folder_that_cannot_be_made_is_found_before_the_compilation(monkeypatch, capsys, workload):
+    def refuse(path, **settings):
+        raise PermissionError(f"no permission for {path}")
+
+    monkeypatch.setattr(parse, "parse_workload", lambda *names: workload)
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr(planning, "plan", lambda *given, **options: pytest.fail("compiled"))
+    assert main(["plan", "--target", "h100:1x8", "--model", MODEL, "--out", "new"]) == 2
+    assert "no permission for new" in capsys.readouterr().err
+
+
 def test_a_step_without_communication_has_a_time(four, workload, monkeypatch, capsys, tmp_path):
     plan = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *given, **options: plan(*given, **options)._replace(collectives=()))
@@ -175,7 +186,10 @@ def test_the_cure_for_communication_that_is_not_hidden_is_one_that_the_method_ha
         (["--target", "v5p:4x4"], "unknown target 'v5p:4x4'"),
         (["--target", "v5e:2x2", "--model", "gpt:2b"], "unknown size '2b'; known: tiny"),
         (["--target", "v5e:2x2", "--model", "convnet:4"], "--model must be gpt:SIZE"),
-        (["--target", "v5e:2x2", "--zero", "3", "--reducer", "ef:power_sgd:4"], "which ef:power_sgd:4 has not: exact"),
+        (
+            ["--target", "v5e:2x2", "--zero", "3", "--reducer", "ef:power_sgd:4"],
+            "got 'zero:3/ef:power_sgd:4': use exact",
+        ),
         (["--target", "v5e:2x2", "--reducer", "nothing"], "unknown reducer 'nothing'; known: exact"),
         (["--target", "h100:2x8", "--slices", "2"], "--slices is for TPUs"),
     ],

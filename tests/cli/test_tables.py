@@ -11,7 +11,7 @@ from rich.progress import MofNCompleteColumn
 from jaxdist._cli import figures, race, results, running, tables
 from jaxdist._cli.commands import advise, show
 from jaxdist._cli.spellings import parse
-from jaxdist._cli.training import train
+from jaxdist._cli.training import suites, train
 from jaxdist.analysis.step_time import StepCost, Traffic
 
 LONG = "streaming_diloco:H=50,fragments=4,warmup_steps=100/ef:two_shot:qsgd:4x"  # 70 letters
@@ -68,6 +68,25 @@ def test_a_file_has_a_line_for_each_method(make):
     (last,) = (line for line in lines if LONG in line)
     for column in table.columns[1:]:
         assert str(list(column.cells)[-1]) in last
+
+
+def test_a_method_that_sends_nothing_sends_infinitely_many_times_fewer_bytes():
+    record = train.Record(1, 5.0, 0.1, 1.0, 0.0, 0.0)
+    exact, nothing = (results.RunResult("f16", (record,), {"loss": 2.0}, sent, 1.0) for sent in (100.0, 0.0))
+    assert list(tables.runs_table([exact, nothing], exact).columns[2].cells) == ["1.0x", "∞"]
+    assert list(tables.runs_table([nothing], nothing).columns[2].cells) == ["1.0x"]
+    spreads = [suites.collect_seeds([each], [exact]) for each in (exact, nothing)]
+    assert list(tables.seeds_table(spreads).columns[2].cells) == ["1.0x", "∞"]
+
+
+def test_brackets_in_a_name_are_text(capsys):
+    console, name = running.new_console(), "my_reducers:f:[/x]"
+    with running.show_compiling(console, name, 4):
+        console.print(f"digits, {name}", style="dim", highlight=False)
+    table = figures.new_table("reducer", ())
+    table.add_row(name)
+    figures.print_table(console, table)
+    assert capsys.readouterr().out.count(name) == 3
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -121,6 +121,7 @@ def run_advise(chosen: AdviseOptions) -> None:
     settings = {"workers": workers, "batch_size": chosen.batch}
     # What cannot work fails before the measurements.
     methods = parse_methods(chosen.reducers, optimizer=chosen.optimizer, **settings)
+    tables.make_folder(chosen.table)
     if link is None:
         link = measure_link(make_mesh({AXIS: jax.device_count()}), axis=AXIS)
     compute = chosen.compute and chosen.compute / 1e3

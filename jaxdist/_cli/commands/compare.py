@@ -15,7 +15,7 @@ from ...analysis.step_time import StepCost, uses_gloo
 from ...runtime.mesh import make_mesh
 from .. import losses, race, results, tables
 from ..figures import print_table
-from ..models.base import Workload
+from ..models.base import Workload, check_batch
 from ..running import (
     File,
     Integer,
@@ -124,11 +124,12 @@ def _compare_reducers(chosen: CompareOptions) -> None:
         raise ValueError(f"--seeds must be at least 1, got {chosen.seeds}")
     runs = prepare_runs(names, chosen, workload, mesh)
     links = race.parse_links(chosen.link, mesh, axis=train.AXIS)
+    tables.make_folder(chosen.table)
+    log_path = path_in(chosen.out, "log.jsonl")
     measured = _measure_costs(names, chosen, workload, mesh.size, console) if links else {}
     evaluate_every = max(1, chosen.steps // race.EVALUATIONS) if links else None
     finished: list[list[results.RunResult]] = []
     entrants: list[race.Entrant] = []
-    log_path = path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path) as log:
         for name, run in runs:
             finished.append([])
@@ -155,7 +156,7 @@ def _compare_reducers(chosen: CompareOptions) -> None:
     else:
         single = [seeds[0] for seeds in finished]
         table, records = tables.runs_table(single, single[0]), tables.run_records(single, single[0])
-    console.print(f"\n{title}", style="dim", highlight=False, markup=False)
+    console.print(f"\n{title}", style="dim", highlight=False)
     print_table(console, table)
     print_paths(console, log=log_path)
     if chosen.table is not None:
@@ -271,8 +272,14 @@ def _compare_periods(chosen: CompareOptions) -> None:
         raise ValueError(
             f"--workers {max(chosen.workers)} requested, but only {jax.device_count()} devices are available"
         )
-    log_path = path_in(chosen.out, "log.jsonl")
     spelled = [replace_rate(chosen.optimizer, rate) for rate in chosen.rates] or [chosen.optimizer]
+    for workers in chosen.workers:
+        check_batch(chosen.batch, workers)
+    for optimizer in spelled:
+        # A schedule may leave none of the steps.
+        parse.parse_optimizer(optimizer, chosen.steps)
+    tables.make_folder(chosen.table)
+    log_path = path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path) as log:
         for workers in chosen.workers:
             mesh = make_mesh({train.AXIS: workers}, devices=jax.devices()[:workers])
@@ -285,7 +292,7 @@ def _compare_periods(chosen: CompareOptions) -> None:
             title += f", best of rates {', '.join(f'{rate:g}' for rate in chosen.rates)}" if chosen.rates else ""
             labels = {"title": title, "unit": unit_of(workload), "counted": workload.unit}
             plot = losses.draw_periods(cells, chosen.out / f"local-{workers}.png", **labels)
-            console.print(f"\n{title}", style="dim", highlight=False, markup=False)
+            console.print(f"\n{title}", style="dim", highlight=False)
             table = tables.periods_table(cells)
             print_table(console, table)
             if chosen.table is not None:

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.markup import escape
 from rich.table import Column, Table
 
 from ..._core.compat import find_known_problems
@@ -81,8 +80,7 @@ def run_doctor(chosen: DoctorOptions) -> int:
     headings = (Column(heading, overflow="fold") for heading in ("", "found", "", "what to do"))
     table = Table(*headings, box=None, pad_edge=False)
     for line in found:
-        # Brackets in messages would be read as markup.
-        table.add_row(*map(escape, line), style=COLORS[line.verdict])
+        table.add_row(*line, style=COLORS[line.verdict])
     console = new_console()
     console.print(table)
     wrong, look = (sum(line.verdict == verdict for line in found) for verdict in ("wrong", "look"))

@@ -20,7 +20,7 @@ from ..models import gpt
 from ..running import Integer, Text, new_console, path_in, print_paths
 from ..spellings import grammar, parse
 from ..spellings.tables import ANY_STEPS
-from ..training.one_worker import parse_offload
+from ..training.one_worker import check_zero, parse_offload
 
 PARTS = {"parameters": COLORS[1], "optimizer state": COLORS[6], "batch": COLORS[3], "temporaries": "#B8B8B8"}
 COMPUTE, HIDDEN, EXPOSED, OTHER = COLORS[1], COLORS[3], COLORS[4], COLORS[7]
@@ -69,11 +69,7 @@ def run_plan(chosen: PlanOptions) -> int:
     spelling = parse.join_options(chosen.sync, chosen.zero, chosen.reducer, chosen.optimizer, default="exact")
     # The conditions of a warm-up are those of other steps: with them the step that sends most would send three times.
     method = parse.parse_method(spelling, chosen.optimizer, ANY_STEPS, warm_up=False)
-    if chosen.zero and method.reducer is not None and method.reducer.forms.shards is None:
-        raise ValueError(
-            f"--zero {chosen.zero} needs a reducer with a reduce-scatter form, which {chosen.reducer} has not: exact, "
-            "two_shot:qsgd:4, two_shot:int8, and with --zero 1 or 2 also ef:two_shot:qsgd:4"
-        )
+    check_zero(spelling, method)
     unnamed = [flag for flag in chosen.xla if not flag.partition("=")[0] or "=" not in flag]
     if unnamed:
         raise ValueError(
@@ -83,6 +79,7 @@ def run_plan(chosen: PlanOptions) -> int:
     # Before the first use of JAX, which starts its backends.
     _hide_accelerators()
     workload = parse.parse_workload("text", chosen.model)
+    picture = path_in(chosen.out, "plan.png")
     with console.status(f"compiling for {chosen.target}"):
         found = planning.plan(
             chosen.target,
@@ -107,12 +104,12 @@ def run_plan(chosen: PlanOptions) -> int:
     if found.spans:
         _print_times(console, found, batch * workload.units_per_example)
     for line in found.advice:
-        console.print(f"[bold]try[/bold] {line}", highlight=False)
+        console.print(f"[bold]try[/bold] {line}", highlight=False, markup=True)
     if chosen.offload:
         console.print("note: transfers to the host are counted, its arithmetic is not", style="dim", highlight=False)
     for warning in found.warnings:
         console.print(f"note: {warning}", style="dim", highlight=False)
-    picture = draw_plan(found, path_in(chosen.out, "plan.png"), title=title)
+    draw_plan(found, picture, title=title)
     console.print(f"compiled in {found.compile_seconds:.0f} s", highlight=False)
     print_paths(console, figure=picture)
     # Scripts can search for the smallest target that fits.
@@ -147,7 +144,7 @@ def _print_memory(console: Console, found: planning.Planned) -> None:
     print_table(console, table)
     verdict = "[green]fits[/green]" if found.fits else "[red]does not fit[/red]"
     share = found.peak / found.chip.memory
-    console.print(f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of a {found.chip.name}\n")
+    console.print(f"{verdict}: {share:.0%} of the {in_bytes(found.chip.memory)} of a {found.chip.name}\n", markup=True)
 
 
 def _print_communication(console: Console, found: planning.Planned) -> None:

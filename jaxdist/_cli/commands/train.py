@@ -1,5 +1,6 @@
 """`jaxdist train`: one run beside plain all-reduce, on devices or, with `--engine ray`, a rule on real processes."""
 
+import math
 import platform
 import sys
 import zlib
@@ -17,6 +18,7 @@ from ...asynchronous.protocol import Rule
 from ...offload.nvme.base import committed_step
 from .. import losses, results, tables
 from ..figures import in_bytes, print_table
+from ..models.base import check_batch
 from ..running import (
     Integer,
     Number,
@@ -190,6 +192,7 @@ def _train_on_island(chosen: TrainOptions) -> None:
     # Checked as without islands, so that mistakes have the same messages.
     spelling = parse.join_options(chosen.sync, 0, chosen.reducer, chosen.optimizer, default="exact")
     method = parse.parse_sync(spelling, chosen.optimizer, steps=chosen.steps, island=train.AXIS)
+    check_batch(chosen.batch, mesh.size)
     name = chosen.name or platform.node()
     # Each island draws batches of its own; all of them take the parameters of the run.
     settings = {"mesh": mesh, "batch_size": chosen.batch, "seed": zlib.crc32(name.encode(), chosen.seed)}
@@ -264,10 +267,12 @@ def _print_savings(console: Console, result: results.RunResult, baseline: result
     if baseline is None:
         return
     summary = results.summarize(result, baseline)
-    less = in_bytes(summary.steps * (baseline.wire_bytes - result.wire_bytes))
+    # All steps of the run, those before a resumption too: the bytes of a step are the mean over them.
+    less = in_bytes(result.records[-1].step * (baseline.wire_bytes - result.wire_bytes))
+    times = "infinitely many" if summary.times_fewer_bytes == math.inf else f"{summary.times_fewer_bytes:,.1f}"
     console.print(
-        f"{result.name} sent {summary.times_fewer_bytes:,.1f} times fewer bytes than plain all-reduce ({less} less from"
-        f" each worker) on the same data; its held-out loss differs by {summary.difference:+.4f}.",
+        f"{result.name} sent {times} times fewer bytes than plain all-reduce ({less} less from each worker) on the same"
+        f" data; its held-out loss differs by {summary.difference:+.4f}.",
         highlight=False,
     )
 
@@ -298,10 +303,10 @@ def train_processes(chosen: TrainOptions) -> None:
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
     task = make_task(workload, batch=chosen.batch, seed=chosen.seed, workers=chosen.workers)
     console = new_console()
+    log_path = path_in(chosen.out, "log.jsonl")
     run = _run_processes(chosen, chosen.workers, rule, task, console)
     settings = {"rule": chosen.rule, "optimizer": chosen.optimizer, "workload": workload.name, "model": chosen.model}
     settings |= {"workers": chosen.workers, "batch": chosen.batch, "seed": chosen.seed, "slow": chosen.slow}
-    log_path = path_in(chosen.out, "log.jsonl")
     with results.open_log(log_path) as log:
         results.write_line(log, {"kind": "run", "engine": "ray", **settings})
         for seconds, loss in zip(run.times.tolist(), run.losses.tolist()):

@@ -26,6 +26,9 @@ from ..training import train
 
 ONE, EACH, TUNED = "one message (exact)", "a message for each layer", "layers together or in parts, tuned"
 EXACT = "jd.exact()"
+OUT = Path("runs/tune")
+# The options that only a simulated link has.
+FOR_LINK = ("bandwidth", "latency", "overhead", "flops", "out")
 PART = 8 * 4  # bytes: partitions are whole multiples of 8 entries
 
 
@@ -48,12 +51,13 @@ class TuneOptions:
     """Examples in a step, all workers together."""
     workers: int = 8
     """Number of workers; with --measured, of devices to use."""
-    bandwidth: str = "10gbit"
-    """Bandwidth of the link of each worker."""
-    latency: str = "20us"
-    """Latency from one worker to the next; a ring all-reduce has 2(W-1) hops. The latencies of messages overlap."""
-    overhead: str = "50us"
-    """Time of each message beside its bytes: launch and negotiation."""
+    bandwidth: Text = None
+    """Bandwidth of the link of each worker. Default: 10gbit."""
+    latency: Text = None
+    """Latency from one worker to the next; a ring all-reduce has 2(W-1) hops. The latencies of messages overlap.
+    Default: 20us."""
+    overhead: Text = None
+    """Time of each message beside its bytes: launch and negotiation. Default: 50us."""
     flops: Number = None
     """Floating-point operations per second of one worker. The default is measured on a device of this machine."""
     measured: bool = False
@@ -64,8 +68,8 @@ class TuneOptions:
     """Number of trials."""
     seed: int = 0
     """Draws the trials."""
-    out: Path = Path("runs/tune")
-    """Folder of timeline.png, with the schedules inside a step side by side."""
+    out: File = None
+    """Folder of timeline.png, with the schedules inside a step side by side. Default: runs/tune."""
 
 
 def run_tune(chosen: TuneOptions) -> None:
@@ -80,13 +84,18 @@ def run_tune(chosen: TuneOptions) -> None:
         raise ValueError("--workers must be at least 2, got 1: one worker sends nothing")
     if chosen.batch % chosen.workers:
         raise ValueError(f"--batch must be a multiple of the {chosen.workers} workers, got {chosen.batch}")
+    given = [name for name in FOR_LINK if getattr(chosen, name) is not None]
+    if chosen.measured and given:
+        raise ValueError(f"--{given[0]} is for a simulated link: leave it out, or --measured")
     (_tune_steps if chosen.measured else _tune_link)(chosen)
 
 
 def _tune_link(chosen: TuneOptions) -> None:
     """Tunes on a simulated link; prints the schedules, the best possible ones, and the winner."""
-    hop, launch = (parse.parse_link(f"{chosen.bandwidth},{seconds}") for seconds in (chosen.latency, chosen.overhead))
+    seconds = (chosen.latency or "20us", chosen.overhead or "50us")
+    hop, launch = (parse.parse_link(f"{chosen.bandwidth or '10gbit'},{each}") for each in seconds)
     workload = parse.parse_workload(chosen.workload, chosen.model, path=chosen.text)
+    figure = path_in(chosen.out or OUT, "timeline.png")
     costs, batch = _trace_layers(workload, chosen)
     rate = chosen.flops
     if rate is None:
@@ -152,7 +161,7 @@ def _tune_link(chosen: TuneOptions) -> None:
             console, "across steps", crossing, f"jd.overlap.pipelined(loss, tx, defer={deferred}, layers={order})"
         )
     names, shown = [str(layer.name) for layer in costs], {name: runs[name] for name in (ONE, TUNED)}
-    print_paths(console, figure=draw_timelines(profile, shown, path_in(chosen.out, "timeline.png"), names=names))
+    print_paths(console, figure=draw_timelines(profile, shown, figure, names=names))
 
 
 def _tune_steps(chosen: TuneOptions) -> None:
@@ -275,7 +284,7 @@ def _spell_reducer(options: Mapping[str, Any]) -> str:
 
 
 def _print_winner(console: Console, where: str, seconds: float, code: str) -> None:
-    console.print(f"{where}, {1e3 * seconds:,.2f} ms: {code}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{where}, {1e3 * seconds:,.2f} ms: {code}", highlight=False, soft_wrap=True)
 
 
 def draw_timelines(profile: Profile, runs: Mapping[str, Timeline], path: str | Path, *, names: Sequence[str]) -> Path:

@@ -162,8 +162,8 @@ def _check_code(text: str, made: Any) -> Compressor:
 
 def list_optimizers() -> list[str]:
     """The names of optax's optimizers: the public functions whose first argument is a learning rate."""
-    # A name with an underscore is private or deprecated.
-    names = [name for name in sorted(dir(optax)) if not name.startswith("_")]
+    # A name with an underscore is private or deprecated; L-BFGS searches along a line, and needs the loss for it.
+    names = [name for name in sorted(dir(optax)) if not name.startswith("_") and name != "lbfgs"]
     return [name for name in names if _first_argument(getattr(optax, name)) == "learning_rate"]
 
 

@@ -58,6 +58,15 @@ def parse_offload(text: str | None) -> Offload | None:
     return Offload(Path(folder))
 
 
+def check_zero(spelling: str, method: TrainingMethod) -> None:
+    """Raises ValueError if the reducer of a ZeRO stage cannot reduce gradients to shards."""
+    if method.stage and method.reducer is not None and method.reducer.forms.shards is None:
+        raise ValueError(
+            f"--zero {method.stage} needs a reducer with a reduce-scatter form, got {spelling!r}: use exact, "
+            "two_shot:qsgd:4, two_shot:int8, or with --zero 1 or 2 also ef:two_shot:qsgd:4"
+        )
+
+
 def check_combination(method: TrainingMethod, offload: Offload | None) -> None:
     """Raises ValueError where a method cannot be trained so; nothing is compiled or written."""
     if offload is None or offload.folder is None:
