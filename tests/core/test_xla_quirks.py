@@ -9,9 +9,13 @@ from jaxdist._core.xla_quirks import (
     MOST_SLICES,
     _with_hidden_zero,
     add_rows,
+    from_ordered_bits,
     hide_constants,
+    largest,
     largest_magnitude,
+    ordered_bits,
     running_sum,
+    smallest,
     sum_counts,
     sum_rows,
     sum_vector,
@@ -88,3 +92,59 @@ def test_products_of_constants_still_overflow():
         assert np.isfinite(jax.jit(partial(square, hide))(jnp.float32(1e-20))).all()
     plain = jax.jit(lambda ratio: square(lambda x: x, ratio))(jnp.float32(1e-20))
     assert np.isfinite(plain).all() == (jax.__version_info__ >= (0, 12))
+
+
+# Every size at which a reduction takes another way.
+EXTREME_SIZES = (1, 7, 100, 4095, 4096, 5000, 70_001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value):
+    """`jnp.max` loses NaN on CPU from 4,096 entries on."""
+    rows = [np.linspace(-1, 1, size, dtype=np.float32) for size in EXTREME_SIZES]
+    for row in rows:
+        row[len(row) // 3] = value
+    arrays = [jnp.asarray(row).astype(dtype) for row in rows]
+    found = jax.jit(lambda arrays: [(largest(x), smallest(x), largest(abs(x)[None], 1)[0]) for x in arrays])(arrays)
+    for x, extremes in zip(arrays, found, strict=True):
+        wide = np.asarray(x, np.float32)
+        assert {leaf.dtype for leaf in extremes} == {x.dtype}
+        np.testing.assert_array_equal(
+            [np.asarray(leaf, np.float32) for leaf in extremes], [wide.max(), wide.min(), np.abs(wide).max()]
+        )
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), (1, 2)])
+def test_extremes_over_axes_are_those_of_numpy(axis):
+    x = np.random.default_rng(0).standard_cauchy((3, 40, 50)).astype(np.float32)
+    x[1, 2, 3] = np.nan
+    for keepdims in (False, True):
+        for ours, numpy in ((largest, np.max), (smallest, np.min)):
+            found = jax.jit(partial(ours, axis=axis, keepdims=keepdims))(x)
+            np.testing.assert_array_equal(found, numpy(x, axis=axis, keepdims=keepdims))
+    assert int(largest(jnp.array([3, -4]))) == 3
+    assert int(smallest(jnp.array([-(2**31), 5], jnp.int32))) == -(2**31)
+    assert float(largest(jnp.zeros((0, 3)), initial=0.0)) == 0
+    assert float(smallest(jnp.ones(5), initial=0.0)) == 0
+    assert np.isnan(largest(jnp.full(5000, jnp.nan), initial=0.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ordered_bits_have_the_order_of_the_floats(dtype):
+    values = jnp.array([-np.inf, -2.5, -1e-7, -0.0, 0.0, 1e-7, 1.0, np.inf, np.nan]).astype(dtype)
+    bits = ordered_bits(values)
+    assert (np.diff(np.asarray(bits, np.int64)) > 0).all()
+    assert (
+        np.asarray(from_ordered_bits(bits, dtype)).tobytes()[: -values.dtype.itemsize]
+        == np.asarray(values).tobytes()[: -values.dtype.itemsize]
+    )
+    assert np.isnan(from_ordered_bits(bits, dtype)[-1])
+    assert ordered_bits(-values)[-1] == bits[-1]
+
+
+def test_largest_entries_share_the_gradient():
+    x = jnp.array([[1.0, 3.0, 3.0], [jnp.nan, 2.0, jnp.inf]])
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(largest(x, 1) * jnp.array([2.0, 5.0]))))(x)
+    assert gradient.tolist() == [[0, 1, 1], [5, 0, 0]]
+    assert jax.grad(smallest)(x[0]).tolist() == [1, 0, 0]
