@@ -37,6 +37,12 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def types_are_checked(axis: str) -> bool:
+    """Returns whether the `shard_map` that maps this axis checks types: with `check_vma=False` no value has any."""
+    # The index of a worker differs by definition.
+    return bool(varying_axes(jax.lax.axis_index(axis)))
+
+
 def like_of(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """A shape and dtype whose values differ over the same mesh axes as those of `x`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -42,7 +42,7 @@ def _with_hidden_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | nothing, jnp.float32)
 
 
-def largest(
+def largest_entry(
     x: Num[Array, "..."], axis: int | Sequence[int] | None = None, *, keepdims: bool = False, initial: Any = None
 ) -> Num[Array, "..."]:
     """`jnp.max`, where NaN wins as in NumPy, and 0 is larger than -0. `initial` counts as one more entry.
@@ -88,13 +88,13 @@ def _largest_by_bits(x: Array, *, axes: tuple[int, ...]) -> Array:
     return from_ordered_bits(bits, wide.dtype).astype(x.dtype)
 
 
-def smallest(
+def smallest_entry(
     x: Num[Array, "..."], axis: int | Sequence[int] | None = None, *, keepdims: bool = False, initial: Any = None
 ) -> Num[Array, "..."]:
-    """`jnp.min`, where NaN wins as in NumPy: see `largest`."""
+    """`jnp.min`, where NaN wins as in NumPy: see `largest_entry`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.min(x, axis=axis, keepdims=keepdims, initial=initial)
-    return -largest(-x, axis, keepdims=keepdims, initial=None if initial is None else -initial)
+    return -largest_entry(-x, axis, keepdims=keepdims, initial=None if initial is None else -initial)
 
 
 def largest_magnitude(rows: Float[Array, "rows width"]) -> Float[Array, "rows 1"]:

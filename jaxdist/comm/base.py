@@ -14,6 +14,7 @@ from jax import lax
 
 from .._core.compat import varying_axes
 from .._core.types import Array, PyTree
+from .._core.xla_quirks import largest_entry
 
 
 class Comm(NamedTuple):
@@ -335,7 +336,7 @@ def split_group(comm: Comm, groups: Sequence[Sequence[int]]) -> Comm:
         index=index,
         mean=lambda x: _sum_in_part(parts, x) / size,
         sum=partial(_sum_in_part, parts),
-        max=lambda x: _gather_in_part(parts, x).max(0),
+        max=lambda x: largest_entry(_gather_in_part(parts, x), 0),
         all_gather=lambda x, *, agreed=True: _gather_in_part(parts, x),
         all_to_all=partial(_exchange_in_part, parts),
         reduce_scatter_mean=lambda x: _exchange_in_part(parts, x).sum(0) / size,

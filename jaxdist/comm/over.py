@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.compat import assume_replicated, cast_varying, mesh_axes_being_mapped
+from .._core.compat import assume_replicated, cast_varying, mesh_axes_being_mapped, types_are_checked, varying_axes
 from .._core.types import Array, AxisNames
-from .._core.xla_quirks import add_rows
+from .._core.xla_quirks import add_rows, from_ordered_bits, ordered_bits
 from ..state.marks import axis_tuple
 from .base import Comm, alone, check_permutation, complete_permutation, map_over_trees
+from .dtypes import check_bytes, check_number, check_ordered
 from .pair import choose_faster, exchange_pair, gather_pair, is_compressed, is_long, permute_pair
 
 Axes = tuple[str, ...]
@@ -94,41 +95,87 @@ def _collectives(axes: Axes) -> dict[str, Any]:
     return _ON_MESH if _size(axes) > 1 else _ALONE_ON_MESH
 
 
-def _sum(axes: Axes, x: Array) -> Array:
-    return lax.psum(x, axes)
-
-
 def _max(axes: Axes, x: Array) -> Array:
-    return lax.pmax(x, axes)
+    check_ordered(x)
+    return _max_of_floats(x, axes) if _is_floating(x) else lax.pmax(x, axes)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _max_of_floats(x: Array, axes: Axes) -> Array:
+    # Of floats it depends on the wiring whether NaN, or a number, wins: between processes even on the rank.
+    return from_ordered_bits(lax.pmax(ordered_bits(x), axes), x.dtype)
+
+
+@_max_of_floats.defjvp
+def _derivative_of_max(axes: Axes, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    found = _max_of_floats(x, axes)
+    wide = jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize > 1 else jnp.float32
+    share = (ordered_bits(x) == ordered_bits(found)).astype(wide)
+    share = share / lax.psum(share, axes)
+    return found, lax.psum(share * tangent.astype(wide), axes).astype(x.dtype)
+
+
+def _mesh_sum(axes: Axes, x: Array) -> Array:
+    check_number(x)
+    return _add_in_words(axes, x) if _is_floating(x) and x.dtype.itemsize == 1 else lax.psum(x, axes)
 
 
 def _mesh_mean(axes: Axes, x: Array) -> Array:
+    check_number(x)
     size = _size(axes)
 
     def sum_on_the_wire(x):
         # Divide first: the sum of W half-precision numbers overflows.
         return lax.psum(x * jnp.asarray(1 / size, x.dtype), axes)
 
-    def sum_in_words(x):
-        # A gather sends the same bytes between two workers, at once.
-        if size <= 2:
-            return _local_mean(_from_words(_gather_words(axes, _to_words(x), to="invarying"), x))
-        rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
-        shard = _mesh_reduce_scatter_mean(axes, rows)
-        return _gather_words(axes, shard, to="invarying").ravel()[: x.size].reshape(x.shape)
-
     if not _is_floating(x) or x.dtype.itemsize >= 4:
-        return lax.pmean(x, axes)
+        return lax.pmean(_divisible(x), axes)
+    if x.dtype.itemsize == 1:
+        return _add_in_words(axes, x, mean=True)
     # XLA:CPU does not widen float16, but gloo adds it slowly: one collective is faster while arrays are short.
     if x.dtype == jnp.float16 and not is_long(x):
         return sum_on_the_wire(x)
-    return choose_faster(x, plain=sum_on_the_wire, cpu=sum_in_words)
+    return choose_faster(x, plain=sum_on_the_wire, cpu=lambda x: _reduce_in_words(axes, x, mean=True))
+
+
+def _add_in_words(axes: Axes, x: Array, *, mean: bool = False) -> Array:
+    """The sum or mean of 8-bit floats, which a wire would add in a few bits, if it can at all."""
+    scale = 1 / _size(axes) if mean else 1
+    # As with all words, their derivative is that of another form.
+    in_words = jax.custom_jvp(lambda x: _reduce_in_words(axes, x, mean=mean))
+    derivative = lambda t: lax.psum(t.astype(jnp.float32) * scale, axes).astype(t.dtype)  # noqa: E731
+    in_words.defjvp(lambda primals, tangents: (in_words(*primals), derivative(*tangents)))
+    return in_words(x)
+
+
+def _reduce_in_words(axes: Axes, x: Array, *, mean: bool) -> Array:
+    """The sum or mean of narrow floats, added in float32: sends their words, and the bytes of an all-reduce."""
+    size = _size(axes)
+    # A gather sends the same bytes between two workers, at once.
+    if size <= 2:
+        return _local_sum(_from_words(_gather_words(axes, _to_words(x), to="invarying"), x), mean=mean)
+    rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
+    shard = _local_sum(_mesh_all_to_all(axes, rows), mean=mean)
+    return _gather_words(axes, shard, to="invarying").ravel()[: x.size].reshape(x.shape)
 
 
 def _mesh_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
-    if agreed:
+    check_bytes(x)
+    # JAX's transpose of a replicated gather takes this worker's part of a gradient that types have summed already.
+    if agreed and types_are_checked(axes[0]):
         return _gather_words(axes, x, to="invarying")
-    return _gather_with_gradient(partial(_gather_words, axes), partial(_mesh_reduce_scatter_mean, axes))(x)
+    gather = jax.custom_jvp(partial(_gather_words, axes))
+
+    def derive(primals, tangents):
+        rows = cast_varying(jnp.zeros((_size(axes), *x.shape), x.dtype), varying_axes(*primals) | frozenset(axes))
+        # Its transpose is a reduce-scatter in the form that is right on every platform, and of few bytes.
+        _, transpose = jax.vjp(partial(_mesh_reduce_scatter_mean, axes), rows)
+        (rows,) = transpose(_mark_varying(axes, *tangents))
+        return gather(*primals), rows * jnp.asarray(_size(axes), rows.dtype)
+
+    gather.defjvp(derive)
+    return gather(x)
 
 
 def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
@@ -149,6 +196,7 @@ def _gather_words(axes: Axes, x: Array, **typed: Any) -> Array:
 
 
 def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
+    check_bytes(x)
     plain = partial(_exchange_rows, axes)
 
     def send(words):
@@ -162,6 +210,8 @@ def _mesh_all_to_all(axes: Axes, x: Array) -> Array:
 def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
     size = _size(axes)
     _check_rows(x, size)
+    if _is_floating(x) and x.dtype.itemsize == 1:
+        return _local_sum(_mesh_all_to_all(axes, x), mean=True)
 
     def scatter(x):
         return lax.psum_scatter(x * jnp.asarray(1 / size, x.dtype), axes, scatter_dimension=0)
@@ -179,13 +229,14 @@ def _mesh_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
 
     return lax.platform_dependent(
         _mark_varying(axes, x),
-        cpu=lambda x: _local_mean(_mesh_all_to_all(axes, x)),
+        cpu=lambda x: _local_sum(_mesh_all_to_all(axes, x), mean=True),
         tpu=scatter_tiles if x[0].size >= _tile(x) else scatter,
         default=scatter,
     )
 
 
 def _mesh_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    check_bytes(x, has_zero=True)
     check_permutation(pairs, _size(axes))
     names, placed = _in_mesh_order(axes, pairs)
     plain = partial(lax.ppermute, axis_name=names, perm=placed)
@@ -216,16 +267,24 @@ def _mark_varying(axes: Axes, x: Array) -> Array:
     return cast_varying(x, axes)
 
 
+def _vmap_sum(axes: Axes, x: Array) -> Array:
+    check_number(x)
+    # Vmap would round to half precision at every worker.
+    wide = x.astype(jnp.float32) if _is_floating(x) and x.dtype.itemsize < 4 else x
+    return lax.psum(wide, axes).astype(x.dtype) if wide is not x else lax.psum(x, axes)
+
+
 def _vmap_mean(axes: Axes, x: Array) -> Array:
+    check_number(x)
     if not _is_floating(x) or x.dtype.itemsize >= 4:
-        return lax.pmean(x, axes)
+        return lax.pmean(_divisible(x), axes)
     return lax.pmean(x.astype(jnp.float32), axes).astype(x.dtype)
 
 
 def _vmap_all_gather(axes: Axes, x: Array, *, agreed: bool = True) -> Array:
-    if agreed:
-        return _gather_mapped(axes, x)
-    return _gather_with_gradient(partial(_gather_mapped, axes), partial(_vmap_reduce_scatter_mean, axes))(x)
+    del agreed
+    check_bytes(x)
+    return _gather_mapped(axes, x)
 
 
 def _gather_mapped(axes: Axes, x: Array) -> Array:
@@ -238,17 +297,19 @@ def _gather_mapped(axes: Axes, x: Array) -> Array:
 
 
 def _vmap_all_to_all(axes: Axes, x: Array) -> Array:
+    check_bytes(x)
     # vmap's all-to-all of an array that is not mapped has a wrong shape: map it by a condition that always holds.
     return _exchange_rows(axes, jnp.where(lax.axis_index(axes) >= 0, x, x))
 
 
 def _vmap_reduce_scatter_mean(axes: Axes, x: Array) -> Array:
     _check_rows(x, _size(axes))
-    return _local_mean(_vmap_all_to_all(axes, x))
+    return _local_sum(_vmap_all_to_all(axes, x), mean=True)
 
 
 def _vmap_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
     size = _size(axes)
+    check_bytes(x, has_zero=True)
     check_permutation(pairs, size)
     # Vmap permutes all workers or none.
     complete = complete_permutation(pairs, size)
@@ -265,31 +326,27 @@ def _vmap_permute(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Arr
     return jnp.where(receives[lax.axis_index(axes)], out, jnp.zeros_like(out))
 
 
-def _gather_with_gradient(gather: Callable[[Array], Array], scatter: Callable[[Array], Array]) -> Callable:
-    """A gather typed varying, whose gradient is the mean of all workers' gradients for this worker's part."""
-
-    @jax.custom_vjp
-    def forward(x):
-        return gather(x)
-
-    forward.defvjp(lambda x: (forward(x), None), lambda _, g: (scatter(g),))
-    return forward
-
-
 def _exchange_rows(axes: Axes, x: Array) -> Array:
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _check_rows(x: Array, size: int) -> None:
+    check_number(x, inexact=True)
     if x.shape[0] != size:
         raise ValueError(f"reduce_scatter_mean needs one row for each of the {size} workers, got shape {x.shape}")
 
 
-def _local_mean(x: Array) -> Array:
-    """The mean over the first dimension, in float32 or better."""
+def _local_sum(x: Array, *, mean: bool) -> Array:
+    """The sum or mean over the first dimension, in float32 or better."""
     # Explicit: 8-bit floats have no promotion.
     wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
-    return (add_rows(x.astype(wide)) / x.shape[0]).astype(x.dtype)
+    total = add_rows(x.astype(wide))
+    return (total / x.shape[0] if mean else total).astype(x.dtype)
+
+
+def _divisible(x: Array) -> Array:
+    # A sum of small integers would wrap around before it is divided.
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x / 1
 
 
 def _is_floating(x: Array) -> bool:
@@ -298,6 +355,8 @@ def _is_floating(x: Array) -> bool:
 
 def _send_words(x: Array, *, send: Callable[[Array], Array], plain: Callable[[Array], Array]) -> Array:
     """`send(x)`, narrow floats as words. These have no derivative: it is that of `plain(x)`, the same in any dtype."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(send(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     if _to_words(x) is x:
         return send(x)
     in_words = jax.custom_jvp(lambda x: _from_words(send(_to_words(x)), x))
@@ -354,7 +413,7 @@ def _permute_alone(axes: Axes, x: Array, pairs: Sequence[tuple[int, int]]) -> Ar
 
 # The functions of a group for single arrays: under `shard_map`, and under `vmap`, which types nothing.
 _ON_MESH = {
-    "sum": _sum,
+    "sum": _mesh_sum,
     "max": _max,
     "mean": _mesh_mean,
     "all_gather": _mesh_all_gather,
@@ -364,7 +423,7 @@ _ON_MESH = {
     "varying": _mark_varying,
 }
 _UNDER_VMAP = {
-    "sum": _sum,
+    "sum": _vmap_sum,
     "max": _max,
     "mean": _vmap_mean,
     "all_gather": _vmap_all_gather,
@@ -377,7 +436,7 @@ _UNDER_VMAP = {
 # Of one worker they are identities, with the types that collectives give. XLA:CPU does not know that: it would pack the
 # arrays of an all-reduce, copy them and unpack them, which takes longer than Adam.
 _ALONE_ON_MESH = {
-    "sum": partial(_replicate_alone, _sum),
+    "sum": partial(_replicate_alone, _mesh_sum),
     "max": partial(_replicate_alone, _max),
     "mean": partial(_replicate_alone, _mesh_mean),
     "all_gather": _gather_alone,

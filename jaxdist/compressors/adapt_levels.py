@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.types import Array, Float
+from .._core.xla_quirks import smallest_entry
 from .levels import powers
 from .rounding import normalize_buckets, to_buckets
 
@@ -282,7 +283,7 @@ def optimal_levels(
 
     def add_level(cost, _):
         sums = cost[None, :] + costs
-        return jnp.min(sums, axis=1), jnp.argmin(sums, axis=1)
+        return smallest_entry(sums, 1), jnp.argmin(sums, axis=1)
 
     cost, previous = lax.scan(add_level, costs[:, 0], None, length=count - 2)
 

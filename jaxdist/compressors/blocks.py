@@ -9,7 +9,7 @@ import numpy as np
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate
 from .._core.types import Array, Float, Like, PRNGKeyArray, Shape, UInt
-from .._core.xla_quirks import hide_constants, largest_magnitude
+from .._core.xla_quirks import hide_constants, largest_entry, largest_magnitude, smallest_entry
 from .base import Compressor
 from .one_pass import in_one_pass
 from .packing import pack, unpack
@@ -128,14 +128,14 @@ def min_max_uint8() -> Compressor:
         del key
         # Or the products of constant entries would be reordered, and one of them may overflow.
         flat = hide_constants(x.reshape(-1).astype(jnp.float32))
-        ends = jnp.stack([jnp.min(flat, initial=jnp.inf), jnp.max(flat, initial=-jnp.inf)])
-        _, inverse = powers_below(jnp.max(jnp.abs(ends)))
+        ends = jnp.stack([smallest_entry(flat, initial=jnp.inf), largest_entry(flat, initial=-jnp.inf)])
+        _, inverse = powers_below(largest_entry(jnp.abs(ends)))
         step, lowest = _steps(ends * inverse)
         codes = jnp.clip(jnp.rint(flat * inverse / step) - lowest, 0, 255)
         return MinMaxPayload(codes.astype(jnp.int32).astype(jnp.uint8), ends)
 
     def decompress(payload: MinMaxPayload, like: Like) -> Array:
-        largest = jnp.max(jnp.abs(payload.ends))
+        largest = largest_entry(jnp.abs(payload.ends))
         unit, inverse = powers_below(largest)
         step, lowest = _steps(payload.ends * inverse)
         values = from_unit((payload.codes.astype(jnp.int32).astype(jnp.float32) + lowest) * step, unit)
@@ -181,6 +181,6 @@ def normal_scales(largest: Float[Array, "*shape"], most: float | int) -> Float[A
 
 def _steps(ends: Float[Array, " 2"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The step, and the multiple of it that code 0 represents; from ends near 1, so that no step is flushed to zero."""
-    span = jnp.maximum(ends[1] - ends[0], NARROWEST * jnp.max(jnp.abs(ends)))
+    span = jnp.maximum(ends[1] - ends[0], NARROWEST * largest_entry(jnp.abs(ends)))
     step = jnp.where(span == 0, 1.0, span * (WIDER / 255))
     return step, jnp.rint(ends[1] / step) - 255

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from .._core.types import Array, Float, Like
+from .._core.xla_quirks import smallest_entry
 from .base import Codec, DamagedCodeError
 from .entropy_codes import (
     Reader,
@@ -217,7 +218,7 @@ def _encode_sparse(cfg: _Sparse, payload: Any, like: Like) -> bytes:
     raw = np.ascontiguousarray(values).view(unsigned)
     magnitudes, minus = raw & ~sign_bit, raw >= sign_bit
     kept = magnitudes > 0
-    scale = magnitudes[kept].min() if kept.any() else unsigned.type(0)
+    scale = np.min(magnitudes[kept]) if kept.any() else unsigned.type(0)
     common, certain = kept & (magnitudes == scale), kept & (magnitudes != scale)
     head = b"".join([scale.tobytes(), number_bytes(int(certain.sum())), number_bytes(int(common.sum()))])
     if cfg.code == "entropy":
@@ -277,7 +278,7 @@ def _fill_payload(cfg: _Sparse, size: int, where: np.ndarray, values: np.ndarray
     """A payload of these entries, in the order of the array, and zeros at the first other positions."""
     free = np.ones(size, np.bool_)
     if np.any(where >= size):
-        raise DamagedCodeError(f"a code of {size} entries names position {where.max()}")
+        raise DamagedCodeError(f"a code of {size} entries names position {np.max(where)}")
     free[where] = False
     others = np.flatnonzero(free)
     if size - len(others) != len(where):
@@ -292,7 +293,7 @@ def _fill_payload(cfg: _Sparse, size: int, where: np.ndarray, values: np.ndarray
 def _sparse_bits(cfg: _Sparse, payload: Any, like: Like) -> Float[Array, ""]:
     size, magnitudes = math.prod(like.shape), jnp.abs(payload.values)
     kept = magnitudes > 0
-    scale = jnp.min(jnp.where(kept, magnitudes, jnp.inf), initial=jnp.inf)
+    scale = smallest_entry(jnp.where(kept, magnitudes, jnp.inf), initial=jnp.inf)
     certain = jnp.sum(kept & (magnitudes > scale), dtype=jnp.float32)
     common = jnp.sum(kept, dtype=jnp.float32) - certain
     value_bits = 8.0 * payload.values.dtype.itemsize

@@ -126,7 +126,7 @@ def decode_omega(reader: Reader, count: int) -> np.ndarray:
 
 def omega(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the codes of positive integers, in the lowest bits of uint64, and their lengths."""
-    small = int(values.max(initial=1)) < 2**HEAD
+    small = int(np.max(values, initial=1)) < 2**HEAD
     codes, lengths = _small_codes()
     return (codes[values], lengths[values]) if small else _omega(values)
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from .._core.descriptions import with_description
 from .._core.dtypes import saturate, working_dtype
 from .._core.types import Array, Float, Int, PRNGKeyArray, Shape, UInt
-from .._core.xla_quirks import largest_magnitude, sum_vector
+from .._core.xla_quirks import largest_entry, largest_magnitude, sum_vector
 from .base import Compressor
 from .codecs import SparseCode, sparse_codec
 from .indices import WORD, encode_positions, first_ones, full, ones, positions, to_bitmap
@@ -132,7 +132,7 @@ def _inverse_rate(
 ) -> Float[Array, ""]:
     """`1 / λ`, from the largest entry that is not certain; infinite where it is above the largest number."""
     uncertain = keep < 1
-    probability, magnitude = (jnp.max(jnp.where(uncertain, x, 0.0)) for x in (keep, magnitudes))
+    probability, magnitude = (largest_entry(jnp.where(uncertain, x, 0.0)) for x in (keep, magnitudes))
     largest = largest_magnitude(flat[None].astype(jnp.float32))[0, 0]
     return largest * (magnitude / jnp.where(probability > 0, probability, 1.0))
 

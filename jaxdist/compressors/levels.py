@@ -10,6 +10,7 @@ import numpy as np
 
 from .._core.descriptions import with_description
 from .._core.types import Array, Float, Int, Like, PRNGKeyArray, Shape
+from .._core.xla_quirks import largest_entry, smallest_entry
 from .base import Compressor
 from .codecs import LevelCode, levels_codec
 from .packing import pack, unpack
@@ -239,17 +240,17 @@ def worst_variance(levels: Any, size: int, norm: str) -> Any:
         return 0.0
     # NumPy's float64 for tables that are known, so that ω is exact there.
     static = isinstance(levels, np.ndarray)
-    xp: Any = np if static else jnp
+    xp, largest, smallest = (np, np.max, np.min) if static else (jnp, largest_entry, smallest_entry)
     levels = levels.astype(np.float64) if static else levels
     low, high = levels[:-1], levels[1:]
     slopes, drops = (low + high) ** 2 / 4, low * high
     if norm == "max":
         q = 1 - (size - 1) * drops
-        worst = xp.max(q + xp.sqrt(q * q + 4 * (size - 1) * slopes)) / 2 - 1
+        worst = largest(q + xp.sqrt(q * q + 4 * (size - 1) * slopes)) / 2 - 1
     else:
         rises = slopes[1:] - slopes[:-1]
         crossings = (drops[1:] - drops[:-1]) / xp.where(rises == 0, 1, rises)
         u = xp.concatenate([1 / xp.sqrt(size * xp.where(slopes == 0, 1, slopes)), crossings, xp.ones(1, levels.dtype)])
         u = xp.where(u > 0, u, 1)
-        worst = xp.min(1 / u - 1 + size * xp.max(slopes[:, None] * u[None, :] - drops[:, None], axis=0))
+        worst = smallest(1 / u - 1 + size * largest(slopes[:, None] * u[None, :] - drops[:, None], 0))
     return max(0.0, float(worst)) if static else xp.maximum(worst, 0)

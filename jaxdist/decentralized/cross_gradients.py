@@ -12,6 +12,7 @@ from jax import lax
 from .._core.dtypes import widen
 from .._core.trees import wide
 from .._core.types import Array, AxisNames, PyTree, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..topology.base import Permutation, Topology
 from ..transforms.local_value_and_grad import local_value_and_grad, to_varying
@@ -210,7 +211,7 @@ def _project_on_neighbors(has_edge: Sequence[Any], g: Array, *others: Array, swe
     constraints = [jnp.where(edge, other, jnp.zeros_like(other)) for edge, other in zip(has_edge, others, strict=True)]
     rows = jnp.stack([widen(c).ravel() for c in (g, *constraints)])
     # Scaled, since products of tiny gradients would underflow.
-    size = jnp.maximum(jnp.max(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
+    size = jnp.maximum(largest_entry(jnp.abs(rows)), jnp.finfo(rows.dtype).tiny)
     rows, own = rows / size, widen(g).ravel() / size
     gram, linear = rows @ rows.T, rows @ own
 

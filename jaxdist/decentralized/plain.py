@@ -143,7 +143,7 @@ def sgp() -> Method:
 
 def check_columns(topology: Topology) -> Topology:
     """Returns the topology, after a check that each worker divides its model into shares that sum to 1."""
-    if any(abs(weights.sum(0) - 1).max() > TOLERANCE for weights in matrices(topology)):
+    if any(np.max(abs(weights.sum(0) - 1)) > TOLERANCE for weights in matrices(topology)):
         raise ValueError(
             f"push-sum needs columns that sum to 1 (each worker divides its model into shares), and those of "
             f"{topology.name} do not: use topology.digraph, or from_matrix with such a matrix"

@@ -260,11 +260,23 @@ def fetch(leaf: Any, axis: AxisNames) -> Array:
     if isinstance(leaf, OnHost):
         return fetch(jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaf.value), axis)
     if isinstance(leaf, Sharded):
-        rows = over(leaf.axis or axis).all_gather(leaf.value, agreed=False)
+        rows = _gather_for_mean(leaf.value, leaf.axis or axis)
         return rows.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
     if is_mark(leaf):
         raise ValueError("a PerWorker kernel is whole already: pass its value")
     return leaf
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_for_mean(shard: Array, axis: AxisNames) -> Array:
+    """All shards; the gradient is the mean over the workers' losses, of which each has all tiles, and not their sum."""
+    return over(axis).all_gather(shard, agreed=False)
+
+
+_gather_for_mean.defvjp(
+    lambda shard, axis: (_gather_for_mean(shard, axis), None),
+    lambda axis, _, gradient: (over(axis).reduce_scatter_mean(gradient),),
+)
 
 
 def _grid(name: str, kernel: Any, in_splits: int, out_splits: int) -> Tiled:

@@ -16,6 +16,7 @@ from jax import lax
 from .._core.checks import check_range
 from .._core.dtypes import widen
 from .._core.types import Array, PyTree, Updates
+from .._core.xla_quirks import largest_entry, smallest_entry
 from ..state.marks import name_leaf
 
 
@@ -84,10 +85,10 @@ def ball(radius: float | int, *, center: PyTree | None = None) -> Callable[[PyTr
         origin = jax.tree.map(jnp.zeros_like, tree) if center is None else center
         offset = jax.tree.map(lambda x, c: x - jnp.asarray(c, x.dtype), tree, origin)
         # Divided by the largest entry, so that no square overflows.
-        entries = [widen(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(offset) if x.size]
+        entries = [widen(largest_entry(jnp.abs(x))) for x in jax.tree.leaves(offset) if x.size]
         if not entries:
             return tree
-        largest = jnp.stack(entries).max()
+        largest = largest_entry(jnp.stack(entries))
         unit = jnp.where(largest > 0, largest, 1)
         norm = unit * jnp.sqrt(_total(jax.tree.map(lambda x: jnp.square(x / _cast(unit, x)), offset)))
         # A model inside stays as it is, bit for bit.
@@ -140,7 +141,7 @@ def diagonal(curvature: PyTree, *, low: float | int = -math.inf, high: float | i
     if not low < high:
         raise ValueError(f"low must be below high, got low={low} and high={high}")
     for path, h in jax.tree_util.tree_flatten_with_path(curvature)[0]:
-        smallest = float(jnp.min(h)) if jnp.size(h) else 1.0
+        smallest = float(smallest_entry(jnp.asarray(h))) if jnp.size(h) else 1.0
         if not smallest > 0:
             where = f" of {jax.tree_util.keystr(path)}" if path else ""
             raise ValueError(f"curvature must be positive, but the smallest entry{where} is {smallest}")
@@ -220,7 +221,7 @@ def _multiplicative_step(y: Array, step: Array, axis: int, share: float | int) -
     if not y.size:
         return y
     logits = jnp.log(y) - step
-    x = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis, keepdims=True)))
+    x = jnp.exp(logits - lax.stop_gradient(largest_entry(logits, axis, keepdims=True)))
     x = x / jnp.sum(x, axis, keepdims=True)
     # Fixed share: x = (1 - γ) x + γ / n
     return (1 - share) * x + share / x.shape[axis] if share else x
@@ -300,7 +301,7 @@ def _norm(tree: PyTree, power: float) -> Array:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         return jnp.zeros(())
-    largest = jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in leaves]).max()
+    largest = largest_entry(jnp.stack([largest_entry(jnp.abs(x), initial=0) for x in leaves]))
     unit = jnp.where(largest > 0, largest, 1)
     return largest * _total(jax.tree.map(lambda x: (jnp.abs(x) / _cast(unit, x)) ** power, tree)) ** (1 / power)
 

@@ -94,7 +94,7 @@ def _run_collectives(comm: Comm, size: int) -> Iterator[tuple[str, str, Array, A
         # bfloat16 cannot represent a sum of many.
         if dtype != "bfloat16":
             yield "sum", dtype, comm.sum(x), ids.sum() + workers * places
-            yield "max", dtype, comm.max(x), ids.max() + places
+            yield "max", dtype, comm.max(x), np.max(ids) + places
         # Integers have no mean.
         if dtype != "int32":
             mean = ids.mean()

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .._core.descriptions import with_description
 from .._core.dtypes import narrow, widen
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Shape, State, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.base import NO_CONTRACTION, Codec, Compressor, contraction_form
 from ..wire.flat import fuse, fuse_bytes, rows
@@ -362,7 +363,9 @@ def tree_norm(tree: Updates) -> Float[Array, ""]:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves]).max()
+    largest = largest_entry(
+        jnp.stack([largest_entry(jnp.abs(leaf), initial=0.0).astype(jnp.float32) for leaf in leaves])
+    )
     # Squares of quotients of the largest entry neither vanish nor overflow.
     unit = jnp.where(largest == 0, 1.0, largest)
     squares = [jnp.sum(jnp.square((widen(leaf) / unit).astype(jnp.float32))) for leaf in leaves]

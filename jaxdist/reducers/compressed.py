@@ -13,6 +13,7 @@ from .._core.descriptions import with_description
 from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Like, Payload, PyTree, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.base import Codec, Compressor, check_compressor
 from ..compressors.codecs import decode_all, encode_all
@@ -118,7 +119,7 @@ def _messages(
 def _inverse_inflation(norms: Float[Array, "workers 2"]) -> Float[Array, ""]:
     """`Σ_w |x_w|² / Σ_w |D(C(x_w))|²`, or 1 where nothing was sent."""
     # Squares of quotients of the largest norm neither vanish nor overflow.
-    largest = jnp.max(norms)
+    largest = largest_entry(norms)
     after, before = jnp.sum(jnp.square(norms / jnp.where(largest > 0, largest, 1.0)), axis=0)
     return jnp.where(after > 0, before / jnp.where(after > 0, after, 1.0), 1.0)
 

@@ -10,6 +10,7 @@ from .._core.checks import check_count, check_range
 from .._core.descriptions import with_description
 from .._core.dtypes import widen_like, working_dtype
 from .._core.types import Array, Bool, Int, Like, PyTree, State, Updates
+from .._core.xla_quirks import largest_entry
 from ..state.marks import PerWorker, with_value
 from .base import (
     HAS_FEEDBACK,
@@ -245,7 +246,7 @@ def _quantize(x: Array, block: int) -> tuple[Array, Array]:
     width = min(block, max(x.size, 1))
     blocks = jnp.pad(x.ravel().astype(jnp.float32), (0, -x.size % width)).reshape(-1, width)
     # The largest entry of a block is 127; a block of zeros has no scale, and is divided by 1.
-    scales = jnp.max(jnp.abs(blocks), axis=1, keepdims=True, initial=0) / LEVELS
+    scales = largest_entry(jnp.abs(blocks), 1, keepdims=True, initial=0) / LEVELS
     codes = jnp.round(blocks / jnp.where(scales == 0, 1, scales))
     return jnp.clip(codes, -LEVELS, LEVELS).astype(jnp.int8), scales
 

@@ -14,6 +14,7 @@ from .._core.descriptions import with_description
 from .._core.dtypes import narrow, working_dtype
 from .._core.trees import next_count
 from .._core.types import Array, Float, Int, Key, Like, PyTree, Updates
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm
 from ..compressors.random import uniform_hash
 from ..wire.flat import fuse, stack_by_shape, step_key, unstack
@@ -207,7 +208,7 @@ def _square(x: Array) -> Array:
 
 def _largest(stack: Array) -> Float[Array, " k"]:
     """The largest magnitude of each of `k` leaves."""
-    return jnp.max(jnp.abs(stack).astype(jnp.float32), axis=range(1, stack.ndim), initial=0)
+    return largest_entry(jnp.abs(stack).astype(jnp.float32), range(1, stack.ndim), initial=0)
 
 
 def _sum_of_integers(

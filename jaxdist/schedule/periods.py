@@ -171,7 +171,7 @@ def proportional_steps(
         raise ValueError(f"minimum must be at most period={period}, got {minimum}")
     if rounding not in ("nearest", "down"):
         raise ValueError(f'rounding must be "nearest" or "down", got {rounding!r}')
-    exact = period * rates / rates.max()
+    exact = period * rates / np.max(rates)
     # Integers up to rounding errors are not rounded down.
     steps = np.rint(exact) if rounding == "nearest" else np.floor(exact * (1 + 1e-12))
     return np.maximum(steps.astype(np.int64), minimum)

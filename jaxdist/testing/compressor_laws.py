@@ -160,7 +160,7 @@ def _check_size(
 ) -> None:
     """ω and δ for sizes for which they are stated; for others a contraction loses no more than x."""
     sizes = np.abs(x[x != 0])
-    detail = f"{kind} from {sizes.min():.3g} to {sizes.max():.3g}" if sizes.size else kind
+    detail = f"{kind} from {np.min(sizes):.3g} to {np.max(sizes):.3g}" if sizes.size else kind
     check_law("finite values decode to finite ones", np.isfinite(decoded).all(), x, f"got {decoded[0]}{detail}")
     # Beyond the stated magnitudes ω is not checked, and δ is 0.
     if (sizes < np.float32(stated[0])).any() or (sizes > np.float32(stated[1])).any():

@@ -11,6 +11,7 @@ from jaxtyping import DTypeLike
 
 from .._core.checks import check_count
 from .._core.types import AxisNames, PRNGKeyArray, PyTree, State
+from .._core.xla_quirks import largest_entry
 from ..comm.base import Comm, alone, nested
 from ..comm.over import over
 from ..reducers.base import NO_EXTRAS, Extras, Law, Reducer, contraction_of, shards_of
@@ -105,7 +106,7 @@ def assert_reducer_laws(
 
     _check_types(reducer, like, group.single, dtypes)
     batches = [_gaussian(like, group.count, jax.random.fold_in(key, number)) for number in range(steps)]
-    scale = max((float(jnp.max(jnp.abs(x), initial=0.0)) for x in jax.tree.leaves(batches)), default=0.0)
+    scale = max((float(largest_entry(jnp.abs(x), initial=0.0)) for x in jax.tree.leaves(batches)), default=0.0)
     run_on = _make_runner(reducer, group, like)
     run = run_on(batches)
     _law("finite updates give finite means", _finite(run.means), "a mean is not finite")
@@ -160,7 +161,7 @@ def _check_held(name: str, lacking: PyTree, held: Sequence[float], tolerance: fl
     """
     entries = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(lacking)]
     total = float(sum(x.sum() for x in entries))
-    largest = max((float(np.abs(x).max(initial=0)) for x in entries), default=0.0)
+    largest = max((float(np.max(np.abs(x), initial=0)) for x in entries), default=0.0)
     rounding = tolerance * max(sum(x.size for x in entries), 1)
     _law(name, abs(total - held[0]) <= rounding, f"they lack {total:.3g} in total, and servers hold {held[0]:.3g}")
     _law(name, largest <= held[1] + tolerance, f"an entry lacks {largest:.3g}, and servers hold up to {held[1]:.3g}")
@@ -170,7 +171,7 @@ def _server_totals(state: State) -> tuple[float, float]:
     """The sum of all entries of the server residuals, and the sum of the largest magnitude of each residual."""
     marked = jax.tree.leaves(state, is_leaf=is_mark)
     residuals = [np.asarray(mark.value, np.float64) for mark in marked if isinstance(mark, Sharded)]
-    return float(sum(x.sum() for x in residuals)), float(sum(np.abs(x).max(initial=0) for x in residuals))
+    return float(sum(x.sum() for x in residuals)), float(sum(np.max(np.abs(x), initial=0) for x in residuals))
 
 
 def _law(name: str, holds: bool, detail: str) -> None:
@@ -180,7 +181,7 @@ def _law(name: str, holds: bool, detail: str) -> None:
 
 def _close(name: str, left: PyTree, right: PyTree, tolerance: float) -> None:
     def far(path, a, b):
-        difference = float(jnp.max(jnp.abs(a.astype(b.dtype) - b), initial=0.0))
+        difference = float(largest_entry(jnp.abs(a.astype(b.dtype) - b), initial=0.0))
         _law(name, difference <= tolerance, f"{name_leaf('the leaf', path)} differs by {difference:.3g}")
 
     jax.tree_util.tree_map_with_path(far, left, right)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import DifferentiallyPrivateAggregateState, SAMState
 
-from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, varying_axes
+from .._core.compat import mesh_axes_being_mapped, mesh_axes_left_over, types_are_checked, varying_axes
 from .._core.dtypes import working_dtype
 from .._core.trees import tree_where
 from .._core.types import Array, AxisNames, PyTree, State, Updates
@@ -111,18 +111,13 @@ def check_local(updates: Updates, axis: AxisNames, *, reduced: str = "") -> None
 def varies_nowhere(leaf: Array, axis: AxisNames) -> bool:
     """Returns whether, under `shard_map` with checked types, a value is typed as equal on all workers of the axis."""
     axes = axis_tuple(axis)
-    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and _types_are_checked(axes)
+    mapped = bool(axes) and mesh_axes_being_mapped().issuperset(axes) and types_are_checked(axes[0])
     return mapped and not varying_axes(leaf).issuperset(axes)
 
 
 def varies_somewhere(leaf: Array, axis: AxisNames) -> bool:
     """Returns whether, under `shard_map` with checked types, a value is typed as differing between the workers."""
     return bool(varying_axes(leaf) & set(axis_tuple(axis)))
-
-
-def _types_are_checked(axes: tuple[str, ...]) -> bool:
-    # The index of a worker differs by definition: with `check_vma=False` even it has no type.
-    return bool(varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def scale(tree: Updates, factor: Array) -> Updates:

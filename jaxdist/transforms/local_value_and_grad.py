@@ -60,7 +60,7 @@ def local_value_and_grad(
     """
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
-    value_and_grad = _value_and_grad(loss, argnums, has_aux, scale)
+    value_and_grad = _value_and_grad(loss, axis, argnums, has_aux, scale)
 
     def whole(*args):
         differentiated = _positions(argnums, len(args))
@@ -111,17 +111,23 @@ def _sum_over_parts(
 
 
 def _value_and_grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, scale: Array | float | int | None
+    loss: Callable[..., Any],
+    axis: AxisNames,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scale: Array | float | int | None,
 ) -> Callable[..., Any]:
     """Returns `jax.value_and_grad` with the gradients of `scale` times the loss."""
-    if scale is None:
-        return jax.value_and_grad(loss, argnums=argnums, has_aux=has_aux)
 
     def scale_loss(*args):
         out = loss(*args)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"with has_aux=True the loss must return (value, aux), got {type(out).__name__}")
         value = out[0] if has_aux else out
         # In float32: S times the loss would overflow float16.
-        return value.astype(working_dtype(value.dtype)) * scale, out
+        scaled = value if scale is None else value.astype(working_dtype(value.dtype)) * scale
+        # A loss that is a mean over workers is the loss of each of them, not one loss of all.
+        return to_varying(scaled, axis), out
 
     differentiated = jax.value_and_grad(scale_loss, argnums=argnums, has_aux=True)
 

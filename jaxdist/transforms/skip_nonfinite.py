@@ -156,8 +156,8 @@ def check_skips(state: State) -> int:
     # Guards may be nested: the state inside each is checked too.
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SkipNonfiniteState)):
         if isinstance(node, SkipNonfiniteState):
-            consecutive = max(int(x.max()) for x in _local_values(node.consecutive))
-            allowed = min(int(x.min()) for x in _local_values(node.allowed))
+            consecutive = max(int(np.max(x)) for x in _local_values(node.consecutive))
+            allowed = min(int(np.min(x)) for x in _local_values(node.allowed))
             left = min(left, allowed - consecutive, check_skips(node.inner))
             if left < 0:
                 raise TooManySkipsError(consecutive)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.types import Array, AxisNames, PyTree, State
+from .._core.xla_quirks import largest_entry
 from ..comm.over import over
 from ..reducers.combinators import TrackedState
 from ..reducers.feedback import ErrorFeedbackState
@@ -45,7 +46,7 @@ def stats(opt_state: State) -> dict[str, Array]:
         found["residual_norm"] = jnp.sqrt(sum(squares))
     tracked = _nodes(opt_state, TrackedState)
     if tracked:
-        found["syncs"] = jnp.stack([node.syncs.max() for node in tracked]).max()
+        found["syncs"] = largest_entry(jnp.stack([largest_entry(node.syncs) for node in tracked]))
         found["compression_error"] = jnp.stack([node.error.value.mean() for node in tracked]).mean()
     sent = _bytes_sent(opt_state)
     if sent:

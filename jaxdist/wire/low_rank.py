@@ -11,6 +11,7 @@ from jax import lax
 
 from .._core.dtypes import working_dtype
 from .._core.types import Array, Like, PyTree, Shape
+from .._core.xla_quirks import largest_entry
 
 # Matrices of up to this many elements and similar shapes are stacked, since each separate product adds to the compile
 # time. Larger ones are not, since stacking copies them.
@@ -147,7 +148,7 @@ def unpack_factors(groups: Sequence[MatrixGroup], arrived: Sequence[Array], side
 def _row_mask(group: MatrixGroup) -> np.ndarray:
     """Marks the rows of stacked matrices that are not padding, `[k, n]`."""
     heights = np.array([n for n, _ in group.shapes])
-    return np.arange(heights.max()) < heights[:, None]
+    return np.arange(np.max(heights)) < heights[:, None]
 
 
 def overflow_scale(terms: int, workers: int) -> float:
@@ -210,7 +211,7 @@ def write_factors(
     """
     out = list(factors)
     for group, new, scale in zip(groups, stacks, scales, strict=True):
-        largest = jnp.max(jnp.abs(new), axis=(1, 2))
+        largest = largest_entry(jnp.abs(new), (1, 2))
         # A zero factor says nothing about the next gradient.
         alive = largest != 0
         new = jnp.where(jnp.isfinite(largest / scale)[:, None, None], new / scale, new)
@@ -254,7 +255,7 @@ def _on_gpu(a: Array) -> Array:
     if r < SOLVER_RANK * k:
         return _householder(a)
     # Scaling columns leaves Q as it is, and squares of tiny and huge entries neither vanish nor overflow.
-    largest = jnp.max(jnp.abs(a), axis=2, keepdims=True)
+    largest = largest_entry(jnp.abs(a), 2, keepdims=True)
     q, _ = jnp.linalg.qr(jnp.swapaxes(a / jnp.where(largest == 0, 1, largest), 1, 2))
     return jnp.swapaxes(q, 1, 2)
 
@@ -274,7 +275,7 @@ def _householder(a: Array) -> Array:
         a, normals = carry
         column = jnp.where(position >= j, lax.dynamic_index_in_dim(a, j, 1, keepdims=False), 0)
         # Scale first, so that squares of tiny and huge entries neither vanish nor overflow.
-        largest = jnp.max(jnp.abs(column), axis=1, keepdims=True)
+        largest = largest_entry(jnp.abs(column), 1, keepdims=True)
         column = column / jnp.where(largest == 0, 1, largest)
         norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=1, keepdims=True))
         # Move away from the diagonal entry, so that nothing cancels.

@@ -38,7 +38,7 @@ def _mixer(round: Round, workers: int, dtypes: Sequence[jnp.dtype]) -> Callable[
             means = fuse(comm, comm.mean, sent)
             return [widen(comm.varying(mean)) - widen(x) for mean, x in zip(means, sent, strict=True)]
         out = [comm.varying(jnp.zeros(leaf.shape, working_dtype(leaf.dtype))) for leaf in leaves]
-        if np.abs(excess).max() > 1e-9:
+        if np.max(np.abs(excess)) > 1e-9:
             out = [times(widen(leaf), weight_of(comm, excess.tolist())) for leaf in leaves]
         # Σ_j W_ij (x_j - x_i): differences, so that equal models stay equal to the last bit.
         for message in round.messages:

@@ -25,6 +25,7 @@ from .._core.jaxprs import (
     inner_jaxprs,
 )
 from .._core.types import Array, PyTree, Shape
+from .._core.xla_quirks import largest_entry, smallest_entry
 from ..comm.base import Comm
 from ..comm.over import over
 from ..state.marks import is_mark
@@ -201,8 +202,8 @@ def _reduction(
 # `Comm` has sums and maxima: a minimum is a negated maximum, and logical reductions are those of 0 and 1.
 REDUCTIONS: dict[str, Callable[[Part, Comm], Array]] = {
     "reduce_sum": _reduction(lambda x: jnp.sum(x, dtype=x.dtype), lambda comm: comm.sum, 0),
-    "reduce_max": _reduction(jnp.max, lambda comm: comm.max, -jnp.inf),
-    "reduce_min": _reduction(jnp.min, lambda comm: lambda x: -comm.max(-x), jnp.inf),
+    "reduce_max": _reduction(largest_entry, lambda comm: comm.max, -jnp.inf),
+    "reduce_min": _reduction(smallest_entry, lambda comm: lambda x: -comm.max(-x), jnp.inf),
     "reduce_or": _reduction(jnp.any, lambda comm: lambda x: comm.max(x.astype(jnp.int32)) > 0, False),
     "reduce_and": _reduction(jnp.all, lambda comm: lambda x: comm.max((~x).astype(jnp.int32)) == 0, True),
 }

@@ -139,7 +139,7 @@ def test_what_travels_as_words_has_the_gradient_of_float32(dtype, workers, size)
 
 
 def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):
-    """Worker v weighs worker w's part by c[v, w]; the gradient of part w is the mean over v."""
+    """Worker v weighs worker w's part by c[v, w]; the gradient of part w is the sum over v."""
     x, c = jax.random.normal(jax.random.key(0), (2, 8, 8))
 
     def loss(part, weights):
@@ -151,7 +151,7 @@ def test_gradient_of_a_differing_gather_is_a_reduce_scatter(mesh):
     step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     simulated = jax.jit(jax.vmap(jax.grad(loss), axis_name="data"))(x[0], c)
     for found in (step(x[0], c), simulated):
-        np.testing.assert_allclose(found, np.asarray(c).mean(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, np.asarray(c).sum(0), rtol=1e-5, atol=1e-6)
     # The forward gather is not needed here; the backward is an all-to-all, not an all-reduce of everything.
     assert {op.kind for op in analysis.collectives(step.lower(x[0], c).compile()).ops} == {"all-to-all"}
 
@@ -210,6 +210,8 @@ def test_one_worker_of_a_mesh_gets_what_a_collective_would_give(monkeypatch, nam
     mesh = jd.make_mesh({"data": 1}, devices=jax.devices()[:1])
     x = (jnp.arange(6) % 5 - 2).reshape(1, 6).astype(dtype)
     floating = jnp.issubdtype(dtype, jnp.floating)
+    if name == "reduce_scatter_mean" and not floating:
+        pytest.skip("integers have no mean")
     types = []
 
     def one(x):
@@ -219,8 +221,7 @@ def test_one_worker_of_a_mesh_gets_what_a_collective_would_give(monkeypatch, nam
 
     def run():
         step = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        # JAX has no derivative of the maximum over workers.
-        gradients = [jax.grad(lambda x: (2 * step(x)).sum())(x)] if floating and name != "max" else []
+        gradients = [jax.grad(lambda x: (2 * step(x)).sum())(x)] if floating else []
         compiled = jax.jit(step).lower(x).compile()
         return analysis.collectives(compiled), [compiled(x), *gradients]
 

@@ -11,11 +11,11 @@ from jaxdist._core.xla_quirks import (
     add_rows,
     from_ordered_bits,
     hide_constants,
-    largest,
+    largest_entry,
     largest_magnitude,
     ordered_bits,
     running_sum,
-    smallest,
+    smallest_entry,
     sum_counts,
     sum_rows,
     sum_vector,
@@ -106,8 +106,12 @@ def test_extremes_are_those_of_numpy_wherever_a_value_is_not_finite(dtype, value
     for row in rows:
         row[len(row) // 3] = value
     arrays = [jnp.asarray(row).astype(dtype) for row in rows]
-    found = jax.jit(lambda arrays: [(largest(x), smallest(x), largest(abs(x)[None], 1)[0]) for x in arrays])(arrays)
-    for x, extremes in zip(arrays, found, strict=True):
+
+    @jax.jit
+    def find(arrays):
+        return [(largest_entry(x), smallest_entry(x), largest_entry(abs(x)[None], 1)[0]) for x in arrays]
+
+    for x, extremes in zip(arrays, find(arrays), strict=True):
         wide = np.asarray(x, np.float32)
         assert {leaf.dtype for leaf in extremes} == {x.dtype}
         np.testing.assert_array_equal(
@@ -120,14 +124,14 @@ def test_extremes_over_axes_are_those_of_numpy(axis):
     x = np.random.default_rng(0).standard_cauchy((3, 40, 50)).astype(np.float32)
     x[1, 2, 3] = np.nan
     for keepdims in (False, True):
-        for ours, numpy in ((largest, np.max), (smallest, np.min)):
+        for ours, numpy in ((largest_entry, np.max), (smallest_entry, np.min)):
             found = jax.jit(partial(ours, axis=axis, keepdims=keepdims))(x)
             np.testing.assert_array_equal(found, numpy(x, axis=axis, keepdims=keepdims))
-    assert int(largest(jnp.array([3, -4]))) == 3
-    assert int(smallest(jnp.array([-(2**31), 5], jnp.int32))) == -(2**31)
-    assert float(largest(jnp.zeros((0, 3)), initial=0.0)) == 0
-    assert float(smallest(jnp.ones(5), initial=0.0)) == 0
-    assert np.isnan(largest(jnp.full(5000, jnp.nan), initial=0.0))
+    assert int(largest_entry(jnp.array([3, -4]))) == 3
+    assert int(smallest_entry(jnp.array([-(2**31), 5], jnp.int32))) == -(2**31)
+    assert float(largest_entry(jnp.zeros((0, 3)), initial=0.0)) == 0
+    assert float(smallest_entry(jnp.ones(5), initial=0.0)) == 0
+    assert np.isnan(largest_entry(jnp.full(5000, jnp.nan), initial=0.0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -145,6 +149,6 @@ def test_ordered_bits_have_the_order_of_the_floats(dtype):
 
 def test_largest_entries_share_the_gradient():
     x = jnp.array([[1.0, 3.0, 3.0], [jnp.nan, 2.0, jnp.inf]])
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(largest(x, 1) * jnp.array([2.0, 5.0]))))(x)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(largest_entry(x, 1) * jnp.array([2.0, 5.0]))))(x)
     assert gradient.tolist() == [[0, 1, 1], [5, 0, 0]]
-    assert jax.grad(smallest)(x[0]).tolist() == [1, 0, 0]
+    assert jax.grad(smallest_entry)(x[0]).tolist() == [1, 0, 0]

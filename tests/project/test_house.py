@@ -11,6 +11,9 @@ PACKAGE = Path(jaxdist.__file__).parent
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 PUBLIC_NAMES = 48
 # Workers and programs are things: "a worker that waits", not "whoever waits"; a file "is" in a folder.
+# JAX's maxima and minima of many entries, which lose NaN on CPU, and those over workers, which depend on the wiring.
+EXTREMES = {"max", "min", "amax", "amin", "nanmax", "nanmin", "reduce_max", "reduce_min", "segment_max", "segment_min"}
+OVER_WORKERS = {"pmax", "pmin"}
 PEOPLE = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|anybody|lies|lie|stands|stand)\b", re.IGNORECASE)
 
 
@@ -97,3 +100,52 @@ def test_error_messages_do_not_either():
         if isinstance(text, ast.Constant) and isinstance(text.value, str) and PEOPLE.search(text.value)
     ]
     assert not found
+
+
+def extremes(tree: ast.AST):
+    """Yields JAX's extremes in a module, and in one that computes with JAX the methods of which arrays have no type."""
+    computes = any("jax.numpy" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Import))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in EXTREMES | OVER_WORKERS:
+            base = ast.unparse(node.value)
+            if base.split(".")[-1] in ("jnp", "lax", "ops"):
+                yield node
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax"):
+            yield from (alias for alias in node.names if alias.name in EXTREMES | OVER_WORKERS)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("max", "min"):
+            names = {name.id for name in ast.walk(node.func.value) if isinstance(name, ast.Name)}
+            if computes and not names & {"np", "jnp", "lax", "comm", "inner", "outer"}:
+                yield node
+
+
+def test_maxima_keep_nan():
+    """`_core.xla_quirks` has those of entries, of all dtypes, and `Comm` that over workers; `np.max(x)` is NumPy's."""
+    places = {PACKAGE / "_core/xla_quirks.py": EXTREMES, PACKAGE / "comm/over.py": OVER_WORKERS}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in SOURCES.items()
+        for node in extremes(tree)
+        if not (isinstance(node, ast.Attribute) and node.attr in places.get(path, ()))
+    ]
+    assert not found, "use largest_entry and smallest_entry, or Comm.max"
+
+
+def test_the_search_for_maxima_finds_them():
+    for text in (
+        "jnp.max(x)",
+        "jax.lax.pmax(x, 'data')",
+        "reduce(jnp.min, x)",
+        "x.max(0)",
+        "f(x).min()",
+        "ops.segment_max(x)",
+    ):
+        assert list(extremes(ast.parse(f"import jax.numpy as jnp\n{text}"))), text
+    for text in (
+        "np.max(x)",
+        "comm.max(x)",
+        "jnp.maximum(x, y)",
+        "jnp.finfo(x.dtype).max",
+        "np.abs(x).max()",
+        "max(x)",
+    ):
+        assert not list(extremes(ast.parse(f"import jax.numpy as jnp\n{text}"))), text

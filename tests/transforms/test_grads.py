@@ -43,6 +43,28 @@ def test_the_gradient_stays_with_the_worker(mesh):
     assert_close(step(params(), batch()), jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params(), rows), 1e-6)
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_that_is_a_mean_over_workers_has_the_gradient_of_their_losses(has_aux):
+    """On a mesh, where types say that it is one number, too: each worker has it."""
+
+    def mean_loss(params, data):
+        value = jd.comm.over("data").mean(loss(params, data))
+        return (value, value) if has_aux else value
+
+    def step(params, data):
+        value, gradient = jd.local_value_and_grad(mean_loss, has_aux=has_aux)(params, data)
+        return jd.comm.over("data").mean(gradient), value
+
+    wanted = jax.grad(loss)(params(), batch())
+    for run in (
+        *(jd.distribute(step, jd.make_mesh(), check=check) for check in ("types", "values")),
+        jd.simulate(step, 8),
+    ):
+        assert_close(run(jax.tree.map(jnp.copy, params()), batch())[0], wanted, 1e-5)
+    with pytest.raises(TypeError, match=r"must return \(value, aux\), got"):
+        jd.local_value_and_grad(loss, has_aux=True, axis=None)(params(), batch())
+
+
 def test_keys_are_folded_and_the_rest_is_passed_on():
     key, data = jax.random.key(7), batch()
     value, gradient = jax.jit(jd.local_value_and_grad(noisy, micro_batches=4))(params(), data, key, jnp.float32(0.5))

@@ -213,7 +213,7 @@ def rules_table(finished: list[tuple[str, replay.Result]], target: float | None)
         old = staleness(name, run.trace)
         cells = [f"{len(run.trace.steps):,}", f"{len(gradients):,}", f"{np.sum(~gradients.accepted):,}"]
         # A rule that has used no gradient has no staleness.
-        cells += [f"{old.mean():.1f}", f"{old.max()}"] if len(old) else ["-", "-"]
+        cells += [f"{old.mean():.1f}", f"{np.max(old)}"] if len(old) else ["-", "-"]
         cells += [f"{run.computing.mean():.0%}", in_bytes(float(run.sent.sum()))]
         cells += [f"{run.losses[-1]:.4f}" if len(run.losses) else "-"]
         if target is not None:
@@ -261,7 +261,7 @@ def draw_replays(
 def _staleness_bins(runs: Sequence[tuple[str, replay.Result]]) -> list[int]:
     """The starts of the bins, 0, 1, 2, 4, 8, ..., up to the largest staleness of all runs, and one past the last."""
     # All runs share the bins, so that their panels can be compared.
-    most = max((int(staleness(name, run.trace).max(initial=0)) for name, run in runs), default=0)
+    most = max((int(np.max(staleness(name, run.trace), initial=0)) for name, run in runs), default=0)
     return [0, *(1 << power for power in range(most.bit_length() + 1))]
 
 
@@ -272,7 +272,7 @@ def _draw_staleness(axes: Axes, run: replay.Result, name: str, color: str, bins:
     axes.set(yticks=[0, 0.5, 1], ylim=(0, 1))
     open_axes(axes)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    text = describe(name, f"mean {found.mean():.1f}, most {found.max()}" if len(found) else "none", width=30)
+    text = describe(name, f"mean {found.mean():.1f}, most {np.max(found)}" if len(found) else "none", width=30)
     axes.text(1, 0.98, text, transform=axes.transAxes, ha="right", va="top", color=color, fontsize=9)
     # At most nine labels.
     every = 1 + len(shares) // 9

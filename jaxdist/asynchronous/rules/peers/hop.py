@@ -258,7 +258,7 @@ def _neighbors_of_workers(graph: Graph, workers: int) -> tuple[_Neighbors, ...]:
     if len(topology.rounds) > 1:
         raise ValueError(f"the {topology.name} changes from step to step, but hop needs a static topology")
     weights = matrix(topology)
-    if abs(weights.sum(1) - 1).max() > 1e-6:
+    if np.max(abs(weights.sum(1) - 1)) > 1e-6:
         raise ValueError(f"the rows of the {topology.name} must sum to 1: hop does not support push-sum weights")
     # Row i of the matrix has the weights that worker i applies.
     own, others = np.diag(weights), weights - np.diag(np.diag(weights))
