@@ -327,8 +327,8 @@ def mean_params(params: PerWorker, opt_state: State) -> PyTree:
     states = [node for node in nodes if isinstance(node, GossipState)]
     if len(states) != 1:
         raise ValueError(
-            f"mean_params needs an optimizer state with one gossip inside, got {len(states)}; without any, the model is "
-            "jd.consensus(params)"
+            f"mean_params needs an optimizer state with one gossip inside, got {len(states)}; without any, the model "
+            "is jd.consensus(params)"
         )
     method = states[0].method.value
     # Momentum may keep the state of another method inside.

@@ -370,13 +370,7 @@ def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) 
       ValueError: an option of `local_steps` in `options` is set, or local steps inside keep the parameters they sent,
         or several transformations inside have a part of the model each, or gossip inside has other workers.
     """
-    for node in _find(state):
-        if hasattr(node, "method") and _axis(node) != axis_tuple(axis):
-            raise ValueError(
-                f"gossip inside has axis={_axis(node)} and local_steps around it axis={axis!r}, so a round would leave "
-                "workers with different models, which it has no anchors for: give both the same axis, or average "
-                'inside with all_reduce: optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))'
-            )
+    _check_gossip(state, axis)
     nodes = [node for node in _find(state) if isinstance(node, LocalStepsState)]
     for name, value in options.items():
         if value:
@@ -391,15 +385,26 @@ def check_nested(state: State, params: PyTree, axis: AxisNames, **options: Any) 
             "the local_steps inside have a part of the parameters, and those around synchronize all of them; give "
             "each part both: optax.partition({label: local_steps(local_steps(...), ...)}, ...)"
         )
+
+
+def _check_gossip(state: State, axis: AxisNames) -> None:
+    """Checks that a round of all workers, with all of each model, has what gossip inside keeps of the models."""
+    for node in _find(state):
+        if hasattr(node, "method") and _axis(node) != axis_tuple(axis):
+            raise ValueError(
+                f"gossip inside has axis={_axis(node)} and local_steps around it axis={axis!r}, so a round would leave "
+                "workers with different models, which it has no anchors for: give both the same axis, or average "
+                'inside with all_reduce: optax.chain(jd.all_reduce(jd.exact(), axis="chip"), optax.adamw(1e-3))'
+            )
     masked = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.MaskedState) or keeps_models(x))
-    parts = [part for node in masked if isinstance(node, optax.MaskedState) for part in _method_parts(node)]
-    for part in parts:
+    for part in [part for node in masked if isinstance(node, optax.MaskedState) for part in _method_parts(node)]:
         if hasattr(part, "weigh_drift"):
             raise ValueError(
-                f"the gossip inside has a part of the parameters, and its method keeps {part.keeps_apart}, for this part "
-                "alone; give each part both: optax.partition({label: local_steps(gossip(...), ...)}, ...)"
+                f"the gossip inside has a part of the parameters, and its method keeps {part.keeps_apart}, for this "
+                "part alone; give each part both: optax.partition({label: local_steps(gossip(...), ...)}, ...)"
             )
-    for part in [part for node in nodes for part in _method_parts(node.inner)]:
+    inside = [node for node in _find(state) if isinstance(node, LocalStepsState)]
+    for part in [part for node in inside for part in _method_parts(node.inner)]:
         if hasattr(part, "keeps_apart"):
             raise ValueError(
                 f"a round of the local_steps outside may come between two of those inside, and loses what gossip keeps "

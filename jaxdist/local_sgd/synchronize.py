@@ -20,7 +20,6 @@ from ..state.marks import Sharded, flatten_marks, is_mark, with_value
 from ..transforms.local_gradients import reduce_weighted
 from ..wire.flat import group_by_sharding, map_groups, select_leaves, whole_likes
 
-
 # `weigh_drift(anchor, anchor - params)`: the contribution of a worker to the mean drift.
 WeighDrift = Callable[[Updates, Updates], Updates]
 
